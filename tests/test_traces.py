@@ -20,16 +20,9 @@ TRACES = Path(__file__).parent / "traces"
 ROOM = CHUNKS * CHUNK_BYTES  # host memory for one copy
 
 
-def run_but(cluster: StepwiseCluster, *left: Choice) -> None:
-    """Let everything happen but that."""
-    while (choices := [choice for choice in cluster.choices() if choice not in left]) != []:
-        cluster.do(choices[0])
-
-
 def read_one_chunk(cluster: StepwiseCluster, reader: SimHandle) -> None:
     """Its fill begins, and gets so far."""
-    while reader.pull is None or len(reader.pull.missing) != CHUNKS - 1:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None and len(reader.pull.missing) == CHUNKS - 1)
 
 
 def from_here(cluster: StepwiseCluster, line: str) -> None:
@@ -97,7 +90,7 @@ def chain_and_update(cluster: StepwiseCluster) -> None:
     trainer.publish(1)
     cluster.run()
     first.replicate("latest")
-    run_but(cluster, Choice("read", first.name))
+    cluster.run(Choice("read", first.name))
     second.replicate("latest")
     cluster.run()
     cluster.note("-- the next version")
@@ -165,13 +158,13 @@ def withdrawn_under_a_reader(cluster: StepwiseCluster) -> None:
     trainer, reader = published(cluster, "reader")
     reader.replicate(1)
     stuck = Choice("read", reader.name)
-    run_but(cluster, stuck)
+    cluster.run(stuck)
     cluster.note("-- a reader that reads nothing")
     trainer.unpublish()
-    run_but(cluster, stuck)
+    cluster.run(stuck)
     for _ in range(6):
         cluster.advance(1, run=False)
-        run_but(cluster, stuck)
+        cluster.run(stuck)
 
 
 def fetched_from_a_source_that_leaves(cluster: StepwiseCluster) -> None:
@@ -192,8 +185,7 @@ def coordinator_restarts(cluster: StepwiseCluster) -> None:
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
-    while not cluster.unstored:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: cluster.unstored)
     cluster.restart(kept=True)
     come_back(cluster)
     cluster.note("-- a fill, of which one chunk is there")
@@ -228,10 +220,10 @@ def rolled_back(cluster: StepwiseCluster) -> None:
     cluster.run()
     publish_next(cluster, 2, trainer)
     reader.replicate("latest")
-    run_but(cluster, Choice("read", reader.name))
+    cluster.run(Choice("read", reader.name))
     cluster.note("-- back to 1")
     trainer.worker.asks.rollback(1)
-    run_but(cluster, Choice("read", reader.name))
+    cluster.run(Choice("read", reader.name))
     trainer.publish(2)
     cluster.run()
     reader.update("latest")
@@ -243,13 +235,13 @@ def bound_again(cluster: StepwiseCluster) -> None:
     trainer, reader = published(cluster, "reader")
     reader.replicate("latest")
     stuck = Choice("read", reader.name)
-    run_but(cluster, stuck)
+    cluster.run(stuck)
     cluster.note("-- a reader that reads nothing")
     trainer.unpublish()
     for _ in range(6):
-        run_but(cluster, stuck)
+        cluster.run(stuck)
         cluster.advance(1, run=False)
-    run_but(cluster, stuck)
+    cluster.run(stuck)
     cluster.note("-- the next version")
     trainer.publish(2)
     cluster.run()
@@ -384,11 +376,11 @@ def readers_complete_each_other(cluster: StepwiseCluster) -> None:
     reads = [Choice("read", reader.name) for reader in (first, second)]
     for reader in (first, second):
         reader.replicate()
-        run_but(cluster, *reads)
+        cluster.run(*reads)
     from_here(cluster, "-- the second one is sent to the trainer as well, and each reads one chunk")
     assert second.pull is not None
     second.source_ended(next(iter(second.pull.lanes)), "stalled")
-    run_but(cluster, *reads)
+    cluster.run(*reads)
     for reader in (first, second):
         assert reader.pull is not None
         while len(reader.pull.missing) == CHUNKS:
@@ -428,7 +420,7 @@ def restart_resumes_a_fill(cluster: StepwiseCluster) -> None:
     for handle in readers:
         handle.replicate()
     late = Choice("read", readers[1].name)
-    run_but(cluster, late)
+    cluster.run(late)
     while readers[1].pull is None or len(readers[1].pull.missing) == CHUNKS:
         cluster.do(late)
     from_here(cluster, "-- rank 0 has voted, rank 1 has one chunk")

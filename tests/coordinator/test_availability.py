@@ -8,7 +8,6 @@ from tensorhub.errors import VersionUnavailable
 from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
 from tests.coordinator.test_partial import (
-    let_all_but_reads_happen,
     lose,
     readers_of_a_trainer,
 )
@@ -264,9 +263,9 @@ def test_what_a_rollback_is_about_to_retire_is_not_offered() -> None:
         replicate(cluster, keeper)
     publish(cluster, trainer, number=3)
     asked = reader.replicate(3)
-    let_all_but_reads_happen(cluster)
+    cluster.run("read")
     trainer.worker.asks.rollback(1)
-    let_all_but_reads_happen(cluster)
+    cluster.run("read")
     text = str(error_of(asked))
     assert "held now: version 1 by 1 replica; the selector 'available' gets 1" in text
     assert "version 2" not in text
@@ -304,7 +303,7 @@ def left_in_parts(
     """Version 1 is left in partial copies of these readers; version 0 is held by a keeper."""
     cluster, trainer, readers, asked = readers_of_a_trainer(*backwards, keeper=keeper)
     late = cluster.handle("late")
-    let_all_but_reads_happen(cluster)
+    cluster.run("read")
     lose(cluster, trainer, readers)
     return cluster, readers, asked, late
 
@@ -312,7 +311,7 @@ def left_in_parts(
 def test_partial_copies_do_not_count_even_if_together_they_are_whole() -> None:
     cluster, readers, asked, late = left_in_parts(False, True)
     mine = late.replicate("available")
-    let_all_but_reads_happen(cluster)
+    cluster.run("read")
     assert late.member.state is HandleState.FILLING
     assert [reader.member.state for reader in readers] == [HandleState.FILLING] * 2
     cluster.run()
@@ -323,7 +322,7 @@ def test_partial_copies_do_not_count_even_if_together_they_are_whole() -> None:
 def test_partial_copies_and_nothing_else_are_nothing() -> None:
     cluster, _, _, late = left_in_parts(False, True, keeper=False)
     mine = late.replicate("available")
-    let_all_but_reads_happen(cluster)
+    cluster.run("read")
     assert "nobody holds all of a version of it" in str(error_of(mine))
 
 
@@ -350,7 +349,7 @@ def let_it_be_lost(cluster: StepwiseCluster) -> None:
     """More than a lease passes, in which nobody reads."""
     for _ in range(20):
         cluster.advance(cluster.options.lease_s / 16, run=False)
-        let_all_but_reads_happen(cluster)
+        cluster.run("read")
 
 
 def test_who_reads_from_a_worker_that_is_lost_goes_on_as_long_as_that_serves() -> None:
@@ -370,15 +369,12 @@ def test_a_hook_that_runs_when_the_source_is_lost_leaves_everything_as_it_was() 
     reader.replicate(1)
     publish(cluster, trainer, number=3)
     asked = reader.update("available", hold=True)
-    while not reader.hooks:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.hooks)
     trainer.worker.crash()
-    while choices := [choice for choice in cluster.choices() if choice.kind != "hook"]:
-        cluster.do(choices[0])
+    cluster.run("hook")
     for _ in range(24):
         cluster.advance(cluster.options.lease_s / 16, run=False)
-        while choices := [choice for choice in cluster.choices() if choice.kind != "hook"]:
-            cluster.do(choices[0])
+        cluster.run("hook")
     assert not asked.has_ended()
     cluster.run()
     assert (asked.number, asked.changed, reader.member.version) == (1, False, 1)
@@ -456,7 +452,7 @@ def test_after_a_restart_a_fill_that_had_begun_waits_for_its_source_like_any_oth
     cluster, trainer, _, (asked,) = readers_of_a_trainer(False, selector="available")
     cluster.restart()
     reconnect(cluster, but="trainer")
-    let_all_but_reads_happen(cluster)
+    cluster.run("read")
     assert not asked.has_ended()
     trainer.worker.connect()
     cluster.run()

@@ -202,8 +202,7 @@ def test_what_a_rank_says_of_later_operations_stays_bounded_and_its_last_word_co
     first, second = cluster.group("trainer", 2)
     cluster.run()
     promises = [handle.publish(1) for handle in (first, second)]
-    while not cluster.unstored:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: cluster.unstored)
     slow = dict(cluster.unstored)
     cluster.unstored.clear()
     second.worker.crash()

@@ -42,14 +42,9 @@ def source_of(reader: SimHandle) -> str:
     return next(iter(reader.pull.grants.values())).source
 
 
-def let_all_but_reads_happen(cluster: StepwiseCluster) -> None:
-    while choices := [choice for choice in cluster.choices() if choice.kind != "read"]:
-        cluster.do(choices[0])
-
-
 def begin(cluster: StepwiseCluster, reader: SimHandle) -> None:
     reader.replicate()
-    let_all_but_reads_happen(cluster)
+    cluster.run("read")
 
 
 def accuse(cluster: StepwiseCluster, reader: SimHandle, chunk: int = 0) -> str:
@@ -58,7 +53,7 @@ def accuse(cluster: StepwiseCluster, reader: SimHandle, chunk: int = 0) -> str:
     lane = next(iter(reader.pull.lanes.values()))
     name = lane.grant.source
     lane.end("corrupt", chunk)
-    let_all_but_reads_happen(cluster)
+    cluster.run("read")
     return name
 
 
@@ -154,21 +149,21 @@ def test_a_source_that_comes_back_as_another_incarnation_is_still_one() -> None:
     cluster.fetcher("first").fetch()  # so that there are digests
     cluster.run()
     asked = reader.replicate(timeout_s=1000)
-    let_all_but_reads_happen(cluster)
+    cluster.run("read")
     before = trainer.worker.incarnation
     accuse(cluster, reader)
     trainer.worker.disconnect()
     for _ in range(12):
         cluster.advance(1, run=False)
-        let_all_but_reads_happen(cluster)
+        cluster.run("read")
     for _ in range(2):  # it hears that it was lost, and comes back
         trainer.worker.connect()
-        let_all_but_reads_happen(cluster)
+        cluster.run("read")
     assert trainer.worker.incarnation != before
     while questions(cluster) < 2:
         accuse(cluster, reader)
         cluster.advance(1, run=False)
-        let_all_but_reads_happen(cluster)
+        cluster.run("read")
     cluster.run()
     assert asked.number == 1
 
@@ -187,7 +182,7 @@ def test_with_one_source_the_deadline_says_that_it_is_unchanged() -> None:
         if reader.pull.lanes:
             accuse(cluster, reader)
         cluster.advance(0.5, run=False)
-        let_all_but_reads_happen(cluster)
+        cluster.run("read")
     with pytest.raises(IntegrityError, match="'trainer' does not have its digest, and they have digested it again"):
         _ = asked.number
 
@@ -196,15 +191,15 @@ def test_a_reader_that_lies_costs_a_source_a_digest_a_second() -> None:
     cluster, (trainer, reader) = holders("trainer")
     for _ in range(20):
         asked = reader.replicate() if reader.member.state is HandleState.EMPTY else reader.update()
-        let_all_but_reads_happen(cluster)
+        cluster.run("read")
         accuse(cluster, reader)
         reader.cancel()
-        let_all_but_reads_happen(cluster)
+        cluster.run("read")
         assert asked.done
     assert questions(cluster) == 1
     cluster.advance(INQUIRY_S, run=False)
     reader.update()
-    let_all_but_reads_happen(cluster)
+    cluster.run("read")
     accuse(cluster, reader)
     assert questions(cluster) == 2
     assert trainer.member.version == 1
@@ -233,7 +228,7 @@ def test_an_accusation_of_what_one_does_not_read_asks_nobody() -> None:
     assert reader.worker.link is not None
     for lease in ("invented", ""):
         cluster.step(Received(reader.worker.link.session, ReadFailed(running.key, 0, lease, "corrupt", "", 0)))
-    let_all_but_reads_happen(cluster)
+    cluster.run("read")
     assert questions(cluster) == 0
 
 
@@ -249,7 +244,7 @@ def test_a_quarantined_only_source_leaves_its_version_unavailable() -> None:
     assert version.state is VersionState.UNAVAILABLE
     trainer.worker.disconnect()
     trainer.worker.connect()
-    let_all_but_reads_happen(cluster)
+    cluster.run("read")
     assert version.state is VersionState.UNAVAILABLE  # it does not announce again what is none
     cluster.advance(100)
     with pytest.raises((IntegrityError, VersionUnavailable)):
@@ -281,7 +276,7 @@ def test_a_reader_that_leaves_what_is_quarantined_after_its_call_has_failed_leav
     cluster.run()
     for each in (other, reader):
         each.replicate("available")
-        let_all_but_reads_happen(cluster)
+        cluster.run("read")
     assert (source_of(other), accuse(cluster, reader)) == ("trainer", "other")  # without cause
     trainer.worker.hear = lambda message: hear_guilty(trainer, message)  # type: ignore[method-assign]
     assert accuse(cluster, reader) == "trainer"

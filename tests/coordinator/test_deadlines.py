@@ -37,8 +37,7 @@ def test_at_least_that_never_comes_says_so() -> None:
 def test_a_lost_last_source_is_waited_for_until_the_deadline() -> None:
     cluster, trainer, reader = trainer_and_reader()
     asked = reader.replicate(timeout_s=30)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     trainer.worker.crash()
     cluster.advance(29)
     assert not asked.done
@@ -76,13 +75,11 @@ def test_a_fill_that_takes_too_long_names_the_slow_ranks() -> None:
     cluster.run()
     calls = [handle.replicate(timeout_s=5) for handle in readers]
     slow = Choice("read", readers[1].name)
-    while (choices := [c for c in cluster.choices() if c != slow]) != []:
-        cluster.do(choices[0])
+    cluster.run(slow)
     cluster.advance(2, run=False)
     while cluster.now < 6:
         cluster.advance(0.5, run=False)
-        while (choices := [c for c in cluster.choices() if c != slow]) != []:
-            cluster.do(choices[0])
+        cluster.run(slow)
     for call in calls:
         with pytest.raises(OperationTimeout, match=r"version 1 was not complete after 5 s on rank\(s\) \[1\]") as caught:
             _ = call.number

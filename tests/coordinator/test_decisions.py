@@ -10,7 +10,6 @@ import pytest
 from tensorhub.coordinator import Publication
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted, VersionConflict
 from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
-from tests.coordinator.test_publishes import unstored
 
 
 def handles(cluster: StepwiseCluster, *names: str) -> list[SimHandle]:
@@ -45,9 +44,9 @@ def test_a_lower_number_is_refused_while_a_higher_one_is_being_recorded() -> Non
     cluster = StepwiseCluster()
     first, second = handles(cluster, "first", "second")
     higher = first.publish(5)
-    unstored(cluster)
+    cluster.run("store")
     lower = second.publish(3)
-    unstored(cluster)
+    cluster.run("store")
     assert is_overtaken(lower, by=5)
     cluster.run()
     assert higher.number == 5
@@ -61,11 +60,11 @@ def test_a_lower_number_that_was_staged_before_is_refused_when_its_last_rank_cal
     cluster = StepwiseCluster()
     pair, (other,) = cluster.group("pair", 2), handles(cluster, "other")
     calls = [pair[0].publish(3)]
-    unstored(cluster)
+    cluster.run("store")
     higher = other.publish(5)
-    unstored(cluster)
+    cluster.run("store")
     calls.append(pair[1].publish(3))
-    unstored(cluster)
+    cluster.run("store")
     assert [is_overtaken(call, by=5) for call in calls] == [True, True]
     cluster.run()
     assert higher.number == 5
@@ -80,10 +79,10 @@ def test_another_model_that_is_being_recorded_beside_it_hides_nothing_and_is_in_
     calls = []
     for trainer, number in ((critic, 9), (first, 5)) if before else ((first, 5), (critic, 9)):
         calls.append(trainer.publish(number))
-        unstored(cluster)
+        cluster.run("store")
     assert len(cluster.unstored) == 2
     lower, higher = second.publish(3), third.publish(7)
-    unstored(cluster)
+    cluster.run("store")
     assert is_overtaken(lower, by=5)
     assert len(cluster.unstored) == 3
     cluster.run()
@@ -97,9 +96,9 @@ def test_a_lower_number_may_be_tried_again_where_the_higher_one_was_not_recorded
     cluster = StepwiseCluster()
     first, second = handles(cluster, "first", "second")
     first.publish(5)
-    unstored(cluster)
+    cluster.run("store")
     lower = second.publish(3)
-    unstored(cluster)
+    cluster.run("store")
     assert is_overtaken(lower, by=5)
     cluster.fail_store()
     cluster.run()
@@ -122,11 +121,11 @@ def replaced_while_recording(cluster: StepwiseCluster) -> tuple[SimHandle, CallR
     cluster.run()
     asked = first.publish(1)
     second.publish(1)
-    unstored(cluster)
+    cluster.run("store")
     second.worker.crash()
-    unstored(cluster)
+    cluster.run("store")
     newcomer = cluster.handle("spare", "trainer", 1, 2)
-    unstored(cluster)
+    cluster.run("store")
     return first, asked, newcomer
 
 
@@ -135,12 +134,12 @@ def test_a_call_that_waits_for_a_decision_goes_on_when_its_write_fails(breaks: b
     cluster = StepwiseCluster()
     first, asked, newcomer = replaced_while_recording(cluster)
     theirs = newcomer.publish(2)
-    unstored(cluster)
+    cluster.run("store")
     if breaks:  # it asks again what has become of its call
         newcomer.worker.disconnect()
-        unstored(cluster)
+        cluster.run("store")
         newcomer.worker.connect()
-        unstored(cluster)
+        cluster.run("store")
     cluster.fail_store()
     cluster.run()
     assert not_recorded(asked)
@@ -155,9 +154,9 @@ def test_a_call_that_is_given_up_meanwhile_ends_on_all_ranks_when_the_write_fail
     cluster = StepwiseCluster()
     first, asked, newcomer = replaced_while_recording(cluster)
     theirs = newcomer.publish(2)
-    unstored(cluster)
+    cluster.run("store")
     newcomer.cancel("enough")
-    unstored(cluster)
+    cluster.run("store")
     cluster.fail_store()
     cluster.run()
     assert not_recorded(asked)
@@ -179,16 +178,16 @@ def test_a_fill_that_waits_for_a_barriers_decision_goes_on_when_its_write_fails(
         handle.publish(1)
     cluster.run()
     ours, theirs = first.update("latest"), second.update("latest", timeout_s=1)
-    unstored(cluster)
+    cluster.run("store")
     second.worker.disconnect()
-    unstored(cluster)
+    cluster.run("store")
     cluster.advance(6, run=False)
-    unstored(cluster)
+    cluster.run("store")
     assert isinstance(theirs.error, CoordinatorUnavailable)
     second.worker.connect()
-    unstored(cluster)
+    cluster.run("store")
     again = second.update("latest")
-    unstored(cluster)
+    cluster.run("store")
     cluster.fail_store()
     cluster.run()
     assert not_recorded(ours)
@@ -205,9 +204,9 @@ def test_a_rollback_that_waits_for_a_publication_goes_on_when_its_write_fails() 
     first.publish(1)
     cluster.run()
     asked = second.publish(2)
-    unstored(cluster)
+    cluster.run("store")
     request = first.worker.asks.rollback(0)
-    unstored(cluster)
+    cluster.run("store")
     assert len(cluster.unstored) == 1
     cluster.fail_store()
     cluster.run()
@@ -225,10 +224,9 @@ def test_a_groups_fill_that_waits_for_a_rollback_goes_on_when_its_write_fails() 
         handle.publish(1)
     cluster.run()
     calls = [handle.replicate() for handle in readers]
-    while choices := [choice for choice in cluster.choices() if choice.kind != "read"]:
-        cluster.do(choices[0])
+    cluster.run("read")
     request = other.worker.asks.rollback(1)
-    unstored(cluster)
+    cluster.run("store")
     assert not any(call.has_ended() for call in calls)
     assert len(cluster.unstored) == 1
     cluster.fail_store()

@@ -32,8 +32,7 @@ def published(readers: int = 0, world_size: int = 1) -> tuple[StepwiseCluster, l
 
 def in_mid_read(cluster: StepwiseCluster, fetcher: SimHandle, selector: int | str = "latest") -> CallRecord:
     asked = fetcher.fetch(selector)
-    while fetcher.pull is None or len(fetcher.pull.missing) != 1:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: fetcher.pull is not None and len(fetcher.pull.missing) == 1)
     return asked
 
 

@@ -85,8 +85,7 @@ def test_a_reader_is_a_source_from_its_first_chunk_on() -> None:
     other = cluster.handle("other")
     cluster.run()
     first, second = reader.replicate(), other.replicate()
-    while (choices := [choice for choice in cluster.choices() if choice.kind != "read"]) != []:
-        cluster.do(choices[0])
+    cluster.run("read")
     assert any("other <- Start" in line and ":reader(" in line and ", filling)" in line for line in cluster.log)
     cluster.run()
     assert (first.number, second.number) == (1, 1)
@@ -103,8 +102,7 @@ def test_update_calls_the_hook_with_everything_intact_and_then_writes() -> None:
     cluster.run()
     old = list(reader.cells)
     asked = reader.update(hold=True)
-    while not reader.hooks:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.hooks)
     assert reader.hooks[0].version.version == 2
     assert reader.cells == old
     assert reader.member.version == 1
@@ -120,8 +118,7 @@ def test_no_rank_writes_before_every_hook_has_returned() -> None:
         handle.publish(1)
     cluster.run()
     calls = [handle.replicate(hold=True) for handle in readers]
-    while (choices := [c for c in cluster.choices() if c != Choice("hook", readers[1].name)]) != []:
-        cluster.do(choices[0])
+    cluster.run(Choice("hook", readers[1].name))
     assert [handle.hook_calls for handle in readers] == [1, 0]
     assert all(handle.member.state is HandleState.EMPTY for handle in readers)
     cluster.run()
@@ -177,10 +174,8 @@ def test_an_empty_rank_beside_one_that_holds_something_says_that_it_is_ready() -
     cluster.run()
     calls = [readers[0].update(hold=True), newcomer.update()]
     slow = Choice("up", "spare")
-    while not any(isinstance(message, Start) for message in newcomer.worker.heard_soon()):
-        cluster.do(cluster.choices()[0])
-    while (choices := [c for c in cluster.choices() if c != slow]) != []:
-        cluster.do(choices[0])
+    cluster.run(until=lambda: any(isinstance(message, Start) for message in newcomer.worker.heard_soon()))
+    cluster.run(slow)
     assert readers[0].member.version == 1
     cluster.run()
     assert [call.number for call in calls] == [2, 2]
@@ -257,8 +252,7 @@ def test_that_ranks_memory_survives_when_the_newcomer_fails() -> None:
     newcomer = cluster.handle("spare", "reader", 1, 2)
     cluster.run()
     calls = [readers[0].update(), newcomer.update()]
-    while newcomer.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: newcomer.pull is not None)
     newcomer.cancel("enough")
     cluster.run()
     assert isinstance(calls[0].error, GroupAborted)
@@ -277,8 +271,7 @@ def test_cancelling_in_the_middle_of_a_fill_leaves_torn_memory() -> None:
     cluster, _, reader = trainer_and_reader()
     asked = reader.replicate()
     run_until(cluster, "reader <- Start")
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     reader.cancel("enough")
     cluster.run()
     assert isinstance(asked.error, StateError)
@@ -320,8 +313,7 @@ def test_an_abandon_that_crosses_write_keeps_the_old_version_published(hold: boo
     trainer.publish(2)
     cluster.run()
     asked = reader.update(hold=hold)
-    while not any(isinstance(message, Write if hold else Start) for message in reader.worker.heard_soon()):
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: any(isinstance(message, Write if hold else Start) for message in reader.worker.heard_soon()))
     reader.cancel("enough")
     cluster.run()
     assert isinstance(asked.error, StateError)
@@ -344,8 +336,7 @@ def test_given_up_between_the_fence_and_the_first_byte_the_old_version_is_publis
     trainer.publish(2)
     cluster.run()
     asked = reader.update()
-    while reader.member.running is None or reader.member.running.phase.value != "fencing":
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.member.running is not None and reader.member.running.phase.value == "fencing")
     reader.cancel("enough")
     cluster.run()
     assert isinstance(asked.error, StateError)
@@ -410,23 +401,18 @@ def test_a_group_that_is_ready_to_write_goes_on_with_the_commit_that_brings_a_so
         trainer.publish(1)
     cluster.run()
     asked = [reader.replicate(hold=reader in late) for reader in (*early, *late)]
-    let_happen(cluster, but=("store", "hook"))
+    cluster.run("store", "hook")
     for trainer in trainers:
         trainer.worker.crash()
     for _ in range(8):  # until they are lost
         cluster.advance(cluster.options.lease_s / 4, run=False)
-        let_happen(cluster, but=("store", "hook"))
-    let_happen(cluster, but=("store",))
+        cluster.run("store", "hook")
+    cluster.run("store")
     version = cluster.coordinator.cluster.models["actor"].versions[1]
     assert not version.has_live_source()
     assert len(version.starving) == 1
     cluster.run()
     assert [each.number for each in asked] == [1] * 4
-
-
-def let_happen(cluster: StepwiseCluster, *, but: tuple[str, ...]) -> None:
-    while choices := [choice for choice in cluster.choices() if choice.kind not in but]:
-        cluster.do(choices[0])
 
 
 def test_a_rank_overwrites_what_it_holds_with_another_manifest_only_once_all_are_ready() -> None:

@@ -194,8 +194,7 @@ def test_who_goes_on_with_what_there_is_no_room_for_hears_so(monkeypatch: pytest
     trainer.publish(1)
     cluster.run()
     call = reader.replicate()
-    while reader.pull is None or len(reader.pull.missing) == CHUNKS:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None and len(reader.pull.missing) != CHUNKS)
     trainer.worker.crash()
     cluster.restart()
     monkeypatch.setattr(real, "MANIFEST_BYTES_OF_WORKER_MAX", len(MANIFEST.encode()) * 3 // 2)

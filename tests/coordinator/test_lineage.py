@@ -49,11 +49,6 @@ def until_it_is_being_stored(cluster: StepwiseCluster, records: int = 1) -> None
         cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
 
 
-def run_but(cluster: StepwiseCluster, *kinds: str) -> None:
-    while (choices := [c for c in cluster.choices() if c.kind not in kinds]) != []:
-        cluster.do(choices[0])
-
-
 def test_a_new_lineage_inherits_what_is_not_later() -> None:
     cluster, trainer, (one, two, late) = trained("one", "two", "late")
     rollback(cluster, trainer, 2)
@@ -120,7 +115,7 @@ def test_a_publish_that_is_being_recorded_finishes_first() -> None:
     asked = other.publish(2)
     until_it_is_being_stored(cluster)
     request = trainer.worker.asks.rollback(1)
-    run_but(cluster, "store")
+    cluster.run("store")
     assert len(cluster.unstored) == 1  # the rollback waits
     cluster.run()
     assert asked.number == 2
@@ -143,7 +138,7 @@ def test_a_fill_that_is_being_recorded_finishes_first() -> None:
     calls = [handle.replicate() for handle in readers]
     until_it_is_being_stored(cluster)
     trainers[0].worker.asks.rollback(1)
-    run_but(cluster, "store")
+    cluster.run("store")
     assert len(cluster.unstored) == 1
     cluster.run()
     assert [call.number for call in calls] == [2, 2]
@@ -161,11 +156,11 @@ def test_nothing_else_begins_to_be_recorded_while_a_rollback_is() -> None:
         handle.publish(1)
     cluster.run()
     calls = [handle.replicate() for handle in readers]
-    run_but(cluster, "read")
+    cluster.run("read")
     request = other.worker.asks.rollback(1)
     until_it_is_being_stored(cluster)
     asked = other.publish(2)
-    run_but(cluster, "store")
+    cluster.run("store")
     with pytest.raises(VersionConflict, match="a rollback is being recorded; call again") as caught:
         _ = asked.number
     assert caught.value.retryable
@@ -201,9 +196,9 @@ def test_a_fill_of_a_later_version_is_over(hold: bool) -> None:
     reader = cluster.handle("reader")
     cluster.run()
     asked = reader.replicate(2, hold=hold)
-    run_but(cluster, "read", "hook")
+    cluster.run("read", "hook")
     rollback_request = keeper.worker.asks.rollback(1)
-    run_but(cluster, "read", "hook")
+    cluster.run("read", "hook")
     assert keeper.worker.asks.answers[rollback_request] is None
     cluster.run()
     with pytest.raises(VersionUnavailable, match="was rolled back to 1; ask again") as caught:
@@ -222,9 +217,9 @@ def test_a_fill_of_what_was_the_latest_goes_on_with_what_is_the_latest_now(hold:
     reader = cluster.handle("reader")
     cluster.run()
     asked = reader.replicate("latest", hold=hold)
-    run_but(cluster, "read", "hook")
+    cluster.run("read", "hook")
     keeper.worker.asks.rollback(1)
-    run_but(cluster, "read", "hook")
+    cluster.run("read", "hook")
     cluster.run()
     assert asked.number == 1
 
@@ -262,8 +257,7 @@ def test_watchers_hear_that_the_newest_is_an_older_one() -> None:
     trainer.worker.hear = listening  # type: ignore[method-assign]
     trainer.worker.say(Watch("actor"))
     request = trainer.worker.asks.rollback(2)
-    while request not in trainer.worker.asks.answers:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: request in trainer.worker.asks.answers)
     assert heard == [3, 2]  # before Done
     rollback(cluster, trainer, 0)
     assert heard == [3, 2, None]
@@ -402,7 +396,7 @@ def begin_no_op(cluster: StepwiseCluster, trainer: SimHandle) -> None:
 
 def cancel_update(cluster: StepwiseCluster, trainer: SimHandle) -> None:
     trainer.update(2, hold=True)
-    run_but(cluster, "store", "hook")
+    cluster.run("store", "hook")
     trainer.cancel()
 
 
@@ -460,7 +454,7 @@ def test_a_fill_whose_outcome_is_in_doubt(restarted: bool) -> None:
     assert calls[0].number == 1
     cluster.now += 63
     cluster.time_passes()
-    run_but(cluster)
+    cluster.run()
     assert str(second.member.state) == "in_doubt"
     for worker in cluster.workers.values():
         if worker.link is None and worker is not second.worker:
@@ -488,7 +482,7 @@ def test_a_commit_that_is_heard_after_the_rollback() -> None:
     calls = [handle.replicate(timeout_s=1) for handle in (first, second)]
     until_it_is_being_stored(cluster)
     second.worker.disconnect()
-    run_but(cluster)
+    cluster.run()
     assert calls[0].number == 1
     cluster.advance(3.5)
     assert str(second.member.state) == "in_doubt"
@@ -549,13 +543,13 @@ def test_a_call_by_selector_whose_version_was_rolled_back_while_its_worker_was_a
     trainer.publish(1)
     cluster.run()
     asked = reader.replicate("latest")
-    run_but(cluster, "read")
+    cluster.run("read")
     cluster.restart()
     other.worker.connect()
-    run_but(cluster, "read")
+    cluster.run("read")
     rollback(cluster, other, 0)
     reader.worker.connect()
-    run_but(cluster, "read")
+    cluster.run("read")
     assert not asked.has_ended()
     other.publish(1)
     cluster.run()

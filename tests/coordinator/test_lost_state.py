@@ -10,7 +10,7 @@ import pytest
 from tensorhub.errors import GroupAborted, LeaseLost, StateError
 from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
-from tests.worker.test_member import published, run_but_reads
+from tests.worker.test_member import published
 
 
 def lose_state(cluster: StepwiseCluster) -> None:
@@ -99,8 +99,7 @@ def test_a_fill_that_runs_ends_and_the_handle_goes_on(phase: str) -> None:
     if phase == "fencing":
         reader.hold_access()
     asked = reader.update(hold=phase in ("hook", "held"))
-    while reader.member.running is not None and reader.member.running.phase != phase:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.member.running is None or reader.member.running.phase == phase)
     lose_state(cluster)
     reader.end_access()
     cluster.run()
@@ -118,8 +117,7 @@ def test_a_publish_that_runs_ends_and_can_be_made_again() -> None:
     trainer = cluster.handle("trainer")
     cluster.run()
     asked = trainer.publish(1)
-    while not cluster.unstored:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: cluster.unstored)
     lose_state(cluster)
     says_so(asked)
     assert state_of(trainer) is HandleState.EMPTY
@@ -132,10 +130,8 @@ def test_a_doubt_that_nobody_can_resolve_any_more(what: str) -> None:
     handle = reader
     asked = reader.replicate(timeout_s=3) if what == "fill" else reader.publish(2, timeout_s=3)
     if what == "fill":
-        while reader.pull is None or not reader.pull.ended:
-            cluster.do(cluster.choices()[0])
-    while state_of(handle) is HandleState.EMPTY and not cluster.unstored:
-        cluster.do(cluster.choices()[0])
+        cluster.run(until=lambda: reader.pull is not None and reader.pull.ended)
+    cluster.run(until=lambda: state_of(handle) is not HandleState.EMPTY or cluster.unstored)
     handle.worker.disconnect()
     cluster.advance(9)
     assert getattr(asked.error, "memory", "") == "in_doubt"
@@ -152,9 +148,9 @@ def test_a_leave_that_runs_ends_well() -> None:
     trainer.worker.asks.retain(1)
     cluster.run()
     reader.replicate()
-    run_but_reads(cluster)
+    cluster.run("read")
     asked = trainer.unpublish()
-    run_but_reads(cluster)
+    cluster.run("read")
     assert not asked.has_ended()
     lose_state(cluster)
     assert asked.has_ended()

@@ -56,8 +56,7 @@ class Chain:
         self.handles[name] = self.handles[name].copy
 
     def settle(self) -> None:
-        while choices := [choice for choice in self.cluster.choices() if choice.kind != "read"]:
-            self.cluster.do(choices[0])
+        self.cluster.run("read")
         self.cluster.coordinator.check_invariants()
 
     def part(self, name: str) -> RankPart:

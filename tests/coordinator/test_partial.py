@@ -49,21 +49,16 @@ def readers_of_a_trainer(
     for reader, backward in zip(readers, backwards, strict=True):
         reader.reads_backwards = backward
         asked.append(reader.fetch() if reader is readers[-1] and fetch else reader.replicate(selector))
-        let_all_but_reads_happen(cluster)
+        cluster.run("read")
         while sources_of(cluster, reader) != ["trainer"]:
             let_go(reader)
-            let_all_but_reads_happen(cluster)
+            cluster.run("read")
     for reader in readers:
         assert reader.pull is not None
         while len(reader.pull.missing) == 2:
             cluster.do(Choice("read", reader.name))
         assert len(reader.pull.missing) == 1
     return cluster, trainer, readers, asked
-
-
-def let_all_but_reads_happen(cluster: StepwiseCluster) -> None:
-    while choices := [choice for choice in cluster.choices() if choice.kind != "read"]:
-        cluster.do(choices[0])
 
 
 def let_go(reader: SimHandle) -> None:
@@ -83,7 +78,7 @@ def lose(cluster: StepwiseCluster, trainer: SimHandle, readers: list[SimHandle],
         let_go(reader)
     for _ in range(24):
         cluster.advance(cluster.options.lease_s / 16, run=False)
-        let_all_but_reads_happen(cluster)
+        cluster.run("read")
 
 
 def test_two_halves_complete_each_other_when_the_only_source_is_lost() -> None:
@@ -165,9 +160,9 @@ def test_whoever_leaves_on_purpose_is_not_waited_for() -> None:
     """R12: by a call for a number, at once."""
     cluster, trainer, _, asked = readers_of_a_trainer(False, True, selector=1)
     left = trainer.unpublish()
-    let_all_but_reads_happen(cluster)
+    cluster.run("read")
     cluster.advance(cluster.options.drain_grace_s, run=False)
-    let_all_but_reads_happen(cluster)
+    cluster.run("read")
     assert left.done
     for each in asked:
         with pytest.raises(VersionUnavailable, match="its last holder has left on purpose"):

@@ -23,8 +23,7 @@ def test_a_version_is_visible_once_it_is_durable() -> None:
     trainer = cluster.handle("trainer")
     cluster.run()
     published = trainer.publish(1)
-    while not cluster.unstored:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: cluster.unstored)
     assert states(cluster) == {1: "staged"}
     assert not published.done
     cluster.run()
@@ -121,8 +120,7 @@ def test_cancelling_after_the_decision_is_in_the_making_comes_too_late() -> None
     trainer = cluster.handle("trainer")
     cluster.run()
     asked = trainer.publish(1)
-    while not cluster.unstored:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: cluster.unstored)
     trainer.cancel()
     cluster.run()
     assert asked.number == 1
@@ -133,8 +131,7 @@ def test_a_store_that_fails_leaves_the_number_unused() -> None:
     trainer = cluster.handle("trainer")
     cluster.run()
     asked = trainer.publish(1)
-    while not cluster.unstored:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: cluster.unstored)
     cluster.fail_store()
     cluster.run()
     with pytest.raises(CoordinatorUnavailable, match="disk full; see its state_dir"):
@@ -150,8 +147,7 @@ def test_a_retry_by_key_is_not_a_second_publication() -> None:
     trainer = cluster.handle("trainer")
     cluster.run()
     asked = trainer.publish(1)
-    while not cluster.unstored:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: cluster.unstored)
     trainer.worker.disconnect()
     cluster.run()
     trainer.worker.connect()
@@ -194,12 +190,6 @@ def test_a_rank_that_is_lost_before_the_decision_aborts_it() -> None:
     assert states(cluster) == {}
 
 
-def unstored(cluster: StepwiseCluster) -> None:
-    """Let everything happen but what the store does."""
-    while (choices := [choice for choice in cluster.choices() if choice.kind != "store"]) != []:
-        cluster.do(choices[0])
-
-
 def test_a_rank_replaced_while_its_publish_is_being_recorded() -> None:
     """The decision stands; the newcomer's first call waits for it, and belongs to the new epoch."""
     cluster = StepwiseCluster()
@@ -210,11 +200,11 @@ def test_a_rank_replaced_while_its_publish_is_being_recorded() -> None:
     while not cluster.unstored:
         cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
     second.worker.crash()
-    unstored(cluster)
+    cluster.run("store")
     newcomer = cluster.handle("spare", "trainer", 1, 2)
-    unstored(cluster)
+    cluster.run("store")
     early = newcomer.replicate("latest", timeout_s=5)
-    unstored(cluster)
+    cluster.run("store")
     cluster.run()
     assert one.number == 1
     assert states(cluster) == {1: "unavailable"}  # rank 1's shard died with its worker
@@ -230,17 +220,17 @@ def test_a_newcomer_that_asks_again_is_answered_with_its_call() -> None:
     cluster.run()
     one = first.publish(1)
     second.publish(1)
-    unstored(cluster)
+    cluster.run("store")
     second.worker.crash()
-    unstored(cluster)
+    cluster.run("store")
     newcomer = cluster.handle("spare", "trainer", 1, 2)
-    unstored(cluster)
+    cluster.run("store")
     theirs = newcomer.publish(2)
-    unstored(cluster)
+    cluster.run("store")
     newcomer.worker.disconnect()
-    unstored(cluster)
+    cluster.run("store")
     newcomer.worker.connect()
-    unstored(cluster)
+    cluster.run("store")
     assert not theirs.done
     cluster.run()
     assert one.number == 1
@@ -261,17 +251,17 @@ def test_a_rank_that_calls_again_while_its_last_call_is_being_recorded() -> None
     second.publish(1)
     cluster.run()
     ours, theirs = first.update("latest"), second.update("latest", timeout_s=1)
-    unstored(cluster)
+    cluster.run("store")
     assert cluster.unstored
     second.worker.disconnect()
-    unstored(cluster)
+    cluster.run("store")
     cluster.advance(6, run=False)
-    unstored(cluster)
+    cluster.run("store")
     assert isinstance(theirs.error, CoordinatorUnavailable)
     second.worker.connect()
-    unstored(cluster)
+    cluster.run("store")
     again = second.update("latest")
-    unstored(cluster)
+    cluster.run("store")
     cluster.run()
     assert ours.number == 1
     after = first.update("latest")

@@ -46,8 +46,7 @@ class Readers:
             self.let_all_but_reads_happen()
 
     def let_all_but_reads_happen(self) -> None:
-        while choices := [choice for choice in self.cluster.choices() if choice.kind != "read"]:
-            self.cluster.do(choices[0])
+        self.cluster.run("read")
 
     def lease(self, number: int) -> str:
         reader = self.handles[number]
@@ -124,8 +123,7 @@ def test_a_lost_source_is_replaced_and_nothing_verified_is_read_again() -> None:
     second.replicate()
     cluster.run()
     asked = reader.replicate()
-    while reader.pull is None or len(reader.pull.missing) != 1:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None and len(reader.pull.missing) == 1)
     assert reader.pull is not None
     (grant,) = reader.pull.grants.values()
     cluster.find(grant).worker.crash()  # type: ignore[union-attr]
@@ -140,8 +138,7 @@ def test_a_lost_source_is_replaced_and_nothing_verified_is_read_again() -> None:
 def test_a_source_that_is_given_up_while_nobody_could_hear_it_is_not_read_under_the_same_lease_again() -> None:
     cluster, _, reader = trainer_and_reader()
     asked = reader.replicate()
-    while reader.pull is None or len(reader.pull.missing) != 1:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None and len(reader.pull.missing) == 1)
     assert reader.pull is not None
     (lease,) = reader.pull.grants
     reader.worker.disconnect()
@@ -157,8 +154,7 @@ def test_a_source_that_is_given_up_while_nobody_could_hear_it_is_not_read_under_
 def test_the_only_source_is_tried_again_after_a_while_that_grows() -> None:
     cluster, _, reader = trainer_and_reader()
     asked = reader.replicate()
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     waits = []
     for _ in range(7):
         assert reader.pull is not None
@@ -296,13 +292,12 @@ def test_a_source_given_up_unheard_is_not_taken_for_another_one() -> None:
     """The reader's word is lost with its connection, and the coordinator speaks of that lease once more."""
     cluster, trainer, reader = trainer_and_reader()
     asked = reader.replicate()
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
+    assert reader.pull is not None
     (lease,) = reader.pull.grants
     reader.worker.disconnect()
     reader.source_ended(lease, "lost")
-    while cluster.choices():
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: not cluster.choices())
     reader.worker.connect()
     cluster.advance(1.0)
     assert asked.number == 1
@@ -325,8 +320,7 @@ def test_readers_that_copy_out_of_memory_need_no_chain(
     cluster.run()
     for reader in readers:
         reader.replicate()
-        while steps := [step for step in cluster.choices() if step.kind != "read"]:
-            cluster.do(steps[0])
+        cluster.run("read")
     leases = cluster.coordinator.cluster.leases.values()
     assert len({lease.holding.member.worker.name for lease in leases}) == sources
     cluster.run()
@@ -336,8 +330,8 @@ def test_readers_that_copy_out_of_memory_need_no_chain(
 def test_a_dead_readers_source_is_told_to_cut_it_off() -> None:
     cluster, trainer, reader = published()
     reader.replicate(timeout_s=60)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
+    assert reader.pull is not None
     (lease,) = reader.pull.grants
     reader.worker.crash()
     cluster.advance(11)
@@ -349,8 +343,7 @@ def test_a_dead_readers_source_is_told_to_cut_it_off() -> None:
 def test_a_cut_that_was_lost_on_the_way_is_repeated() -> None:
     cluster, trainer, reader = published()
     reader.replicate(timeout_s=60)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     trainer.worker.disconnect()
     reader.worker.crash()
     cluster.advance(9)
@@ -370,11 +363,9 @@ def test_a_cut_that_was_lost_on_the_way_is_repeated_to_a_source_that_fills_itsel
     cluster, _, middle = published()
     reader = cluster.handle("behind")
     middle.replicate(timeout_s=60)
-    while middle.pull is None or len(middle.pull.missing) == 2:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: middle.pull is not None and len(middle.pull.missing) != 2)
     reader.replicate(timeout_s=60)
-    while steps := [step for step in cluster.choices() if step.kind != "read"]:
-        cluster.do(steps[0])
+    cluster.run("read")
     (lease,) = [each for each in cluster.coordinator.cluster.leases.values() if each.holding.member.worker.name == "reader"]
     assert lease.part.member.worker.name == "behind"
     reader.worker.crash()
@@ -385,8 +376,7 @@ def test_a_cut_that_was_lost_on_the_way_is_repeated_to_a_source_that_fills_itsel
     assert lease.state is LeaseState.FENCING
     middle.worker.disconnect()  # before it has answered
     middle.worker.connect()
-    while steps := [step for step in cluster.choices() if step.kind != "read"]:
-        cluster.do(steps[0])
+    cluster.run("read")
     assert middle.pull is not None
     assert lease.id not in cluster.coordinator.cluster.leases
 
@@ -394,8 +384,7 @@ def test_a_cut_that_was_lost_on_the_way_is_repeated_to_a_source_that_fills_itsel
 def test_a_source_lost_together_with_its_reader_leaves_no_lease() -> None:
     cluster, trainer, reader = published()
     reader.replicate(timeout_s=60)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     trainer.worker.crash()
     reader.worker.crash()
     cluster.advance(30)
@@ -407,8 +396,7 @@ def test_a_lost_source_whose_reader_has_no_other_may_still_serve_it() -> None:
     """R11: LOST only removes it from counts; immutable bytes may still be read."""
     cluster, trainer, reader = published()
     asked = reader.replicate(timeout_s=60)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     trainer.worker.disconnect()
     while cluster.now < 11:
         for choice in [c for c in cluster.choices() if c.kind != "read"]:
@@ -451,8 +439,7 @@ def test_of_several_failed_sources_each_is_tried_again_in_its_own_time() -> None
     core = cluster.coordinator.cluster
 
     def let_all_but_reads_happen() -> None:
-        while choices := [choice for choice in cluster.choices() if choice.kind != "read"]:
-            cluster.do(choices[0])
+        cluster.run("read")
 
     def read() -> str | None:
         """Whom it is sent to now."""

@@ -146,8 +146,7 @@ def test_a_group_of_which_one_rank_has_heard_the_outcome() -> None:
     calls = [handle.replicate() for handle in readers]
     deaf = Choice("down", "reader1")
     until_it_is_being_stored(cluster)
-    while (choices := [choice for choice in cluster.choices() if choice != deaf]) != []:
-        cluster.do(choices[0])
+    cluster.run(deaf)
     assert [call.done for call in calls] == [True, False]
     cluster.restart()
     reconnect(cluster)
@@ -167,8 +166,7 @@ def test_a_barrier_ends_the_same_on_all_ranks(kept: int) -> None:
     cluster.run()
     calls = [handle.update() for handle in trainers]
     deaf = Choice("down", f"trainer{kept}")
-    while (choices := [choice for choice in cluster.choices() if choice != deaf]) != []:
-        cluster.do(choices[0])
+    cluster.run(deaf)
     cluster.restart()
     reconnect(cluster)
     cluster.run()
@@ -225,8 +223,7 @@ def test_a_fence_begun_while_nobody_could_hear_it_is_not_announced_as_held() -> 
     cluster.run()
     cluster.restart()
     reconnect(cluster)
-    while trainer.worker.link is None or not trainer.worker.link.welcomed:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: trainer.worker.link is not None and trainer.worker.link.welcomed)
     trainer.unpublish()  # between Register and its answer
     cluster.run()
     cluster.check_agreement()
@@ -380,8 +377,7 @@ def test_a_call_after_a_doubt_that_ended_badly_waits_for_the_fence() -> None:
     trainer.publish(1)
     cluster.run()
     reader.replicate(timeout_s=3)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     reader.worker.disconnect()
     cluster.run()
     cluster.advance(9)
@@ -409,14 +405,12 @@ def test_a_rank_that_announces_what_is_still_being_decided_makes_no_whole_replic
     readers[1].worker.disconnect()
     for _ in range(12):
         cluster.advance(1, run=False)
-        while choices := [choice for choice in cluster.choices() if choice.kind != "store"]:
-            cluster.do(choices[0])
+        cluster.run("store")
     readers[1].cancel()
     for _ in range(2):  # the first time it is dismissed
         if readers[1].worker.link is None:
             readers[1].worker.connect()
-        while choices := [choice for choice in cluster.choices() if choice.kind != "store"]:
-            cluster.do(choices[0])
+        cluster.run("store")
     assert readers[1].worker.lives == 2
     reconnect(cluster)
     cluster.run()
@@ -433,8 +427,7 @@ def test_a_publish_is_not_denied_to_the_rank_that_comes_when_its_version_is_forg
     calls = [handle.publish(1, timeout_s=100) for handle in trainers]
     until_it_is_being_stored(cluster)
     deaf = Choice("down", trainers[1].worker.name)
-    while (choices := [choice for choice in cluster.choices() if choice != deaf]) != []:
-        cluster.do(choices[0])
+    cluster.run(deaf)
     cluster.restart()
     for handle in others:
         handle.worker.connect()
@@ -505,8 +498,7 @@ def test_what_a_rank_is_about_to_lose_by_a_commit_that_it_has_not_heard_of_is_no
     calls = [handle.stage(timeout_s=100) for handle in readers]
     until_it_is_being_stored(cluster)
     deaf = Choice("down", readers[1].worker.name)
-    while (choices := [choice for choice in cluster.choices() if choice != deaf]) != []:
-        cluster.do(choices[0])
+    cluster.run(deaf)
     cluster.restart()
     behind = readers[1]
     behind.worker.connect()

@@ -54,12 +54,6 @@ def is_about_to_call(handle: SimHandle) -> bool:
     return isinstance(say, Say) and isinstance(say.message, Fill)
 
 
-def run_but(cluster: StepwiseCluster, *left: Choice | str) -> None:
-    """Let everything happen but that."""
-    while (choices := [c for c in cluster.choices() if c not in left and c.kind not in left]) != []:
-        cluster.do(choices[0])
-
-
 def is_reading(handle: SimHandle) -> bool:
     return handle.pull is not None and any(lane.access for lane in handle.pull.lanes.values())
 
@@ -107,7 +101,7 @@ def test_a_fill_in_mid_read_goes_on_across_restarts(ranks: int, times: int) -> N
     pulls = [handle.pull for handle in readers]
     for _ in range(times):
         restart(cluster)
-        run_but(cluster, "read")
+        cluster.run("read")
     assert [handle.pull for handle in readers] == pulls
     assert all(map(is_half_read, readers))
     cluster.run()
@@ -141,7 +135,7 @@ def test_the_lane_to_a_source_that_is_granted_again_is_not_given_up() -> None:
     assert reader.pull is not None
     running, lanes = list(reader.pull.lanes.values()), list(reader.pull.grants)
     restart(cluster)
-    run_but(cluster, "read")
+    cluster.run("read")
     assert list(reader.pull.lanes.values()) == running
     assert is_reading(reader)
     assert list(reader.pull.grants) == lanes
@@ -158,12 +152,12 @@ def test_a_lane_that_fails_afterwards_is_reported_as_the_lease_that_the_coordina
     asked = reader.replicate()
     read_half(cluster, reader)
     restart(cluster)
-    run_but(cluster, "read")
+    cluster.run("read")
     assert reader.pull is not None
     (lane,) = reader.pull.grants
     (lease,) = cluster.coordinator.cluster.leases
     reader.source_ended(lane, "stalled")
-    run_but(cluster, "read")
+    cluster.run("read")
     assert lease not in cluster.coordinator.cluster.leases
     cluster.advance(1)
     assert asked.number == 1
@@ -199,7 +193,7 @@ def test_a_chain_of_readers_goes_on() -> None:
     calls = [first.replicate()]
     read_half(cluster, first)
     calls.append(second.replicate())
-    run_but(cluster, Choice("read", first.name), Choice("read", second.name))
+    cluster.run(Choice("read", first.name), Choice("read", second.name))
     restart(cluster)
     cluster.run()
     assert [call.number for call in calls] == [1, 1]
@@ -246,7 +240,7 @@ def test_a_rank_that_had_not_begun_to_write_joins_those_that_had() -> None:
         cluster.do(choices[0])
     assert slow.member.version == 1
     restart(cluster)
-    run_but(cluster, "read")
+    cluster.run("read")
     assert [is_half_read(readers[0]), slow.member.state] == [True, HandleState.FILLING]
     cluster.run()
     assert [call.number for call in calls] == [2, 2]
@@ -301,10 +295,10 @@ def test_what_a_hook_was_told_stays_bound_though_a_newer_version_came() -> None:
     keeper.replicate()
     cluster.run()
     asked = reader.update(hold=True)
-    run_but(cluster, "hook")
+    cluster.run("hook")
     publish(cluster, [other], [])
     other.publish(3)
-    run_but(cluster, "hook")
+    cluster.run("hook")
     restart(cluster)
     cluster.run()
     assert (asked.number, reader.hook_calls) == (2, 1)
@@ -374,7 +368,7 @@ def test_a_rank_that_gave_up_meanwhile_and_calls_again_does_not_get_the_older_ve
     assert isinstance(left.error, StateError)
     for handle in others:
         handle.publish(2)
-    run_but(cluster, "read")
+    cluster.run("read")
     restart(cluster)
     again = second.replicate()
     cluster.run()
@@ -405,7 +399,7 @@ def test_ranks_that_had_begun_with_different_versions_do_not_go_on_together() ->
     cluster.restart()
     readers[1].member.running.binding.version = two.info  # type: ignore[union-attr]
     restart(cluster)
-    run_but(cluster, "read")
+    cluster.run("read")
     calls += first
     cluster.run()
     for call in calls:
@@ -423,7 +417,7 @@ def test_content_that_was_rolled_back_meanwhile_is_given_up() -> None:
     read_half(cluster, reader)
     reader.worker.disconnect()
     trainer.worker.asks.rollback(1)
-    run_but(cluster, "read")
+    cluster.run("read")
     restart(cluster)
     cluster.run()
     with pytest.raises(VersionUnavailable, match="is not known any more: it was rolled back") as caught:
@@ -440,12 +434,12 @@ def test_the_deadline_is_the_callers_own() -> None:
     for _ in range(3):
         cluster.advance(5, run=False)
         restart(cluster)
-        run_but(cluster, "read")
+        cluster.run("read")
     cluster.advance(4.9, run=False)
-    run_but(cluster, "read")
+    cluster.run("read")
     assert not asked.done
     cluster.advance(0.2, run=False)
-    run_but(cluster, "read")
+    cluster.run("read")
     assert isinstance(asked.error, OperationTimeout)
     assert asked.error.memory == "torn"
 
@@ -491,7 +485,7 @@ def test_who_had_not_begun_to_write_waits_for_a_source_and_keeps_its_old_version
         cluster.run()
     publish(cluster, [trainer], [2])
     asked = reader.update(hold=True, timeout_s=30)
-    run_but(cluster, "hook")
+    cluster.run("hook")
     trainer.worker.crash()
     restart(cluster)
     cluster.advance(29)
@@ -512,9 +506,9 @@ def test_a_hook_that_fails_after_the_restart_ends_it_on_all_ranks() -> None:
     cluster.run()
     publish(cluster, trainers, [2])
     calls = [handle.update(hold=True) for handle in readers]
-    run_but(cluster, "hook")
+    cluster.run("hook")
     restart(cluster)
-    run_but(cluster, "hook")
+    cluster.run("hook")
     readers[0].hook_error = BrokenHook("no pause")
     cluster.run()
     assert isinstance(calls[0].error, BrokenHook)
@@ -532,11 +526,11 @@ def test_a_rank_whose_worker_was_lost_by_the_same_coordinator_does_not_go_on() -
     read_half(cluster, reader)
     reader.worker.disconnect()
     cluster.advance(11, run=False)
-    run_but(cluster, "read")
+    cluster.run("read")
     for _ in range(2):
         if reader.worker.link is None:
             reader.worker.connect()
-        run_but(cluster, "read")
+        cluster.run("read")
     with pytest.raises(GroupAborted, match="the membership of group 'reader' changed"):
         _ = asked.number
 
@@ -583,12 +577,12 @@ def test_the_last_chunk_comes_while_its_call_is_said_again(heard: bool) -> None:
     restart(cluster)
     calls_again(cluster, reader)
     if heard:
-        run_but(cluster, "read", Choice("down", "reader"))
-    run_but(cluster, "up", "down")
+        cluster.run("read", Choice("down", "reader"))
+    cluster.run("up", "down")
     assert reader.member.running is not None
     assert reader.member.running.phase == "voted"
     trainer.worker.crash()
-    run_but(cluster, "up")
+    cluster.run("up")
     cluster.run()
     assert asked.number == 1
     cluster.check_agreement()
@@ -601,7 +595,7 @@ def test_a_vote_that_came_before_the_other_ranks_call_is_asked_for_again() -> No
     calls = [handle.replicate() for handle in (first, second)]
     read_half(cluster, first, second)
     restart(cluster, but=[second])
-    run_but(cluster, "read")
+    cluster.run("read")
     cluster.run()
     assert first.member.running is not None
     assert first.member.running.phase == "voted"
@@ -623,13 +617,13 @@ def test_a_rank_that_comes_late_with_what_it_had_begun_joins_the_next_call() -> 
     until(cluster, lambda: second.registered and bool(second.worker.heard_soon()), kinds="up do")
     while "Outcome" not in type(second.worker.heard_soon()[0] if second.worker.heard_soon() else None).__name__:
         cluster.do(next(c for c in cluster.choices() if c.kind in ("up", "down", "do")))
-    run_but(cluster, "read", late)
+    cluster.run("read", late)
     cluster.advance(5.5, run=False)
-    run_but(cluster, "read", late)
+    cluster.run("read", late)
     assert isinstance(short.error, OperationTimeout)
-    run_but(cluster, "read")
+    cluster.run("read")
     again = first.replicate()
-    run_but(cluster, "read")
+    cluster.run("read")
     for call in (again, asked):
         assert isinstance(call.error, GroupAborted)
         assert "has made a new call since" in str(call.error)
@@ -646,7 +640,7 @@ def test_the_manifest_of_what_goes_on_is_its_publishers_also_where_nobody_else_h
     read_half(cluster, reader)
     trainer.worker.crash()
     restart(cluster)
-    run_but(cluster, "read")
+    cluster.run("read")
     (version,) = cluster.coordinator.cluster.models["actor"].versions.values()
     assert version.manifests == {0: MANIFEST.encode()}
 
@@ -688,11 +682,11 @@ def test_who_is_back_before_its_source_does_not_go_over_to_a_newer_version(selec
     read_half(cluster, reader)
     pull = reader.pull
     trainer.unpublish()
-    run_but(cluster, "read")
+    cluster.run("read")
     trainer.publish(2)
-    run_but(cluster, "read")
+    cluster.run("read")
     restart(cluster, but=[trainer, other], kept=kept)
-    run_but(cluster, "read")
+    cluster.run("read")
     assert reader.pull is pull is not None
     for handle in (trainer, other):
         handle.worker.connect()

@@ -12,9 +12,9 @@ from tensorhub.messages import Describe, Description, Leave, Progress, Refused
 from tensorhub.testing import Choice, StepwiseCluster
 from tensorhub.types import ModelSummary, VersionSummary
 from tests.coordinator.test_answers import ask, observed
-from tests.coordinator.test_retention import fill, retained, run_but
+from tests.coordinator.test_retention import fill, retained
 from tests.coordinator.test_testimonies import published as published_by_digests
-from tests.coordinator.test_withdrawals import reading, run_without_reads
+from tests.coordinator.test_withdrawals import reading
 from tests.runtime.control.test_describing import many_models
 
 
@@ -128,8 +128,7 @@ def test_who_asks_for_what_nobody_holds_waits_for_a_version() -> None:
 def test_what_is_recorded_waits_for_the_store() -> None:
     cluster, trainer = observed()
     trainer.publish(1)
-    while not cluster.unstored:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: cluster.unstored)
     assert waits(cluster) == [("publish", "store", 1, "trainer")]
 
 
@@ -141,11 +140,11 @@ def test_a_reader_of_which_nothing_comes_stands_still_since_its_last_bytes() -> 
     assert reader.last_call is not None
     assert reader.last_call.key is not None
     reader.worker.say(Progress(reader.last_call.key, 0, 0, 5))
-    run_without_reads(cluster)
+    cluster.run("read")
     assert summary(cluster).calls[0].longest_s == 0
     cluster.advance(2, run=False)
     reader.worker.say(Progress(reader.last_call.key, 0, 0, 5))  # nothing has come since
-    run_without_reads(cluster)
+    cluster.run("read")
     assert summary(cluster).calls[0].longest_s == pytest.approx(2)
 
 
@@ -161,13 +160,13 @@ def test_a_version_and_the_turn_to_write_end_a_standstill() -> None:
     for handle in trainers:
         handle.publish(1)
     hooks, reads = [[Choice(kind, each.name) for each in (first, second)] for kind in ("hook", "read")]
-    run_but(cluster, *hooks, *reads)
+    cluster.run(*hooks, *reads)
     assert stands(cluster) == ("before_write", 0)
     cluster.advance(2, run=False)
-    run_but(cluster, hooks[1], *reads)
+    cluster.run(hooks[1], *reads)
     cluster.advance(1, run=False)
     assert stands(cluster) == ("before_write", 3)  # of the other rank
-    run_but(cluster, *reads)
+    cluster.run(*reads)
     assert stands(cluster) == ("chunks", 0)
     cluster.run()
     assert [call.number for call in calls] == [1, 1]
@@ -177,10 +176,10 @@ def test_a_version_and_the_turn_to_write_end_a_standstill() -> None:
 def test_a_vote_ends_a_standstill() -> None:
     cluster, (_, reader) = published_by_digests("reader")
     reader.replicate()
-    run_but(cluster, Choice("read", reader.name))
+    cluster.run(Choice("read", reader.name))
     cluster.advance(2, run=False)
     assert stands(cluster) == ("chunks", 2)
-    run_but(cluster, Choice("up", "trainer"), Choice("down", "trainer"))
+    cluster.run(Choice("up", "trainer"), Choice("down", "trainer"))
     assert stands(cluster) == ("digests", 0)
 
 
@@ -207,8 +206,7 @@ def test_an_update_waits_for_its_callers_before_write() -> None:
     other = cluster.handle("other")
     cluster.run()
     other.replicate(hold=True)
-    while not other.hooks:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: other.hooks)
     assert waits(cluster) == [("replicate", "before_write", 1, "other")]
     assert reader.member.version == 1
 
@@ -227,7 +225,7 @@ def test_who_may_not_give_up_the_last_copy_waits_for_a_successor() -> None:
 def test_a_leave_waits_for_its_readers() -> None:
     cluster, trainer, _ = reading()
     trainer.unpublish()
-    run_without_reads(cluster)
+    cluster.run("read")
     assert ("leave", "readers", 1, "trainer") in waits(cluster)
 
 
@@ -245,7 +243,7 @@ def test_retain_waits_for_a_holder_that_is_not_heard() -> None:
 def test_a_vote_waits_for_agreement_with_the_publishers_digests() -> None:
     cluster, (_, reader) = published_by_digests("reader")
     reader.replicate()
-    run_but(cluster, Choice("up", "trainer"), Choice("down", "trainer"))  # so it says no digests
+    cluster.run(Choice("up", "trainer"), Choice("down", "trainer"))  # so it says no digests
     assert waits(cluster) == [("replicate", "digests", 1, "reader")]
 
 

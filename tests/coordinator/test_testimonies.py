@@ -30,7 +30,6 @@ from tensorhub.testing.sim import misdeeds
 from tensorhub.testing.sim.memory import digest_of, make_manifest
 from tensorhub.types import HandleState, Location, OpKey, Options
 from tensorhub.worker.chunk_reports import tell
-from tests.test_traces import run_but
 
 HERE = Location(host="here")
 
@@ -100,9 +99,9 @@ def test_a_liar_is_found_behind_an_honest_middleman_who_is_not_blamed() -> None:
     cluster.run()
     assert misdeeds.lie(liar)
     middle.replicate()
-    run_but(cluster, Choice("read", middle.name))
+    cluster.run(Choice("read", middle.name))
     reader.replicate()
-    run_but(cluster, Choice("read", middle.name))  # which the reader waits for
+    cluster.run(Choice("read", middle.name))  # which the reader waits for
     assert reader.pull is not None
     assert [grant.source for grant in reader.pull.grants.values()] == ["middle"]
     cluster.run()
@@ -123,13 +122,13 @@ def test_a_middleman_that_has_not_voted_leads_to_whom_it_has_read_from() -> None
     wrong = next(n for n, cell in enumerate(liar.cells) if "?" in cell)
     middle.replicate()
     reads = [Choice("read", each.name) for each in (middle, reader)]
-    run_but(cluster, *reads)
+    cluster.run(*reads)
     while middle.pull is None or wrong in middle.pull.missing:
         cluster.do(reads[0])
     holding = cluster.coordinator.cluster.members[middle.id].holding
     assert holding is not None
     reader.replicate()
-    run_but(cluster, *reads)
+    cluster.run(*reads)
     readers = cluster.coordinator.cluster.members[reader.id].group.operation
     assert readers is not None
     stray = Stray(wrong, Origin(middle.id, holding.generation))
@@ -149,13 +148,13 @@ def test_who_copies_what_his_own_prefetch_has_read_from_a_liar_is_not_blamed() -
     middle.prefetch()
     copy = middle.copy
     reads = [Choice("read", each.name) for each in (copy, middle)]
-    run_but(cluster, *reads)
+    cluster.run(*reads)
     while copy.pull is None or wrong in copy.pull.missing:
         cluster.do(reads[0])
     held = cluster.coordinator.cluster.members[liar.id].holding
     assert held is not None
     middle.replicate()
-    run_but(cluster, reads[0])
+    cluster.run(reads[0])
     compared = next(line for line in cluster.log if "middle -> Compared" in line)
     assert f"Stray chunk={wrong} origin=Origin generation={held.generation}" in compared
     reader.replicate()
@@ -176,7 +175,7 @@ def test_whatever_others_have_said_in_its_place_a_publisher_is_not_blamed() -> N
     testimony.root = root_of(testimony.values)
     testimony.finish()
     reader.replicate()
-    run_but(cluster, Choice("read", reader.name))
+    cluster.run(Choice("read", reader.name))
     operation = cluster.coordinator.cluster.members[reader.id].group.operation
     assert operation is not None
     stray = Stray(0, Origin(trainer.id, content.generation))
@@ -184,7 +183,7 @@ def test_whatever_others_have_said_in_its_place_a_publisher_is_not_blamed() -> N
     for action in cluster.coordinator.cluster.take_actions():
         assert isinstance(action, Send)
         cluster._send_down(action.session, action.message)
-    run_but(cluster, Choice("read", reader.name))
+    cluster.run(Choice("read", reader.name))
     assert [line for line in cluster.log if "trainer -> DigestedAgain" in line]
     holding = cluster.coordinator.cluster.members[trainer.id].holding
     assert holding is not None
@@ -196,7 +195,7 @@ def test_a_publisher_makes_what_is_missing_when_somebody_votes() -> None:
     """Not one word of what it made has come through so far."""
     cluster, (trainer, first) = published("first")
     first.replicate()
-    run_but(cluster, Choice("up", "trainer"))
+    cluster.run(Choice("up", "trainer"))
     assert trainer.worker.link is not None
     trainer.worker.link.up.clear()
     cluster.run()
@@ -210,7 +209,7 @@ def test_a_publisher_makes_what_is_missing_when_somebody_votes() -> None:
 def test_a_vote_that_nobody_can_check_waits_until_its_deadline() -> None:
     cluster, (trainer, first) = published("first")
     asked = first.replicate(timeout_s=3.0)
-    run_but(cluster, Choice("up", "trainer"), Choice("down", "trainer"))
+    cluster.run(Choice("up", "trainer"), Choice("down", "trainer"))
     assert trainer.worker.link is not None
     trainer.worker.link.up.clear()
     trainer.worker.stopped_until = 100.0
@@ -227,8 +226,7 @@ def test_a_liar_that_comes_back_is_not_taken_for_a_holder() -> None:
     cluster.run()
     misdeeds.lie(liar)
     reader.replicate()
-    while not cluster.coordinator.cluster.models["actor"].versions[1].condemned:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: cluster.coordinator.cluster.models["actor"].versions[1].condemned)
     assert liar.worker.link is not None
     liar.worker.link.down.clear()
     liar.worker.disconnect()
@@ -258,7 +256,7 @@ def test_what_is_no_list_changes_nothing() -> None:
 def test_only_a_publisher_and_who_is_asked_are_heard() -> None:
     cluster, (_, reader) = published("reader")
     reader.replicate()
-    run_but(cluster, Choice("read", reader.name))
+    cluster.run(Choice("read", reader.name))
     content = reader.member.content
     assert content is not None
     tell_it(cluster, reader, Digests(reader.id, content.generation, CHUNKS, ((0, CHUNKS),), b"x" * 8 * CHUNKS, True))
@@ -320,7 +318,7 @@ def test_who_votes_again_and_again_is_sent_one_page_and_all_are_sent_the_same() 
     keys = []
     for reader in readers:
         asked = reader.replicate()
-        run_but(cluster, *(Choice("read", each.name) for each in readers))
+        cluster.run(*(Choice("read", each.name) for each in readers))
         assert asked.key is not None
         keys.append(asked.key)
     for reader, key in zip(readers, keys, strict=True):
@@ -333,7 +331,7 @@ def test_who_votes_again_and_again_is_sent_one_page_and_all_are_sent_the_same() 
     assert len(compares(cluster, "one")) == 1
     readers[0].worker.disconnect()  # it has not come
     readers[0].worker.connect()
-    run_but(cluster, *(Choice("down", each.name) for each in readers))
+    cluster.run(*(Choice("down", each.name) for each in readers))
     tell_it(cluster, readers[0], Prepared(keys[0], 0, b"other"))
     assert len(compares(cluster, "one")) == 1
 
@@ -378,7 +376,7 @@ def test_nothing_is_agreed_by_a_list_that_is_forgotten_meanwhile() -> None:
     other.replicate()
     cluster.run()
     asked = reader.replicate()
-    run_but(cluster, Choice("read", reader.name))
+    cluster.run(Choice("read", reader.name))
     assert asked.key is not None
     tell_it(cluster, reader, Prepared(asked.key, 0))
     cluster.coordinator.cluster.forget_list(list_of(cluster))
@@ -393,7 +391,7 @@ def test_a_rank_that_never_agrees_is_not_asked_for_ever() -> None:
     other.replicate()
     cluster.run()
     asked = reader.replicate()
-    run_but(cluster, Choice("read", "reader"), Choice("read", reader.name))
+    cluster.run(Choice("read", "reader"), Choice("read", reader.name))
     assert reader.worker.link is not None
     assert asked.key is not None
     key, link = asked.key, reader.worker.link
@@ -433,7 +431,7 @@ def test_a_vote_that_names_no_root_is_compared_too() -> None:
     """As that of a fetch by name, which has not all chunks: also where no root is known to compare it with."""
     cluster, (trainer, reader) = published("reader")
     asked = reader.replicate()
-    run_but(cluster, Choice("read", reader.name))
+    cluster.run(Choice("read", reader.name))
     assert asked.key is not None
     tell_it(cluster, reader, Prepared(asked.key, 0))
     operation = cluster.coordinator.cluster.members[reader.id].group.operation
@@ -448,7 +446,7 @@ def test_who_finds_nothing_wrong_in_a_list_of_another_root_is_not_believed() -> 
     other.replicate()
     cluster.run()
     asked = reader.replicate()
-    run_but(cluster, Choice("read", reader.name))
+    cluster.run(Choice("read", reader.name))
     assert asked.key is not None
     tell_it(cluster, reader, Prepared(asked.key, 0, b"other"))
     tell_it(cluster, reader, Compared(asked.key, 0, CHUNKS, ()))
@@ -462,7 +460,7 @@ def test_who_takes_a_publishers_place_is_not_its_publisher() -> None:
     cluster, (trainer, first) = published("first")
     truth = truth_of(trainer)
     first.replicate()
-    run_but(cluster, Choice("up", "trainer"))
+    cluster.run(Choice("up", "trainer"))
     content = trainer.member.content
     assert content is not None
     shard, info = trainer.member.shard, content.version
@@ -556,7 +554,7 @@ def test_the_first_word_of_a_chunk_counts_and_all_of_a_root() -> None:
     root = list_of(cluster).root
     assert root == root_of(b"x" * 8 * CHUNKS)
     asked = reader.replicate()
-    run_but(cluster, Choice("read", reader.name))
+    cluster.run(Choice("read", reader.name))
     assert asked.key is not None
     tell_it(cluster, reader, Prepared(asked.key, 0, root[:-1] + bytes([root[-1] ^ 1])))
     operation = cluster.coordinator.cluster.members[reader.id].group.operation

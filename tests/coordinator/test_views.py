@@ -18,7 +18,7 @@ from tensorhub.testing import StepwiseCluster
 from tensorhub.types import ModelInfo, ReplicaView, ShardView, WorkerView
 from tests.coordinator.test_answers import OBSERVER as WATCHER, ask as ask_one, observed
 from tests.coordinator.test_availability import publish
-from tests.coordinator.test_withdrawals import reading, run_without_reads
+from tests.coordinator.test_withdrawals import reading
 from tests.runtime.control.test_describing import OBSERVER, Unlooked, ask, many_models, pages
 
 
@@ -29,8 +29,7 @@ def test_describe_shows_versions_replicas_leases_and_workers() -> None:
     trainer.publish(1)
     cluster.run()
     reader.replicate()
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     answer = ask_one(cluster, Describe(1, "actor"))
     assert isinstance(answer, Description)
     (model,) = answer.models
@@ -107,8 +106,7 @@ def test_one_models_leases_are_found_without_looking_at_the_others() -> None:
     trainer.publish(1)
     cluster.run()
     reader.replicate()
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     core = cluster.coordinator.cluster
     core.leases = Unlooked(core.leases)
     cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
@@ -143,7 +141,7 @@ def several() -> StepwiseCluster:
     trainer.publish(2)
     cluster.run()
     readers[3].update()
-    run_without_reads(cluster)
+    cluster.run("read")
     return cluster
 
 
@@ -280,11 +278,11 @@ def test_what_no_worker_has_is_told_with_the_last_one(rows: int, monkeypatch: py
     monkeypatch.setattr(limits, "DESCRIBED_ROWS_MAX", rows)
     cluster, _, reader = reading()
     other = cluster.handle("other")
-    run_without_reads(cluster)
+    cluster.run("read")
     other.replicate(timeout_s=1.0)
-    run_without_reads(cluster)
+    cluster.run("read")
     cluster.advance(2.0, run=False)
-    run_without_reads(cluster)
+    cluster.run("read")
     lost = cluster.coordinator.cluster.members[reader.id].worker
     assert lost.session is not None
     cluster.coordinator.step(Received(lost.session, Leave("")), cluster.now)

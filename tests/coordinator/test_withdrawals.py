@@ -23,13 +23,8 @@ def reading(host_bytes: int = 0) -> tuple[StepwiseCluster, SimHandle, SimHandle]
     trainer.publish(1)
     cluster.run()
     reader.replicate(1, timeout_s=30)
-    run_without_reads(cluster)
+    cluster.run("read")
     return cluster, trainer, reader
-
-
-def run_without_reads(cluster: StepwiseCluster) -> None:
-    while (choices := [choice for choice in cluster.choices() if choice.kind != "read"]) != []:
-        cluster.do(choices[0])
 
 
 def holdings(cluster: StepwiseCluster, number: int = 1) -> int:
@@ -59,13 +54,13 @@ def test_unpublish_moves_its_readers_to_another_source() -> None:
     other.replicate()
     cluster.run()
     reader.replicate()
-    run_without_reads(cluster)
+    cluster.run("read")
     assert reader.pull is not None
     (grant,) = reader.pull.grants.values()
     source = cluster.find(grant)
     assert source in (trainer, other)
     asked = source.unpublish()
-    run_without_reads(cluster)
+    cluster.run("read")
     assert asked.has_ended()  # no byte was waited for
     assert [g.source for g in reader.pull.grants.values()] == ["other" if source is trainer else "trainer"]
     cluster.run()
@@ -83,11 +78,11 @@ def test_a_leave_that_waits_for_its_readers_is_looked_at_when_the_last_one_ends(
     monkeypatch.setattr(Withdrawals, "_settle_one", counted)
     cluster, trainer, _ = reading()
     asked = trainer.unpublish()
-    run_without_reads(cluster)
+    cluster.run("read")
     before = len(looked)
     assert before
     cluster.handle("another")
-    run_without_reads(cluster)  # something of the model has changed
+    cluster.run("read")  # something of the model has changed
     assert len(looked) == before
     cluster.run()
     assert asked.has_ended()
@@ -98,7 +93,7 @@ def test_a_leave_that_waits_for_its_readers_is_looked_at_when_the_last_one_ends(
 def test_a_leave_waits_for_a_reader_that_has_no_other_source_within_the_grace(call: str) -> None:
     cluster, trainer, reader = reading()
     asked = getattr(trainer, call)()
-    run_without_reads(cluster)
+    cluster.run("read")
     assert not asked.has_ended()
     cluster.run()
     assert asked.has_ended()
@@ -111,13 +106,13 @@ def test_a_leave_does_not_wait_for_a_reader_that_is_away(is_first: bool) -> None
     cluster, trainer, reader = reading()
     if is_first:
         reader.worker.disconnect()
-        run_without_reads(cluster)
+        cluster.run("read")
     asked, asked_at = trainer.unpublish(), cluster.now
     if not is_first:
-        run_without_reads(cluster)
+        cluster.run("read")
         assert not asked.has_ended()
         reader.worker.disconnect()
-    run_without_reads(cluster)
+    cluster.run("read")
     assert asked.has_ended()
     assert cluster.now == asked_at
 
@@ -126,7 +121,7 @@ def test_who_was_away_while_its_source_left_hears_what_became_of_it() -> None:
     cluster, trainer, reader = reading()
     asked = trainer.unpublish()
     reader.worker.disconnect()
-    run_without_reads(cluster)
+    cluster.run("read")
     assert asked.has_ended()
     reader.worker.connect()
     cluster.run()
@@ -140,9 +135,9 @@ def test_after_the_grace_the_reader_is_cut_and_told_that_the_version_is_gone() -
     asked = trainer.unpublish()
     until = cluster.now + 5.5
     while cluster.now < until:
-        run_without_reads(cluster)
+        cluster.run("read")
         cluster.advance(0.5, run=False)
-    run_without_reads(cluster)
+    cluster.run("read")
     assert asked.has_ended()
     assert asked.error is None
     assert reader.last_call is not None
@@ -158,11 +153,11 @@ def test_readers_have_the_grace_but_no_more_than_half_of_the_owners_time(timeout
     cluster, trainer, _ = reading()
     begun = cluster.now
     trainer.unpublish(timeout_s=timeout_s)
-    run_without_reads(cluster)
+    cluster.run("read")
     (lease,) = cluster.coordinator.cluster.leases.values()
     while cluster.now < begun + cut_after_s - 0.2:
         cluster.advance(0.1, run=False)
-        run_without_reads(cluster)
+        cluster.run("read")
     assert lease.state is LeaseState.ACTIVE
     cluster.advance(0.3, run=False)
     assert lease.state is not LeaseState.ACTIVE
@@ -171,11 +166,11 @@ def test_readers_have_the_grace_but_no_more_than_half_of_the_owners_time(timeout
 def test_nobody_new_is_sent_to_a_source_that_leaves() -> None:
     cluster, trainer, _ = reading()
     late = cluster.handle("late")
-    run_without_reads(cluster)
+    cluster.run("read")
     trainer.unpublish()
-    run_without_reads(cluster)
+    cluster.run("read")
     asked = late.replicate()
-    run_without_reads(cluster)
+    cluster.run("read")
     assert not asked.has_ended()
     cluster.run()
     assert asked.number == 1  # from `reader`, once that one had it
@@ -187,12 +182,12 @@ def test_unpublish_needs_no_coordinator() -> None:
     cluster, trainer, reader = reading()
     trainer.worker.disconnect()
     asked = trainer.unpublish()
-    run_without_reads(cluster)
+    cluster.run("read")
     assert asked.has_ended()
     assert asked.error is None
     assert holdings(cluster) == 2  # the coordinator does not know
     trainer.worker.connect()
-    run_without_reads(cluster)
+    cluster.run("read")
     assert holdings(cluster) == 0
     assert reader.last_call is not None
     cluster.advance(1)
@@ -202,10 +197,10 @@ def test_unpublish_needs_no_coordinator() -> None:
 def test_unpublish_whose_connection_breaks_fences_by_itself() -> None:
     cluster, trainer, _ = reading()
     asked = trainer.unpublish()
-    run_without_reads(cluster)
+    cluster.run("read")
     assert not asked.has_ended()
     trainer.worker.disconnect()
-    run_without_reads(cluster)
+    cluster.run("read")
     assert asked.has_ended()
     assert asked.error is None
 
@@ -233,11 +228,11 @@ def test_a_fence_that_was_never_heard_of_is_restated() -> None:
 def test_an_update_gives_running_readers_without_another_source_the_grace() -> None:
     cluster, trainer, reader = reading()
     second = cluster.handle("second")
-    run_without_reads(cluster)
+    cluster.run("read")
     second.publish(2)
-    run_without_reads(cluster)
+    cluster.run("read")
     asked = trainer.update("latest")
-    run_without_reads(cluster)
+    cluster.run("read")
     assert trainer.pull is None
     cluster.run()
     assert reader.last_call is not None
@@ -248,16 +243,16 @@ def test_an_update_gives_running_readers_without_another_source_the_grace() -> N
 def test_an_update_cuts_readers_at_the_end_of_the_grace(timeout_s: float, grace_s: float) -> None:
     cluster, trainer, reader = reading()
     second = cluster.handle("second")
-    run_without_reads(cluster)
+    cluster.run("read")
     second.publish(2)
-    run_without_reads(cluster)
+    cluster.run("read")
     asked = trainer.update("latest", timeout_s=timeout_s)
-    run_without_reads(cluster)
+    cluster.run("read")
     begun = cluster.now
     while trainer.pull is None:
         assert cluster.now < begun + grace_s + 0.2
         cluster.advance(0.1, run=False)
-        run_without_reads(cluster)
+        cluster.run("read")
     assert cluster.now > begun + grace_s - 0.2
     cluster.run()
     assert asked.number == 2
@@ -268,11 +263,11 @@ def test_an_update_cuts_readers_at_the_end_of_the_grace(timeout_s: float, grace_
 def test_a_staged_update_does_not_wait_for_readers_before_it_overwrites_what_they_read() -> None:
     cluster, trainer, _ = reading(host_bytes=2**30)
     second = cluster.handle("second")
-    run_without_reads(cluster)
+    cluster.run("read")
     second.publish(2)
-    run_without_reads(cluster)
+    cluster.run("read")
     trainer.stage("latest")
-    run_without_reads(cluster)
+    cluster.run("read")
     assert trainer.pull is not None
 
 
@@ -285,12 +280,12 @@ def test_an_update_does_not_wait_for_readers_that_have_another_source() -> None:
     third.replicate(1)
     cluster.run()
     reader.replicate(1)
-    run_without_reads(cluster)
+    cluster.run("read")
     second.publish(2)
-    run_without_reads(cluster)
+    cluster.run("read")
     for holder in (trainer, third):
         holder.update("latest")
-        run_without_reads(cluster)
+        cluster.run("read")
     assert trainer.member.state is HandleState.FILLING
     assert third.member.state is HandleState.READY  # it is the last source now
     cluster.run()
@@ -353,8 +348,7 @@ def test_an_abandoned_version_that_is_held_again_is_waited_for_like_any_other() 
         cluster.run()
     assert version.has_live_source()
     asked = reader.replicate(timeout_s=20)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     second.worker.crash()
     cluster.advance(15)
     assert not asked.has_ended()
@@ -403,13 +397,11 @@ def test_a_source_that_is_lost_while_its_readers_have_their_grace_leaves_no_wish
     trainer.publish(1)
     cluster.run()
     asked = reader.replicate(timeout_s=20)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     trainer.unpublish()
     model = cluster.coordinator.cluster.models["actor"]
     for second in range(4):
-        while choices := [choice for choice in cluster.choices() if choice.kind != "read"]:
-            cluster.do(choices[0])
+        cluster.run("read")
         cluster.advance(1, run=False)
         if second == 0:
             assert model.withdrawals
@@ -427,8 +419,7 @@ def test_a_rank_that_gave_its_wish_to_leave_up_while_it_was_read_is_not_thought_
     trainer.publish(1)
     cluster.run()
     reader.replicate(timeout_s=30)
-    while reader.pull is None or not any(lane.access for lane in reader.pull.lanes.values()):
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None and any(lane.access for lane in reader.pull.lanes.values()))
     trainer.hold_access()
     asked = trainer.unpublish(0.05)
     for _ in range(3):
@@ -467,12 +458,12 @@ def test_a_wish_that_its_owner_gave_up_while_it_was_away_is_not_granted_later() 
 def test_while_its_version_must_stay_its_readers_are_not_cut_if_they_are_away() -> None:
     cluster, trainer, reader = reading()
     trainer.worker.asks.retain(1)
-    run_without_reads(cluster)
+    cluster.run("read")
     asked = trainer.unpublish()
-    run_without_reads(cluster)
+    cluster.run("read")
     (lease,) = cluster.coordinator.cluster.leases.values()
     reader.worker.disconnect()
-    run_without_reads(cluster)
+    cluster.run("read")
     assert not asked.has_ended()
     assert lease.state is LeaseState.ACTIVE
 
@@ -482,12 +473,12 @@ def test_an_owner_that_was_away_hears_again_whom_it_is_to_cut() -> None:
     (lease,) = cluster.coordinator.cluster.leases.values()
     for worker in (trainer.worker, reader.worker):
         worker.disconnect()
-    run_without_reads(cluster)
+    cluster.run("read")
     cluster.handle("another", reader.shard.group)  # takes the reader's place
-    run_without_reads(cluster)
+    cluster.run("read")
     assert lease.state is LeaseState.FENCING
     trainer.worker.connect()
-    run_without_reads(cluster)
+    cluster.run("read")
     assert not cluster.coordinator.cluster.leases
 
 

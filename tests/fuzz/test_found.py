@@ -93,8 +93,7 @@ def bound() -> tuple[StepwiseCluster, SimHandle, OpKey]:
     trainer.publish(1)
     cluster.run()
     reader.replicate()
-    while not any(isinstance(said, Start) for said in cluster.workers["reader"].heard_soon()):
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: any(isinstance(said, Start) for said in cluster.workers["reader"].heard_soon()))
     running = reader.member.running
     assert running is not None
     assert running.key is not None
@@ -121,8 +120,7 @@ def test_a_commit_that_this_rank_has_not_voted_for_costs_the_coordinator_its_con
     info = VersionInfo("actor", 1, what, 1, 1)
     cluster.workers["reader"].hear(cluster.workers["reader"].heard_soon()[0])  # type: ignore[arg-type]
     if what == "what is being filled":
-        while reader.pull is None:
-            cluster.do(cluster.choices()[0])
+        cluster.run(until=lambda: reader.pull is not None)
         info = cluster.coordinator.cluster.models["actor"].versions[1].info
     with pytest.raises(ProtocolError, match="its mistake"):
         reader.member.receive(Outcome(key, 0, True, True, info, None), cluster.now)

@@ -134,8 +134,7 @@ def test_holders_of_two_layouts_that_have_read_the_same_do_not_count_together() 
 def test_a_reader_that_does_not_wait_for_a_crashed_source_is_noticed() -> None:
     cluster, trainer, reader = published()
     reader.replicate(1, timeout_s=60.0)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     trainer.worker.crash()
     with outside.crash_taken_for_a_leave(), pytest.raises(GuaranteeBroken, match="selectors: nobody has left"):
         cluster.advance(15.0)
@@ -145,8 +144,7 @@ def test_a_reader_that_does_not_wait_for_a_crashed_source_is_noticed() -> None:
 def test_a_reader_whose_source_leaves_or_tries_to_need_not_wait(timeout_s: float) -> None:
     cluster, trainer, reader = published()
     asked = reader.replicate(timeout_s=60.0)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     trainer.unpublish(timeout_s)
     cluster.advance(15.0)
     assert asked.has_ended()
@@ -162,8 +160,7 @@ def test_a_reader_need_not_wait_for_what_its_source_was_told_to_overwrite_and_ha
     core = cluster.coordinator.cluster
     core.options = replace(core.options, drain_grace_s=0.0)
     asked = reader.replicate(1, timeout_s=60.0)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     updating, link = trainer.update("latest"), trainer.worker.link
     assert link is not None
     while not link.up:
@@ -230,8 +227,8 @@ def test_a_reader_that_is_blamed_for_one_sources_bytes_is_noticed() -> None:
     other.replicate()
     cluster.run()
     reader.replicate()
-    while reader.pull is None or not reader.pull.lanes:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None and reader.pull.lanes)
+    assert reader.pull is not None
     with inside.cleared_at_once():
         next(iter(reader.pull.lanes.values())).end("corrupt", 0)
         with pytest.raises(GuaranteeBroken, match=r"digests: .* is blamed for"):

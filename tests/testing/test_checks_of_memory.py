@@ -30,14 +30,8 @@ def published(*readers: str, host_bytes: int = 0) -> tuple[StepwiseCluster, SimH
     return cluster, trainer, others
 
 
-def run_without(cluster: StepwiseCluster, *kinds: str) -> None:
-    """Let everything happen but that."""
-    while choices := [choice for choice in cluster.choices() if choice.kind not in kinds]:
-        cluster.do(choices[0])
-
-
 def read_one_chunk(cluster: StepwiseCluster, reader: SimHandle) -> None:
-    run_without(cluster, "read")
+    cluster.run("read")
     assert reader.pull is not None
     while reader.pull.books.chunks_verified == 0:
         cluster.read(reader)
@@ -102,9 +96,9 @@ def an_owner_that_is_cut_off_leaves() -> None:
 def the_only_source_is_lost_while_an_engine_pauses() -> None:
     cluster, trainer, (reader,) = published("reader")
     reader.replicate("latest", hold=True)
-    run_without(cluster, "hook")
+    cluster.run("hook")
     trainer.worker.crash()
-    run_without(cluster, "hook")
+    cluster.run("hook")
     cluster.run()
     assert not reader.idle
 
@@ -113,11 +107,10 @@ def a_request_is_late_for_a_fence_that_was_given_up() -> None:
     cluster, trainer, (reader,) = published("reader")
     trainer.hold_access()
     reader.replicate()
-    run_without(cluster, "read")
+    cluster.run("read")
     asked = trainer.unpublish(timeout_s=1)
     while not asked.done:  # it does not hear of the leave
-        while choices := [c for c in cluster.choices() if c.kind != "read" and (c.kind, c.name) != ("down", "reader")]:
-            cluster.do(choices[0])
+        cluster.run("read", ("down", "reader"))
         cluster.advance(0.5, run=False)
     assert isinstance(asked.error, DrainTimeout)
     assert trainer.member.state is HandleState.READY
@@ -134,11 +127,11 @@ def a_publisher_that_has_changed_its_memory_connects_again() -> None:
     cluster.guarantees.contents.spoil(trainer, cluster.guarantees.contents.numbers["actor"][1], 0, "changed")
     assert reader.pull is not None
     next(iter(reader.pull.lanes.values())).end("corrupt", 0)
-    run_without(cluster, "read")
+    cluster.run("read")
     assert trainer.changed
     trainer.worker.disconnect()
     trainer.worker.connect()
-    run_without(cluster, "read")
+    cluster.run("read")
 
 
 def three_share_room_for_two() -> None:
@@ -206,12 +199,12 @@ def test_a_rank_may_follow_one_whose_leave_was_granted_before_the_version_was_to
         rank.publish(1)
     cluster.advance(1.0)
     reader.fetch()
-    run_without(cluster, "read")
+    cluster.run("read")
     first = ranks[0].unpublish()
-    run_without(cluster, "read")
+    cluster.run("read")
     assert not first.has_ended()  # its reader has some time to go
     ranks[1].worker.asks.retain(1)
-    run_without(cluster, "read")
+    cluster.run("read")
     second = ranks[1].unpublish()
     cluster.advance(30.0)
     assert first.has_ended()

@@ -127,8 +127,7 @@ def given_up(at: Rig) -> CallRecord:
 def test_one_call_runs_at_a_time_until_its_fences_are_carried_out() -> None:
     at = rig(5)
     at.handle.unpublish()
-    while not any(isinstance(action, Finish) for action in at.handle.todo):
-        at.cluster.do(at.cluster.choices()[0])
+    at.cluster.run(until=lambda: any(isinstance(action, Finish) for action in at.handle.todo))
     assert at.handle.member.running is None, "the member is done, its Finish is still to come"
     for refused in (lambda: at.interpreter.check(UPDATE), lambda: at.handle.call(UPDATE), at.interpreter.check_idle):
         with pytest.raises(StateError, match="a call is still running on this handle; one call at a time") as error:
@@ -164,8 +163,7 @@ def test_memory_that_is_being_filled_is_torn_where_nobody_goes_on() -> None:
     other.publish(1)
     at.cluster.run()
     at.handle.replicate()
-    while not at.cluster.can_read(at.handle):
-        at.cluster.do(at.cluster.choices()[0])
+    at.cluster.run(until=lambda: at.cluster.can_read(at.handle))
     call = given_up(at)
     assert isinstance(call.error, StateError)
     assert call.error.memory == "torn"
@@ -174,8 +172,9 @@ def test_memory_that_is_being_filled_is_torn_where_nobody_goes_on() -> None:
 def test_who_has_voted_and_is_given_up_does_not_know_what_became_of_it() -> None:
     at = rig()
     call = at.handle.publish(5)
-    while not any(isinstance(action, Say) and isinstance(action.message, Publish) for action in at.handle.todo):
-        at.cluster.do(at.cluster.choices()[0])
+    at.cluster.run(
+        until=lambda: any(isinstance(action, Say) and isinstance(action.message, Publish) for action in at.handle.todo)
+    )
     assert given_up(at) is call
     assert isinstance(call.error, StateError)
     assert call.error.memory == "in_doubt"

@@ -48,21 +48,11 @@ def published(*readers: str) -> tuple[StepwiseCluster, SimHandle, list[SimHandle
     return cluster, trainer, others
 
 
-def run_but_reads(cluster: StepwiseCluster) -> None:
-    while (choices := [choice for choice in cluster.choices() if choice.kind != "read"]) != []:
-        cluster.do(choices[0])
-
-
-def run_but_the_store(cluster: StepwiseCluster) -> None:
-    while (choices := [choice for choice in cluster.choices() if choice.kind != "store"]) != []:
-        cluster.do(choices[0])
-
-
 def test_a_read_goes_on_while_nobody_can_be_told() -> None:
     """The control plane is down, the data plane is not; the vote is said when it is back."""
     cluster, _, (reader,) = published("reader")
     asked = reader.replicate()
-    run_but_reads(cluster)
+    cluster.run("read")
     reader.worker.disconnect()
     cluster.run()
     assert not asked.has_ended()
@@ -95,17 +85,17 @@ def test_sources_that_changed_meanwhile_are_learnt_at_the_next_connection() -> N
     other.replicate()
     cluster.run()
     asked = reader.replicate()
-    run_but_reads(cluster)
+    cluster.run("read")
     assert reader.pull is not None
     (grant,) = reader.pull.grants.values()
     source = cluster.find(grant)
     assert source is not None
     reader.worker.disconnect()
-    run_but_reads(cluster)
+    cluster.run("read")
     source.unpublish()  # the reader is moved, and does not hear of it
-    run_but_reads(cluster)
+    cluster.run("read")
     reader.worker.connect()
-    run_but_reads(cluster)
+    cluster.run("read")
     assert [g.source for g in reader.pull.grants.values()] == ["other" if source is trainer else "trainer"]
     cluster.run()
     assert asked.number == 1
@@ -115,8 +105,7 @@ def test_a_commit_whose_outcome_was_lost_leaves_its_memory_a_source() -> None:
     """Between the decision and its hearing the rank says what it has voted for, and stays a source throughout."""
     cluster, trainer, (reader, other) = published("reader", "other")
     asked = reader.replicate()
-    while not any("reader -> Prepared" in line for line in cluster.log):
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: any("reader -> Prepared" in line for line in cluster.log))
     reader.worker.disconnect()
     cluster.run()
     trainer.worker.crash()
@@ -136,14 +125,12 @@ def test_a_publication_whose_outcome_was_lost_never_lost_its_source() -> None:
     other, reader = cluster.handle("other"), cluster.handle("reader")
     cluster.run()
     asked = other.publish(2)
-    while not cluster.unstored:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: cluster.unstored)
     other.worker.disconnect()
     cluster.run()
     got = reader.replicate(2)
     other.worker.connect()
-    while not any("other <- Registered" in line for line in cluster.log[-3:]):
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: any("other <- Registered" in line for line in cluster.log[-3:]))
     assert cluster.coordinator.cluster.models["actor"].versions[2].has_live_source()
     cluster.run()
     assert (asked.number, got.number) == (2, 2)
@@ -152,9 +139,9 @@ def test_a_publication_whose_outcome_was_lost_never_lost_its_source() -> None:
 def test_a_pull_that_cannot_go_on_tears() -> None:
     cluster, _, (reader,) = published("reader")
     asked = reader.replicate()
-    run_but_reads(cluster)
+    cluster.run("read")
     reader.apply(reader.member.pull_failed(IntegrityError("no source has chunk 1"), cluster.now))
-    run_but_reads(cluster)
+    cluster.run("read")
     with pytest.raises(IntegrityError, match="no source has chunk 1") as caught:
         _ = asked.number
     assert caught.value.memory == "torn"
@@ -182,8 +169,7 @@ def test_a_manifest_that_is_none_ends_the_call() -> None:
     cluster, _, (reader,) = published("reader")
     reader.worker.manifests.clear()
     asked = reader.replicate()
-    while reader.member.running is None or reader.member.running.phase.value != "manifest":
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.member.running is not None and reader.member.running.phase.value == "manifest")
     running = reader.member.running
     assert isinstance(running, Filling)
     assert running.binding is not None
@@ -196,10 +182,10 @@ def test_a_manifest_that_is_none_ends_the_call() -> None:
 def test_progress_is_for_show_and_late_or_wild_figures_do_no_harm() -> None:
     cluster, _, (reader,) = published("reader")
     asked = reader.replicate()
-    run_but_reads(cluster)
+    cluster.run("read")
     assert asked.key is not None
     reader.worker.say(Progress(asked.key, 0, 99, 99))
-    run_but_reads(cluster)
+    cluster.run("read")
     (holding,) = [h for h in cluster.coordinator.cluster.models["actor"].versions[1].holdings[0] if not h.complete]
     assert holding.chunks_verified == 2
     cluster.run()
@@ -213,8 +199,7 @@ def test_a_call_that_the_doubt_forbids_is_judged_once_it_is_resolved() -> None:
     other = cluster.handle("other")
     cluster.run()
     other.publish(2, timeout_s=3)
-    while not cluster.unstored:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: cluster.unstored)
     other.worker.disconnect()
     cluster.advance(9)
     assert "in_doubt" in repr(other.member)
@@ -242,8 +227,7 @@ def test_answers_to_other_questions_change_nothing() -> None:
     cluster, _, (reader,) = published("reader")
     reader.worker.manifests.clear()
     asked = reader.replicate()
-    while reader.member.running is None or reader.member.running.phase.value != "manifest":
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.member.running is not None and reader.member.running.phase.value == "manifest")
     for message in (ManifestReply(10**6, b""), Refused(10**6, _error())):
         reader.apply(reader.member.receive(message, cluster.now))
     cluster.run()
@@ -268,7 +252,7 @@ def test_a_voted_fill_cannot_be_cancelled_alone(kept: bool) -> None:
     while not cluster.unstored:
         cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
     readers[0].cancel("enough")
-    run_but_the_store(cluster)
+    cluster.run("store")
     assert isinstance(calls[0].error, StateError)
     assert calls[0].error.memory == "in_doubt"
     assert "in_doubt" in repr(readers[0].member)
@@ -294,11 +278,11 @@ def test_a_barrier_is_in_doubt_also_where_what_was_held_is_given_up_before_its_e
         handle.replicate()
     cluster.run()
     calls = [handle.update() for handle in readers]
-    run_but_the_store(cluster)
+    cluster.run("store")
     assert cluster.unstored
     for handle in readers:
         handle.cancel("enough")
-    run_but_the_store(cluster)
+    cluster.run("store")
     member = readers[0].member
     assert member.content is not None
     changed = IntegrityError("its bytes have changed")
@@ -306,7 +290,7 @@ def test_a_barrier_is_in_doubt_also_where_what_was_held_is_given_up_before_its_e
     assert [handle.member.state for handle in readers] == [HandleState.EMPTY, HandleState.READY]
     cluster.now += DEADLINE_SLACK_S
     cluster.time_passes()
-    run_but_the_store(cluster)
+    cluster.run("store")
     assert [getattr(call.error, "memory", None) for call in calls] == ["in_doubt", "in_doubt"]
     cluster.run()
     cluster.check_agreement()
@@ -315,7 +299,7 @@ def test_a_barrier_is_in_doubt_also_where_what_was_held_is_given_up_before_its_e
 def test_a_vote_that_was_never_heard_is_said_again_out_of_the_doubt() -> None:
     cluster, _, (reader,) = published("reader")
     asked = reader.replicate()
-    run_but_reads(cluster)
+    cluster.run("read")
     reader.worker.disconnect()
     cluster.run()
     reader.cancel("enough")
@@ -338,12 +322,10 @@ def test_an_abort_of_a_fill_whose_write_was_never_heard_leaves_nothing_behind() 
     trainer.publish(2)
     cluster.run()
     asked = reader.update(hold=True)
-    while not any("reader -> ReadyToWrite" in line for line in cluster.log):
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: any("reader -> ReadyToWrite" in line for line in cluster.log))
     reader.worker.disconnect()  # Write is on its way
     reader.worker.connect()
-    while not any("reader <- Registered" in line for line in cluster.log[-2:]):
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: any("reader <- Registered" in line for line in cluster.log[-2:]))
     reader.cancel("enough")
     cluster.run()
     assert isinstance(asked.error, StateError)
@@ -532,11 +514,11 @@ def test_readers_have_half_the_timeout_to_leave_and_the_fence_the_rest() -> None
     """The coordinator would give them its grace of 5 s."""
     cluster, trainer, (reader,) = published("reader")
     got = reader.replicate()
-    run_but_reads(cluster)
+    cluster.run("read")
     asked = trainer.unpublish(4)
     while not asked.done:
         cluster.advance(0.25, run=False)
-        run_but_reads(cluster)
+        cluster.run("read")
     assert cluster.now == 2.0
     assert asked.error is None
     cluster.advance(100)
@@ -560,7 +542,7 @@ def test_memory_that_is_not_published_again_is_fenced_however_long_it_takes() ->
     """A broken fill: neither its caller nor the next call may write while somebody reads."""
     cluster, trainer, (reader,) = published("reader")
     asked = reader.replicate()
-    run_but_reads(cluster)
+    cluster.run("read")
     assert cluster.can_read(reader)
     cluster.read(reader)
     cluster.read(reader)  # one chunk is verified, and offered
@@ -620,8 +602,7 @@ def test_a_write_that_was_lost_with_its_connection_and_given_up_leaves_the_old_v
     trainer.publish(2)
     cluster.run()
     asked = reader.update(hold=True)
-    while not any(isinstance(message, Write) for message in reader.worker.heard_soon()):
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: any(isinstance(message, Write) for message in reader.worker.heard_soon()))
     if when.startswith("before"):
         reader.cancel()
     reader.worker.disconnect()
@@ -677,8 +658,7 @@ def asks_what_is_in_it(layout: Layout | None) -> tuple[StepwiseCluster, SimHandl
     trainer.publish(1)
     cluster.run()
     asked = reader.replicate()
-    while reader.member.running is not None and reader.member.running.phase is not Phase.MANIFEST:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.member.running is None or reader.member.running.phase is Phase.MANIFEST)
     return cluster, trainer, reader, asked
 
 
@@ -709,11 +689,9 @@ def test_a_source_that_is_added_twice_before_the_pull_begins_is_read_once() -> N
     """Messages may come twice, though no transport of today does that."""
     cluster, _, (reader,) = published("reader")
     asked = reader.replicate()
-    while not any(isinstance(message, Start) for message in reader.worker.heard_soon()):
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: any(isinstance(message, Start) for message in reader.worker.heard_soon()))
     (start,) = [message for message in reader.worker.heard_soon() if isinstance(message, Start)]
-    while reader.member.running is not None and reader.member.running.phase is not Phase.MANIFEST:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.member.running is None or reader.member.running.phase is Phase.MANIFEST)
     again = AddSource(start.key, 0, start.grants[0])
     for _ in range(2):
         reader.worker.hear(again)

@@ -295,11 +295,13 @@ class StepwiseCluster(World):
         self.step(PersistFailed(record, "disk full"))
         self.check()
 
-    def run(self, steps_max: int = 10_000) -> None:
-        """Let everything happen that can, each in its turn, until nothing is left."""
-        for _ in range(steps_max):
-            choices = self.choices()
-            if not choices:
+    def run(self, *but: str | tuple[str, str], until: Callable[[], object] | None = None) -> None:
+        """Let everything happen that can, each in its turn, until nothing is left, or `until` holds. `but`: choices that are
+        not taken, and kinds of choices.
+        """
+        for _ in range(10_000):
+            choices = [choice for choice in self.choices() if choice not in but and choice.kind not in but]
+            if (until is None and not choices) or (until is not None and until()):
                 return
             self.do(choices[0])
         raise AssertionError("the cluster does not come to rest")
