@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
-import anyio
 import pytest
 
 from tensorhub.api.hub import Hub
-from tensorhub.api.weights import Weights
-from tensorhub.errors import RetentionError, StateError
-from tensorhub.messages import CopyRefused, FromWorker, MakeCopy
+from tensorhub.errors import RetentionError
+from tensorhub.runtime.worker import host_copies
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
@@ -21,12 +17,10 @@ from tests.rig import (
     cluster,
     connect,
     copies_of,
-    gated,
     holds,
     published,
     ranks_of,
     tensors,
-    thread_of,
     until,
     worker_of,
     write,
@@ -86,65 +80,9 @@ async def test_a_copy_of_what_goes_with_its_worker_is_read_over_the_network() ->
             assert holds(ins[1], 1)
 
 
-async def test_a_copy_that_has_no_room_is_refused() -> None:
-    async with cluster("trainer", options=replace(OPTIONS, host_memory_bytes=NBYTES - 1)) as c:
-        source = await c.hubs[0].register("m", tensors(1))
-        said = listen(c.hubs[0])
-        info = await source.publish(1)
-        order = MakeCopy("c1", info, 0)
-        thread_of(c.hubs[0]).post(partial(worker_of(c.hubs[0]).received, order))
-        await until(lambda: any(isinstance(message, CopyRefused) for message in said))
-        (refused,) = [message for message in said if isinstance(message, CopyRefused)]
-        assert refused.copy == "c1"
-        assert f"retention needs {NBYTES} bytes" in refused.reason
-        assert reserved(c.hubs[0]) == 0
-
-
-def listen(hub: Hub) -> list[FromWorker]:
-    """What this hub says from now on."""
-    said: list[FromWorker] = []
-    say: Callable[[FromWorker], None] = worker_of(hub).link.say
-
-    def overhear(message: FromWorker) -> None:
-        said.append(message)
-        say(message)
-
-    worker_of(hub).link.say = overhear  # type: ignore[method-assign]
-    return said
-
-
-async def test_a_retention_copy_takes_the_room_of_a_prefetched_one_and_never_the_other_way() -> None:
-    async with cluster("trainer", "reader") as c, connect(c.address, "keeper", HOSTED) as keeper:
-        await (await c.hubs[0].register("n", tensors(5))).publish(1)
-        weights: Weights = await keeper.register("n", tensors())
-        await weights.prefetch()
-        source = await c.hubs[0].register("m", tensors(1))
-        await keeper.retain("m", latest=1)
-        await source.publish(1)
-        await source.close()
-        assert [r.purpose for m in await keeper.describe() for r in m.replicas if r.medium == "host"] == ["retention"]
-        assert reserved(keeper) == NBYTES
-        with pytest.raises(StateError, match="does not outrank"):
-            await weights.prefetch()
-        await assert_read_from(c.hubs[1], "keeper", 1)
-
-
-async def test_a_copy_that_is_not_needed_any_more_while_it_is_made() -> None:
-    with gated(3) as gate:
-        async with cluster("trainer") as c, connect(c.address, "keeper", HOSTED) as keeper:
-            source = await published(c.hubs[0])
-            await c.hubs[0].retain("m", latest=1)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(source.close)
-                await until(lambda: gate.holds)
-                assert reserved(keeper) == NBYTES
-                await c.hubs[0].retain("m", latest=0)
-            await until(lambda: copies(keeper) == 0)
-            await until(lambda: reserved(keeper) == 0)
-            gate.open()
-
-
-async def test_a_copy_of_a_version_that_is_rolled_back_goes() -> None:
+async def test_a_copy_of_a_version_that_is_rolled_back_goes_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(host_copies.log, "warning", lambda event, **fields: told.append(event))
     async with cluster("reader") as c, connect(c.address, "trainer", HOSTED) as trainer:
         source = await published(trainer)
         async with source.mutate(2):
@@ -155,6 +93,7 @@ async def test_a_copy_of_a_version_that_is_rolled_back_goes() -> None:
         await c.hubs[0].rollback("m", to=1)
         await until(lambda: reserved(trainer) == 0)
         await until(lambda: copies(trainer) == 0)
+    assert told == []
 
 
 async def test_with_the_last_handle_what_the_worker_retains_is_handed_over() -> None:

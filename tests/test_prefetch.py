@@ -4,9 +4,7 @@ does with it. Retention copies of the same worker, too: they share its host memo
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
-import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +14,7 @@ import pytest
 import tensorhub
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
-from tensorhub.errors import GroupAborted, OperationTimeout, RetentionError, StateError, TensorHubError, VersionUnavailable
+from tensorhub.errors import GroupAborted, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.memory.host import HostMemory
 from tensorhub.runtime.worker import prefetcher
 from tensorhub.runtime.worker.host_copies import HostCopyRunner
@@ -88,21 +86,6 @@ async def test_update_after_prefetch_reads_nothing_and_frees_the_copy() -> None:
         assert (await weights.prefetch()).bytes_read == NBYTES  # and again, into memory that is taken anew
         assert (await weights.update()).bytes_read == 0
         assert holds(memory_of(weights), 3)
-
-
-async def test_memory_goes_back_to_the_system() -> None:
-    async with cluster("trainer", "reader", options=HOSTED) as c:
-        _, weights = await ready(c)
-        await weights.prefetch()
-        (copy,) = copies_of(c.hubs[1])
-        assert isinstance(copy.memory, HostMemory)
-        kept = weakref.ref(copy.memory._bytes)
-        assert kept() is not None
-        await weights.update()
-        await until(lambda: reserved(c.hubs[1]) == 0)
-        gc.collect()
-
-        assert kept() is None
 
 
 @pytest.mark.parametrize("what", ["prefetched", "staged"])
@@ -204,34 +187,6 @@ async def test_a_cancelled_prefetch_is_used_as_far_as_it_got() -> None:
             assert holds(memory_of(weights), 2)
 
 
-async def test_an_update_to_another_version_cancels_the_prefetch() -> None:
-    with gated(CHUNKS + 3) as gate:
-        async with cluster("trainer", "reader", options=HOSTED) as c, anyio.create_task_group() as tasks:
-            source, weights = await ready(c)
-            ended: list[TensorHubError] = []
-
-            async def prefetch() -> None:
-                with pytest.raises(TensorHubError) as caught:
-                    await weights.prefetch(1 + 1)
-                ended.append(caught.value)
-
-            tasks.start_soon(prefetch)
-            await until(lambda: gate.holds)
-            second = await c.hubs[0].register("m", tensors(3))
-            await second.publish(3)
-
-            async def update() -> None:
-                report = await weights.update()
-                assert (report.version, report.bytes_read) == (3, NBYTES)
-
-            tasks.start_soon(update)
-            await until(lambda: bool(ended))
-            gate.open()
-            await until(lambda: weights.version == 3)
-            await until(lambda: reserved(c.hubs[1]) == 0)
-            assert source.version == 2
-
-
 async def test_a_second_prefetch_replaces_the_first() -> None:
     async with cluster("trainer", "reader", options=HOSTED) as c:
         source, weights = await ready(c)
@@ -244,20 +199,6 @@ async def test_a_second_prefetch_replaces_the_first() -> None:
         assert (report.version, report.bytes_read) == (3, 0)
         assert not (await weights.prefetch()).changed  # the handle itself holds that version
         await until(lambda: reserved(c.hubs[1]) == 0)
-
-
-async def test_one_prefetch_and_one_other_call_at_a_time() -> None:
-    with gated(CHUNKS + 1) as gate:
-        async with cluster("trainer", "reader", options=HOSTED) as c:
-            _, weights = await ready(c)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(weights.prefetch)
-                await until(lambda: gate.holds)
-                with pytest.raises(StateError, match="one prefetch at a time") as caught:
-                    await weights.prefetch()
-                assert caught.value.retryable
-                assert not (await weights.update(1)).changed  # nothing is in its way
-                gate.open()
 
 
 async def test_all_ranks_prefetch_the_same_version() -> None:
@@ -282,20 +223,10 @@ async def test_all_ranks_prefetch_the_same_version() -> None:
         assert holds(ins[1], 11)
 
 
-async def test_prefetch_of_a_group_waits_for_its_ranks() -> None:
-    options = replace(HOSTED, host_memory_bytes=2 * NBYTES)
-    async with cluster("trainer", "reader", options=options) as c:
-        ranks = [await c.hubs[1].register("m", tensors(), group="r", rank=r, world_size=2) for r in range(2)]
-        with pytest.raises(OperationTimeout, match=r"these ranks did not call: 1 \(not registered\)"):
-            await ranks[0].prefetch(timeout=0.2)
-        assert reserved(c.hubs[1]) == 0
-        assert ranks[0].state == "empty"
-
-
-@pytest.mark.parametrize("room", ["none", "too little", "in use"])
+@pytest.mark.parametrize("room", ["none", "in use"])
 async def test_a_rank_without_host_memory_ends_its_groups_prefetch(room: str) -> None:
     """The others hear why, at once; and the group goes on with its next call."""
-    options = replace(OPTIONS, host_memory_bytes={"none": 0, "too little": NBYTES - 1, "in use": NBYTES}[room])
+    options = replace(OPTIONS, host_memory_bytes={"none": 0, "in use": NBYTES}[room])
     async with cluster("trainer", "one", options=HOSTED) as c, connect(c.address, "two", options) as hub:
         sources = [await c.hubs[0].register("m", tensors(r), group="p", rank=r, world_size=2) for r in range(2)]
         async with anyio.create_task_group() as tasks:
@@ -353,39 +284,6 @@ async def test_a_close_that_fails_costs_what_was_prefetched_and_nothing_else() -
         assert (await weights.update()).bytes_read == NBYTES
 
 
-async def test_prefetch_without_or_with_too_little_host_memory() -> None:
-    async with cluster("trainer", "reader") as c:
-        _, weights = await ready(c)
-        with pytest.raises(StateError, match=r"prefetch\(\) needs host memory: set Options.host_memory_bytes"):
-            await weights.prefetch()
-        little = replace(OPTIONS, host_memory_bytes=NBYTES - 1)
-        async with connect(c.address, "little", little) as hub:
-            other = await hub.register("m", tensors())
-            with pytest.raises(StateError, match=f"prefetch needs {NBYTES} bytes of host memory.*is {NBYTES - 1}: give"):
-                await other.prefetch()
-            one = replace(OPTIONS, host_memory_bytes=NBYTES)
-        async with connect(c.address, "one", one) as hub:
-            first, second = [await hub.register("m", tensors()) for _ in range(2)]
-            await first.prefetch()
-            with pytest.raises(StateError, match=f"give {2 * NBYTES}") as caught:
-                await second.prefetch()
-            assert caught.value.retryable
-            await first.close()
-            assert (await second.prefetch()).version == 2
-
-
-async def test_prefetch_does_not_wait_for_room_beyond_its_deadline() -> None:
-    async with cluster("trainer", "reader", options=HOSTED) as c:
-        _, weights = await ready(c)
-        hub, room = c.hubs[1], copies(c.hubs[1]).machine._room
-        assert hub._thread.post(lambda: room._line.append(object()))  # somebody else makes room, and takes for ever
-        with pytest.raises(OperationTimeout, match=r"no host memory within 0.05 s.*is still being read") as caught:
-            await weights.prefetch(timeout=0.05)
-        assert (caught.value.memory, caught.value.retryable, reserved(hub)) == ("intact", True, 0)
-        assert hub._thread.post(room.give_back)
-        assert (await weights.prefetch()).version == 2
-
-
 async def test_a_prefetch_that_is_given_up_at_once_leaves_no_copy() -> None:
     """Its host copy may be dropped before the loop has come to it."""
     async with cluster("trainer", "reader", options=HOSTED) as c:
@@ -408,30 +306,6 @@ async def test_prefetch_of_what_is_not_there() -> None:
         await weights.close()
         with pytest.raises(StateError, match="is closed; register again"):
             await weights.prefetch()
-
-
-async def test_a_rank_that_closes_ends_its_groups_prefetch() -> None:
-    options = replace(HOSTED, host_memory_bytes=2 * NBYTES)
-    async with cluster("trainer", "one", "two", options=options) as c:
-        ranks = [await hub.register("m", tensors(), group="r", rank=r, world_size=2) for r, hub in enumerate(c.hubs[1:])]
-        async with anyio.create_task_group() as tasks:
-
-            async def prefetch() -> None:
-                with pytest.raises(GroupAborted):
-                    await ranks[0].prefetch()
-
-            async def other() -> None:
-                with pytest.raises(TensorHubError):
-                    await ranks[1].prefetch()
-
-            tasks.start_soon(prefetch)
-            tasks.start_soon(other)
-            await until(lambda: all(copies_of(hub) for hub in c.hubs[1:]))
-            calls = [copy.member for hub in c.hubs[1:] for copy in copies_of(hub)]
-            await until(lambda: all(each.running is not None and each.running.key is not None for each in calls))
-            for hub in c.hubs[1:]:
-                await hub.describe("m")  # on the same connection, so the coordinator has both calls when this returns
-            await ranks[1].close()
 
 
 # ------------------------------------------------------------------------------------------ connect(prefetch=True)

@@ -160,7 +160,7 @@ async def test_what_rollback_refuses() -> None:
             await trainer.rollback("", to=1)
 
 
-async def test_a_rollback_outlives_the_coordinator(tmp_path: Path) -> None:
+async def test_rollback_and_retain_outlive_the_coordinator(tmp_path: Path) -> None:
     async with nothing_left():
         async with (
             tensorhub.serve(token="", options=OPTIONS, state_dir=tmp_path) as coordinator,
@@ -171,12 +171,13 @@ async def test_a_rollback_outlives_the_coordinator(tmp_path: Path) -> None:
                 async with published.mutate(number):
                     pass
             await hub.rollback("m", to=1)
+            await hub.retain("m", latest=3)
         async with (
             tensorhub.serve(token="", options=OPTIONS, state_dir=tmp_path) as coordinator,
             connect(coordinator.address) as hub,
         ):
             info = await hub.describe("m")
-            assert (info.lineage, info.mark, [v.version for v in info.versions]) == (1, 1, [1])
+            assert (info.lineage, info.mark, info.retain, [v.version for v in info.versions]) == (1, 1, 3, [1])
             with pytest.raises(VersionConflict, match="the newest number so far is 1"):
                 await (await hub.register("m", tensors(1))).publish(1)
             assert (await (await hub.register("m", tensors(1))).publish(2)).version == 2
@@ -220,25 +221,6 @@ async def mutating(weights: Weights) -> None:
         raise AssertionError("it is published still")
 
 
-async def test_an_update_that_would_lose_a_retained_version_writes_nothing() -> None:
-    async with cluster("old", "new") as c:
-        old, new = c.hubs
-        memory = tensors(1)
-        weights = await old.register("m", memory)
-        await weights.publish(1)
-        await (await new.register("m", tensors(2))).publish(2)
-        await new.retain("m", latest=2)
-
-        async def paused(_: VersionInfo) -> None:
-            raise AssertionError("no engine is paused for it")
-
-        with pytest.raises(RetentionError, match="update of 'm' to version 2: nothing was written"):
-            await weights.update(before_write=paused, timeout=0.05)
-        assert (weights.state, weights.version, holds(memory, 1)) == ("ready", 1, True)
-        await old.retain("m", latest=1)
-        assert (await weights.update()).version == 2
-
-
 async def test_who_leaves_without_waiting() -> None:
     async with cluster("trainer", "spot") as c:
         trainer, spot = c.hubs
@@ -254,41 +236,12 @@ async def test_who_leaves_without_waiting() -> None:
     # leaving the hub has not waited either
 
 
-async def test_a_cancelled_unpublish_of_a_retained_version() -> None:
-    async with cluster("trainer") as c:
-        (trainer,) = c.hubs
-        await trainer.retain("m", latest=1)
-        published = await trainer.register("m", tensors(1))
-        await published.publish(1)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(published.unpublish)
-            await until(lambda: published.state == "draining")
-            tasks.cancel_scope.cancel()
-        assert (published.state, published.version) == ("ready", 1)
-        await trainer.retain("m", latest=0)
-        await published.unpublish()
-
-
 async def test_what_retain_refuses() -> None:
     async with cluster("trainer") as c:
         for latest in (-1, 2**63, 1.0, "1", True):
             with pytest.raises(StateError, match="give the number of versions to keep, 0 or more"):
                 await c.hubs[0].retain("m", latest=latest)  # type: ignore[arg-type]
         assert await c.hubs[0].describe() == ()
-
-
-async def test_retention_outlives_the_coordinator(tmp_path: Path) -> None:
-    async with nothing_left():
-        async with (
-            tensorhub.serve(token="", options=OPTIONS, state_dir=tmp_path) as coordinator,
-            connect(coordinator.address) as hub,
-        ):
-            await hub.retain("m", latest=3)
-        async with (
-            tensorhub.serve(token="", options=OPTIONS, state_dir=tmp_path) as coordinator,
-            connect(coordinator.address) as hub,
-        ):
-            assert (await hub.describe("m")).retain == 3
 
 
 # -------------------------------------------------------------------------------------------------------------- pin

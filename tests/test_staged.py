@@ -75,20 +75,6 @@ async def test_the_old_version_is_served_until_the_commit() -> None:
         await until(lambda: reserved(weights) == 0)
 
 
-async def test_it_serves_what_was_staged() -> None:
-    async with cluster("trainer", "reader", "other", options=HOSTED) as c:
-        source, weights = await ready(c)
-        await weights.update(staged=True)
-        await source.unpublish()
-        write(memory_of(source), 9)
-        mine = tensors()
-        other = await c.hubs[2].register("m", mine)
-        report = await other.replicate()
-        assert (report.version, [s.name for s in report.sources]) == (2, ["reader"])
-        assert holds(mine, 2)
-        assert not (await weights.update(staged=True)).changed
-
-
 async def test_a_hook_that_raises_leaves_the_old_version() -> None:
     async with cluster("trainer", "reader", "other", options=HOSTED) as c:
         _, weights = await ready(c)
@@ -116,22 +102,6 @@ async def test_a_source_that_leaves_in_the_midst_of_it_tears_nothing() -> None:
                 tasks.start_soon(update)
                 await until(lambda: gate.holds)
                 await source.unpublish()
-            gate.open()
-            await assert_intact(c, weights)
-
-
-async def test_cancelled_in_the_midst_of_it_tears_nothing() -> None:
-    with gated(CHUNKS + 4) as gate:
-        async with cluster("trainer", "reader", "other", options=HOSTED) as c:
-            _, weights = await ready(c)
-            async with anyio.create_task_group() as tasks:
-
-                async def update() -> None:
-                    await weights.update(staged=True)
-
-                tasks.start_soon(update)
-                await until(lambda: gate.holds)
-                tasks.cancel_scope.cancel()
             gate.open()
             await assert_intact(c, weights)
 
@@ -166,19 +136,6 @@ async def test_one_rank_that_fails_leaves_all_ranks_their_old_version() -> None:
         await all_ranks(*[lambda r=r: update(r) for r in ranks])
         assert [holds(memory_of(rank), 2) for rank in ranks] == [True, True]
         assert [rank.version for rank in ranks] == [2, 2]
-
-
-async def test_what_must_stay_is_copied_first() -> None:
-    async with cluster("trainer") as c, connect(c.address, "reader", replace(HOSTED, host_memory_bytes=2 * NBYTES)) as hub:
-        c.hubs.append(hub)
-        _, weights = await ready(c)
-        await hub.retain("m", latest=2)
-        assert (await weights.update(staged=True)).version == 2
-        assert holds(memory_of(weights), 2)
-        mine = tensors()
-        other = await c.hubs[0].register("m", mine)
-        assert [s.name for s in (await other.replicate(1)).sources] == ["reader"]
-        assert holds(mine, 1)
 
 
 async def test_what_became_retained_while_it_was_staged_is_not_given_up() -> None:
@@ -228,16 +185,6 @@ async def test_staged_uses_what_was_prefetched() -> None:
         assert (report.version, report.bytes_read) == (2, 0)
         assert holds(memory_of(weights), 2)
         await until(lambda: reserved(weights) == 0)
-
-
-async def test_staged_takes_the_room_of_another_prefetch() -> None:
-    async with cluster("trainer", "reader", options=HOSTED) as c:
-        source, weights = await ready(c)
-        await weights.prefetch()
-        await publish(source, 3)
-        report = await weights.update(staged=True)
-        assert (report.version, report.bytes_read) == (3, NBYTES)
-        assert holds(memory_of(weights), 3)
 
 
 async def test_staged_needs_host_memory() -> None:

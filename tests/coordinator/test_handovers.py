@@ -7,14 +7,13 @@ from collections import Counter
 import pytest
 
 from tensorhub.coordinator import handovers
-from tensorhub.coordinator.entities import Member, Model
+from tensorhub.coordinator.entities import Member
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.errors import RetentionError
-from tensorhub.messages import Progress
-from tensorhub.testing import CHUNK_BYTES, CHUNKS, CallRecord, SimHandle, StepwiseCluster
-from tensorhub.testing.sim.host_copies import CopyRequest
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState, Location, Purpose
 from tensorhub.worker.calls import CloseCall, ReleaseCall
+from tests.coordinator.test_retention import ends, model_of, publish, republish
 
 ROOM = CHUNKS * CHUNK_BYTES  # for one copy
 
@@ -30,17 +29,9 @@ def cluster_of(
             cluster.worker(name[1:])
         else:
             cluster.handle(name, spot=spot and name == "trainer")
-    cluster.run()
     trainer = cluster.workers["trainer"].handles[0]
-    trainer.worker.asks.retain(latest)
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
+    publish(cluster, trainer, latest=latest)
     return cluster, trainer
-
-
-def model_of(cluster: StepwiseCluster) -> Model:
-    return cluster.coordinator.cluster.models["actor"]
 
 
 def copies(cluster: StepwiseCluster) -> dict[str, int]:
@@ -91,10 +82,6 @@ def asked_for(cluster: StepwiseCluster) -> list[str]:
     return [line.split()[1] for line in cluster.log if "<- MakeCopy" in line]
 
 
-def ended(asked: CallRecord | CopyRequest) -> bool:
-    return asked.has_ended() and asked.error is None
-
-
 def still_there(cluster: StepwiseCluster, number: int = 1) -> bool:
     """Whether somebody who comes now gets that version."""
     name = f"late{next(cluster.numbers)}"
@@ -111,21 +98,11 @@ def still_there(cluster: StepwiseCluster, number: int = 1) -> bool:
 # --------------------------------------------------------------------------------------------------- unpublish, update
 
 
-def test_unpublish_hands_over_to_the_workers_own_memory_first() -> None:
-    cluster, trainer = cluster_of("reader", "-other", room=("trainer", "other"))
-    asked = trainer.unpublish()
-    cluster.run()
-    assert ended(asked)
-    assert copies(cluster) == {"trainer": 1}
-    assert still_there(cluster)
-
-
-def test_then_to_another_worker() -> None:
-    cluster, trainer = cluster_of("reader", "-other", room=("other",))
-    asked = trainer.unpublish()
-    cluster.run()
-    assert ended(asked)
-    assert copies(cluster) == {"other": 1}
+@pytest.mark.parametrize("room", [("trainer", "other"), ("other",)])
+def test_unpublish_hands_over_to_the_workers_own_memory_first(room: tuple[str, ...]) -> None:
+    cluster, trainer = cluster_of("reader", "-other", room=room)
+    ends(cluster, trainer.unpublish())
+    assert copies(cluster) == {room[0]: 1}
     assert still_there(cluster)
     cluster.check_agreement()
 
@@ -147,33 +124,18 @@ def test_the_nearest_worker_takes_it() -> None:
     cluster.worker("far", Location("elsewhere", "", "far"))
     cluster.host_bytes = ROOM
     cluster.worker("near")
-    cluster.run()
-    trainer.worker.asks.retain(1)
-    trainer.publish(1)
-    cluster.run()
-    assert ended_after(cluster, trainer.unpublish())
+    publish(cluster, trainer)
+    ends(cluster, trainer.unpublish())
     assert copies(cluster) == {"near": 1}
-
-
-def ended_after(cluster: StepwiseCluster, asked: CallRecord | CopyRequest) -> bool:
-    cluster.run()
-    return ended(asked)
 
 
 def test_each_shard_is_handed_over() -> None:
     cluster = StepwiseCluster(host_bytes=ROOM)
     trainers = cluster.group("trainer", 2)
     cluster.group("reader", 2)
-    cluster.run()
-    trainers[0].worker.asks.retain(1)
-    cluster.run()
-    for handle in trainers:
-        handle.publish(1)
-    cluster.run()
+    publish(cluster, *trainers)
     assert copies(cluster) == {}
-    calls = [handle.unpublish() for handle in trainers]
-    cluster.run()
-    assert all(map(ended, calls))
+    ends(cluster, *[handle.unpublish() for handle in trainers])
     assert copies(cluster) == {"trainer0": 1, "trainer1": 1}
     assert {m.shard for m in model_of(cluster).copies.values()} == {0, 1}
 
@@ -186,15 +148,9 @@ def test_for_one_rank_that_leaves_every_shard_is_handed_over_once(rank: int) -> 
     cluster.host_bytes = ROOM
     for name in ("one", "other"):
         cluster.worker(name)
-    cluster.run()
-    trainers[0].worker.asks.retain(1)
-    cluster.run()
-    for handle in trainers:
-        handle.publish(1)
-    cluster.run()
+    publish(cluster, *trainers)
     asked = trainers[rank].unpublish()
-    cluster.run()
-    assert ended(asked)
+    ends(cluster, asked)
     assert copies(cluster) == {"one": 1, "other": 1}
     assert len(asked_for(cluster)) == 2
     cluster.check_agreement()
@@ -208,17 +164,12 @@ def test_a_copy_of_its_own_shard_lets_only_a_group_of_one_go_unasked(alone: bool
     cluster.host_bytes = 0
     if not alone:
         handles.append(cluster.handle("second", "g", 1, 2))
-    cluster.run()
-    handles[0].worker.asks.retain(1)
-    cluster.run()
-    for handle in handles:
-        handle.publish(1)
-    cluster.run()
+    publish(cluster, *handles)
     assert copies(cluster) == {"first": 1}
     handles[0].worker.disconnect()
     asked = handles[0].unpublish(5.0)
     cluster.advance(6)
-    assert ended(asked) is alone
+    assert (asked.has_ended() and asked.error is None) is alone
     assert (handles[0].member.version is None) is alone
     assert isinstance(asked.error, RetentionError | None)
 
@@ -233,7 +184,7 @@ def test_what_is_prefetched_and_has_to_stay_is_no_room_for_another_version() -> 
             cluster.run()
         reader.prefetch()
         cluster.run()
-        assert ended_after(cluster, trainer.unpublish())
+        ends(cluster, trainer.unpublish())
     (copy,) = (handle for handle in one.worker.handles if handle.shard.purpose is Purpose.PREFETCH)
     asked = copy.call(ReleaseCall())
     cluster.run()
@@ -262,7 +213,7 @@ def test_of_two_who_update_at_once_the_last_hands_over() -> None:
     for handle in (one, two):
         handle.replicate()
         cluster.run()
-    assert ended_after(cluster, trainer.unpublish())
+    ends(cluster, trainer.unpublish())
     trainer.publish(2)
     cluster.run()
     calls = [handle.update("latest") for handle in (one, two)]
@@ -277,9 +228,7 @@ def test_of_two_who_update_at_once_the_last_hands_over() -> None:
 
 def test_close_hands_over_to_another_process() -> None:
     cluster, trainer = cluster_of("reader", "-other", room=("trainer", "other"))
-    asked = trainer.close()
-    cluster.run()
-    assert ended(asked)
+    ends(cluster, trainer.close())
     assert copies(cluster) == {"other": 1}
     trainer.worker.crash()
     cluster.advance(11)
@@ -292,20 +241,15 @@ def test_close_does_not_count_on_its_own_process() -> None:
     asked = trainer.close()
     cluster.advance(61)
     assert isinstance(asked.error, RetentionError)
-    abandoned = trainer.close(abandon=True)
-    cluster.run()
-    assert ended(abandoned)
+    ends(cluster, trainer.close(abandon=True))
 
 
 def test_with_its_last_handle_a_worker_hands_its_copies_over_too() -> None:
     cluster = StepwiseCluster(host_bytes=2 * ROOM)
     trainer = cluster.handle("trainer")
-    cluster.run()
-    trainer.worker.asks.retain(2)
-    for number in (1, 2, 3):
-        trainer.publish(number)
-        cluster.run()
-        assert number == 3 or ended_after(cluster, trainer.unpublish())
+    publish(cluster, trainer, latest=2)
+    for number in (2, 3):
+        republish(cluster, trainer, number)
     cluster.host_bytes = ROOM
     cluster.worker("other")
     cluster.advance(2)  # the one before last's memory was not given back when the last one was ordered first
@@ -315,7 +259,7 @@ def test_with_its_last_handle_a_worker_hands_its_copies_over_too() -> None:
     assert isinstance(asked.error, RetentionError)  # there is room for one of the two only
     cluster.worker("third")
     cluster.run()
-    assert ended_after(cluster, trainer.close())
+    ends(cluster, trainer.close())
     assert sorted(number for name, number in copies(cluster).items() if name != "trainer") == [2, 3]
     cluster.host_bytes = 0  # of whoever looks: it takes nothing over
     trainer.worker.crash()
@@ -333,8 +277,7 @@ def test_two_that_close_at_the_same_time_do_not_count_on_one_another() -> None:
     cluster.run()
     assert copies(cluster) == {"trainer": 1}
     reader.replicate()
-    while reader.member.state is not HandleState.READY:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.member.state is HandleState.READY)
     for handle in (trainer, reader):
         handle.close(60.0)
     cluster.advance(61)
@@ -349,18 +292,13 @@ def test_a_closing_holder_that_is_rolled_back_waits_for_nothing() -> None:
     """What it held is ordered out; the copies of its worker are not what it waits for any more (seed 10151)."""
     cluster = StepwiseCluster(host_bytes=2 * ROOM)
     trainer = cluster.handle("trainer")
-    cluster.run()
-    trainer.worker.asks.retain(2)
-    for number in (1, 2):
-        trainer.publish(number)
-        cluster.run()
-        assert number == 2 or ended_after(cluster, trainer.unpublish())
+    publish(cluster, trainer, latest=2)
+    republish(cluster, trainer, 2)
     asked = trainer.call(CloseCall())  # its shell did not set them aside
     cluster.run()
     assert not asked.has_ended()
     trainer.worker.asks.rollback(1)
-    cluster.run()
-    assert ended(asked)
+    ends(cluster, asked)
 
 
 def test_ranks_that_close_do_not_count_on_one_another() -> None:
@@ -368,15 +306,8 @@ def test_ranks_that_close_do_not_count_on_one_another() -> None:
     trainers = cluster.group("trainer", 2)
     for name in ("one", "two"):
         cluster.worker(name)
-    cluster.run()
-    trainers[0].worker.asks.retain(1)
-    cluster.run()
-    for handle in trainers:
-        handle.publish(1)
-    cluster.run()
-    calls = [handle.close() for handle in trainers]
-    cluster.run()
-    assert all(map(ended, calls))
+    publish(cluster, *trainers)
+    ends(cluster, *[handle.close() for handle in trainers])
     assert {"one", "two"} <= set(copies(cluster))
 
 
@@ -386,9 +317,7 @@ def test_ranks_that_close_do_not_count_on_one_another() -> None:
 def test_a_successor_that_refuses_is_followed_by_another() -> None:
     cluster, trainer = cluster_of("reader", "-other", room=("trainer", "other"))
     trainer.worker.copies_refused = 1
-    asked = trainer.unpublish()
-    cluster.run()
-    assert ended(asked)
+    ends(cluster, trainer.unpublish())
     assert asked_for(cluster) == ["trainer", "other"]
 
 
@@ -401,7 +330,7 @@ def test_the_only_one_that_could_is_asked_again_after_a_while() -> None:
     cluster.advance(6)
     assert not asked.has_ended()  # after 1, 2 and 4 seconds
     cluster.advance(2)
-    assert ended(asked)
+    ends(cluster, asked)
     assert asked_for(cluster) == ["other"] * 4
 
 
@@ -418,14 +347,13 @@ def test_a_spot_worker_takes_nothing_over() -> None:
 def test_a_successor_that_dies_is_followed_by_another() -> None:
     cluster, trainer = cluster_of("reader", "-one", "-two", room=("one", "two"))
     asked = trainer.unpublish()
-    while not asked_for(cluster):
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: asked_for(cluster))
     (first,) = asked_for(cluster)
     cluster.workers[first].crash()
     cluster.run()
     assert not asked.has_ended()
     cluster.advance(11)
-    assert ended(asked)
+    ends(cluster, asked)
     assert sorted(asked_for(cluster)) == ["one", "two"]
     assert copies(cluster) == {"two" if first == "one" else "one": 1}
 
@@ -435,54 +363,29 @@ def test_a_successor_that_was_away_goes_on(when: str) -> None:
     cluster, trainer = cluster_of("reader", "-other", room=("other",))
     other = cluster.workers["other"]
     asked = trainer.unpublish()
-    while not model_of(cluster).handovers or (when == "filling" and not any(h.pull for h in other.handles)):
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: model_of(cluster).handovers and (when != "filling" or any(h.pull for h in other.handles)))
     other.disconnect()
     cluster.run()
     other.connect()
-    cluster.run()
-    assert ended(asked)
+    ends(cluster, asked)
     assert copies(cluster) == {"other": 1}
 
 
 def test_one_that_makes_no_progress_is_given_up() -> None:
     cluster, trainer = cluster_of("reader", "-one", "-two", room=("one", "two"))
     asked = trainer.unpublish(timeout_s=200)
-    while not any(w.handles and w.handles[0].pull for w in (cluster.workers["one"], cluster.workers["two"])):
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: any(w.handles and w.handles[0].pull for w in (cluster.workers["one"], cluster.workers["two"])))
     (first,) = asked_for(cluster)
     slow = cluster.workers[first].handles[0]
 
     def run() -> None:
-        while (choices := [c for c in cluster.choices() if c != ("read", slow.name)]) != []:
-            cluster.do(choices[0])
+        cluster.run(("read", slow.name))
 
     for _ in range(70):
         cluster.advance(1, run=False)
         run()
-    assert ended(asked)
+    ends(cluster, asked)
     assert len(asked_for(cluster)) == 2
-
-
-@pytest.mark.parametrize("is_enough", [False, True])
-def test_one_that_copies_too_little_in_a_turn_is_given_up(is_enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many chunks it has is its word alone: by one chunk a turn it would hold a leave up for as long as it likes."""
-    monkeypatch.setattr(handovers, "TURNS_MAX", CHUNKS if is_enough else CHUNKS - 1)
-    cluster, trainer = cluster_of("reader", "-one", "-two", room=("one", "two"))
-    trainer.unpublish(timeout_s=200)
-    while not any(w.handles and w.handles[0].pull for w in (cluster.workers["one"], cluster.workers["two"])):
-        cluster.do(cluster.choices()[0])
-    slow = cluster.workers[asked_for(cluster)[0]].handles[0]
-    operation = cluster.coordinator.cluster.members[slow.id].group.operation
-    assert operation is not None
-    operation.parts[0].deadline = 1e9  # as if it had called with that
-    cluster.coordinator.cluster.timers.set("operation", operation.name, 1e9)
-    slow.worker.say(Progress(operation.key, 0, 1, CHUNK_BYTES))
-    for _ in range(int(cluster.options.op_timeout_s)):
-        cluster.advance(1, run=False)
-        while (choices := [c for c in cluster.choices() if c != ("read", slow.name)]) != []:
-            cluster.do(choices[0])
-    assert len(asked_for(cluster)) == (1 if is_enough else 2)
 
 
 def test_two_last_holders_with_one_place_for_a_copy() -> None:
@@ -490,9 +393,7 @@ def test_two_last_holders_with_one_place_for_a_copy() -> None:
     reader = cluster.workers["reader"].handles[0]
     reader.replicate()
     cluster.run()
-    calls = [handle.close() for handle in (trainer, reader)]
-    cluster.run()
-    assert all(map(ended, calls))
+    ends(cluster, *[handle.close() for handle in (trainer, reader)])
     assert asked_for(cluster) == ["other"]
     assert still_there(cluster)
 
@@ -504,9 +405,7 @@ def test_a_copy_is_made_at_publish_where_nobody_else_could_take_the_version() ->
     cluster, trainer = cluster_of(room=("trainer",))
     assert copies(cluster) == {"trainer": 1}
     before = len(cluster.log)
-    asked = trainer.unpublish()
-    cluster.run()
-    assert ended(asked)
+    ends(cluster, trainer.unpublish())
     assert not any("MakeCopy" in line for line in cluster.log[before:])
     trainer.publish(2)
     cluster.advance(2)  # its first order comes before the other's memory is given back
@@ -522,18 +421,11 @@ def test_what_spot_workers_hold_is_copied_to_one_that_is_not() -> None:
     assert still_there(cluster)
 
 
-def test_no_copy_is_made_where_others_can_take_it() -> None:
+def test_no_copy_is_made_where_others_can_take_it_or_nothing_is_retained() -> None:
     cluster, _ = cluster_of("reader", room=("trainer", "reader"))
-    assert copies(cluster) == {}
     assert asked_for(cluster) == []
-
-
-def test_no_copy_is_made_of_what_is_not_retained() -> None:
     cluster, trainer = cluster_of(room=("trainer",), latest=0)
-    assert copies(cluster) == {}
-    asked = trainer.unpublish()
-    cluster.run()
-    assert ended(asked)
+    ends(cluster, trainer.unpublish())
     assert asked_for(cluster) == []
 
 
@@ -543,7 +435,7 @@ def test_no_copy_is_made_of_what_is_not_retained() -> None:
 @pytest.mark.parametrize("how", ["lower", "newer", "roll back"])
 def test_a_copy_of_what_is_not_retained_any_more_is_dropped(how: str) -> None:
     cluster, trainer = cluster_of(room=("trainer",))
-    assert ended_after(cluster, trainer.unpublish())
+    ends(cluster, trainer.unpublish())
     if how == "lower":
         trainer.worker.asks.retain(0)
     elif how == "newer":
@@ -558,7 +450,7 @@ def test_a_copy_of_what_is_not_retained_any_more_is_dropped(how: str) -> None:
 
 def test_a_copy_that_others_keep_is_dropped_and_its_readers_are_moved() -> None:
     cluster, trainer = cluster_of("keeper", "-other", room=("other",))
-    assert ended_after(cluster, trainer.unpublish())
+    ends(cluster, trainer.unpublish())
     assert copies(cluster) == {"other": 1}
     keeper = cluster.workers["keeper"].handles[0]
     keeper.replicate()
@@ -575,12 +467,7 @@ def test_a_copy_is_dropped_with_the_refusal_of_the_leave_that_it_was_made_for() 
     trainers = cluster.group("trainer", 2)
     cluster.host_bytes = ROOM
     cluster.worker("one")
-    cluster.run()
-    trainers[0].worker.asks.retain(1)
-    cluster.run()
-    for handle in trainers:
-        handle.publish(1)
-    cluster.run()
+    publish(cluster, *trainers)
     asked = trainers[0].unpublish()
     cluster.run()
     assert copies(cluster) == {"one": 1}
@@ -594,11 +481,10 @@ def test_a_copy_is_dropped_with_the_refusal_of_the_leave_that_it_was_made_for() 
 
 def test_a_copy_that_was_told_over_a_lost_connection_that_it_is_not_needed_is_told_again() -> None:
     cluster, trainer = cluster_of("keeper", "-other", room=("other",))
-    assert ended_after(cluster, trainer.unpublish())
+    ends(cluster, trainer.unpublish())
     (copy,) = model_of(cluster).copies.values()
     cluster.workers["keeper"].handles[0].replicate()
-    while not copy.dropped:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: copy.dropped)
     cluster.workers["other"].disconnect()
     cluster.run()
     assert copies(cluster) == {"other": 1}
@@ -610,14 +496,12 @@ def test_a_copy_that_was_told_over_a_lost_connection_that_it_is_not_needed_is_to
 
 def test_a_copy_that_is_needed_again_when_it_asks_for_its_leave_stays() -> None:
     cluster, trainer = cluster_of("keeper", "-other", room=("other",))
-    assert ended_after(cluster, trainer.unpublish())
+    ends(cluster, trainer.unpublish())
     keeper = cluster.workers["keeper"].handles[0]
     keeper.replicate()
-    while not any("<- DropCopy" in line for line in cluster.log):
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: any("<- DropCopy" in line for line in cluster.log))
     keeper.worker.crash()
-    while (choices := [c for c in cluster.choices() if c.kind != "up"]) != []:
-        cluster.do(choices[0])  # that it is gone is known before the copy's wish
+    cluster.run("up")
     cluster.run()
     assert copies(cluster) == {"other": 1}
     cluster.advance(61)
@@ -632,7 +516,7 @@ def test_a_copy_that_is_needed_again_when_it_asks_for_its_leave_stays() -> None:
 
 def test_a_copy_is_kept_through_a_restart_of_the_coordinator() -> None:
     cluster, trainer = cluster_of(room=("trainer",))
-    assert ended_after(cluster, trainer.unpublish())
+    ends(cluster, trainer.unpublish())
     cluster.restart()
     cluster.workers["trainer"].connect()
     cluster.run()
@@ -644,13 +528,12 @@ def test_a_copy_that_was_being_made_when_the_coordinator_died_is_made_anew() -> 
     cluster, trainer = cluster_of("reader", "-other", room=("other",))
     asked = trainer.unpublish()
     other = cluster.workers["other"]
-    while not other.handles or other.handles[0].pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: other.handles and other.handles[0].pull is not None)
     cluster.restart()
     for worker in cluster.workers.values():
         worker.connect()
     cluster.advance(2)  # its first order comes before the other's memory is given back
-    assert ended(asked)
+    ends(cluster, asked)
     assert len(other.handles) == 1
     assert copies(cluster) == {"other": 1}
     cluster.check_agreement()
@@ -661,12 +544,9 @@ def test_who_becomes_the_last_handle_while_it_closes_hands_its_workers_copies_ov
     cluster = StepwiseCluster(host_bytes=2 * ROOM)
     trainer = cluster.handle("trainer")
     other = cluster.handle("trainer", "second")
-    cluster.run()
-    trainer.worker.asks.retain(2)
-    for number in (1, 2, 3):
-        trainer.publish(number)
-        cluster.run()
-        assert number == 3 or ended_after(cluster, trainer.unpublish())
+    publish(cluster, trainer, latest=2)
+    for number in (2, 3):
+        republish(cluster, trainer, number)
     assert copies(cluster) == {"trainer": 2}
     asked = trainer.close(60.0)
     cluster.run()

@@ -11,7 +11,7 @@ from tensorhub.errors import CoordinatorUnavailable, GroupAborted, RetentionErro
 from tensorhub.messages import Heartbeat
 from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.host_copies import CopyRequest
-from tensorhub.types import HandleState
+from tensorhub.types import LATEST, HandleState, Selector
 from tensorhub.worker.calls import Fence
 
 
@@ -25,30 +25,44 @@ def retained(latest: int, *more: str, spot: bool = False) -> tuple[StepwiseClust
     trainer = cluster.handle("trainer", spot=spot)
     others = [cluster.handle(name) for name in more]
     cluster.run()
-    trainer.publish(1)
-    trainer.worker.asks.retain(latest)
-    cluster.run()
+    publish(cluster, trainer, latest=latest)
     return cluster, trainer, others
 
 
-def fill(cluster: StepwiseCluster, *handles: SimHandle) -> None:
+def fill(cluster: StepwiseCluster, *handles: SimHandle, version: Selector = LATEST) -> None:
     for handle in handles:
-        asked = handle.replicate()
-        cluster.run()
-        assert asked.error is None
+        ends(cluster, handle.replicate(version))
 
 
-def run_but(cluster: StepwiseCluster, *names: tuple[str, str]) -> None:
-    while (choices := [c for c in cluster.choices() if c not in names]) != []:
-        cluster.do(choices[0])
+def publish(cluster: StepwiseCluster, *ranks: SimHandle, version: int = 1, latest: int = 1) -> None:
+    """A group publishes; so many of the newest are kept."""
+    cluster.run()
+    ranks[0].worker.asks.retain(latest)
+    cluster.run()
+    ends(cluster, *[rank.publish(version) for rank in ranks])
+
+
+def ends(cluster: StepwiseCluster, *calls: CallRecord | CopyRequest) -> None:
+    """They are let go."""
+    cluster.run()
+    assert [(asked.has_ended(), asked.error) for asked in calls] == [(True, None)] * len(calls)
+
+
+def waits(cluster: StepwiseCluster, asked: CallRecord | CopyRequest) -> None:
+    cluster.run()
+    assert not asked.has_ended()
+
+
+def republish(cluster: StepwiseCluster, trainer: SimHandle, number: int) -> None:
+    ends(cluster, trainer.unpublish())
+    ends(cluster, trainer.publish(number))
 
 
 def refused(cluster: StepwiseCluster, asked: CallRecord | CopyRequest, match: str) -> None:
     """Its deadline passes; it ends with RetentionError, and everything is as it was."""
     handle = asked.handle
     generation = handle.member.content and handle.member.content.generation
-    cluster.run()
-    assert not asked.has_ended()
+    waits(cluster, asked)
     cluster.advance(61)
     with pytest.raises(RetentionError, match=match) as caught:
         _ = asked.number
@@ -76,11 +90,9 @@ def test_the_last_reliable_holder_of_a_retained_version_stays() -> None:
 def test_while_it_waits_it_serves_and_goes_once_another_has_it() -> None:
     cluster, trainer, (reader,) = retained(1, "reader")
     asked = trainer.unpublish()
-    cluster.run()
-    assert not asked.has_ended()
+    waits(cluster, asked)
     fill(cluster, reader)  # from the trainer
-    assert asked.has_ended()
-    assert asked.error is None
+    ends(cluster, asked)
     assert trainer.member.state is HandleState.EMPTY
     cluster.check_agreement()
 
@@ -95,29 +107,24 @@ def test_of_two_last_holders_one_may_leave() -> None:
     assert sorted(type(asked.error).__name__ for asked in (first, second)) == ["NoneType", "RetentionError"]
 
 
-def test_a_spot_holder_leaves_freely_and_does_not_count() -> None:
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_spot_holder_is_not_told_leaves_freely_and_does_not_count(connected: bool) -> None:
     cluster, trainer, _ = retained(1)
     spot = cluster.handle("spot", spot=True)
     cluster.run()
     fill(cluster, spot)
+    assert not knows(spot)
     refused(cluster, trainer.unpublish(), "last reliable holders")
-    asked = spot.unpublish()
-    cluster.run()
-    assert asked.error is None
-    assert asked.has_ended()
+    if not connected:
+        spot.worker.disconnect()
+    ends(cluster, spot.unpublish())
 
 
 def test_a_group_is_spot_if_any_rank_is() -> None:
     cluster = StepwiseCluster()
     first, second = cluster.handle("a", "g", 0, 2), cluster.handle("b", "g", 1, 2, spot=True)
-    cluster.run()
-    for handle in (first, second):
-        handle.publish(1)
-    first.worker.asks.retain(1)
-    cluster.run()
-    calls = [handle.unpublish() for handle in (first, second)]
-    cluster.run()
-    assert all(asked.has_ended() and asked.error is None for asked in calls)
+    publish(cluster, first, second)
+    ends(cluster, *[handle.unpublish() for handle in (first, second)])
 
 
 def test_a_suspect_holder_does_not_count() -> None:
@@ -126,44 +133,30 @@ def test_a_suspect_holder_does_not_count() -> None:
     reader.worker.disconnect()
     cluster.run()
     asked = trainer.unpublish()
-    cluster.run()
-    assert not asked.has_ended()
+    waits(cluster, asked)
     reader.worker.connect()
-    cluster.run()
-    assert asked.error is None
-    assert asked.has_ended()
+    ends(cluster, asked)
 
 
 def test_each_rank_has_to_stay_for_its_own_shard() -> None:
     cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
-    cluster.run()
-    for handle in trainers:
-        handle.publish(1)
-    trainers[0].worker.asks.retain(1)
-    cluster.run()
+    publish(cluster, *trainers)
     calls = [handle.unpublish() for handle in trainers]
     cluster.run()
     assert not any(asked.has_ended() for asked in calls)
-    fills = [handle.replicate() for handle in readers]
-    cluster.run()
-    assert [asked.number for asked in fills] == [1, 1]
-    assert all(asked.has_ended() and asked.error is None for asked in calls)
+    ends(cluster, *[handle.replicate() for handle in readers])
+    ends(cluster, *calls)
 
 
 def test_nothing_is_kept_for_a_version_that_is_lost() -> None:
     """Rank 1 has crashed: what rank 0 holds is of no use to anybody."""
     cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
-    cluster.run()
-    for handle in (first, second):
-        handle.publish(1)
-    first.worker.asks.retain(1)
-    cluster.run()
+    publish(cluster, first, second)
     second.worker.crash()
     asked = first.unpublish()
-    cluster.run()
-    assert not asked.has_ended()  # it may only have lost its connection
+    waits(cluster, asked)  # it may only have lost its connection
     cluster.advance(11)
     assert asked.has_ended()
     assert asked.error is None
@@ -176,17 +169,14 @@ def test_what_lets_a_waiting_holder_go(how: str) -> None:
     cluster.run()
     assert trainer.worker.asks.answers.get(request) is None
     asked = trainer.unpublish()
-    cluster.run()
-    assert not asked.has_ended()
+    waits(cluster, asked)
     if how == "lower":
         trainer.worker.asks.retain(0)
     elif how == "unpin":
         trainer.worker.asks.unpin(pin)
     else:
         trainer.worker.asks.rollback(0)
-    cluster.run()
-    assert asked.has_ended()
-    assert asked.error is None
+    ends(cluster, asked)
     assert trainer.member.state is HandleState.EMPTY
     cluster.check_agreement()
 
@@ -195,44 +185,25 @@ def test_an_older_version_may_go_and_a_lost_one_counts() -> None:
     """Retained are the newest k visible numbers; that one of them is lost does not make an older one retained."""
     cluster, trainer, (keeper, other) = retained(1, "keeper", "other")
     fill(cluster, keeper)
-    trainer.unpublish()
-    cluster.run()
-    trainer.publish(2)
-    cluster.run()
+    republish(cluster, trainer, 2)
     trainer.worker.crash()
     cluster.advance(11)
     asked = keeper.unpublish()
-    cluster.run()
-    assert asked.has_ended()
-    assert asked.error is None
+    ends(cluster, asked)
     other.worker.asks.retain(2)
     cluster.run()
     assert model_of(cluster).retained() == {1, 2}
 
 
-def test_abandon_does_not_wait() -> None:
+@pytest.mark.parametrize("when", ["it waits", "no word came", "it is cut off"])
+def test_who_cancels_stays_published(when: str) -> None:
+    """An owner that does not know yet that its version is retained must not fence for a cancelled call either (R4)."""
     cluster, trainer, _ = retained(1)
-    asked = trainer.close(abandon=True)
-    cluster.run()
-    assert asked.error is None
-    assert trainer.member.state is HandleState.CLOSED
-
-
-def test_who_cancels_while_it_waits_stays_published() -> None:
-    cluster, trainer, _ = retained(1)
+    if when == "it is cut off":
+        trainer.worker.disconnect()
     asked = trainer.unpublish()
-    cluster.run()
-    trainer.cancel()
-    cluster.advance(0.01)
-    assert isinstance(asked.error, RetentionError)
-    assert trainer.member.version == 1
-    cluster.check_agreement()
-
-
-def test_who_cancels_before_a_word_came_stays_published() -> None:
-    """It does not know yet that its version is retained, and must not fence for that (R4)."""
-    cluster, trainer, _ = retained(1)
-    asked = trainer.unpublish()
+    if when != "no word came":
+        cluster.run()
     trainer.cancel()
     cluster.advance(0.01)
     assert isinstance(asked.error, RetentionError)
@@ -249,7 +220,7 @@ def test_a_cancel_that_crosses_the_refusal_is_answered_by_what_is_known_then() -
     cluster.time_passes()  # the refusal is on its way down
     trainer.cancel()  # and this on its way up
     got = reader.replicate()
-    run_but(cluster, ("up", "trainer"), ("down", "trainer"))
+    cluster.run(("up", "trainer"), ("down", "trainer"))
     assert got.number == 1
     cluster.run()
     assert asked.error is None
@@ -260,18 +231,14 @@ def test_a_cancel_that_crosses_the_refusal_is_answered_by_what_is_known_then() -
 def test_who_cancels_a_withdrawal_that_waits_for_readers_cuts_them() -> None:
     cluster, trainer, (reader,) = retained(0, "reader")
     got = reader.replicate(1)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: reader.pull is not None)
     asked = trainer.unpublish()
-    while (choices := [c for c in cluster.choices() if c.kind != "read"]) != []:
-        cluster.do(choices[0])
+    cluster.run("read")
     assert not asked.has_ended()
     trainer.cancel()
-    while (choices := [c for c in cluster.choices() if c.kind != "read"]) != []:
-        cluster.do(choices[0])
+    cluster.run("read")
     cluster.advance(0.01, run=False)
-    while (choices := [c for c in cluster.choices() if c.kind != "read"]) != []:
-        cluster.do(choices[0])
+    cluster.run("read")
     assert asked.has_ended()
     assert asked.error is None
     cluster.run()
@@ -284,8 +251,7 @@ def test_a_holder_that_loses_its_connection_while_it_waits_stays_published() -> 
     asked = trainer.unpublish(timeout_s=5)
     cluster.run()
     trainer.worker.disconnect()
-    cluster.run()
-    assert not asked.has_ended()
+    waits(cluster, asked)
     cluster.advance(5)
     assert isinstance(asked.error, RetentionError)
     assert (asked.error.retryable, asked.error.memory) == (True, "intact")
@@ -294,11 +260,7 @@ def test_a_holder_that_loses_its_connection_while_it_waits_stays_published() -> 
     cluster.run()
     assert model_of(cluster).withdrawals == {}
     cluster.check_agreement()
-    late = cluster.handle("late")
-    cluster.run()
-    read = late.replicate()
-    cluster.run()
-    assert read.number == 1
+    fill(cluster, cluster.handle("late"))
 
 
 def test_a_waiting_holder_that_restates_itself_goes_on_waiting() -> None:
@@ -307,9 +269,9 @@ def test_a_waiting_holder_that_restates_itself_goes_on_waiting() -> None:
     update = trainer.update("latest", at_least=9)
     cluster.run()
     trainer.cancel()
-    run_but(cluster, ("down", "trainer"))
+    cluster.run(("down", "trainer"))
     cluster.advance(3, run=False)
-    run_but(cluster, ("down", "trainer"))
+    cluster.run(("down", "trainer"))
     assert update.has_ended()
     asked = trainer.unpublish()
     cluster.run()
@@ -376,43 +338,13 @@ def test_a_wish_that_is_heard_only_when_it_was_given_up_takes_nothing_from_anybo
     assert again.has_ended()
 
 
-def test_a_lease_that_was_over_before_is_not_waited_for_again() -> None:
-    cluster, trainer, _ = retained(1)
-    trainer.worker.disconnect()
-    cluster.advance(20)
-    asked = trainer.unpublish()
-    cluster.run()
-    assert asked.has_ended()
-    assert asked.error is None
-
-
-def test_what_is_not_retained_is_given_up_at_once() -> None:
-    cluster, trainer, _ = retained(0)
-    trainer.worker.disconnect()
-    asked = trainer.unpublish()
-    cluster.run()
-    assert asked.has_ended()
-    assert asked.error is None
-
-
-def test_who_abandons_waits_for_no_lease() -> None:
-    cluster, trainer, _ = retained(1)
-    trainer.worker.disconnect()
-    asked = trainer.close(abandon=True)
-    cluster.run()
-    assert asked.has_ended()
-    assert asked.error is None
-
-
-def test_who_cancels_while_it_is_cut_off_stays_published_at_once() -> None:
-    cluster, trainer, _ = retained(1)
-    trainer.worker.disconnect()
-    asked = trainer.unpublish()
-    cluster.run()
-    trainer.cancel()
-    cluster.run()
-    assert isinstance(asked.error, RetentionError)
-    assert trainer.member.version == 1
+@pytest.mark.parametrize("why", ["its lease is over", "it is not retained", "abandoned", "abandoned, connected"])
+def test_who_goes_at_once(why: str) -> None:
+    cluster, trainer, _ = retained(0 if why == "it is not retained" else 1)
+    if "connected" not in why:
+        trainer.worker.disconnect()
+    cluster.advance(20 if "lease" in why else 0)
+    ends(cluster, trainer.close(abandon=True) if "abandoned" in why else trainer.unpublish())
 
 
 @pytest.mark.parametrize("stays", [True, False])
@@ -440,11 +372,9 @@ def test_a_waiting_holder_survives_its_coordinator() -> None:
     cluster.restart()
     for worker in cluster.workers.values():
         worker.connect()
-    cluster.run()
-    assert not asked.has_ended()
+    waits(cluster, asked)
     fill(cluster, reader)
-    assert asked.has_ended()
-    assert asked.error is None
+    ends(cluster, asked)
     cluster.check_agreement()
 
 
@@ -457,9 +387,7 @@ def test_a_waiting_holder_whose_content_nobody_knows_any_more_goes() -> None:
     other.worker.asks.rollback(0)
     cluster.run()
     trainer.worker.connect()
-    cluster.run()
-    assert asked.has_ended()
-    assert asked.error is None
+    ends(cluster, asked)
     cluster.check_agreement()
 
 
@@ -475,7 +403,7 @@ def test_retain_and_pin_return_when_every_holder_knows(how: str) -> None:
     cluster, trainer, (reader, other) = retained(0, "reader", "other")
     fill(cluster, reader)
     request = other.worker.asks.retain(1) if how == "retain" else other.worker.asks.pin(1)[1]
-    run_but(cluster, ("down", "reader"))
+    cluster.run(("down", "reader"))
     assert request not in other.worker.asks.answers
     assert knows(trainer)
     cluster.run()
@@ -483,41 +411,31 @@ def test_retain_and_pin_return_when_every_holder_knows(how: str) -> None:
     assert knows(reader)
 
 
-def test_a_holder_that_is_away_is_waited_for_until_it_is_lost() -> None:
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_holder_that_is_away_is_waited_for_until_it_is_told_or_lost(comes_back: bool) -> None:
     cluster, trainer, (reader, other) = retained(0, "reader", "other")
     fill(cluster, reader)
     reader.worker.disconnect()
     request = other.worker.asks.retain(1)
     cluster.advance(9)
     assert request not in other.worker.asks.answers
-    cluster.advance(2)
+    if comes_back:
+        reader.worker.connect()
+    cluster.advance(0 if comes_back else 2)
     assert other.worker.asks.answers[request] is None
-    assert knows(trainer)
-
-
-def test_a_holder_that_comes_back_is_told() -> None:
-    cluster, trainer, (reader, other) = retained(0, "reader", "other")
-    fill(cluster, reader)
-    reader.worker.disconnect()
-    request = other.worker.asks.retain(1)
-    cluster.run()
-    reader.worker.connect()
-    cluster.run()
-    assert knows(reader)
-    assert other.worker.asks.answers[request] is None
+    assert (knows(trainer), knows(reader)) == (True, comes_back)
     other.worker.asks.retain(0)
     cluster.run()
-    assert not knows(reader)
     assert not knows(trainer)
 
 
 def test_who_asks_again_for_a_pin_is_answered_once_all_know() -> None:
     cluster, trainer, (reader,) = retained(0, "reader")
     pin, first = reader.worker.asks.pin(1)
-    run_but(cluster, ("down", "trainer"))
+    cluster.run(("down", "trainer"))
     reader.worker.disconnect()
     reader.worker.connect()  # and says it again
-    run_but(cluster, ("down", "trainer"))
+    cluster.run(("down", "trainer"))
     assert reader.worker.asks.answers == {}
     cluster.run()
     (answer,) = reader.worker.asks.answers.items()
@@ -528,16 +446,18 @@ def test_who_asks_again_for_a_pin_is_answered_once_all_know() -> None:
     assert model_of(cluster).unanswered == []
 
 
-def test_new_holders_know_from_the_beginning() -> None:
+def test_new_holders_know_from_the_beginning_and_of_a_version_in_its_place() -> None:
     cluster, trainer, (reader,) = retained(1, "reader")
-    trainer.worker.asks.retain(1)
     fill(cluster, reader)
     assert knows(reader)
     assert not any("<- SetRetained" in line for line in cluster.log if line.split()[1] == "reader")
     cluster.restart()
-    reader.worker.connect()
+    for worker in cluster.workers.values():
+        worker.connect()
     cluster.run()
     assert knows(reader)
+    republish(cluster, trainer, 2)
+    assert (knows(trainer), knows(reader)) == (True, False)
 
 
 def test_a_publisher_in_doubt_knows_when_it_learns_the_outcome() -> None:
@@ -546,42 +466,17 @@ def test_a_publisher_in_doubt_knows_when_it_learns_the_outcome() -> None:
     trainer.worker.asks.retain(1)
     cluster.run()
     asked = trainer.publish(2, timeout_s=1)
-    run_but(cluster, ("down", "trainer"))
+    cluster.run(("down", "trainer"))
     trainer.worker.disconnect()
     cluster.advance(6)
     assert asked.has_ended()
     assert trainer.member.state is HandleState.IN_DOUBT
     leave = trainer.unpublish(timeout_s=10)
     trainer.worker.connect()
-    cluster.run()
-    assert not leave.has_ended()
+    waits(cluster, leave)
     cluster.advance(11)
     assert isinstance(leave.error, RetentionError)
     assert trainer.member.version == 2
-
-
-def test_spot_holders_are_not_told_and_go_as_they_like() -> None:
-    cluster, _, _ = retained(1)
-    spot = cluster.handle("spot", spot=True)
-    cluster.run()
-    fill(cluster, spot)
-    assert not knows(spot)
-    spot.worker.disconnect()
-    asked = spot.unpublish()
-    cluster.run()
-    assert asked.has_ended()
-    assert asked.error is None
-
-
-def test_what_an_older_version_is_told_when_a_newer_one_is_retained_in_its_place() -> None:
-    cluster, trainer, (reader,) = retained(1, "reader")
-    fill(cluster, reader)
-    trainer.unpublish()
-    cluster.run()
-    trainer.publish(2)
-    cluster.run()
-    assert knows(trainer)
-    assert not knows(reader)
 
 
 # ----------------------------------------------------------------------------------------------------------- update
@@ -593,11 +488,7 @@ def newer(latest: int, world_size: int = 1) -> tuple[StepwiseCluster, list[SimHa
     old, new = cluster.group("old", world_size), cluster.group("new", world_size)
     cluster.run()
     for number, group in enumerate((old, new), start=1):
-        for handle in group:
-            handle.publish(number)
-        cluster.run()
-    old[0].worker.asks.retain(latest)
-    cluster.run()
+        publish(cluster, *group, version=number, latest=latest)
     return cluster, old, new
 
 
@@ -608,22 +499,14 @@ def test_an_update_that_would_lose_a_version_is_refused_before_the_first_byte() 
     assert old.hook_calls == 0  # no engine was paused for it
 
 
-def test_an_update_goes_on_once_another_has_the_old_version() -> None:
-    cluster, (old,), _ = newer(2)
+@pytest.mark.parametrize("latest", [1, 2])
+def test_an_update_waits_until_another_has_a_version_that_is_kept(latest: int) -> None:
+    cluster, (old,), _ = newer(latest)
     asked = old.update("latest")
     cluster.run()
-    assert not asked.has_ended()
-    keeper = cluster.handle("keeper")
-    cluster.run()
-    got = keeper.replicate(1)
-    cluster.run()
-    assert (got.number, asked.number) == (1, 2)
-
-
-def test_an_update_from_a_version_that_is_not_kept() -> None:
-    cluster, (old,), _ = newer(1)
-    asked = old.update("latest")
-    cluster.run()
+    assert asked.has_ended() is (latest == 1)
+    if latest == 2:
+        fill(cluster, cluster.handle("keeper"), version=1)
     assert asked.number == 2
 
 
@@ -656,12 +539,9 @@ def test_a_rank_counts_once_all_ranks_of_its_group_know_that_they_stay() -> None
     """Its replica stops serving when the first of them leaves, and who does not know may leave unasked."""
     cluster = StepwiseCluster()
     ranks, user = cluster.group("writers", 2), cluster.handle("user")
-    cluster.run()
-    for rank in ranks:
-        rank.publish(1)
-    cluster.run()
+    publish(cluster, *ranks, latest=0)
     user.worker.asks.retain(1)
-    run_but(cluster, ("up", ranks[1].worker.name))
+    cluster.run(("up", ranks[1].worker.name))
     members, is_reliable = cluster.coordinator.cluster.members, cluster.coordinator._retentions.is_reliable
     holdings = [holding for rank in ranks if (holding := members[rank.id].holding) is not None]
     assert [holding.kept for holding in holdings] == [True, False]
@@ -675,15 +555,12 @@ def test_a_rank_does_not_count_while_another_one_has_yet_to_be_told(monkeypatch:
     monkeypatch.setattr(limits, "NOTICES_PER_STEP", 1)
     cluster = StepwiseCluster()
     ranks, mates, user = cluster.group("writers", 2), cluster.group("others", 2), cluster.handle("user")
-    cluster.run()
-    for rank in ranks:
-        rank.publish(1)
-    cluster.run()
+    publish(cluster, *ranks, latest=0)
     for mate in mates:
         mate.replicate()
     cluster.run()
     user.worker.asks.retain(1)
-    run_but(cluster, *(("down", rank.worker.name) for rank in (*mates, ranks[1])))
+    cluster.run(*(("down", rank.worker.name) for rank in (*mates, ranks[1])))
     members, is_reliable = cluster.coordinator.cluster.members, cluster.coordinator._retentions.is_reliable
     first, second = (members[rank.id].holding for rank in ranks)
     assert first is not None
@@ -700,10 +577,10 @@ def test_an_answer_to_an_earlier_telling_does_not_count() -> None:
     """Told to keep it, not to, and to keep it again: its first answer comes when it has yet to hear the last word."""
     cluster, trainer, (user,) = retained(0, "user")
     user.worker.asks.retain(1)
-    run_but(cluster, ("up", "trainer"))
+    cluster.run(("up", "trainer"))
     for latest in (0, 1):
         user.worker.asks.retain(latest)
-        run_but(cluster, ("up", "trainer"), ("down", "trainer"))
+        cluster.run(("up", "trainer"), ("down", "trainer"))
     cluster.do(Choice("up", "trainer"))
     holding = cluster.coordinator.cluster.members[trainer.id].holding
     assert holding is not None
@@ -713,24 +590,12 @@ def test_an_answer_to_an_earlier_telling_does_not_count() -> None:
     assert model_of(cluster).unanswered == []
 
 
-def test_every_rank_that_must_stay_is_told_so() -> None:
-    cluster, old, _ = newer(2, world_size=2)
-    calls = [handle.update("latest") for handle in old]
-    for asked in calls:
-        cluster.run()
-        assert not asked.has_ended()
-    cluster.advance(61)
-    assert [type(asked.error) for asked in calls] == [RetentionError, RetentionError]
-
-
 def test_the_other_ranks_hear_who_must_stay() -> None:
     """Rank 1 was replaced and holds nothing; its shard is left with a spot group."""
     cluster, (first, second), _ = newer(2, world_size=2)
     spot = cluster.group("spot", 2, spot=True)
     cluster.run()
-    fills = [handle.replicate(1) for handle in spot]
-    cluster.run()
-    assert [asked.number for asked in fills] == [1, 1]
+    ends(cluster, *[handle.replicate(1) for handle in spot])
     second.worker.crash()
     cluster.advance(11)
     fresh = cluster.handle("fresh", "old", 1, 2)
@@ -748,14 +613,11 @@ def test_a_rank_stays_for_the_other_shards_of_its_replica() -> None:
     cluster, old, _ = newer(2, world_size=2)
     pair = cluster.group("pair", 2)
     cluster.run()
-    fills = [handle.replicate(1) for handle in pair]
-    cluster.run()
-    assert [asked.number for asked in fills] == [1, 1]
+    ends(cluster, *[handle.replicate(1) for handle in pair])
     pair[1].worker.crash()
     cluster.advance(11)
     asked = old[0].unpublish()
-    cluster.run()
-    assert not asked.has_ended()
+    waits(cluster, asked)
     assert model_of(cluster).versions[1].has_live_source()
 
 
@@ -763,14 +625,11 @@ def test_the_last_other_holder_leaves_between_start_and_write() -> None:
     cluster, (old,), _ = newer(2)
     keeper = cluster.handle("keeper")
     cluster.run()
-    keeper.replicate(1)
-    cluster.run()
+    fill(cluster, keeper, version=1)
     asked = old.update("latest", hold=True)
-    while (choices := [c for c in cluster.choices() if c.kind != "hook"]) != []:
-        cluster.do(choices[0])
+    cluster.run("hook")
     gone = keeper.unpublish()
-    while (choices := [c for c in cluster.choices() if c.kind != "hook"]) != []:
-        cluster.do(choices[0])
+    cluster.run("hook")
     assert gone.error is None
     assert gone.has_ended()
     cluster.run()
@@ -801,9 +660,7 @@ def test_a_pinned_version_stays_until_its_last_pin_ends() -> None:
     refused(cluster, trainer.unpublish(), "is pinned by 1 block")
     asked = trainer.unpublish()
     evaluator.worker.asks.unpin(pins[1])
-    cluster.run()
-    assert asked.error is None
-    assert asked.has_ended()
+    ends(cluster, asked)
 
 
 def test_what_cannot_be_pinned() -> None:
@@ -824,11 +681,9 @@ def test_what_cannot_be_pinned() -> None:
 def test_a_pin_counts_from_its_question_on() -> None:
     cluster, trainer, (evaluator,) = retained(0, "evaluator")
     evaluator.worker.asks.pin(1)
-    while not cluster.unstored:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: cluster.unstored)
     asked = trainer.unpublish()
-    while (choices := [c for c in cluster.choices() if c.kind != "store"]) != []:
-        cluster.do(choices[0])
+    cluster.run("store")
     assert not asked.has_ended()
     cluster.fail_store()
     cluster.run()
@@ -867,8 +722,7 @@ def test_a_pin_outlives_its_coordinator_as_long_as_its_worker_may_come_back() ->
     cluster.advance(2)
     assert set(model_of(cluster).pins) == {kept}
     asked = trainer.unpublish()
-    cluster.run()
-    assert not asked.has_ended()
+    waits(cluster, asked)
     evaluator.worker.asks.unpin(kept)
     cluster.run()
     assert asked.has_ended()
@@ -900,8 +754,7 @@ def test_an_unpin_that_is_not_recorded_is_asked_again() -> None:
     cluster, _, (evaluator,) = retained(0, "evaluator")
     pin = ask_pin(cluster, evaluator)
     request = evaluator.worker.asks.unpin(pin)
-    while not cluster.unstored:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: cluster.unstored)
     cluster.fail_store()
     cluster.run()
     assert isinstance(evaluator.worker.asks.answers[request], CoordinatorUnavailable)
@@ -931,8 +784,7 @@ def test_the_last_retain_wins_and_is_durable() -> None:
     worker.connect()
     cluster.run()
     request = worker.asks.retain(9)
-    while not cluster.unstored:
-        cluster.do(cluster.choices()[0])
+    cluster.run(until=lambda: cluster.unstored)
     cluster.fail_store()
     cluster.run()
     assert isinstance(worker.asks.answers[request], CoordinatorUnavailable)
@@ -944,10 +796,7 @@ def test_an_old_version_that_is_retained_is_not_forgotten() -> None:
     fill(cluster, keeper)
     pin = ask_pin(cluster, other)
     for number in (2, 3, 4):
-        trainer.unpublish()
-        cluster.run()
-        trainer.publish(number)
-        cluster.run()
+        republish(cluster, trainer, number)
     keeper.worker.crash()
     cluster.advance(11)
     assert sorted(model_of(cluster).versions) == [1, 3, 4]
@@ -961,10 +810,7 @@ def test_what_is_retained_is_recovered_however_old_it_is() -> None:
     fill(cluster, keeper)
     pin = ask_pin(cluster, keeper)
     for number in range(2, 70):
-        trainer.unpublish()
-        cluster.run()
-        trainer.publish(number)
-        cluster.run()
+        republish(cluster, trainer, number)
     cluster.restart()
     assert [number for number in model_of(cluster).versions if number < 6] == [1]
     for worker in cluster.workers.values():

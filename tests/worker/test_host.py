@@ -27,6 +27,7 @@ from tensorhub.types import HandleState, Medium, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import (
     Action,
     CopyLocally,
+    EndPrefetch,
     Fence,
     FillCall,
     Finish,
@@ -154,7 +155,7 @@ def test_what_a_running_prefetch_has_is_copied_first_and_again_after_it_broke_of
     actions = rank.take()
     assert kinds(actions) == ["OpenGeneration", "CopyLocally"]
     assert of(actions, CopyLocally).sources == (LocalCopy(host.shard.registration, under),)
-    host.do(host.member.end_prefetch(0))  # as another rank's update would have it
+    host.do(host.member.cancel(StateError("an update has taken it"), 0))
     host.do(host.member.pull_stopped(0))
     salvage = of(host.take(), ReopenGeneration).generation
     rank.do(rank.member.copied(frozenset({0}), 0))
@@ -166,7 +167,8 @@ def test_what_a_running_prefetch_has_is_copied_first_and_again_after_it_broke_of
     assert of(actions, StartPull).copied == frozenset({0, 1})
     rank.do(rank.member.pull_done(0))
     rank.outcome(2)
-    assert kinds(rank.take()) == ["FreePrefetch", "Finish"]
+    actions = rank.take()
+    assert (kinds(actions), of(actions, EndPrefetch).frees) == (["EndPrefetch", "Finish"], True)
 
 
 def test_only_copies_of_that_content_and_shard_are_of_use() -> None:
@@ -213,16 +215,6 @@ def test_who_goes_over_copies_all_of_it_again(copied: bool) -> None:
     rank.start(2)
     again = of(rank.take(), CopyLocally)
     assert (again.sources, again.copied) == (first.sources, frozenset())
-
-
-def test_a_prefetch_that_is_whole_is_not_ended() -> None:
-    host = Rank(LocalCopies(), Medium.HOST, Purpose.PREFETCH)
-    host.fill(2, kind=OpKind.PREFETCH)
-    host.do(host.member.pull_done(0))
-    assert host.member.end_prefetch(0) == []
-    host.outcome(2)
-    assert host.member.end_prefetch(0) == []
-    assert host.member.version == 2
 
 
 def test_a_release_frees_the_memory_when_its_fence_stands() -> None:
@@ -326,7 +318,7 @@ def test_staged_fences_and_writes_after_the_commit_only() -> None:
     assert rank.member.state is HandleState.FILLING
     rank.do(rank.member.copied(ALL, 0))
     actions = rank.take()
-    assert kinds(actions) == ["FreeStaging", "FreePrefetch", "Finish"]
+    assert kinds(actions) == ["FreeStaging", "EndPrefetch", "Finish"]
     assert of(actions, Finish).error is None
     assert rank.member.version == 2
 

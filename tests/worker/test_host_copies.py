@@ -43,7 +43,6 @@ from tensorhub.worker.host_copy_actions import (
     CancelCall,
     CopyAction,
     DropHandle,
-    EndCopysPrefetch,
     FinishRequest,
     LogEvent,
     StartHandle,
@@ -85,6 +84,11 @@ class FakeMember:
     is_answered: bool = False
     nbytes: int = 0  # of host memory
     running: Running | None = None
+    has_voted: bool = False
+
+    @property
+    def runs(self) -> type[Call] | None:
+        return type(self.running.call) if self.running is not None else None
 
     def report_loss(self) -> None: ...
 
@@ -169,10 +173,6 @@ class World:
                 self.refused[action.message.copy] = action.message.reason
             case LogEvent():
                 self.told.append(action.event)
-            case EndCopysPrefetch():
-                running = self.members[action.registration].running
-                if running is not None:
-                    running.cancelled = StateError("an update has taken it")
         return []
 
     def _begin(self, action: BeginCall) -> list[CopyAction]:
@@ -212,7 +212,7 @@ class World:
 
     def take(self, member: FakeMember) -> None:
         """The running fill takes its memory."""
-        assert isinstance(member.running and member.running.call, FillCall)
+        assert member.runs is FillCall
         self.copies.take(member.shard.registration, member.shard.purpose, ONE)
         member.nbytes = ONE
         assert self.taken() <= self.bytes_max
@@ -281,6 +281,10 @@ class World:
                 return
         raise AssertionError(f"it goes on for ever: {self.copies}")
 
+    def settled(self, request: int) -> Exception | None:
+        self.settle()
+        return self.error(request)
+
     def copy(self) -> FakeMember:
         (copy,) = [member for member in self.members.values() if member.shard.medium is Medium.HOST]
         return copy
@@ -304,7 +308,7 @@ def test_a_prefetch_makes_a_copy_and_fills_it() -> None:
     copy = world.copy()
     assert (copy.shard.group, copy.shard.purpose, copy.running) == ("a/host", Purpose.PREFETCH, None)
     world.answer(copy)
-    assert isinstance(copy.running and copy.running.call, FillCall)
+    assert copy.runs is FillCall
     assert world.copies.budget.reserved_bytes == ONE
     world.end_call(copy)
     assert world.finished == {request: FinishRequest(request, FetchReport(1, True))}
@@ -316,8 +320,7 @@ def test_one_prefetch_at_a_time() -> None:
     first = world.prefetch(handle)
     world.answer(world.copy())
     assert "one prefetch at a time" in str(world.error(world.prefetch(handle)))
-    world.settle()
-    assert world.error(first) is None
+    assert world.settled(first) is None
 
 
 @pytest.mark.parametrize("when", ["unknown", "refused"])
@@ -347,7 +350,7 @@ def test_a_rank_without_room_refuses_for_all() -> None:
     world = World(0)
     request = world.prefetch(world.handle(world_size=2))
     world.answer(world.copy())
-    assert isinstance(world.copy().running and world.copy().running.call, RefuseCall)  # type: ignore[union-attr]
+    assert world.copy().runs is RefuseCall
     world.settle()
     assert isinstance(world.error(request), StateError)
 
@@ -355,7 +358,7 @@ def test_a_rank_without_room_refuses_for_all() -> None:
 def test_a_fill_waits_for_the_release_before_it_and_no_longer_than_it_may() -> None:
     world = World()
     handle, copy = world.filled()
-    world.do(world.copies.free_prefetch("a", world.now))
+    world.do(world.copies.end_prefetch("a", world.now, frees=True))
     assert isinstance(copy.running and copy.running.call, ReleaseCall)
     request = world.prefetch(handle, 3.0)
     assert world.begun[-1] == (copy.shard.registration, ReleaseCall())
@@ -363,21 +366,35 @@ def test_a_fill_waits_for_the_release_before_it_and_no_longer_than_it_may() -> N
     assert (world.now, type(world.error(request))) == (3.0, OperationTimeout)
     again = world.prefetch(handle)
     world.end_call(copy)
-    assert isinstance(copy.running and copy.running.call, FillCall)
-    world.settle()
-    assert world.error(again) is None
+    assert copy.runs is FillCall
+    assert world.settled(again) is None
+
+
+def test_an_update_that_reads_ends_the_prefetch_unless_it_is_voted_for_and_no_release() -> None:
+    world = World()
+    handle, copy = world.filled()
+    for has_voted in (True, False):
+        request = world.prefetch(handle)
+        copy.has_voted = has_voted
+        world.do(world.copies.end_prefetch("a", world.now))
+        world.settle()
+        error = world.error(request)
+        assert (error is None) is has_voted
+    assert "an update has taken what was prefetched so far" in str(error)
+    world.do(world.copies.end_prefetch("a", world.now, frees=True))
+    world.do(world.copies.end_prefetch("a", world.now))
+    assert copy.running is not None
+    assert (copy.runs, copy.running.cancelled) == (ReleaseCall, None)
 
 
 def test_what_is_being_filled_anew_is_not_released_for_the_version_before() -> None:
     world = World()
     handle, copy = world.filled()
     world.prefetch(handle)
-    world.do(world.copies.free_prefetch("a", world.now))  # it ends this one
+    world.do(world.copies.end_prefetch("a", world.now, frees=True))  # it ends this one
     assert copy.running is not None
     world.end_call(copy)
-    request = world.prefetch(handle)
-    world.settle()
-    assert world.error(request) is None
+    assert world.settled(world.prefetch(handle)) is None
     assert copy.content is not None
 
 
@@ -400,11 +417,10 @@ def test_who_outranks_a_copy_has_it_released_and_then_its_room() -> None:
     world = World(ONE)
     _, copy = world.filled()
     request = world.ask(world.copies.make_room, "a/staged", Purpose.USE, ONE)
-    assert isinstance(copy.running and copy.running.call, ReleaseCall)
+    assert copy.runs is ReleaseCall
     assert request not in world.finished  # its memory is not given back yet
     assert world.copies.budget.reservation("a/staged") is None
-    world.settle()
-    assert world.error(request) is None
+    assert world.settled(request) is None
     assert world.copies.budget.reservation("a/staged") is not None
     assert world.told == ["copy_evicted"]
 
@@ -447,13 +463,12 @@ def test_a_close_closes_what_ends_with_the_handle_first() -> None:
     world = World()
     handle, copy = world.filled()
     request = world.close(handle)
-    assert isinstance(copy.running and copy.running.call, CloseCall)
+    assert copy.runs is CloseCall
     assert world.running() == [copy]
     assert "is being closed" in str(world.error(world.prefetch(handle)))
     world.end_call(copy)
-    assert isinstance(handle.running and handle.running.call, CloseCall)
-    world.settle()
-    assert world.error(request) is None
+    assert handle.runs is CloseCall
+    assert world.settled(request) is None
     assert world.members == {}
 
 
@@ -473,8 +488,7 @@ def test_a_close_that_fails_leaves_the_handle(fails: str) -> None:
     assert isinstance(world.error(request), StateError if "cancelled" in fails else RetentionError)
     assert world.copies.budget.reserved_bytes == (ONE if "copy" in fails else 0)
     again = world.prefetch(handle)
-    world.settle()
-    assert world.error(again) is None
+    assert world.settled(again) is None
 
 
 def test_a_handle_that_becomes_the_last_one_while_it_closes_takes_the_copies_with_it() -> None:
@@ -486,9 +500,8 @@ def test_a_handle_that_becomes_the_last_one_while_it_closes_takes_the_copies_wit
     world.close(other, abandon=True)
     world.end_call(other)
     world.end_call(handle)
-    assert isinstance(world.members["kept"].running and world.members["kept"].running.call, CloseCall)
-    world.settle()
-    assert world.error(request) is None
+    assert world.members["kept"].runs is CloseCall
+    assert world.settled(request) is None
     assert world.members == {}
 
 
@@ -506,20 +519,10 @@ def test_with_the_last_handle_goes_what_is_retained_and_what_is_being_made_is_re
     assert "this worker closes" in world.refused["making"]
     world.order("more")
     assert world.refused["more"] == "this worker closes"
-    assert isinstance(kept.running and kept.running.call, CloseCall)
+    assert kept.runs is CloseCall
     world.drop("kept")
-    world.settle()
-    assert world.error(request) is None
+    assert world.settled(request) is None
     assert world.members == {}
-
-
-def test_a_handle_that_is_closed_already_is_not_closed_again() -> None:
-    world = World()
-    handle = world.handle()
-    world.close(handle)
-    world.settle()
-    assert world.error(world.close(handle)) is None
-    assert [call for _, call in world.begun] == [CloseCall()]
 
 
 def test_an_abandoned_close_leaves_what_is_retained() -> None:
@@ -527,9 +530,7 @@ def test_an_abandoned_close_leaves_what_is_retained() -> None:
     handle = world.handle(content=1)
     world.order("kept")
     world.settle()
-    request = world.close(handle, abandon=True)
-    world.settle()
-    assert world.error(request) is None
+    assert world.settled(world.close(handle, abandon=True)) is None
     assert list(world.members) == ["kept"]
 
 
@@ -586,17 +587,13 @@ def test_a_copy_that_ends_by_itself_while_it_is_closed_or_released_is_no_failure
     world.order("c")
     world.settle()
     world.drop("c")
-    closing = world.members["c"].running
-    assert closing is not None
-    assert isinstance(closing.call, CloseCall)
+    assert world.members["c"].runs is CloseCall
     world.do(world.copies.freed("c", world.now))
     assert (list(world.members), world.told) == (["a"], [])
     world.prefetch(handle)
     world.settle()
-    world.do(world.copies.free_prefetch("a", world.now))
-    releasing = world.copy().running
-    assert releasing is not None
-    assert isinstance(releasing.call, ReleaseCall)
+    world.do(world.copies.end_prefetch("a", world.now, frees=True))
+    assert world.copy().runs is ReleaseCall
     world.do(world._end("a"))
     assert (world.members, world.told) == ({}, [])
 
@@ -670,13 +667,10 @@ class AnyOrder(RuleBasedStateMachine):
     def drop(self, data: st.DataObject) -> None:
         self.world.drop(data.draw(st.sampled_from([f"o{number}" for number in range(8)])))
 
-    @rule(number=handles_)
-    def free_prefetch(self, number: int) -> None:
-        self.world.do(self.world.copies.free_prefetch(self._of(number).shard.registration, self.world.now))
-
-    @rule(number=handles_)
-    def end_prefetch(self, number: int) -> None:
-        self.world.do(self.world.copies.end_prefetch(self._of(number).shard.registration, self.world.now))
+    @rule(number=handles_, frees=st.booleans())
+    def end_prefetch(self, number: int, frees: bool) -> None:
+        ident = self._of(number).shard.registration
+        self.world.do(self.world.copies.end_prefetch(ident, self.world.now, frees=frees))
 
     @precondition(lambda self: self.world.unanswered())
     @rule(data=st.data(), refused=st.sampled_from((False, False, True)))
@@ -699,7 +693,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data())
     def take_memory(self, data: st.DataObject) -> None:
         member = data.draw(st.sampled_from(self.world.running()))
-        if isinstance(member.running and member.running.call, FillCall):
+        if member.runs is FillCall:
             self.world.take(member)
 
     @rule()

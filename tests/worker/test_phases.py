@@ -78,7 +78,7 @@ def copying_to_copying() -> None:
     prefetched, rank = host(copies), Rank(copies)
     prefetched.fill(2, kind=OpKind.PREFETCH)
     rank.fill(2)
-    prefetched.do(prefetched.member.end_prefetch(0))
+    prefetched.do(prefetched.member.cancel(StateError("an update has taken it"), 0))
     prefetched.do(prefetched.member.pull_stopped(0))
     rank.do(rank.member.copied(frozenset({0}), 0))
 

@@ -734,7 +734,6 @@ class Handover:
     layout_id: str = ""  # of whose layout the shard is; "": it is as it was published
     manifest_id: str = ""  # of that shard, where the layout is not the published one
     registered: bool = False  # the copy is a member
-    chunks: int = 0  # verified when its deadline was set last
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
 from typing import NamedTuple
 
 from tensorhub.coordinator import bridges
@@ -32,7 +31,6 @@ from tensorhub.scheduler.links import distance
 from tensorhub.types import Medium, OpKind, Purpose
 
 HANDOVERS_PER_MODEL_MAX = 256  # at a time
-TURNS_MAX = 256  # of `op_timeout_s` that one handover has: in each of them at least such a part of all chunks is copied
 RETRY_S_FIRST = 1.0  # before a worker that could not make a copy is asked for it again; doubles each time
 RETRY_S_MAX = 60.0
 
@@ -61,20 +59,9 @@ class Handovers:
                 self._fail(model, handover)
 
     def due(self, copy: str) -> None:
-        """A handover has had its time. If it has made progress, it gets as much time again. One chunk is not enough: how
-        many it has copied is its owner's word alone.
-        """
+        """The worker has had the time that it gives itself to register the copy, or to fill the registered copy."""
         for model, handover in self._under_way(copy):
-            member = self._cluster.members.get(copy)
-            if member is not None and member.holding is not None:
-                copied, least = member.holding.chunks_verified - handover.chunks, ceil(member.chunks / TURNS_MAX)
-            else:
-                copied, least = 0, 1
-            if copied >= least:
-                handover.chunks += copied
-                self._set_deadline(handover)
-            else:
-                self._fail(model, handover)
+            self._fail(model, handover)
 
     def retry_due(self, model: str) -> None:
         """A worker that could not make a copy may be asked again."""

@@ -242,12 +242,11 @@ class FreeMemory:
 
 @dataclass(frozen=True, slots=True)
 class EndPrefetch:
-    """End this handle's prefetch, if one runs, as far as it has got; `Member.end_prefetch` of its host copy does it."""
+    """End this handle's prefetch, if one runs, unless its rank has voted. `frees`: the update is done, so the host copy is
+    released as well, in the background.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class FreePrefetch:
-    """This handle's host copy is not needed any more: have it released (a ReleaseCall), in the background."""
+    frees: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +286,6 @@ Action = (
     | FreeStaging
     | FreeMemory
     | EndPrefetch
-    | FreePrefetch
     | AddPullSource
     | DropPullSource
     | StopPull

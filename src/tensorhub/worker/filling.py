@@ -539,7 +539,7 @@ class Filling(GroupCall[calls.FillCall]):
         manifest = self.manifest or (content.manifest if content is not None else None)
         self.by_source = self.by_source or (manifest is not None and manifest.digest == "none")
         if changed and shard.serves and shard.medium is Medium.DEVICE:
-            self._context.act(calls.FreePrefetch())
+            self._context.act(calls.EndPrefetch(frees=True))
         super().finish(version=version, changed=changed, error=error)
 
     def aborted(self, error: Exception) -> None:

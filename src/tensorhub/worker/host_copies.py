@@ -43,7 +43,6 @@ from tensorhub.worker.host_copy_actions import (
     CancelCall,
     CopyAction,
     DropHandle,
-    EndCopysPrefetch,
     FinishRequest,
     LogEvent,
     StartHandle,
@@ -78,6 +77,7 @@ class Attempt:
 
     number: int
     registration: str = ""
+    call: Call | None = None
     is_over: bool = False
     result: FetchReport | bytes | None = None
     error: Exception | None = None
@@ -233,19 +233,27 @@ class HostCopies:
                 self._drop(copy)  # it was ordered out
         return self._go_on(now)
 
-    def end_prefetch(self, registration: str, now: float) -> list[CopyAction]:
-        """An update of this handle has taken what its copy has got so far."""
+    def end_prefetch(self, registration: str, now: float, *, frees: bool = False) -> list[CopyAction]:
+        """An update of this handle has copied the chunks that the handle's copy has; both would read the rest. `frees`: the
+        update is done, so the copy is released, in the background (R10).
+        """
         copy = self._prefetched(registration)
-        if copy is not None:
-            self._act(EndCopysPrefetch(copy.ident))
-        return self._go_on(now)
-
-    def free_prefetch(self, registration: str, now: float) -> list[CopyAction]:
-        """An update of this handle is done: its copy is released, in the background (R10)."""
-        copy = self._prefetched(registration)
-        if copy is None or self._is_stopped or self.budget.reservation(copy.ident) is None:
+        if copy is None:
+            return []
+        if not frees:
+            self._cancel_fill(copy)
+            return self._go_on(now)
+        if self._is_stopped or self.budget.reservation(copy.ident) is None:
             return []
         return self._begin(self._release_quietly(copy, copy.fills), now)
+
+    def _cancel_fill(self, copy: Copy) -> None:
+        """End the fill that runs on a copy, unless its rank has voted: then all of the version is there."""
+        member = self._members.get(copy.ident)
+        for attempt in self._attempts.values() if member is not None and not member.has_voted else ():
+            if attempt.registration == copy.ident and isinstance(attempt.call, FillCall):
+                error = StateError(f"{copy.shard.title}: an update has taken what was prefetched so far", retryable=True)
+                self._act(CancelCall(attempt.number, copy.ident, error))
 
     def ended(self, registration: str, now: float) -> list[CopyAction]:
         """A handle is no more: what was made for it ends too."""
@@ -534,7 +542,7 @@ class HostCopies:
 
     def _call(self, registration: str, call: Call, timeout_s: float) -> Steps[FetchReport | None]:
         """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
-        attempt = self._attempt(registration)
+        attempt = self._attempt(registration, call)
         self._act(BeginCall(attempt.number, registration, call, timeout_s))
         try:
             yield lambda: attempt.is_over
@@ -557,8 +565,8 @@ class HostCopies:
             self._act(CancelCall(attempt.number, attempt.registration, error))
             yield lambda: attempt.is_over
 
-    def _attempt(self, registration: str = "") -> Attempt:
-        attempt = Attempt(next(self._numbers), registration)
+    def _attempt(self, registration: str = "", call: Call | None = None) -> Attempt:
+        attempt = Attempt(next(self._numbers), registration, call)
         self._attempts[attempt.number] = attempt
         return attempt
 

@@ -43,13 +43,6 @@ class CancelCall:
 
 
 @dataclass(frozen=True, slots=True)
-class EndCopysPrefetch:
-    """End the prefetch that runs on this copy, as far as it has got: `Member.end_prefetch`."""
-
-    registration: str
-
-
-@dataclass(frozen=True, slots=True)
 class AskManifest:
     """Ask the coordinator for it; then `manifest_came` or `manifest_failed` with this number."""
 
@@ -79,6 +72,4 @@ class FinishRequest:
     error: Exception | None = None
 
 
-CopyAction = (
-    Say | StartHandle | DropHandle | BeginCall | CancelCall | EndCopysPrefetch | AskManifest | LogEvent | FinishRequest
-)
+CopyAction = Say | StartHandle | DropHandle | BeginCall | CancelCall | AskManifest | LogEvent | FinishRequest

@@ -35,7 +35,7 @@ from tensorhub.worker.member_memory import Content, MemberMemory
 from tensorhub.worker.planning import Planned
 from tensorhub.worker.publishing import Publishing
 from tensorhub.worker.registration_session import Shard
-from tensorhub.worker.states import UNVOTED, Phase
+from tensorhub.worker.states import Phase
 from tensorhub.worker.vote import Wrong
 
 LEASE_S = Options().lease_s  # where nothing else was heard
@@ -196,14 +196,6 @@ class Member:
         self._context.enter(now)
         if isinstance(self.running, Filling):
             self.running.hook_returned(error)
-        return self._context.take_actions()
-
-    def end_prefetch(self, now: float) -> list[calls.Action]:
-        """Of a host copy: an update has taken what its fill has got so far. What is whole already is left as it is."""
-        self._context.enter(now)
-        call = self.running
-        if isinstance(call, Filling) and call.error is None and call.phase in UNVOTED:
-            call.cancel(StateError(f"{self.shard.title}: an update has taken what was prefetched so far", retryable=True))
         return self._context.take_actions()
 
     def given_up(self, now: float) -> list[messages.FromWorker]:

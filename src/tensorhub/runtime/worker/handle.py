@@ -324,9 +324,7 @@ class Handle(CallersHandle):
             case calls.AddPullSource() | calls.DropPullSource():
                 self._filler.change_source(action)
             case calls.EndPrefetch():
-                self._room.end_prefetch(self._registration)
-            case calls.FreePrefetch():
-                self._room.free_prefetch(self._registration)
+                self._room.end_prefetch(self._registration, frees=action.frees)
             case calls.MakeRoom():
                 self._making_room = anyio.CancelScope()
                 self._tasks.start_soon(self._make_room, action.nbytes, self._making_room)

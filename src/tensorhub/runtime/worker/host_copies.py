@@ -39,7 +39,6 @@ from tensorhub.worker.host_copy_actions import (
     CancelCall,
     CopyAction,
     DropHandle,
-    EndCopysPrefetch,
     FinishRequest,
     LogEvent,
     StartHandle,
@@ -143,11 +142,8 @@ class HostCopyRunner(CallersCopies):
     def freed(self, ident: str) -> None:
         self._apply(self.machine.freed(ident, clock.now()))
 
-    def end_prefetch(self, registration: str) -> None:
-        self._apply(self.machine.end_prefetch(registration, clock.now()))
-
-    def free_prefetch(self, registration: str) -> None:
-        self._apply(self.machine.free_prefetch(registration, clock.now()))
+    def end_prefetch(self, registration: str, *, frees: bool) -> None:
+        self._apply(self.machine.end_prefetch(registration, clock.now(), frees=frees))
 
     def ordered(self, order: MakeCopy) -> None:
         """The coordinator wants a copy."""
@@ -206,10 +202,6 @@ class HostCopyRunner(CallersCopies):
                     self._unbegun[action.number] = action.error
                 elif action.number in self._calls:
                     self._calls[action.number].cancel(action.error)
-            case EndCopysPrefetch():
-                handle = self._worker.router.handles.get(action.registration)
-                if handle is not None:
-                    handle.apply(handle.member.end_prefetch(clock.now()))
             case AskManifest():
                 if self.tasks is not None:
                     self.tasks.start_soon(self._ask_manifest, action)

@@ -42,11 +42,8 @@ class HostRoom(Protocol):
     def freed(self, ident: str) -> None:
         """That memory was given back."""
 
-    def end_prefetch(self, registration: str) -> None:
-        """End the prefetch of this registration's handle, if one runs."""
-
-    def free_prefetch(self, registration: str) -> None:
-        """Have its host copy released, in the background."""
+    def end_prefetch(self, registration: str, *, frees: bool) -> None:
+        """See `worker.calls.EndPrefetch`."""
 
 
 @dataclass(slots=True)

@@ -351,9 +351,7 @@ class HandleShell:
             case calls.Finish():
                 self._finish(action)
             case calls.EndPrefetch():
-                self.worker.copies.end_prefetch(self)
-            case calls.FreePrefetch():
-                self.worker.copies.free_prefetch(self)
+                self.worker.copies.end_prefetch(self, frees=action.frees)
             case calls.MakeRoom():
                 self._make_room(action.nbytes)
             case calls.CancelRoom():

@@ -26,7 +26,6 @@ from tensorhub.worker.host_copy_actions import (
     CancelCall,
     CopyAction,
     DropHandle,
-    EndCopysPrefetch,
     FinishRequest,
     LogEvent,
     StartHandle,
@@ -137,11 +136,8 @@ class SimHostCopies:
             nbytes = self._kept(handle.id)
             self._apply(self.machine.call_ended(number, self._cluster.now, report=report, error=error, nbytes=nbytes))
 
-    def end_prefetch(self, handle: HandlePort) -> None:
-        self._apply(self.machine.end_prefetch(handle.shard.registration, self._cluster.now))
-
-    def free_prefetch(self, handle: HandlePort) -> None:
-        self._apply(self.machine.free_prefetch(handle.shard.registration, self._cluster.now))
+    def end_prefetch(self, handle: HandlePort, *, frees: bool) -> None:
+        self._apply(self.machine.end_prefetch(handle.shard.registration, self._cluster.now, frees=frees))
 
     def take(self, ident: str, nbytes: int, purpose: Purpose | None = None) -> None:
         """Memory is taken; StateError: there is no room. `purpose`: of one that was not reserved, or is of another size."""
@@ -226,10 +222,6 @@ class SimHostCopies:
                     handle = self._handle(action.registration)
                     assert handle is not None
                     handle.apply(handle.member.cancel(action.error, now))
-            case EndCopysPrefetch():
-                handle = self._handle(action.registration)
-                if handle is not None:
-                    handle.apply(handle.member.end_prefetch(now))
             case AskManifest():
                 self._ask(action)
             case LogEvent():
