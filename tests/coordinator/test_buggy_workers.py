@@ -33,8 +33,8 @@ def registers(registration: str, group: str, held: Held | None = None, *, world_
 
 def say(worker: SimWorker, message: FromWorker) -> None:
     worker.say(message)
-    assert isinstance(worker.cluster.driver, StepwiseCluster)
-    worker.cluster.driver.run()
+    assert isinstance(worker.cluster, StepwiseCluster)
+    worker.cluster.run()
 
 
 def test_a_registration_is_its_own_workers() -> None:
@@ -142,7 +142,7 @@ class Babbler:
         return message
 
     def say(self, message: FromWorker) -> None:
-        self.cluster.driver.note(f"babbler -> {message}"[:300])
+        self.cluster.note(f"babbler -> {message}"[:300])
         self.cluster.step(Received(self.session, message))
 
     def stop(self) -> None:

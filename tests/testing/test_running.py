@@ -454,7 +454,7 @@ def test_a_broken_guarantee_raises_out_of_the_block(run: Callable[..., list[str]
             await weights.publish(1)
             [handle] = cluster._simulation.users()["a"].worker.handles
             handle.cells[0] = "something"  # as if TensorHub had written it
-            cluster._simulation.world.shells.touch(handle)
+            cluster._simulation.world.touch(handle)
             await anyio.sleep(30)
 
     with pytest.raises(GuaranteeBroken, match=r"content: .*holds") as broken:

@@ -99,7 +99,7 @@ def test_a_failing_run_says_how_to_see_it_again() -> None:
         for handle in cluster.live_handles():
             if handle.member.state is HandleState.READY:
                 handle.cells = ["damaged"] * len(handle.cells)
-                cluster.shells.touch(handle)
+                cluster.touch(handle)
         cluster.timeline.after(0.1, None, damage)
 
     cluster.timeline.at(0.1, None, damage)

@@ -266,7 +266,7 @@ class RunningCluster:
         user.is_preempted = True
         user.scope.cancel()
         self._died(name)
-        self._simulation.world.driver.note(f"{name} is preempted")
+        self._simulation.world.note(f"{name} is preempted")
         self._simulation.world.timeline.after(notice_s, user.worker, user.worker.crash)
 
     def restart(self, name: str) -> None:
@@ -324,7 +324,7 @@ class RunningCluster:
     def partition(self, a: str, b: str, seconds: float) -> None:
         """Nothing passes between two parties; nothing is lost."""
         self._check_parties(a, b)
-        self._simulation.world.driver.note(f"{a} and {b} are cut off for {seconds:g} s")
+        self._simulation.world.note(f"{a} and {b} are cut off for {seconds:g} s")
         self._simulation.world.timeline.partitions.block(a, b, self._now() + seconds)
 
     def slow(self, a: str, b: str, seconds: float) -> None:

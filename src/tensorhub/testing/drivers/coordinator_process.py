@@ -87,10 +87,10 @@ class CoordinatorProcess:
         if world.unstored.pop(persist.record, None) is None:
             return  # it was written sooner
         if self._faults.store_fails():
-            world.driver.note(f"the store fails: {show(persist.entry)}")
+            world.note(f"the store fails: {show(persist.entry)}")
             world.step(PersistFailed(persist.record, "disk full"))
         else:
-            world.driver.note(f"stored {show(persist.entry)}")
+            world.note(f"stored {show(persist.entry)}")
             world.keep(persist.entry)
             world.step(Persisted(persist.record))
 
@@ -98,17 +98,17 @@ class CoordinatorProcess:
 
     def crash(self, *, kept: bool, down_s: float, lost: bool = False) -> None:
         """It dies, and is back after `down_s`. `kept`: running writes become durable. `lost`: all its state is gone."""
-        self._world.driver.note(f"the coordinator dies; kept={kept}")
+        self._world.note(f"the coordinator dies; kept={kept}")
         self._timeline.coordinator.alive = False
         self._world.coordinator_died(kept=kept)
         if lost:
-            self._world.driver.note("its state is lost")
+            self._world.note("its state is lost")
             self._world.lose_state()
         self._died()
         self._timeline.after(down_s, None, self._restart)
 
     def _restart(self) -> None:
-        self._world.driver.note("the coordinator is back")
+        self._world.note("the coordinator is back")
         self._timeline.coordinator = Process(COORDINATOR)
         self._world.start_coordinator()
         self._tick_at, self._stored_at = None, self._timeline.now

@@ -75,7 +75,7 @@ class DataNetwork:
         """The reader's thread meets a failure, and ends."""
         if not lane.ended:
             if not lane.is_cut:
-                self._world.driver.took(f"source failed: {reason}")
+                self._world.took(f"source failed: {reason}")
             lane.end(reason)
 
     def lanes_wanted(self, reading: Reading) -> None:
@@ -131,7 +131,7 @@ class DataNetwork:
         lane.settle(frame)
         if lane.reading.resumed and lane.reading.books.chunks_verified > verified:
             lane.reading.resumed = False
-            self._world.driver.took("resumed from verified chunks")
+            self._world.took("resumed from verified chunks")
 
     def lane_cut(self, lane: SimLane) -> None:
         """The reader's thread is told to end."""
@@ -193,7 +193,7 @@ class DataNetwork:
         """It has waited long enough for what it was asked: its reader may ask elsewhere."""
         if lane.is_waiting and not lane.is_stopped and lane.queue and lane.queue[0] == wanted:
             lane.is_waiting = False
-            self._world.driver.took("source lacks chunks")
+            self._world.took("source lacks chunks")
             self._send(lane, lane.lack())
             self._serve(lane)
 
@@ -226,7 +226,7 @@ class DataNetwork:
         if lane.source is None or lane.is_stopped:
             return
         lane.is_stopped = True
-        self._world.driver.took("reader shut out")
+        self._world.took("reader shut out")
         self._timeline.after(self._timeline.wake(), lane.source.worker, lane.close)
         self._timeline.after(self.latency(), lane.reader.worker, self._lost, lane)
 

@@ -108,7 +108,7 @@ class HostedUser:
 
     def leave(self) -> None:
         """It has said goodbye: what its process holds goes with it."""
-        self._cluster.world.driver.note(f"{self.worker.name} leaves")
+        self._cluster.world.note(f"{self.worker.name} leaves")
         self.worker.end()
         self.let_go()
 

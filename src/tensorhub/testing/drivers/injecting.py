@@ -183,7 +183,7 @@ class Injector:
         if not self.doubles_left:
             return False
         self.doubles_left -= 1
-        self._world.driver.note(f"{type(message).__name__} comes twice")
+        self._world.note(f"{type(message).__name__} comes twice")
         self.happens(Fault.DUPLICATE)
         return True
 
@@ -192,7 +192,7 @@ class Injector:
         if not self._garbled or not self._garbled.get(worker.name):
             return False
         self._garbled[worker.name] -= 1
-        self._world.driver.note(f"a message of {worker.name} is damaged")
+        self._world.note(f"a message of {worker.name} is damaged")
         self.happens(Fault.CORRUPT)
         return True
 
@@ -257,7 +257,7 @@ class Injector:
         if not self.damaged or not self.damaged.get(name):
             return False
         self.damaged[name] -= 1
-        self._world.driver.note(f"a frame to {name} is damaged")
+        self._world.note(f"a frame to {name} is damaged")
         self.happens(Fault.CORRUPT)
         return True
 
@@ -370,7 +370,7 @@ class Injector:
         process = self._timeline.coordinator
         if not whose and random.random() < 0.3:
             process.stopped_until = max(process.stopped_until, until)
-        self._world.driver.note(f"the coordinator reads nothing of {whose or 'anybody'} until {until:.3f}")
+        self._world.note(f"the coordinator reads nothing of {whose or 'anybody'} until {until:.3f}")
         return worker.link is not None
 
     def _strike_data(self, kind: Fault) -> bool:
@@ -407,7 +407,7 @@ class Injector:
         workers, partitions = self._world.workers.values(), self._timeline.partitions
         here = [COORDINATOR, *(each.name for each in workers if each.location.site == HERE)]
         there = [each.name for each in workers if each.location.site != HERE]
-        self._world.driver.note(f"{', '.join(there)} are cut off from {', '.join(here)} until {until:.3f}")
+        self._world.note(f"{', '.join(there)} are cut off from {', '.join(here)} until {until:.3f}")
         for one, other in product(here, there):
             partitions.block(one, other, until)
 
@@ -442,14 +442,14 @@ class Injector:
                     others = [lane.grant.source]
                 other = other or random.choice([COORDINATOR, *others[:3]])
                 until = max(until, now + random.choice(LONG_S))
-                world.driver.note(f"{worker.name} and {other} are cut off until {until:.3f}")
+                world.note(f"{worker.name} and {other} are cut off until {until:.3f}")
                 self._timeline.partitions.block(worker.name, other, until)
             case Fault.CUT if link is not None:
                 worker.disconnect()
             case Fault.DELAY if link is not None:
                 link.held_until = now + random.choice(SHORT_S)
             case Fault.DROP if link is not None:
-                world.driver.note(f"the connection of {worker.name} loses everything")
+                world.note(f"the connection of {worker.name} loses everything")
                 link.is_lossy = True
             case Fault.CORRUPT:
                 books = self._garbled if random.random() < 0.3 else self.damaged
@@ -459,7 +459,7 @@ class Injector:
                 until = now + random.choice(LONG_S)
                 party = self._timeline.coordinator if random.random() < 0.15 else worker
                 until = max(until, party.stopped_until)
-                world.driver.note(f"{party.name} is stopped until {until:.3f}")
+                world.note(f"{party.name} is stopped until {until:.3f}")
                 party.stopped_until = until
             case Fault.PREEMPT:
                 return self.users.preempt(worker)

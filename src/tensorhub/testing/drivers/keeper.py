@@ -64,7 +64,7 @@ class Keeper:
         if worker.link is not link:
             return
         if worker.beats.is_in_vain():
-            self._world.driver.took("silent connection given up")
+            self._world.took("silent connection given up")
             worker.disconnect()
             return
         worker.beat()

@@ -47,7 +47,7 @@ class StepwiseCluster(World):
         self.log: list[str] = []
         self.ending: list[int] = []  # sessions whose end the coordinator has not noticed
         self.heartbeat_at = 0.0
-        super().__init__(self, options, host_bytes=host_bytes, manifest=manifest)
+        super().__init__(options, host_bytes=host_bytes, manifest=manifest)
         self.data = self.control = self.process = self.keeper = self
         self.users = WorkerUsers()
 

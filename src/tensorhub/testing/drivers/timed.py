@@ -11,28 +11,31 @@ responsible for the calls of users.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from tensorhub.testing.drivers.control_network import ControlNetwork
 from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
 from tensorhub.testing.drivers.data_network import DataNetwork
 from tensorhub.testing.drivers.injecting import Injector, StruckUsers
 from tensorhub.testing.drivers.keeper import Keeper
-from tensorhub.testing.drivers.shells import Shells
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
 from tensorhub.testing.sim.faults import FORGETTING, Fault, FaultPlan
 from tensorhub.testing.sim.memory import make_manifest
+from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort
 from tensorhub.testing.sim.world import World
 from tensorhub.types import Options
+from tensorhub.worker.calls import Fence, Say
 
 FULL_CHECK_EVERY = 100
+GAP = 0.1  # how often a shell does something else between two actions
 
 
 class TimedCluster(World):
     """One seed's cluster, which is still to be populated."""
 
     process: CoordinatorProcess
+    fence_grace_s = 1.0
 
     def __init__(self, seed: int, faults: Collection[Fault] | None, options: Options | None, events: int = 1000) -> None:
         """`faults`: the kinds that may be drawn; None: all. `events`: after twice as many, less
@@ -41,7 +44,9 @@ class TimedCluster(World):
         self.seed = seed
         self.allowed = None if faults is None else [kind for kind in Fault if kind in faults]
         self.timeline = timeline = Timeline(seed)
-        self.shells = Shells(timeline)
+        self._touched: dict[HandlePort, None] = {}
+        self._doing: set[HandlePort] = set()  # handles with an action on its way; never iterated over
+        self._wakes: dict[object, float] = {}  # when the deadline of which machine will be looked at
         random = timeline.random
         chunks = random.choice((1, 2, 3, 5, 8))
         drawn = Options(
@@ -50,14 +55,14 @@ class TimedCluster(World):
             stall_timeout_s=random.choice((1.0, 4.0, 10.0)),
             connect_timeout_s=random.choice((1.0, 5.0)),
         )
-        super().__init__(self.shells, options or drawn, chunks=chunks, manifest=make_manifest(chunks, "xxh3-64"))
+        super().__init__(options or drawn, chunks=chunks, manifest=make_manifest(chunks, "xxh3-64"))
         plan = FaultPlan(random, self.allowed)
         self.forgets = lambda: not FORGETTING.isdisjoint(plan.weights)
         self.injector = Injector(self, timeline, plan, events)
         self.is_unharmed = lambda: not self.injector.happened
         self.data = DataNetwork(self, timeline, self.injector)
         self.keeper = keeper = Keeper(self, timeline)
-        self.control = network = ControlNetwork(self, timeline, self.injector, keeper, self.shells.touch)
+        self.control = network = ControlNetwork(self, timeline, self.injector, keeper, self.touch)
         self.process = process = CoordinatorProcess(self, timeline, self.injector, network.coordinator_died)
         self.injector.coordinator = process
         process.tick_soon()
@@ -77,7 +82,7 @@ class TimedCluster(World):
         assert event is not None, "users and heartbeats never end"
         self.now = self.timeline.now
         event.act(*event.args)
-        for handle in self.shells.take_touched():
+        for handle in self._take_touched():
             self.guarantees.check_handle(handle)
         if self.timeline.events % FULL_CHECK_EVERY == 0:
             self.check()
@@ -127,3 +132,81 @@ class TimedCluster(World):
                 newest = model.newest_visible() if model is not None else None
                 ok = told == (newest.info if newest is not None else None)
                 demand(ok, f"liveness: {worker} was told that {told} is the newest, which is {newest}")
+
+    # -- telling
+
+    def note(self, line: str) -> None:
+        self.timeline.note(line)
+
+    def took(self, path: str) -> None:
+        self.timeline.paths[path] += 1
+
+    # -- what is to be checked
+
+    def touch(self, handle: HandlePort) -> None:
+        """Have it checked after this event."""
+        self._touched[handle] = None
+
+    def _take_touched(self) -> Iterable[HandlePort]:
+        """The handles to check now."""
+        if not self._touched:
+            return ()
+        touched, self._touched = self._touched, {}
+        return touched
+
+    # -- going on
+
+    def handle_moved(self, handle: HandlePort) -> None:
+        self._touched[handle] = None
+        if handle.interpreter.has_more:
+            self._do_soon(handle, 0.0)
+        self._wake_in_time(handle)
+
+    def _wake_in_time(self, handle: HandlePort) -> None:
+        self.wake_at(handle.member.next_deadline(), handle, handle.worker, lambda: self._tick(handle))
+
+    def _tick(self, handle: HandlePort) -> None:
+        self._touched[handle] = None
+        handle.apply(handle.member.tick(self.timeline.now))
+
+    def wake_at(self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]) -> None:
+        if due is not None and self._wakes.get(machine) != due:
+            self._wakes[machine] = due
+            self.timeline.at(max(due, self.timeline.now), worker, self._wake, machine, due, tick)
+
+    def _wake(self, machine: object, due: float, tick: Callable[[], None]) -> None:
+        if self._wakes.get(machine) == due:
+            del self._wakes[machine]
+            tick()
+
+    def _do_soon(self, handle: HandlePort, seconds: float) -> None:
+        if handle not in self._doing:
+            self._doing.add(handle)
+            self.timeline.after(seconds, handle.worker, self._do, handle)
+
+    def _do(self, handle: HandlePort) -> None:
+        """Its shell carries out its actions, up to one that takes time."""
+        self._doing.discard(handle)
+        self._touched[handle] = None
+        todo = handle.todo
+        while handle.interpreter.has_more:
+            action, left = todo[0] if todo else None, len(todo)
+            handle.do_next()
+            self._wake_in_time(handle)
+            if todo and todo[0] is action and len(todo) >= left:
+                return  # it takes time, and whoever ends it comes back here
+            if todo and not isinstance(action, Say) and self.timeline.random.random() < GAP:
+                self._do_soon(handle, self.timeline.wake())
+                return
+
+    def fence_begun(self, handle: HandlePort, fence: Fence) -> None:
+        self.timeline.after(self.fence_grace_s, handle.worker, self._fence_again, handle)
+        if fence.until is not None:
+            self.timeline.at(max(fence.until, self.timeline.now), handle.worker, self._fence_again, handle)
+
+    def _fence_again(self, handle: HandlePort) -> None:
+        self.access_ended(handle)
+
+    def access_ended(self, handle: HandlePort) -> None:
+        if handle.fencing_since is not None:
+            self._do_soon(handle, 0.0)

@@ -357,32 +357,32 @@ class Users(StruckUsers):
         """A call is over: which way was that?"""
         world, error = self._world, record.error
         if isinstance(error, TensorHubError):
-            world.driver.took(f"call ended with {type(error).__name__}")
+            world.took(f"call ended with {type(error).__name__}")
             if error.memory == "in_doubt":
-                world.driver.took("left in doubt")
+                world.took("left in doubt")
         match record.what:
             case PublishCall() if error is None:
                 assert record.version is not None
                 self.published.add(record.version.content_id)
             case UnpublishCall() | CloseCall() if not record.online:
-                world.driver.took("left offline")
+                world.took("left offline")
             case FillCall() if error is None and record.changed:
                 pull = handle.pull
                 if pull is not None and is_of_other_layout(handle.grid):
                     self._was_of_other_layout(pull)
                 if record.what.staged:
-                    world.driver.took("staged update done")
+                    world.took("staged update done")
                 if pull is not None and pull.books.retries:
-                    world.driver.took("fill completed after a failure")
+                    world.took("fill completed after a failure")
                 if pull is not None and pull.patched:
-                    world.driver.took("completed from partial replicas")
+                    world.took("completed from partial replicas")
             case FillCall() if record.what.staged and handle.member.state is HandleState.READY:
-                world.driver.took("staged update given up, nothing written")
+                world.took("staged update given up, nothing written")
             case _:
                 pass
 
     def _was_of_other_layout(self, pull: Reading) -> None:
         lanes = [lane for lane in pull.all_lanes if lane.part is not None]
-        self._world.driver.took("bridged" if lanes else "followed")
+        self._world.took("bridged" if lanes else "followed")
         if any(lane.failure and not lane.is_cut for lane in lanes):
-            self._world.driver.took("bridge lost a source")
+            self._world.took("bridge lost a source")

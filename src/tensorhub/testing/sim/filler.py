@@ -46,10 +46,10 @@ class SimFiller:
         kept = [] if start.staged else self._kept(start.generation)
         carried = [] if start.staged else [(chunk, digest_of(handle.cells[chunk])) for chunk in self._carried]
         if carried:
-            self._world.driver.took("kept chunks of another grid")
+            self._world.took("kept chunks of another grid")
         if not (kept := kept + [each for each in carried if each not in kept]):
             return start
-        self._world.driver.took("kept chunks verified")
+        self._world.took("kept chunks verified")
         self.offer(start, list[tuple[int, int | None]](kept))
         return replace(start, copied=start.copied.union(chunk for chunk, _ in kept))
 
@@ -80,7 +80,7 @@ class SimFiller:
             if liar is not None and liar.lied == content_id:  # of its own process
                 self._world.guarantees.contents.misled(handle, content_id)
             if good:
-                self._world.driver.took(f"copied from {self._world.kind_of(source.registration)}")
+                self._world.took(f"copied from {self._world.kind_of(source.registration)}")
             return good
 
         def arrived(named: Sequence[tuple[int, int | None]], origin: Origin | None) -> None:
@@ -178,7 +178,7 @@ class SimFiller:
         handle.shut_readers(inside)
         self._world.verified.revoked(target, chunks)
         if wrong:
-            self._world.driver.took("not as published")
+            self._world.took("not as published")
         handle.apply(handle.member.compared(generation, following, wrong, self._world.now))
 
     # -- as lanes see it

@@ -168,7 +168,7 @@ class HandleShell:
         """Begin a call; raises StateError where the handle's state forbids it."""
         cluster = self.cluster
         actions = self.interpreter.begin(call, timeout_s, cluster.now)
-        cluster.driver.note(f"{self.name} calls {show(call)}")
+        cluster.note(f"{self.name} calls {show(call)}")
         judged, online = cluster.guarantees.history.begins(self, call), self.worker.link is not None
         self.last_call = CallRecord(call, judged, cluster.now, cluster.now + timeout_s, online, handle=self)
         self.apply(actions)
@@ -176,7 +176,7 @@ class HandleShell:
 
     def cancel(self, why: str = "cancelled") -> None:
         """The caller does not want its running call any more."""
-        self.cluster.driver.note(f"{self.name} cancels")
+        self.cluster.note(f"{self.name} cancels")
         self.apply(self.member.cancel(StateError(why), self.cluster.now))
 
     # -- accesses of its own
@@ -188,19 +188,19 @@ class HandleShell:
             content_id = ContentId(content.version.content_id)
             access = self.worker.owner.begin(self.id, content.generation, content_id, [0], CHUNK_BYTES)
             if isinstance(access, Access):
-                self.cluster.driver.note(f"{self.name} begins an access")
+                self.cluster.note(f"{self.name} begins an access")
                 self.access = access, self.cells[0]
 
     def end_access(self) -> None:
         """That lane is done."""
         if self.access is not None:
-            self.cluster.driver.note(f"{self.name} ends an access")
+            self.cluster.note(f"{self.name} ends an access")
             (access, was), self.access = self.access, None
             self.worker.owner.end(access)
             if self.fencing_since is not None:
                 self.freed_at = self.cluster.now
             demand(self.cells[0] == was, f"mutability: {self} was written while it was read: {was} is {self.cells[0]}")
-            self.cluster.driver.access_ended(self)
+            self.cluster.access_ended(self)
 
     def fence_waits_until(self) -> float | None:
         """Until when its next action, a fence, has to wait for an access; None: there is no such wait."""
@@ -240,7 +240,7 @@ class HandleShell:
                 case _:
                     pass
         self.interpreter.add(actions)
-        self.cluster.driver.handle_moved(self)
+        self.cluster.handle_moved(self)
 
     def do_next(self) -> None:
         """Carry out the next action, or a part of it."""
@@ -269,21 +269,21 @@ class HandleShell:
             if room.done:
                 assert room.error is None or isinstance(room.error, TensorHubError)
                 self.interpreter.room_ended(room.error, self.cluster.now)
-                self.cluster.driver.handle_moved(self)
+                self.cluster.handle_moved(self)
 
         room.on_end.append(ended)
         ended()
 
     def give_up(self) -> None:
         """This registration is given up; see `Interpreter.give_up`."""
-        self.cluster.driver.note(f"{self.name} is given up")
+        self.cluster.note(f"{self.name} is given up")
         self.cluster.guarantees.retained.lost(self)
         self.worker.router.leave(self.shard)
         self.hooks.clear()
         self.fencing_since = None
         for said in self.interpreter.give_up(self.cluster.now):
             self.worker.say(said.message)
-        self.cluster.driver.handle_moved(self)
+        self.cluster.handle_moved(self)
 
     def report_of(self, record: JudgedCall) -> FetchReport:
         """What a fill took."""
@@ -435,8 +435,8 @@ class HandleShell:
         if self.fencing_since is None:
             self.fencing_since = now
             self.cluster.data.chunks_offered(self)  # or rather, never will be
-            self.cluster.driver.fence_begun(self, action)
-        grace_until = self.fencing_since + self.cluster.driver.fence_grace_s
+            self.cluster.fence_begun(self, action)
+        grace_until = self.fencing_since + self.cluster.fence_grace_s
         until = self.interpreter.fence_until(action)
         step = look(owner, self.id, now, grace_until, until)
         if step.stands:

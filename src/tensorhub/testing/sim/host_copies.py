@@ -198,7 +198,7 @@ class SimHostCopies:
             self._is_busy = False
         if self.worker.alive:
             self.machine.check_invariants()
-            self._cluster.driver.wake_at(self.machine.next_deadline(), self, self.worker, self.tick)
+            self._cluster.wake_at(self.machine.next_deadline(), self, self.worker, self.tick)
 
     def _do(self, action: CopyAction) -> None:
         worker, now = self.worker, self._cluster.now
@@ -228,8 +228,8 @@ class SimHostCopies:
                 if action.event == "copy_evicted":
                     purpose = next(p for p in Purpose if action.reason.endswith(f" {p.value}"))
                     self._rooms.evicted(action.registration, purpose, int(action.reason.split()[0]))
-                self._cluster.driver.note(f"{worker.name}: {action.event} {action.registration}: {action.reason}")
-                self._cluster.driver.took(action.event.replace("_", " "))
+                self._cluster.note(f"{worker.name}: {action.event} {action.registration}: {action.reason}")
+                self._cluster.took(action.event.replace("_", " "))
             case FinishRequest():
                 wanted = self.wanted.pop(action.request)
                 wanted.done, wanted.report, wanted.error = True, action.report, action.error

@@ -19,7 +19,7 @@ def overwrite(handle: HandleShell) -> bool:
         return False  # it would be no twin any more
     if content is None or handle.member.state is not HandleState.READY or handle.access is not None:
         return False
-    cluster.driver.note(f"{handle.name} is written while it is published")
+    cluster.note(f"{handle.name} is written while it is published")
     chunk = _chunk_to_spoil(handle)
     cell = f"{handle.name}!{next(cluster.numbers)}.{chunk}"
     cluster.guarantees.contents.spoil(handle, content.version.content_id, chunk, cell)
@@ -40,7 +40,7 @@ def lie(handle: HandleShell) -> bool:
     known = any(isinstance(each, Digested) and each.content_id == info.content_id for each in cluster.store)
     if not known or held is None or handle.lied == info.content_id or (is_other and handle.is_read):
         return False
-    cluster.driver.note(f"{handle.name} lies")
+    cluster.note(f"{handle.name} lies")
     chunk = _chunk_to_spoil(handle)
     cell = _lie_of(handle, info.content_id, chunk)
     held.own.digests[chunk] = digest_of(cell) if is_other else None
@@ -67,7 +67,7 @@ def _lie_first(handle: HandleShell) -> None:
         return
     known = [chunk for chunk, digest in enumerate(held.own.digests) if digest is not None and held.available[chunk]]
     if known:
-        handle.cluster.driver.note(f"{handle.name} lies at first hand")
+        handle.cluster.note(f"{handle.name} lies at first hand")
         chunk = known[next(handle.cluster.numbers) % len(known)]
         held.own.digests[chunk] = digest_of(_lie_of(handle, content_id, chunk))
 

@@ -89,9 +89,7 @@ class HandlePort(JudgedHandle, Protocol):
 class Driver(Protocol):
     """Decides when the shells of handles and workers go on, and hears what they have done."""
 
-    @property
-    def fence_grace_s(self) -> float:
-        """How long a fence lets running sends go on."""
+    fence_grace_s: float  # for so long a fence lets running sends go on
 
     def note(self, line: str) -> None:
         """Something happened that a trace shows."""
@@ -112,10 +110,9 @@ class Driver(Protocol):
         """Have that machine's `tick` called when it is due, unless it is due at another time by then."""
 
 
-class WorldPort(JudgedWorld, Protocol):
+class WorldPort(JudgedWorld, Driver, Protocol):
     """Their world."""
 
-    driver: Driver
     numbers: Iterator[int]
     registrations: Iterator[int]
     chunks: int

@@ -178,7 +178,7 @@ class SimLane:
         reading, reader = self.reading, self.reader
         if frame.lacking:
             if self.requests.lacked(frame.lacking, frame.has, reader.cluster.now):
-                reader.cluster.driver.took("source given up that lacks the rest")
+                reader.cluster.took("source given up that lacks the rest")
                 self.end("starved")
                 return
             reader.cluster.data.lanes_wanted(reading)
@@ -218,7 +218,7 @@ class SimLane:
                 selected, theirs = self.part.selection.chunks, self.source.layout_of_cells
                 chunks = tuple(own for chunk in chunks for own in covered(theirs, selected[chunk]))
                 if is_of_other_layout(theirs):
-                    self.source.cluster.driver.took("bridged from another layout")
+                    self.source.cluster.took("bridged from another layout")
             self.source.cluster.guarantees.served(self.source, grant, chunks, self.reading.start.version)
         return begun
 
@@ -256,7 +256,7 @@ class SimLane:
         access, self.access = self.access, None
         if access is not None and self.source is not None and self.source.worker.alive:
             self.source.worker.owner.end(access)
-            self.source.cluster.driver.access_ended(self.source)
+            self.source.cluster.access_ended(self.source)
 
     # -- its end
 
@@ -383,4 +383,4 @@ class Reading:
         elif not self.lanes and not self.stopped:
             reader.pull_done(self.start)
         elif not self.lanes:
-            cluster.driver.handle_moved(reader)
+            cluster.handle_moved(reader)

@@ -285,7 +285,7 @@ class SimWorker:
         link = self.link
         if link is None:
             return
-        self.cluster.driver.note(f"{self.name} loses its connection")
+        self.cluster.note(f"{self.name} loses its connection")
         self.link = None
         self.unsure_at = self.cluster.now
         if link.welcomed:
@@ -307,7 +307,7 @@ class SimWorker:
 
     def end(self) -> None:
         """The process and its memory are no more."""
-        self.cluster.driver.note(f"{self.name} crashes")
+        self.cluster.note(f"{self.name} crashes")
         self.alive = False
         for handle in self.handles:
             self.cluster.guarantees.retained.lost(handle)

@@ -72,7 +72,7 @@ class CoordinatorHost(Protocol):
         """A step is over."""
 
 
-class World:
+class World(Driver):
     """The coordinator, its store, its workers, and the guarantees."""
 
     # Whoever puts a cluster together sets these before anything happens.
@@ -84,14 +84,12 @@ class World:
 
     def __init__(
         self,
-        driver: Driver,
         options: Options | None = None,
         *,
         chunks: int = CHUNKS,
         manifest: Manifest = MANIFEST,
         host_bytes: int = 0,
     ) -> None:
-        self.driver = driver
         self.options = options or Options()
         self.user_errors: tuple[type[Exception], ...] = (BrokenHook,)  # that a user's own code raises
         self.host_bytes = host_bytes  # of each worker that is made from now on
@@ -361,6 +359,6 @@ class World:
     def call_ended(self, handle: HandleShell, record: CallRecord) -> None:
         """A call has returned, or raised."""
         what = f"v{record.version.version} changed={record.changed}" if record.version else show_error(record.error)
-        self.driver.note(f"{handle.name} {type(record.what).__name__.removesuffix('Call').lower()} ends: {what}")
+        self.note(f"{handle.name} {type(record.what).__name__.removesuffix('Call').lower()} ends: {what}")
         self.guarantees.ended(handle, record)
         self.users.ended(handle, record)
