@@ -1,6 +1,7 @@
 """The connections between workers and the coordinator in virtual time: messages on their way, and messages that lie unread.
 
-Also what the coordinator's process does with connections, as `runtime.control.server` has it. Not responsible for what
+Also the connections themselves: the coordinator's ends, as `runtime.control.server` has them, and the workers' ends, as
+`runtime.control.link` has them: a worker connects, beats, gives up, and connects again. Not responsible for what
 messages mean, nor for faults: it asks `injecting` of each thing that could be struck.
 """
 
@@ -9,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tensorhub.coordinator import DOOR, Connected, Disconnected, Received, Silent
-from tensorhub.messages import FromWorker, Prepared, Rollback
+from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Prepared, Rollback
+from tensorhub.runtime.control.link import RECONNECT_S_FIRST, RECONNECT_S_MAX
 from tensorhub.runtime.control.server import LAST_WORDS_S
 from tensorhub.testing.drivers.injecting import Injector
-from tensorhub.testing.drivers.keeper import Keeper
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.network import COORDINATOR, Link
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
@@ -22,12 +23,10 @@ from tensorhub.testing.sim.world import World
 class ControlNetwork:
     """The messages between workers and the coordinator, in virtual time."""
 
-    def __init__(
-        self, world: World, timeline: Timeline, faults: Injector, keeper: Keeper, touch: Callable[[SimHandle], None]
-    ) -> None:
+    def __init__(self, world: World, timeline: Timeline, faults: Injector, touch: Callable[[SimHandle], None]) -> None:
         """`touch`: has a handle checked."""
         self._world = world
-        self._keeper = keeper
+        self._waits_s: dict[SimWorker, float] = {}  # how long each waits before it tries again, on average
         self._touch = touch
         self._timeline = timeline
         self._faults = faults
@@ -192,9 +191,9 @@ class ControlNetwork:
             return
         if message is not None:
             timeline.trace(worker.name, "<-", message)
-        self._keeper.received(worker, link, message)
+        self._received(worker, link, message)
         if message is not None and worker.link is link and self._faults.doubles(message):
-            self._keeper.received(worker, link, message)
+            self._received(worker, link, message)
 
     def coordinator_died(self) -> None:
         """Every connection breaks, also those that are being made."""
@@ -211,3 +210,54 @@ class ControlNetwork:
             self._timeline.at(blocked, worker, self._broken, worker, link)
         elif worker.link is link and not link.is_lossy:
             worker.disconnect()
+
+    # -- a worker's end
+
+    def connect(self, worker: SimWorker) -> None:
+        """Try to reach the coordinator, now and until it is reached."""
+        timeline = self._timeline
+        if worker.link is not None or not worker.alive:
+            return
+        blocked = timeline.partitions.blocked_until(worker.name, COORDINATOR)
+        if blocked > timeline.now or not timeline.coordinator.alive:
+            self.connect_again(worker)
+            return
+        worker.connect()
+        timeline.after(self._world.options.connect_timeout_s, worker, self._expect_welcome, worker, worker.link)
+
+    def connect_again(self, worker: SimWorker) -> None:
+        """After a while."""
+        wait_s = self._waits_s.get(worker, RECONNECT_S_FIRST)
+        self._waits_s[worker] = min(2 * wait_s, RECONNECT_S_MAX)
+        self._timeline.after(wait_s * (0.5 + self._timeline.random.random()), worker, self.connect, worker)
+
+    @staticmethod
+    def _expect_welcome(worker: SimWorker, link: Link) -> None:
+        if worker.link is link and not link.welcomed:
+            worker.disconnect()
+
+    def _received(self, worker: SimWorker, link: Link, message: FromCoordinator | None) -> None:
+        """Something came over the connection; None: its end."""
+        if worker.link is not link:
+            return
+        if message is None:
+            worker.disconnect()
+            return
+        was_welcomed = link.welcomed
+        worker.hear(message)
+        if isinstance(message, Dismissed):
+            worker.disconnect()
+        elif link.welcomed and not was_welcomed:
+            self._waits_s.pop(worker, None)
+            self._beat(worker, link)
+
+    def _beat(self, worker: SimWorker, link: Link) -> None:
+        """Renew the lease; give up a connection in which nothing comes back."""
+        if worker.link is not link:
+            return
+        if worker.beats.is_in_vain():
+            self._world.took("silent connection given up")
+            worker.disconnect()
+            return
+        worker.beat()
+        self._timeline.after(worker.beats.every_s, worker, self._beat, worker, link)

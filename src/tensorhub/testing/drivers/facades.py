@@ -241,7 +241,7 @@ class WorkerFacade(CallersWorker):
         """That of a new process, which connects."""
         user = cluster.new_user(name, location, options)
         facade = cls(cluster, user, options, prefetch=prefetch)
-        cluster.world.keeper.connect(user.worker)
+        cluster.world.control.connect(user.worker)
         return facade
 
     def __init__(self, cluster: HostedCluster, user: HostedUser, options: Options, *, prefetch: bool) -> None:

@@ -48,7 +48,7 @@ class StepwiseCluster(World):
         self.ending: list[int] = []  # sessions whose end the coordinator has not noticed
         self.heartbeat_at = 0.0
         super().__init__(options, host_bytes=host_bytes, manifest=manifest)
-        self.data = self.control = self.process = self.keeper = self
+        self.data = self.control = self.process = self
         self.users = WorkerUsers()
 
     def restart(self, *, kept: bool = False, lost: bool = False) -> None:

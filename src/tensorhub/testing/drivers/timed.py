@@ -11,13 +11,12 @@ responsible for the calls of users.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 from tensorhub.testing.drivers.control_network import ControlNetwork
 from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
 from tensorhub.testing.drivers.data_network import DataNetwork
 from tensorhub.testing.drivers.injecting import Injector, StruckUsers
-from tensorhub.testing.drivers.keeper import Keeper
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
 from tensorhub.testing.sim.faults import FORGETTING, Fault, FaultPlan
@@ -61,8 +60,7 @@ class TimedCluster(World):
         self.injector = Injector(self, timeline, plan, events)
         self.is_unharmed = lambda: not self.injector.happened
         self.data = DataNetwork(self, timeline, self.injector)
-        self.keeper = keeper = Keeper(self, timeline)
-        self.control = network = ControlNetwork(self, timeline, self.injector, keeper, self.touch)
+        self.control = network = ControlNetwork(self, timeline, self.injector, self.touch)
         self.process = process = CoordinatorProcess(self, timeline, self.injector, network.coordinator_died)
         self.injector.coordinator = process
         process.tick_soon()
@@ -82,7 +80,8 @@ class TimedCluster(World):
         assert event is not None, "users and heartbeats never end"
         self.now = self.timeline.now
         event.act(*event.args)
-        for handle in self._take_touched():
+        touched, self._touched = self._touched, {}
+        for handle in touched:
             self.guarantees.check_handle(handle)
         if self.timeline.events % FULL_CHECK_EVERY == 0:
             self.check()
@@ -147,13 +146,6 @@ class TimedCluster(World):
         """Have it checked after this event."""
         self._touched[handle] = None
 
-    def _take_touched(self) -> Iterable[HandlePort]:
-        """The handles to check now."""
-        if not self._touched:
-            return ()
-        touched, self._touched = self._touched, {}
-        return touched
-
     # -- going on
 
     def handle_moved(self, handle: HandlePort) -> None:
@@ -200,12 +192,9 @@ class TimedCluster(World):
                 return
 
     def fence_begun(self, handle: HandlePort, fence: Fence) -> None:
-        self.timeline.after(self.fence_grace_s, handle.worker, self._fence_again, handle)
+        self.timeline.after(self.fence_grace_s, handle.worker, self.access_ended, handle)
         if fence.until is not None:
-            self.timeline.at(max(fence.until, self.timeline.now), handle.worker, self._fence_again, handle)
-
-    def _fence_again(self, handle: HandlePort) -> None:
-        self.access_ended(handle)
+            self.timeline.at(max(fence.until, self.timeline.now), handle.worker, self.access_ended, handle)
 
     def access_ended(self, handle: HandlePort) -> None:
         if handle.fencing_since is not None:

@@ -102,20 +102,9 @@ class WorkerWorld(HandleWorld, Protocol):
     host_bytes: int  # of each worker that is made from now on
 
     control: ControlPlane
-    keeper: Keeper
 
     @property
     def users(self) -> WorkerUsers: ...
-
-
-class Keeper(Protocol):
-    """Keeps workers connected."""
-
-    def connect(self, worker: SimWorker) -> None:
-        """It is to have a connection."""
-
-    def connect_again(self, worker: SimWorker) -> None:
-        """It has lost its connection."""
 
 
 class WorkerUsers(Callers):
@@ -141,7 +130,13 @@ class WorkerUsers(Callers):
 
 
 class ControlPlane(Protocol):
-    """Decides when messages between workers and the coordinator arrive."""
+    """Keeps workers connected, and decides when messages between workers and the coordinator arrive."""
+
+    def connect(self, worker: SimWorker) -> None:
+        """It is to have a connection."""
+
+    def connect_again(self, worker: SimWorker) -> None:
+        """It has lost its connection."""
 
     def new_link(self, worker: SimWorker) -> Link:
         """A connection that the coordinator will see."""
@@ -297,7 +292,7 @@ class SimWorker:
                 handle.last_call.online = False
         for handle in list(self.router.handles.values()):
             handle.apply(handle.member.disconnected(self.cluster.now))
-        self.cluster.keeper.connect_again(self)
+        self.cluster.control.connect_again(self)
         self.cluster.users.disconnected(self)
 
     def crash(self) -> None:

@@ -1,8 +1,8 @@
 """A whole cluster without bytes, sockets, threads or a clock: the real coordinator, members, owners and pulls.
 
 `World` has the coordinator with its store, workers and connections. It knows what each step does. A cluster gives the world
-the parts that decide when a step happens: a driver of shells, two planes, the coordinator's process, the keeper of
-connections, and users. In `drivers.stepwise` the caller picks each step; `drivers.timed` has a clock and faults.
+the parts that decide when a step happens: a driver of shells, two planes, the coordinator's process, and
+users. In `drivers.stepwise` the caller picks each step; `drivers.timed` has a clock and faults.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.ports import Driver
 from tensorhub.testing.sim.pulling import DataPlane
 from tensorhub.testing.sim.rendering import show_error
-from tensorhub.testing.sim.worker import ControlPlane, Keeper, SimHandle, SimWorker, WorkerUsers
+from tensorhub.testing.sim.worker import ControlPlane, SimHandle, SimWorker, WorkerUsers
 from tensorhub.types import HandleState, Location, OpKey, Options
 
 
@@ -79,7 +79,6 @@ class World(Driver):
     data: DataPlane
     control: ControlPlane
     process: CoordinatorHost
-    keeper: Keeper
     users: WorkerUsers
 
     def __init__(
@@ -123,7 +122,7 @@ class World(Driver):
     def worker(self, name: str, location: Location | None = None, transports: tuple[str, ...] = ("tcp",)) -> SimWorker:
         """A new worker process, which connects."""
         worker = self.workers[name] = SimWorker(self, name, location or Location(host=name), transports)
-        self.keeper.connect(worker)
+        self.control.connect(worker)
         return worker
 
     def handle(self, name: str, group: str | None = None, rank: int = 0, world_size: int = 1, **more: Any) -> SimHandle:
