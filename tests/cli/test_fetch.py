@@ -6,21 +6,18 @@ import contextlib
 import json
 import os
 import pty
-import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import tensorhub
 from examples.encoder import model_path
 from tensorhub import sync
-from tests.cli.processes import PROGRAM, WAIT_S, environment, eventually, line_with, run, run_here, started
-from tests.cli.test_publish import OPTIONS, large, published, zeros_like
+from tests.cli.processes import PROGRAM, WAIT_S, environment, line_with, run, run_here, started
+from tests.cli.test_publish import OPTIONS, published, zeros_like
 from tests.memory.test_files import listing, sharded, some
 
 
@@ -101,33 +98,6 @@ def test_a_trainers_tensors(address: str, tmp_path: Path) -> None:
         assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~umask()
 
 
-def test_the_whole_model_of_a_trainer_of_several_ranks(address: str, tmp_path: Path) -> None:
-    """A checkpoint without a gather: each rank has some of the rows, or of the columns."""
-    whole = {"w": torch.randn(37, 20), "v": torch.randn(20, 9)}
-    with sync.connect(address, options=OPTIONS) as hub:
-        ranks = []
-        for rank in range(2):
-            rows, columns = (slice(0, 19), slice(0, 5)) if rank == 0 else (slice(19, 37), slice(5, 9))
-            views = {name: tensorhub.source(name, shape=tuple(tensor.shape)) for name, tensor in whole.items()}
-            sources = {"w": views["w"][rows], "v": views["v"][:, columns]}
-            mine = {"w": whole["w"][rows].clone(), "v": whole["v"][:, columns].clone()}
-            ranks.append(hub.register("m", mine, sources=sources, group="t", rank=rank, world_size=2))
-        threads = [Thread(target=rank.publish, args=(1,)) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        done = fetch(address, tmp_path / "out.safetensors", "--json")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert json.loads(done.stdout)["bytes"] == 4 * (37 * 20 + 20 * 9)
-        assert {name: tensor.equal(whole[name]) for name, tensor in load_file(tmp_path / "out.safetensors").items()} == {
-            "w": True,
-            "v": True,
-        }
-        assert fetch(address, tmp_path / "one.safetensors", "--rank", "1").returncode == 0
-        assert load_file(tmp_path / "one.safetensors")["w"].equal(whole["w"][19:])
-
-
 def umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -200,25 +170,6 @@ def test_force_replaces(address: str, tmp_path: Path) -> None:
         assert fetch(address, tmp_path / "out", "--force").returncode == 0
     assert (tmp_path / "out.safetensors").read_bytes() == path.read_bytes()
     assert listing(tmp_path / "out") == {"old": b"old", path.name: path.read_bytes()}
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_in_mid_fetch_leaves_nothing(address: str, tmp_path: Path, number: signal.Signals, code: int) -> None:
-    path, place = large(tmp_path / "m.safetensors"), tmp_path / "place"
-    place.mkdir()
-    with published(path, address) as (source, _):
-        arguments = ("fetch", "m", "--out", str(place / "out.safetensors"), "--address", address)
-        source.send_signal(signal.SIGSTOP)  # it can neither send nor notice
-        with started(*arguments) as process:
-            assert eventually(lambda: list(place.glob(".*/out.safetensors")) != [])
-            process.send_signal(number)
-            out, err = process.communicate(timeout=WAIT_S)
-        source.send_signal(signal.SIGCONT)
-        assert (process.returncode, out) == (code, "")
-        assert "Traceback" not in err
-        assert os.listdir(place) == []
-        assert fetch(address, place / "out.safetensors").returncode == 0  # nothing is in the way of the next one
-        assert (place / "out.safetensors").read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("options", [(), ("--quiet",)])

@@ -171,19 +171,6 @@ def test_one_at_a_time_writes_there(address: str, tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == [out.name]
 
 
-def test_what_an_interrupted_fetch_has_left_beside_a_directory_is_cleared_by_one_into_it(
-    address: str, tmp_path: Path
-) -> None:
-    mine, out = tensors(), tmp_path / "out"
-    with trainer(address, mine) as (_, line):
-        break_off(address, out, line)
-        out.mkdir()
-        (out / "theirs").touch()
-        assert run("fetch", "m", "--out", str(out), "--address", address, "--force").returncode == 0
-        assert os.listdir(tmp_path) == ["out"]
-        assert sorted(os.listdir(out)) == ["model.safetensors", "theirs"]
-
-
 def test_a_coordinator_that_starts_later_is_waited_for(tmp_path: Path) -> None:
     with socket.socket() as reserved:  # refuses until it is closed
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from examples.encoder import model_path
 from tensorhub import sync
 from tensorhub.errors import TensorHubError
 from tensorhub.types import Options
@@ -39,25 +38,6 @@ def zeros_like(path: Path) -> dict[str, torch.Tensor]:
 def large(path: Path, megabytes: int = 96) -> Path:
     save_file({f"t{n}": torch.randint(0, 256, (4, 2**20), dtype=torch.uint8) for n in range(megabytes // 4)}, path)
     return path
-
-
-def test_a_real_model(address: str) -> None:
-    path = model_path()
-    with published(path, address) as (process, said):
-        assert (said["model"], said["version"], said["files"]) == ("m", 0, [str(path)])
-        assert said["bytes"] == sum(tensor.nbytes for tensor in load_file(path).values())
-        with sync.connect(address, options=OPTIONS) as hub:
-            memory = zeros_like(path)
-            weights = hub.register("m", memory)
-            report = weights.replicate()
-            assert report.bytes_read == said["bytes"]
-            assert all(memory[name].equal(tensor) for name, tensor in load_file(path).items())
-            process.send_signal(signal.SIGTERM)
-            out, err = process.communicate(timeout=WAIT_S)
-            assert (process.returncode, out) == (0, "")
-            assert "Traceback" not in err
-            (info,) = [view for view in hub.describe("m").versions if view.version == 0]
-            assert info.state == "available"  # the replica carries it on
 
 
 def test_the_next_number(address: str, tmp_path: Path) -> None:

@@ -253,32 +253,6 @@ def test_a_version_outlives_its_trainer_which_ray_starts_again(coordinator: Call
     assert ray.get(waits, timeout=DEADLINE_S) == (2, [2.0])
 
 
-def test_workers_that_die_in_an_update_leave_the_others_and_the_trainer_whole(
-    node: Any, coordinator: Callable[..., str]
-) -> None:
-    """One rollout is killed, and restarted by Ray; one goes with its node. The coordinator lives on, where it is."""
-    apart = node(resources={"apart": 1})
-    address = coordinator(resources={"head": 1})
-    (trainer,) = actors(Trainer, 1, address, resources={"head": 1})
-    killed, lives = actors(Rollout, 2, address, resources={"head": 1})
-    (gone,) = actors(Rollout, 1, address, resources={"apart": 1})
-    everyone = [killed, lives, gone]
-    ray.get(trainer.publish.remote(1), timeout=DEADLINE_S)
-    assert ray.get([each.update.remote(1) for each in everyone], timeout=DEADLINE_S) == 3 * [(1, [1.0])]
-    there, at_first = tensorhub_ray.look_up("tensorhub"), ray.get(killed.pid.remote(), timeout=DEADLINE_S)
-    in_update = [each.update.remote(2) for each in everyone]
-    with sync.connect(address) as hub:
-        eventually(lambda: updates(hub) == 3)
-    node.kill(apart)
-    ray.kill(killed, no_restart=False)
-    ray.get(trainer.publish.remote(2), timeout=DEADLINE_S)
-    assert ray.get(in_update[:2], timeout=DEADLINE_S) == 2 * [
-        (2, [2.0])
-    ]  # the call of the one that was killed is made again
-    assert ray.get(killed.pid.remote(), timeout=DEADLINE_S) != at_first
-    assert tensorhub_ray.look_up("tensorhub") == there
-
-
 def test_a_process_that_has_not_joined_ray_is_told_so_and_starts_no_cluster() -> None:
     program = """
 import ray

@@ -19,7 +19,6 @@ from ray.experimental.rdt.tensor_transport_manager import CommunicatorMetadata  
 from tensorhub.integrations import ray as tensorhub_ray, ray_transport  # noqa: E402
 from tensorhub.integrations.ray_transport import FETCH_S, PublishedTensors, TensorHubTransport  # noqa: E402
 from tensorhub.runtime.worker.worker import Worker  # noqa: E402
-from tensorhub.types import RegistrationId  # noqa: E402
 
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(120)]
 
@@ -116,21 +115,6 @@ def test_an_object_is_published_until_ray_frees_it(
         eventually(lambda side=side: not side.worker.router.handles)
 
 
-def test_a_destination_that_serves_is_relied_on_by_nobody(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_transport, "SERVED_BYTES_MIN", 0)
-    source, destination = sides
-    of, said = source.put("o", 1), list[Any]()
-    register = sync.Hub.register
-
-    def noting(hub: sync.Hub, *given: Any, **named: Any) -> sync.Weights:
-        said.append(named)
-        return register(hub, *given, **named)
-
-    monkeypatch.setattr(sync.Hub, "register", noting)
-    assert destination.get(of) == [1]
-    assert said == [{"spot": True}]
-
-
 @pytest.mark.parametrize("served_bytes_min", SERVED)
 def test_a_fetch_has_an_end_before_ray_gives_up(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, served_bytes_min: int
@@ -175,17 +159,6 @@ def test_an_object_that_cannot_be_published_leaves_nothing(
             source.put("o", 1)
     eventually(lambda: not source.worker.router.handles)
     assert destination.get(source.put("o", 2)) == [2]  # as Ray asks again, when the task is retried
-
-
-def test_digests_of_an_object_are_made_while_its_metadata_travel(sides: tuple[Side, Side]) -> None:
-    source, destination = sides
-    of = source.put("o", 1)
-    (handle,) = source.worker.router.handles.values()
-    content = handle.member.content
-    assert content is not None
-    where = RegistrationId(handle.member.shard.registration), content.generation
-    eventually(lambda: None not in (source.worker._owner.digests(*where) or (None,)))
-    assert destination.get(of) == [1]
 
 
 def test_a_source_whose_memory_was_written_is_let_go_all_the_same(sides: tuple[Side, Side]) -> None:

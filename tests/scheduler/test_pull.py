@@ -125,18 +125,6 @@ def test_a_source_is_through_when_all_that_it_brings_is_verified_wherever_that_c
     assert pull.is_through(B)
 
 
-def test_it_is_through_when_all_that_it_brings_is_verified() -> None:
-    pull = Pull([10] * 6)
-    pull.add_source(A, complete=True, brings=[2, 3])
-    assert pull.next_batch(A, 10) == (2,)
-    pull.arrived(A, 2, ok=True)
-    assert not pull.is_through(A)
-    assert pull.next_batch(A, 10) == (3,)
-    pull.arrived(A, 3, ok=True)
-    assert pull.is_through(A)
-    assert pull.lane_ended(A) == ()
-
-
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 
 

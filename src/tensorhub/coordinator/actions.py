@@ -26,7 +26,7 @@ class Publication:
     world_size: WorldSize
     layout_id: Name
     key: OpKey
-    manifest_ids: Annotated[bytes, Length(2**25)] = b""  # as of `Version`; empty: an older coordinator has written this
+    manifest_ids: Annotated[bytes, Length(2**25)] = b""  # as of `Version`
 
     def decision(self) -> Decision:
         """The same as its group's commit record."""

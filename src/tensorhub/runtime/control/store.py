@@ -47,7 +47,7 @@ CREATE TABLE IF NOT EXISTS cluster (id TEXT NOT NULL, epoch INTEGER NOT NULL, fo
 CREATE TABLE IF NOT EXISTS publications (
     model TEXT NOT NULL, lineage INTEGER NOT NULL, number INTEGER NOT NULL, content_id TEXT NOT NULL,
     nbytes INTEGER NOT NULL, world_size INTEGER NOT NULL, layout_id TEXT NOT NULL,
-    "group" TEXT NOT NULL, epoch INTEGER NOT NULL, sequence INTEGER NOT NULL,
+    "group" TEXT NOT NULL, epoch INTEGER NOT NULL, sequence INTEGER NOT NULL, manifest_ids BLOB NOT NULL,
     PRIMARY KEY (model, lineage, number));
 CREATE TABLE IF NOT EXISTS decisions (
     model TEXT NOT NULL, "group" TEXT NOT NULL, epoch INTEGER NOT NULL, sequence INTEGER NOT NULL,
@@ -62,13 +62,10 @@ CREATE TABLE IF NOT EXISTS pins (
 CREATE TABLE IF NOT EXISTS digested (
     model TEXT NOT NULL, number INTEGER NOT NULL, content_id TEXT NOT NULL, roots BLOB NOT NULL,
     PRIMARY KEY (model, number));
-CREATE TABLE IF NOT EXISTS described (
-    model TEXT NOT NULL, number INTEGER NOT NULL, content_id TEXT NOT NULL, manifest_ids BLOB NOT NULL,
-    PRIMARY KEY (model, number));
 CREATE TABLE IF NOT EXISTS pruned (model TEXT NOT NULL PRIMARY KEY, up_to INTEGER NOT NULL);
 """
-_OF_VERSIONS = ("publications", "digested", "described")  # the last one is not there of what older coordinators have written
-FORMAT = 2
+_OF_VERSIONS = ("publications", "digested")
+FORMAT = 3
 _DATABASE = "state.sqlite3"
 _RECORDS: tuple[tuple[type, Callable[[Durable], Sequence[object]]], ...] = (
     (Publication, lambda durable: durable.publications),
@@ -221,9 +218,8 @@ class SqliteStore:
             raise self._damaged(f"of {lost[0]!r} only versions are there")
         publications = self._db.execute(
             "SELECT model, lineage, number, content_id, nbytes, world_size, layout_id, "
-            "\"group\", epoch, sequence, coalesce(manifest_ids, x'') FROM (SELECT *, row_number() OVER "
+            '"group", epoch, sequence, manifest_ids FROM (SELECT *, row_number() OVER '
             "(PARTITION BY model ORDER BY lineage DESC, number DESC) AS age FROM publications) AS p "
-            "LEFT JOIN described USING (model, number, content_id) "
             "WHERE age <= max(?, (SELECT retain FROM models WHERE model = p.model)) "
             "OR content_id IN (SELECT content_id FROM pins) ORDER BY model, number",
             (PUBLICATIONS_READ_MAX,),
@@ -265,10 +261,8 @@ class SqliteStore:
             case Publication():
                 content = (entry.model, entry.lineage, entry.number, entry.content_id)
                 size = (entry.nbytes, entry.world_size, entry.layout_id)
-                values = (*content, *size, *_key(entry.key))
-                self._db.execute("INSERT INTO publications VALUES (?,?,?,?,?,?,?,?,?,?)", values)
-                described = (entry.model, entry.number, entry.content_id, entry.manifest_ids)
-                self._db.execute("INSERT OR REPLACE INTO described VALUES (?,?,?,?)", described)
+                values = (*content, *size, *_key(entry.key), entry.manifest_ids)
+                self._db.execute("INSERT INTO publications VALUES (?,?,?,?,?,?,?,?,?,?,?)", values)
                 self._change(entry.model, "mark = ?", entry.number)
                 self._write(entry.decision())
                 self._prune(entry.model)
@@ -315,7 +309,7 @@ class SqliteStore:
         known = "SELECT 1 FROM publications WHERE model = ?1 AND number = ?2"
         content_id = f"pruned-{secrets.token_hex(12)}"
         self._db.execute(
-            "INSERT INTO publications SELECT model, ?3, ?2, ?4, 0, 1, '', '', 0, 0 FROM pruned "
+            "INSERT INTO publications SELECT model, ?3, ?2, ?4, 0, 1, '', '', 0, 0, x'' FROM pruned "
             f"WHERE model = ?1 AND ?2 <= up_to AND NOT EXISTS ({known})",
             (rollback.model, rollback.to, rollback.lineage - 1, content_id),
         )
