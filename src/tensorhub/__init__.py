@@ -7,8 +7,7 @@ first used.
 TYPE_CHECKING = False  # a type checker takes it for typing's own; to import typing would cost more than all of this module
 if TYPE_CHECKING:
     from tensorhub.api.embedded import Coordinator, serve
-    from tensorhub.api.fetched import Fetched
-    from tensorhub.api.hub import Hub, connect
+    from tensorhub.api.hub import Fetched, Hub, connect
     from tensorhub.api.weights import Weights
     from tensorhub.errors import (
         AuthenticationFailed,
@@ -90,7 +89,7 @@ _MODULES = ("conversion", "errors", "integrations", "sync", "testing", "types") 
 _MODULE_OF = dict.fromkeys(__all__, "errors") | {
     "Coordinator": "api.embedded",
     "FetchReport": "types",
-    "Fetched": "api.fetched",
+    "Fetched": "api.hub",
     "Hub": "api.hub",
     "Location": "types",
     "ModelInfo": "types",

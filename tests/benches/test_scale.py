@@ -6,9 +6,7 @@ import anyio
 import pytest
 
 from benches.scale import server
-from benches.scale.core import REPORTS, Core, bursts, measure
-from tensorhub.coordinator import source_choice
-from tensorhub.coordinator.entities import Holding
+from benches.scale.core import REPORTS, bursts, measure
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -32,25 +30,6 @@ def test_what_happens_to_all_at_once(ranks: int) -> None:
     assert found["lose"].count["Disconnected"] == 8
 
 
-def test_a_chain_that_loses_every_other_one_is_followed_once_for_each_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    followed: list[int] = []
-    filled_by = source_choice._filled_by
-
-    def counted(holding: Holding) -> dict[Holding, None]:
-        found = filled_by(holding)
-        followed.append(len(found))
-        return found
-
-    core = Core(32, 1, 1000)
-    core.connect()
-    core.begin_version(1)
-    depths = [worker.holding.depth for worker in core.coordinator.cluster.members.values() if worker.holding is not None]
-    assert max(depths) == 32
-    monkeypatch.setattr(source_choice, "_filled_by", counted)
-    core.lose()
-    assert sum(found > 1 for found in followed) <= 16
-
-
 @pytest.mark.slow
 def test_over_sockets_everybody_is_assigned_a_source_and_nobody_is_lost() -> None:
     row = anyio.run(server.measure, 16, 2, 2, 1000, 10.0)
@@ -61,28 +40,7 @@ def test_over_sockets_everybody_is_assigned_a_source_and_nobody_is_lost() -> Non
 
 
 @pytest.mark.slow
-def test_over_sockets_thousands_that_come_at_once_do_not_throw_one_another_out() -> None:
-    row = anyio.run(server.storm, 2048, 1000, 30.0)  # more than have patience where nobody proves himself
-    assert row.handshakes_in_vain < 2048 // 4  # on a machine that is very busy some take too long; it were 4,000
-    assert row.lost == 0
-
-
-@pytest.mark.slow
-def test_over_sockets_newcomers_take_the_place_of_who_is_gone() -> None:
-    row = anyio.run(server.churn, 16, 1000, 10.0)
-    assert (row.replaced, row.lost, len(row.assigned_ms)) == (4, 0, 16)
-
-
-@pytest.mark.slow
 def test_over_sockets_calls_that_wait_survive_a_restart_of_the_coordinator() -> None:
     row = anyio.run(server.restart, 16, 10_000, 10.0)  # with a manifest that it has to ask for
     assert row.lost == 0
     assert row.back_s <= row.assigned_s < float("inf")
-
-
-@pytest.mark.slow
-def test_over_sockets_whoever_fits_the_descriptors_is_served() -> None:
-    row = anyio.run(server.short, 60, 60, 1000, 10.0)
-    assert 0 < row.served == row.assigned < 60
-    assert row.lost == 0
-    assert "ulimit -n" in row.refusal

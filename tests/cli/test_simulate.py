@@ -157,11 +157,3 @@ def test_a_signal_ends_it_and_its_processes(number: signal.Signals) -> None:
         assert alive(pids) == []
         assert process.stderr is not None
         assert process.stderr.read() == ""
-
-
-def test_its_processes_end_with_it_when_it_is_killed_in_the_midst_of_a_seed() -> None:
-    with simulating("--seed", SLEEPS) as process:
-        assert eventually(lambda: len(children(process.pid)) == 1)
-        pids = children(process.pid)
-        process.kill()
-        assert eventually(lambda: not alive(pids))

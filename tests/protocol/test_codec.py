@@ -14,7 +14,6 @@ from hypothesis import given, settings, strategies as st
 
 from tensorhub import messages as m
 from tensorhub.errors import ProtocolError
-from tensorhub.model import unpacking
 from tensorhub.protocol import codec, forms
 from tensorhub.protocol.codec import ANYTHING, FROM_COORDINATOR, FROM_READER, FROM_WORKER, decode, encode
 from tensorhub.protocol.tags import TAGS
@@ -281,17 +280,6 @@ def test_no_claim_makes_the_decoder_allocate(name: str) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 2**18 + 4 * len(body)
-
-
-def test_the_pure_python_msgpack_will_do_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    from msgpack import fallback
-
-    monkeypatch.setattr(msgpack, "Unpacker", fallback.Unpacker)
-    monkeypatch.setattr(unpacking, "_ARRAY_MOST", unpacking._array_most())
-    assert unpacking._ARRAY_MOST > 0
-    assert decode(encode(FILL), FROM_WORKER) == FILL
-    for body in BOMBS.values():
-        refused(body)
 
 
 # -------------------------------------------------------------------------- types that do not fit a wire

@@ -10,7 +10,6 @@ from tensorhub.messages import Flow
 from tensorhub.scheduler.links import (
     RATE_MAX,
     RATE_MIN,
-    SECONDS_MIN,
     SUPPOSED_BYTES_PER_S,
     VOTE_S,
     VOTES_MAX,
@@ -55,11 +54,6 @@ def test_a_shared_link_is_not_taken_for_a_slow_one() -> None:
     assert links.rates(2.0)[RACK] == 4 * SLOW
 
 
-def test_links_that_are_only_ever_shared_are_found_slow() -> None:
-    """Else readers would share a source for ever because nobody has had one for himself."""
-    assert links_of(SLOW / 8, SLOW / 8, sharers=8).rates(0.0)[RACK] == SLOW
-
-
 def test_who_may_have_waited_makes_nothing_slower() -> None:
     links = links_of(1e9, 1e9)
     links.heard("reader 0", RACK, 1000, 1.0, None, 1.0)
@@ -99,12 +93,6 @@ def test_what_comes_is_measured_from_the_first_bytes_on() -> None:
     meter.arrived(300, 6.0)
     meter.arrived(200, 5.5)
     assert meter.flow("lease") == Flow("lease", 500, 1.0)
-
-
-def test_a_moment_tells_nothing() -> None:
-    links = Links()
-    links.heard("reader", RACK, 10, SECONDS_MIN / 2, 1, 0.0)
-    assert links.rates(0.0) == SUPPOSED_BYTES_PER_S
 
 
 @given(

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from tensorhub.scheduler.links import RATE_MAX, SECONDS_MIN, SUPPOSED_BYTES_PER_S, VOTE_S, Distance
+from tensorhub.scheduler.links import RATE_MAX, SUPPOSED_BYTES_PER_S, VOTE_S, Distance
 from tensorhub.scheduler.slowness import PEERS_MAX, SLOWNESS_MAX, Slowness
 
 RACK, SITE = Distance.RACK, Distance.SITE
@@ -97,19 +97,6 @@ def test_it_is_forgotten() -> None:
     assert "slow" not in told.slowness._met.keys() | told.slowness._slow.keys()
 
 
-def test_a_small_difference_is_none() -> None:
-    told = Told()
-    told.reads("fast", "trainer", FAST)
-    told.reads("slow", "trainer", FAST / 1.4)
-    assert told.slow() == {}
-    told.reads("slow", "trainer", FAST / 1.9)
-    assert told.slow() == {"slow": 1}
-    told.reads("slow", "trainer", FAST / 3.9)
-    assert told.slow() == {"slow": 2}
-    told.reads("slow", "trainer", 1.0)
-    assert told.slow() == {"slow": SLOWNESS_MAX}
-
-
 def test_a_reader_that_waits_does_not_say_again_that_it_was_slow() -> None:
     told = Told()
     told.reads("fast", "trainer", FAST)
@@ -137,13 +124,6 @@ def test_within_a_host_and_across_sites_nothing_is_told_of_workers(apart: Distan
     told = Told()
     told.reads("fast", "trainer", FAST, apart=apart)
     told.reads("slow", "trainer", SUPPOSED_BYTES_PER_S[apart] / 8, apart=apart)
-    assert told.slow() == {}
-
-
-def test_a_moment_tells_nothing() -> None:
-    told = Told()
-    told.reads("fast", "trainer", FAST)
-    told.slowness.heard("slow", "trainer", RACK, 1, SECONDS_MIN / 2, 1, told.now)
     assert told.slow() == {}
 
 

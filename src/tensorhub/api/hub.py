@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from tensorhub.api.arguments import check_latest, check_part, check_ranks, checked_options, checked_sources, is_list
-from tensorhub.api.fetched import Fetched
 from tensorhub.api.opening import Block, Opening, Unpicklable, close_after
 from tensorhub.api.tools import check_full, claim_of, fetch_into, plan_group, register_memory, tell_left_out
 from tensorhub.api.watcher import Watcher
@@ -40,6 +39,7 @@ from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.worker import Worker
 from tensorhub.types import (
     LATEST,
+    FetchReport,
     Location,
     ModelInfo,
     Options,
@@ -53,6 +53,7 @@ from tensorhub.types import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -432,3 +433,27 @@ class Hub(Unpicklable):
         """Close every handle and leave the cluster; returns when that is done. The end of a block does it too."""
         self._thread.end_soon(Parting(CLOSE_S))
         await self._thread.ended()
+
+
+class Fetched(Mapping[str, "torch.Tensor"]):
+    """Tensors by name, in the publisher's order; the caller's own, contiguous, with the publisher's shapes and dtypes.
+
+    Tensors that share memory at the publisher share it here. `info`: the version. `report`: what fetching it took.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], info: VersionInfo, report: FetchReport) -> None:
+        self._tensors = dict(tensors)
+        self.info = info
+        self.report = report
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return f"<Fetched {self.info.model} version {self.info.version}: {len(self)} tensors>"

@@ -5,28 +5,9 @@ Responsible for the limits of the unpacker. Not responsible for the expected typ
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import msgpack
-
-
-def _array_most() -> int:
-    """The limit under which msgpack refuses arrays where a scalar belongs, but still reads array headers
-    for us.
-
-    0 with the extension; its pure Python stand-in holds headers to the same limit, but allocates nothing
-    ahead.
-    """
-    probe = msgpack.Unpacker(max_array_len=0)
-    probe.feed(b"\x91")
-    try:
-        probe.read_array_header()
-    except ValueError:
-        return 2**20
-    return 0
-
-
-_ARRAY_MOST: Final = _array_most()
 
 
 def unpacker(data: bytes) -> Any:
@@ -38,7 +19,7 @@ def unpacker(data: bytes) -> Any:
     made = msgpack.Unpacker(
         read_size=size,
         max_buffer_size=size,
-        max_array_len=_ARRAY_MOST,
+        max_array_len=0,  # where a scalar belongs; array headers can still be read
         max_map_len=0,
         max_ext_len=0,
         strict_map_key=True,

@@ -20,13 +20,19 @@ import anyio
 import anyio.lowlevel
 
 from tensorhub.coordinator import Event, Received
+from tensorhub.errors import StateError
+from tensorhub.logs import get_logger
 from tensorhub.messages import Describe, FromWorker, GetManifest, GetPart, GetPublication, Join, Register
-from tensorhub.runtime.control.reach import Reach
+from tensorhub.protocol.secret import is_loopback
 from tensorhub.runtime.control.session import ReadOnlyAnswers, Session, call_soon
+from tensorhub.types import parse_address
 
 ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
 MESSAGES_PER_TURN = 4  # of one session; then the next one has a turn
+ADVICE = "set Options.advertise or Options.listen_host there, or have it connect by an address that is not loopback"
 TURNS_S = 0.005  # for the turns of all sessions, one message at least; then the loop does everything else
+
+log = get_logger("tensorhub.coordinator")
 
 LongQuestion = Describe | GetManifest | GetPart | GetPublication  # whose answer takes time to make
 
@@ -182,3 +188,50 @@ class _Ear:
                 break
         self._news()
         return True
+
+
+def loopback_address(join: Join) -> str:
+    """The loopback address that a worker advertises for readers on any host; "": it advertises another one, or none."""
+    for endpoint in join.endpoints:
+        try:
+            if endpoint.transport == "tcp" and is_loopback(parse_address(endpoint.address)[0]):
+                return endpoint.address
+        except StateError:  # whatever a worker says there, it is not this module's to refuse
+            continue
+    return ""
+
+
+class Reach:
+    """Warns if workers of one coordinator are on several hosts, and one worker registers memory at an address that only its
+    own host reaches.
+
+    A worker listens for readers on the address by which it has reached its coordinator. On the coordinator's own machine, or
+    behind a tunnel, that is 127.0.0.1. While all workers are on one host, nothing is wrong with it, and nothing is said.
+    """
+
+    def __init__(self) -> None:
+        self._host: str | None = None  # of the first worker
+        self._has_several = False  # hosts, from some time on
+        self._unreachable: Join | None = None  # one that has registered while there was one host
+
+    def joined(self, join: Join) -> None:
+        """A worker of that host is here."""
+        if self._host is None:
+            self._host = join.location.host
+        if join.location.host != self._host and not self._has_several:
+            self._has_several = True
+            if self._unreachable is not None:
+                self._warn(self._unreachable)
+
+    def registered(self, join: Join) -> None:
+        """Note that a worker has registered memory, which other workers may read."""
+        if not loopback_address(join):
+            return
+        if self._has_several:
+            self._warn(join)
+        else:
+            self._unreachable = join
+
+    def _warn(self, join: Join) -> None:
+        reason = f"it advertises {loopback_address(join)}, and there are workers on other hosts than {join.location.host!r}"
+        log.warning("worker_out_of_reach", source=join.name, reason=reason, advice=ADVICE)
