@@ -31,6 +31,11 @@ from tests.rig import CHUNK_BYTES, WAIT_S, cluster, connect, nothing_left, publi
 QUICK = Options(op_timeout_s=5, connect_timeout_s=1, coordinator_wait_s=0, chunk_bytes=CHUNK_BYTES)
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 def check(error: TensorHubError, *, retryable: bool) -> None:
     assert (error.retryable, error.memory) == (retryable, "intact")
 

@@ -25,9 +25,9 @@ MERGED, UNMERGED = 1.5, 1.0
 WAYS = [*KINDS, "shm"]
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture

@@ -26,6 +26,11 @@ from tests.rig import CHUNK_BYTES, OPTIONS, all_of, cluster, gated, until
 SIZE = 4 * CHUNK_BYTES  # elements
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -20,6 +20,11 @@ STAGED = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, drain_grace_s=0.2
 NONE: Mapping[str, Any] = {}
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 async def group(
     hubs: Sequence[Hub], name: str, ranks: Sequence[Mapping[str, Any]], sources: Sequence[Any] | None = None
 ) -> list[Weights]:

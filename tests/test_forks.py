@@ -70,9 +70,9 @@ anyio.run(main, backend=sys.argv[1])
 
 
 @contextmanager
-def parent(backend: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def parent(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """A process that serves, trains and reads, and what it says once it has a child."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM, backend, str(tmp_path / "state")]
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM, "asyncio", str(tmp_path / "state")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         child = 0
         try:
@@ -86,9 +86,8 @@ def parent(backend: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str]
                 os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_child_holds_no_socket_and_no_lock_and_the_port_is_free_after_close(backend: str, tmp_path: Path) -> None:
-    with parent(backend, tmp_path) as (process, said):
+def test_a_child_holds_no_socket_and_no_lock_and_the_port_is_free_after_close(tmp_path: Path) -> None:
+    with parent(tmp_path) as (process, said):
         assert said["ours"] >= 8  # listeners, control connections, a data connection, each at both ends; the lock
         assert said["its"] == []
         out, _ = process.communicate("close\n", timeout=WAIT_S)
@@ -96,9 +95,8 @@ def test_a_child_holds_no_socket_and_no_lock_and_the_port_is_free_after_close(ba
         assert process.returncode == 0
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_after_a_kill_of_the_parent_newcomers_are_refused_and_peers_see_the_end(backend: str, tmp_path: Path) -> None:
-    with parent(backend, tmp_path) as (process, said):
+def test_after_a_kill_of_the_parent_newcomers_are_refused_and_peers_see_the_end(tmp_path: Path) -> None:
+    with parent(tmp_path) as (process, said):
         where = parse_address(said["address"])
         with socket.create_connection(where, WAIT_S) as peer:
             process.kill()

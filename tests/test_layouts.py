@@ -17,6 +17,11 @@ pytestmark = pytest.mark.anyio
 W = tensorhub.source("w", shape=(8, 4))
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 def rows(count: int) -> dict[str, Any]:
     return {"w": np.zeros((count, 4), np.float32)}
 

@@ -5,7 +5,6 @@ adapters, which are models of their own beside their base.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from tensorhub.api.hub import Hub
 from tensorhub.api.tools import seed_shard
 from tensorhub.errors import VersionUnavailable
 from tests.rig import OPTIONS, all_of, cluster
-from tests.test_coordinator_restart import cluster as restartable
 from tests.test_resharding import TRAINERS, is_held, is_published, new_version, read_from, rollout, trainer
 
 pytestmark = pytest.mark.anyio
@@ -22,24 +20,9 @@ pytestmark = pytest.mark.anyio
 HOSTED = replace(OPTIONS, host_memory_bytes=2**23)
 
 
-async def test_who_needs_another_layout_reads_it_from_host_copies_of_a_trainer_that_has_moved_on() -> None:
-    async with cluster("trainer", "engine", transports=["tcp"], options=HOSTED) as c:
-        trained, memory = await trainer(c.hubs[:1], 1)
-        await c.hubs[0].retain("m", latest=1)
-        await all_of(*(each.publish(1) for each in trained))
-        await all_of(*(each.unpublish() for each in trained))
-        replicas = (await c.hubs[0].describe("m")).replicas  # once the rollouts have it, they keep it, and no copy is needed
-        assert {r.purpose for r in replicas if r.medium == "host"} == {"retention"}
-        for shard in memory:
-            for tensor in shard.values():
-                tensor.fill(9)
-        weights, mine = await rollout(c.hubs[1:], "rollout")
-        reports = await all_of(*(each.replicate() for each in weights))
-        assert is_held(mine, 1)
-        assert read_from(reports) == {"trainer"}
-        await all_of(*(new_version(trained, memory, rank, 2) for rank in range(TRAINERS)))
-        await all_of(*(each.update() for each in weights))
-        assert is_held(mine, 2)
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 async def test_rollouts_keep_what_their_trainer_takes_back_and_hand_it_over_when_they_close() -> None:
@@ -66,27 +49,6 @@ async def test_rollouts_keep_what_their_trainer_takes_back_and_hand_it_over_when
         assert read_from(reports) == {"host"}
         await all_of(*(each.replicate() for each in trained))
         assert is_published(memory, 1)
-
-
-async def test_after_a_restart_copies_of_another_layout_are_a_whole_again(tmp_path: Path) -> None:
-    async with (
-        restartable("trainer", "engine", "late", state_dir=tmp_path) as (coordinator, hubs),
-        tensorhub.connect(coordinator.address, name="host", options=HOSTED, token="") as host,
-    ):
-        trained, _ = await trainer(hubs[:1], 1)
-        await host.retain("m", latest=1)
-        await all_of(*(each.publish(1) for each in trained))
-        weights, _ = await rollout(hubs[1:2], "rollout")
-        await all_of(*(each.replicate() for each in weights))
-        await all_of(*(each.close() for each in trained))
-        await all_of(*(each.close() for each in weights))
-        await coordinator.restart(*hubs, host)
-        weights, mine = await rollout(hubs[2:], "late")
-        reports = await all_of(*(each.replicate(1) for each in weights))
-        assert is_held(mine, 1)
-        assert read_from(reports) == {"host"}
-        await all_of(*(each.close() for each in weights))
-        assert len([r for r in (await host.describe("m")).replicas if r.state == "ready"]) == len(weights)
 
 
 async def test_a_version_that_only_another_layout_holds_is_counted_and_errors_say_who_can_read_it() -> None:

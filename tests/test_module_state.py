@@ -23,6 +23,11 @@ from tests.rig import OPTIONS, cluster
 PRUNE: Any = prune.l1_unstructured
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 class Scaled(nn.Module):
     """A linear layer with a scale that is extra state: as `made` makes it out of the module's own tensor."""
 

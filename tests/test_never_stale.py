@@ -23,6 +23,11 @@ from tests.rig import OPTIONS, Cluster, cluster, gated, ranks_of, until
 HOST_MEMORY = replace(OPTIONS, host_memory_bytes=2**20)
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 class Policy(nn.Module):
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()

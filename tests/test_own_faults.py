@@ -24,6 +24,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 def protect(tensor: Any, access: int) -> None:
     """The pages of a tensor that begins with a page."""
     address, nbytes = tensor.__array_interface__["data"][0], -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

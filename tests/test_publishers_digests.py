@@ -17,9 +17,9 @@ from tests.test_coordinator_restart import cluster as restartable
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 def lie(hub: Hub, memory: Tensors, content: int = 9) -> None:

@@ -17,9 +17,9 @@ from tests.rig import cluster, connect, damaging, holds, published, tensors, unt
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 async def states(hub: Hub) -> dict[str, str]:

@@ -2,69 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 
 import tensorhub
-from tensorhub.api.hub import Hub
-from tensorhub.api.weights import Weights
 from tensorhub.errors import RegistrationError
 from tests.rig import cluster
-from tests.test_resharding import whole, world
 
 pytestmark = pytest.mark.anyio
 
 PAD = -7.0
 
 
-class Padded:
-    """Buffers with padded rows, and the parts of them that are registered."""
-
-    def __init__(self) -> None:
-        self.o = torch.full((128, 100), PAD)  # rows of 96 of the 100
-        self.q = np.full((50, 2, 130), PAD, np.float32)  # two of three dimensions are padded
-        self.norm = torch.full((8,), PAD)
-
-    @property
-    def tensors(self) -> dict[str, Any]:
-        return {"o": self.o[:, 2:98], "q": self.q[:48, :, :128], "norm": self.norm[2:5]}
-
-    @property
-    def sources(self) -> dict[str, object]:
-        q = tensorhub.source("q")
-        return {"q": [(tensorhub.at[:, half], q[48 * half : 48 * half + 48]) for half in range(2)]}
-
-    async def register(self, hub: Hub, group: str) -> Weights:
-        return await hub.register("m", self.tensors, sources=self.sources, group=group, partial=True)
-
-    def holds(self, content: int) -> bool:
-        full, mine = whole(content), self.tensors
-        rest = self.o.clone(), self.q.copy(), self.norm.clone()
-        rest[0][:, 2:98] = rest[2][2:5] = PAD
-        rest[1][:48, :, :128] = PAD
-        is_padded = all(bool((each == PAD).all()) for each in rest)
-        halves = np.stack([full["q"][:48], full["q"][48:]], axis=1)
-        return is_padded and all(
-            np.array_equal(np.asarray(mine[name]), each)
-            for name, each in {"o": full["o"], "q": halves, "norm": full["norm"]}.items()
-        )
-
-
-async def test_padded_rows_are_filled_and_their_padding_is_not() -> None:
-    async with world("one", "two") as (c, trained, _):
-        mine, theirs = Padded(), Padded()
-        report = await (await mine.register(c.hubs[2], "first")).replicate()
-        assert mine.holds(1)
-        assert report.bytes_read == 4 * (128 * 96 + 96 * 128 + 3)
-        for each in trained:
-            await each.unpublish()
-        second = await theirs.register(c.hubs[3], "second")
-        report = await second.replicate(1)  # from the first, chunk by chunk
-        assert theirs.holds(1)
-        assert {source.name for source in report.sources} == {"one"}
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 async def test_tensors_with_padded_rows_are_not_published() -> None:

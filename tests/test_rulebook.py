@@ -43,8 +43,13 @@ def violations() -> Iterator[tuple[Path, str]]:
                     yield path, str(text.value)
 
 
+@cache
+def cited(root: Path) -> dict[Path, set[str]]:
+    return {path: set(CODE.findall(path.read_text(encoding="utf-8"))) for path in root.rglob("*.py")}
+
+
 def cites(root: Path, code: str) -> list[Path]:
-    return [path for path in root.rglob("*.py") if code in CODE.findall(path.read_text(encoding="utf-8"))]
+    return [path for path, codes in cited(root).items() if code in codes]
 
 
 def test_every_guarantee_and_rule_is_stated_once() -> None:

@@ -17,6 +17,11 @@ from tests.rig import all_of, cluster, equal, gated, holds, published, tensors, 
 BOTH = r"^tensor '[abc]' of 'm' \(group 'rollout', rank 0\) shares memory with '[abc]' of 'm' \(group 'trainer', rank 0\)"
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 def torch_tensors(content: int) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(each) for name, each in tensors(content).items()}
 

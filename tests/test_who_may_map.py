@@ -47,6 +47,11 @@ READ_ONLY = "a read-only token gives no memory to map"
 OTHER_USER = 54_321  # a user whom nobody has
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 def shared(content: int) -> Any:
     made = tensorhub.shared_empty_like(tensors())
     write(made, content)

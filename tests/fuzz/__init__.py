@@ -14,7 +14,7 @@ inputs of `corpus/`; `make fuzz` runs the same ones under a coverage-guided fuzz
     a manifest's metadata, a model's index       memory.checkpoint                              checkpoints
     addresses, selectors, names, token files     types, protocol.secret                         texts
     state.sqlite3                                runtime.store.SqliteStore                      stores
-    what workers say                             coordinator.Coordinator.step                   coordinators, liars
+    what workers say                             coordinator.Coordinator.step                   liars
     the same, beside honest ones                 coordinator.Coordinator.step                   bystanders
     what a coordinator says                      worker.Member.receive                          ranks
     what an owner answers                        transport.tcp, runtime.data, scheduler.Pull    readers

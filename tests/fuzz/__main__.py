@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import functools
 import importlib
 import os
 import re
@@ -17,18 +16,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).parent
 SOURCE = "tensorhub"
 INPUT_S_MAX = 30  # of one input: the machine may be busy
 RSS_MB_MAX = 2048
-PACKAGES = ("protocol", "manifest.py", "coordinator", "worker", "scheduler", "transport", "runtime")
 
 
 def fuzz(name: str, options: Sequence[str]) -> None:
@@ -93,47 +88,6 @@ def grow(place: Path) -> None:
         shutil.move(merged, CORPUS / name)
 
 
-# ----------------------------------------------------------------------------------------------------------- coverage
-
-
-def coverage(names: Sequence[str], place: Path | None) -> None:
-    """Print how many lines of each package the corpus runs, and with `place`, what was found as well."""
-    source = Path(importlib.import_module(SOURCE).__file__ or "").parent
-    ran: dict[str, set[int]] = {}
-
-    def trace(frame: types.FrameType, event: str, _: object) -> object:
-        lines = ran.setdefault(frame.f_code.co_filename, set())
-        if frame.f_code.co_filename.startswith(str(source)):
-            lines.add(frame.f_lineno)
-            return trace
-        return None
-
-    sys.settrace(trace)  # type: ignore[arg-type]
-    threading.settrace(trace)  # type: ignore[arg-type]
-    targets = importlib.import_module("tests.fuzz.targets")
-    for name in names:
-        for directory in [targets.CORPUS / name, *([place / name] if place else [])]:
-            for path in sorted(directory.iterdir()):
-                targets.TARGETS[name].run(path.read_bytes())
-    sys.settrace(None)
-    for package in PACKAGES:
-        files = [source / package] if package.endswith(".py") else sorted((source / package).glob("*.py"))
-        counts = [(len(lines & ran.get(str(path), set())), len(lines)) for path in files for lines in [set(_lines_of(path))]]
-        hit, there = (sum(column) for column in zip(*counts, strict=True))
-        print(f"{package:13}{hit:>6} of {there:>5} lines ({hit / there:.0%})")
-
-
-@functools.cache
-def _lines_of(path: Path) -> list[int]:
-    def lines(code: types.CodeType) -> Iterator[int]:
-        yield from (line for _, _, line in code.co_lines() if line)
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                yield from lines(constant)
-
-    return list(lines(compile(path.read_text(), str(path), "exec")))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--runs", type=int, default=100_000, help="inputs of all targets together")
@@ -141,16 +95,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="the same seed tries the same inputs")
     parser.add_argument("--target", action="append", help="only this one, with all inputs (may be repeated)")
     parser.add_argument("--grow", action="store_true", help="add what reaches more to the corpus")
-    parser.add_argument("--coverage", action="store_true", help="only replay the corpus, and print the lines that it runs")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("options", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         fuzz(arguments.one, arguments.options)
-        return
-    if arguments.coverage:
-        names = arguments.target or [path.name for path in sorted((HERE / "corpus").iterdir())]
-        coverage(names, None)
         return
     run_all(arguments)
 

@@ -24,16 +24,12 @@ from tensorhub.coordinator import (
 from tensorhub.messages import FromWorker, Join, Leave, Register, Retain, Rollback
 from tensorhub.protocol import codec
 from tensorhub.testing import DEVICE, MANIFEST, SimHandle, StepwiseCluster
-from tensorhub.types import Endpoint, Location, OpKey, Options
+from tensorhub.types import Location, OpKey, Options
 from tests.fuzz.source import Source
 
 STEPS_MAX = 300  # of one input
-SESSIONS = 6  # that are talked over at a time
 KINDS = sorted(typing.get_args(FromWorker), key=lambda kind: kind.__name__)
-INCARNATIONS = ("one.1", "one.2", "other.1", "")
-REGISTRATIONS = ("r1", "r2", "r3", "")
 BLOB = MANIFEST.encode()
-ENDPOINTS = (Endpoint("tcp", "x"),)
 
 
 def pools_of(coordinator: Coordinator, registrations: tuple[str, ...]) -> dict[str, list[Any]]:
@@ -98,12 +94,6 @@ class Shell:
                     self.step(Silent((action.session,)))
         self.coordinator.check_touched()
 
-    def connect(self, incarnation: str, role: str) -> int:
-        self.minted += 1
-        self.sessions.append(self.minted)
-        self.step(Connected(self.minted, incarnation, role))
-        return self.minted
-
     def disconnect(self, session: int) -> None:
         self.sessions.remove(session)
         self.step(Disconnected(session))
@@ -111,25 +101,6 @@ class Shell:
     def stored(self, fails: bool) -> None:
         record = self.unstored.pop(0)
         self.step(PersistFailed(record, "disk full") if fails else Persisted(record))
-
-    def any_step(self) -> None:
-        source, kind = self.source, self.source.byte()
-        if kind < 16 or not self.sessions:
-            if len(self.sessions) == SESSIONS:
-                self.disconnect(self.sessions[0])
-            session = self.connect(source.choice(INCARNATIONS), "worker" if source.byte() < 240 else "observer")
-            if source.byte() < 240:
-                self.step(Received(session, Join("w", Location(host="h"), ENDPOINTS, 1, source.choice((0, 2**40)))))
-        elif kind < 24:
-            self.disconnect(source.choice(self.sessions))
-        elif kind < 40:
-            self.now += source.choice((0.0, 0.5, 4.0, 20.0, 100.0))
-            self.step(Tick())
-        elif kind < 72 and self.unstored:
-            self.stored(source.byte() > 240)
-        else:
-            message = source.value(KINDS[kind % len(KINDS)], pools_of(self.coordinator, REGISTRATIONS))
-            self.step(Received(source.choice(self.sessions), message))
 
     def end(self) -> None:
         """Everybody goes: in the end only what is durable is known."""
@@ -149,17 +120,6 @@ class Shell:
         assert not any(left), left
         assert not len(cluster.timers)
         assert not list(cluster.operations())
-
-
-def coordinators(data: bytes) -> None:
-    """Nothing that is said raises; each step keeps the invariants and says what can be said; in the end nothing is left."""
-    shell = Shell(Source(data))
-    for _ in range(STEPS_MAX):
-        if not shell.source:
-            break
-        shell.any_step()
-    shell.coordinator.check_invariants()
-    shell.end()
 
 
 # ------------------------------------------------------------------------------------------------------ among others

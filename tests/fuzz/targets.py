@@ -34,7 +34,6 @@ TARGETS: Mapping[str, Target] = {
     "checkpoints": Target(contents.checkpoints, 30, 1000),
     "texts": Target(contents.texts, 100, 5000),
     "stores": Target(contents.stores, 5, 300),
-    "coordinators": Target(conversations.coordinators, 20, 1000),
     "liars": Target(liars.liars, 10, 1500),
     "bystanders": Target(conversations.bystanders, 2, 600),
     "ranks": Target(workers.ranks, 30, 600),

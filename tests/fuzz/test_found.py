@@ -9,12 +9,9 @@ import pytest
 
 import tensorhub
 from tensorhub.coordinator import Publication
-from tensorhub.errors import ProtocolError, StateError
-from tensorhub.memory.checkpoint import Index, rewritten
-from tensorhub.messages import AddSource, FromCoordinator, Outcome, Start, Write
+from tensorhub.errors import StateError
 from tensorhub.runtime.control.store import SqliteStore
-from tensorhub.testing import SimHandle, StepwiseCluster
-from tensorhub.types import OpKey, VersionInfo
+from tensorhub.types import OpKey
 from tests.rig import nothing_left
 
 STATE = "state.sqlite3"
@@ -74,55 +71,3 @@ def test_a_store_whose_schema_is_no_text_says_so(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(StateError, match="cannot be used"):
             SqliteStore(tmp_path)
-
-
-def test_an_index_that_is_nested_too_deeply_to_be_written_is_none() -> None:
-    deep: list[object] = []
-    for _ in range(100_000):
-        deep = [deep]
-    index = Index("i.index.json", b"", {"x": deep}, {})
-    with pytest.raises(ValueError, match="nested too deeply"):
-        rewritten(index, {})
-
-
-def bound() -> tuple[StepwiseCluster, SimHandle, OpKey]:
-    """A reader that is about to be told to read."""
-    cluster = StepwiseCluster()
-    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
-    reader.replicate()
-    cluster.run(until=lambda: any(isinstance(said, Start) for said in cluster.workers["reader"].heard_soon()))
-    running = reader.member.running
-    assert running is not None
-    assert running.key is not None
-    return cluster, reader, running.key
-
-
-def test_a_lease_that_is_named_twice_is_read_under_once() -> None:
-    cluster, reader, key = bound()
-    worker = cluster.workers["reader"]
-    (start,) = [said for said in worker.heard_soon() if isinstance(said, Start)]
-    assert worker.link is not None
-    (grant,) = start.grants
-    twice: list[FromCoordinator] = [Start(key, 0, start.version, start.manifest_id, start.write, (grant, grant))]
-    twice += [Write(key, 0, (grant, grant)), AddSource(key, 0, grant)]
-    worker.link.down.clear()
-    worker.link.down.extend(twice)
-    cluster.run()
-    assert reader.member.version == 1
-
-
-@pytest.mark.parametrize("what", ["other content", "what is being filled"])
-def test_a_commit_that_this_rank_has_not_voted_for_costs_the_coordinator_its_connection(what: str) -> None:
-    cluster, reader, key = bound()
-    info = VersionInfo("actor", 1, what, 1, 1)
-    cluster.workers["reader"].hear(cluster.workers["reader"].heard_soon()[0])  # type: ignore[arg-type]
-    if what == "what is being filled":
-        cluster.run(until=lambda: reader.pull is not None)
-        info = cluster.coordinator.cluster.models["actor"].versions[1].info
-    with pytest.raises(ProtocolError, match="its mistake"):
-        reader.member.receive(Outcome(key, 0, True, True, info, None), cluster.now)
-    cluster.run()
-    assert reader.member.version == 1

@@ -34,8 +34,8 @@ with sync.connect(sys.argv[1], token="") as hub:
 """
 
 
-@pytest.mark.parametrize("digests", ["lazily", "early"])
-@pytest.mark.parametrize("way", list(KINDS))
+@pytest.mark.usefixtures("prepared_with_torch")
+@pytest.mark.parametrize(("way", "digests"), list(zip(KINDS, ("lazily", "early"), strict=False)))
 def test_an_owner_whose_memory_was_freed_is_not_ended_by_its_readers(way: str, digests: str) -> None:
     import torch
 

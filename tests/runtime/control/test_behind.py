@@ -34,6 +34,11 @@ LEASE_S = 0.8
 STEP_S = 0.5  # more than two beats
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 def takes_long(monkeypatch: pytest.MonkeyPatch, about: type, seconds: float) -> None:
     """Each such message takes the coordinator so long."""
     step = Coordinator.step

@@ -25,6 +25,11 @@ MODELS = 2000
 OBSERVER = 1000
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 def many_models(coordinator: Coordinator, models: int = MODELS, prefix: str = "model") -> list[str]:
     """So many models are known; returns their names."""
     names = [f"{prefix}-{number:05d}" for number in range(models)]

@@ -49,6 +49,11 @@ FRAME_BYTES = 2**18
 SESSIONS = 12
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 class Watched(MessageStream[Any]):
     """What a server receives by."""
 

@@ -24,11 +24,6 @@ from tests.runtime.control.test_server import JOIN, serving, talk
 WORDS = 300
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """What the coordinator takes, in order."""

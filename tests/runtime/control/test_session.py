@@ -28,11 +28,6 @@ MOST = 2**26
 NEWEST = Announce("m", VersionInfo("m", 1, "content", 1, 1))
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def sends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bytes the kernel has taken, each time it was given some."""

@@ -11,34 +11,30 @@ import anyio.to_thread
 import pytest
 
 from tensorhub.api.hub import Hub
-from tensorhub.errors import TransportUnavailable, VersionUnavailable
-from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.errors import TransportUnavailable
 from tensorhub.messages import ChunksFollow, ChunksLie, TransportReply
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime.data import lanes as lanes_module, receive_sizer, source_lane as lane_module
-from tensorhub.runtime.data.lanes import PullRunner
+from tensorhub.runtime.data import lanes as lanes_module, receive_sizer
 from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.transport import generation_words
 from tensorhub.transport.cma import process as cma
 from tensorhub.transport.cma.messages import DIALECT, MemoryIs
 from tensorhub.transport.generation_words import GenerationWords, Header
-from tensorhub.types import LeaseId
-from tests.rig import cluster, connect, gated, holds, tensors, until, worker_of, write
-from tests.runtime.data_rig import CONTENT, SECRET, SIZES, Node, finish, manifest_of, next_event, serving
+from tests.rig import cluster, connect, holds, tensors, worker_of
+from tests.runtime.data_rig import SECRET, SIZES, Node, finish, manifest_of, next_event, serving
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here())),
 ]
-TOTAL = sum(SIZES)
 MANY = (10, 300 * 4096 + 5, 1, 100 * 4096)
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture
@@ -66,68 +62,6 @@ async def test_several_threads_read_from_one_source(helped: None, digest: str, b
     assert [(source.bytes_read, source.outcome) for source in report.sources] == [(sum(MANY), "used")]
 
 
-@pytest.mark.parametrize("turns", [0, 1, 7])
-async def test_threads_that_get_no_core_stop_helping(helped: None, monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
-    class Share:
-        def __init__(self) -> None:
-            self._turns = turns
-
-        @property
-        def is_small(self) -> bool:
-            self._turns -= 1
-            return self._turns < 0
-
-    retired: list[bool] = []
-    retire = PullRunner._retire
-
-    def told(self: PullRunner, lane: object) -> bool:
-        retired.append(retire(self, lane))  # type: ignore[arg-type]
-        return retired[-1]
-
-    monkeypatch.setattr(lanes_module, "CoreShare", Share)
-    monkeypatch.setattr(PullRunner, "_retire", told)
-    manifest = manifest_of(MANY)
-    a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
-    a.make_available(*range(len(manifest.chunks) - 1))  # the end is kept back until those that helped are gone
-    async with serving(a, b.open(complete=False)), b.runner(transport="cma", lanes=4) as runner:
-        runner.add_source(a.grant(complete=False))
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(finish, runner)
-            await until(lambda: runner.report().chunks_verified == len(manifest.chunks) - 1)
-            await until(lambda: turns > 0 or retired.count(True) == 3)
-            a.make_available(len(manifest.chunks) - 1)
-    report = runner.report()
-    assert b.arrays == a.arrays
-    assert (report.bytes_read, report.reread_bytes, report.retries) == (sum(MANY), 0, 0)
-    assert [(source.bytes_read, source.outcome) for source in report.sources] == [(sum(MANY), "used")]
-
-
-def test_a_thread_has_a_share_of_its_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = lane_module.CoreShare()
-    assert not share.is_small  # it has only begun
-    monkeypatch.setattr(lane_module, "CORE_SHARE_AFTER_S", 0.0)
-    monkeypatch.setattr(lane_module, "CORE_SHARE_MIN", 0.0)
-    assert not share.is_small
-    monkeypatch.setattr(lane_module, "CORE_SHARE_MIN", float("inf"))
-    assert share.is_small
-
-
-async def test_threads_that_share_a_source_wait_for_what_it_lacks(helped: None) -> None:
-    manifest = manifest_of(MANY)
-    chunks = len(manifest.chunks)
-    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
-    async with serving(a.open(complete=False), b.open(complete=False), c), c.runner(transport="cma", lanes=4) as runner:
-        a.make_available(*range(0, chunks - 1, 2))
-        b.make_available(*range(1, chunks - 1, 2))
-        runner.add_source(a.grant(complete=False))
-        runner.add_source(b.grant(complete=False))
-        await until(lambda: runner.report().chunks_verified == chunks - 1)
-        a.make_available(chunks - 1)
-        await finish(runner)
-        assert runner.report().reread_bytes == 0
-    assert c.arrays == a.arrays
-
-
 async def test_a_source_with_several_threads_fails_once(helped: None) -> None:
     manifest = manifest_of(MANY)
     a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
@@ -143,37 +77,6 @@ async def test_a_source_with_several_threads_fails_once(helped: None) -> None:
         runner.add_source(a.grant("again"))
         await finish(runner)  # the next event: of the first source there is no other one
         assert runner.report().reread_bytes == 0
-    assert b.arrays == a.arrays
-
-
-async def test_a_source_with_several_threads_can_be_dropped(helped: None) -> None:
-    manifest = manifest_of(MANY)
-    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
-    a.open(complete=False)
-    a.make_available(*range(100))
-    async with serving(a, b.open(complete=True), c.open(complete=False)), c.runner(transport="cma", lanes=4) as runner:
-        runner.add_source(a.grant(complete=False))
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(finish, runner)
-            await until(lambda: runner.report().chunks_verified == 100)
-            runner.drop_source(LeaseId("from-a"))
-            runner.add_source(b.grant())
-        assert runner.report().sources[0].outcome == "dropped"
-    assert c.arrays == a.arrays
-
-
-async def test_digests_are_made_of_the_pieces_in_which_bytes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cma.Process, "hot_bytes", 1000)  # chunks end within a call, and calls within a chunk
-    manifest = manifest_of()
-    a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
-    for chunk in range(len(manifest.chunks)):
-        with a.owner.access(None, a.registration, a.generation, CONTENT, [chunk], 1, 0) as answer:
-            assert isinstance(answer, tuple)
-            a.owner.digests_of(*answer)
-    monkeypatch.setattr(ChunkMemory, "digest", None)  # the source has them, and the channel makes the reader's
-    async with serving(a, b.open(complete=False)), b.runner(transport="cma", batch_bytes=2**20) as runner:
-        runner.add_source(a.grant())
-        await finish(runner)
     assert b.arrays == a.arrays
 
 
@@ -335,28 +238,6 @@ async def test_a_machine_without_it_says_why_and_goes_on(
     assert all("reason='process_vm_readv is forbidden here'" in text for text in said)
 
 
-async def test_who_is_to_read_by_cma_alone_hears_why_not(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "tensorhub.worker")
-    async with cluster("trainer") as c, connect(c.address, "reader", transports=("cma",)) as reader:
-        source = await c.hubs[0].register("m", tensors(1))
-        await source.publish(1)
-        owner_of(c.hubs[0]).header = wrong_process(owner_of(c.hubs[0]).header)
-        weights = await reader.register("m", tensors())
-
-        def failed() -> list[str]:
-            return [record.getMessage() for record in caplog.records if "event='source_failed'" in record.getMessage()]
-
-        async def take_back_once_read_in_vain() -> None:
-            await until(lambda: bool(failed()))
-            await source.unpublish()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(take_back_once_read_in_vain)
-            with pytest.raises(VersionUnavailable):
-                await weights.replicate(timeout=10)  # nobody publishes again
-    assert all("reason='unreachable'" in text and "no such process" in text for text in failed())
-
-
 async def test_nobody_is_told_addresses_over_another_hosts_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorhub.runtime.data.acceptor.sockets.is_local", lambda connection: False)
     async with cluster("trainer", "reader") as c:
@@ -365,41 +246,3 @@ async def test_nobody_is_told_addresses_over_another_hosts_connection(monkeypatc
         await source.publish(1)
         weights = await reader.register("m", tensors())
         assert [source.transport for source in (await weights.replicate()).sources] == ["tcp"]
-
-
-@pytest.mark.parametrize(
-    ("theirs", "mine", "used"), [(["tcp"], None, "tcp"), (None, ["tcp"], "tcp"), (["cma"], None, "cma")]
-)
-async def test_only_what_both_have_is_used(theirs: list[str] | None, mine: list[str] | None, used: str) -> None:
-    async with (
-        cluster() as c,
-        connect(c.address, "trainer", transports=theirs) as trainer,
-        connect(c.address, "reader", transports=mine) as reader,
-    ):
-        source = await trainer.register("m", tensors(1))
-        await source.publish(1)
-        weights = await reader.register("m", tensors())
-        assert [source.transport for source in (await weights.replicate()).sources] == [used]
-
-
-async def test_what_is_taken_back_while_it_is_read_waits_for_nobody() -> None:
-    """The reader is held; the publisher writes its next version meanwhile, and the reader can have that."""
-    with gated(3, transport="cma", heeds_cuts=False) as gate:
-        async with cluster("trainer", "reader") as c:
-            memory, mine = tensors(1), tensors()
-            source = await c.hubs[0].register("m", memory)
-            await source.publish(1)
-            weights = await c.hubs[1].register("m", mine)
-
-            async def fail() -> None:
-                with pytest.raises(VersionUnavailable, match="on purpose"):
-                    await weights.replicate(1)
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(fail)
-                await until(lambda: gate.holds)
-                async with source.mutate(2):
-                    write(memory, 2)
-                gate.open()
-            assert (await weights.update()).version == 2
-            assert holds(mine, 2)

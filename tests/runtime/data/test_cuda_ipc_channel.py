@@ -14,9 +14,7 @@ import pytest
 
 import tensorhub
 from tensorhub.cuda import cupy_device
-from tensorhub.cuda.copies import joined
 from tensorhub.cuda.device import HANDLE_BYTES, Allocation
-from tensorhub.errors import StateError
 from tensorhub.messages import TRANSPORT_BYTES_MAX, ChunksLie, NotThisWay, TransportReply
 from tensorhub.model.strips import Strip
 from tensorhub.protocol.blocking import BlockingConnection
@@ -24,7 +22,6 @@ from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.transport import unix
 from tensorhub.transport.base import Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
-from tensorhub.transport.cma import process as cma
 from tensorhub.transport.cuda_ipc import allocations as ipc, reader as cuda_ipc_reader
 from tensorhub.transport.cuda_ipc.allocations import Imports
 from tensorhub.transport.cuda_ipc.messages import ALLOCATIONS_MAX, DIALECT, AllocationsAre
@@ -37,7 +34,7 @@ from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, 
 from tests.cuda.double import Double
 from tests.cuda.own import Own
 from tests.cuda.shards import Columns, Rows
-from tests.rig import all_of, cluster, tensors
+from tests.rig import all_of, cluster
 
 pytestmark = [
     pytest.mark.anyio,
@@ -102,29 +99,6 @@ async def test_a_gpu_reads_columns_of_gpus_that_have_rows(monkeypatch: pytest.Mo
             await all_of(*(each.unpublish() for each in published))
 
 
-async def test_within_a_process_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_ipc_reader, "this_process", ipc.this_process)
-    device = Double()
-    source, target = Own(device, 1), Own(device, 0)
-    async with cluster("trainer", "reader") as made:
-        await (await source.register(made.hubs[0])).publish(1)
-        report = await (await target.register(made.hubs[1])).replicate()
-        assert ([each.transport for each in report.sources], device.opened) == (["cuda_ipc"], [])
-    assert target.holds(1)
-
-
-async def test_another_gpu_of_this_process_is_read_by_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_ipc_reader, "this_process", ipc.this_process)
-    device = Double()
-    device.is_beside = True
-    source, target = Own(device, 1), Own(device, 0)
-    async with cluster("trainer", "reader") as made:
-        await (await source.register(made.hubs[0])).publish(1)
-        report = await (await target.register(made.hubs[1])).replicate()
-        assert [(each.transport, each.outcome) for each in report.sources] == [("cuda_ipc", "used")]
-    assert target.holds(1)
-
-
 def test_a_forked_child_is_another_process() -> None:
     program = """import os; from tensorhub.transport.cuda_ipc.allocations import this_process
 before = this_process(); assert len(before) == 16
@@ -153,20 +127,6 @@ async def test_else_it_is_tcp(where: str, caplog: pytest.LogCaptureFixture) -> N
     assert all("leave expandable_segments out" in text for text in said)
 
 
-@pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
-async def test_a_process_that_is_read_by_cma_is_asked_about_each_registration() -> None:
-    source, target = Own(Double(), 1), Own(Double(), 0)
-    async with cluster("trainer", "reader") as made:
-        trainer, reader = made.hubs
-        await (await trainer.register("on the host", tensors(1))).publish(1)
-        await (await source.register(trainer)).publish(1)
-        report = await (await reader.register("on the host", tensors())).replicate()
-        assert [each.transport for each in report.sources] == ["cma"]
-        report = await (await target.register(reader, on_host=True)).replicate()  # over the same connection
-        assert [each.transport for each in report.sources] == ["tcp"]
-    assert target.holds(1)
-
-
 # ---------------------------------------------------------------------------------------------------------- allocations
 
 
@@ -185,34 +145,6 @@ def test_allocations_are_named_once_and_closed_with_their_last_use() -> None:
     del opened
     gc.collect()
     assert device.opened == []
-
-
-def test_what_its_process_has_freed_is_in_the_way_of_nothing_new() -> None:
-    device = Double()
-    freed, used, new = [device.bytes_of(bytearray(size)) for size in (100, 70, 50)]
-    imports = Imports()
-    imports.open(device, ipc.export(device, [(freed.address, 1)]))
-    held = imports.open(device, ipc.export(device, [(used.address, 1)]))  # by a channel
-    device.in_the_way = [freed.address]
-    (opened,) = imports.open(device, ipc.export(device, [(new.address, 1)]))
-    assert sorted(device.opened) == sorted([used.address, new.address])
-    device.in_the_way = [used.address]
-    with pytest.raises(StateError, match="cannot be opened"):
-        imports.open(device, ipc.export(device, [(freed.address, 1)]))
-    assert (held[0].nbytes, opened.nbytes) == (70, 50)
-
-
-def test_an_allocation_has_the_bytes_that_it_is_said_to_have() -> None:
-    device = Double()
-    (found,) = ipc.export(device, [(device.bytes_of(bytearray(100)).address, 1)])
-    with pytest.raises(StateError, match="said to have 101 bytes, and has 100"):
-        Imports().open(device, [found._replace(nbytes=101)])
-    assert device.opened == []
-
-
-def test_neighbours_are_copied_as_one() -> None:
-    pieces = iter([(0, 100, 5), (5, 105, 5), (10, 110, 0), (10, 200, 1), (11, 201, 2), (90, 0, 0)])
-    assert list(joined(pieces)) == [(0, 100, 10), (10, 200, 3)]
 
 
 # ------------------------------------------------------------------------------------------------------ sources that lie

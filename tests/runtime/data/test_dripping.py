@@ -26,11 +26,6 @@ pytestmark = pytest.mark.anyio
 LARGE = 2**20  # one chunk
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 async def test_a_source_that_drips_is_given_up_and_another_one_brings_what_it_held() -> None:
     manifest = manifest_of((LARGE, LARGE), chunk_bytes=LARGE)
     a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")

@@ -29,11 +29,6 @@ pytestmark = pytest.mark.anyio
 TOTAL = sum(SIZES)
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(params=list(KINDS))
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -30,6 +30,11 @@ GAP = 4  # behind each of the reader's rows
 CHUNK_ROWS = 20
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 @dataclass
 class Setting:
     """Two published ranks that hold the rows of one tensor, and a reader of columns of it."""
@@ -123,29 +128,6 @@ async def test_columns_come_from_two_ranks_that_hold_rows(digest: Digest, transp
     assert sorted(source.bytes_read for source in report.sources) == [ROWS * columns] * 2
     origins = {its.reader.owner.origin(its.reader.registration, 7, chunk) for chunk in (0, 9)}
     assert origins == {Origin(its.a.registration, 7), Origin(its.b.registration, 7)}
-
-
-async def test_the_publishers_digests_of_a_selection_are_the_readers() -> None:
-    its = setting()
-    its.a.owner.open(its.a.registration, 7, CONTENT, its.a.memory, complete=True, tells=True)
-    its.b.open(complete=True)
-    news: list[str] = []
-    its.a.owner.on_made = news.append
-    its.reader.open(complete=False)
-    async with serving(its.a, its.b, its.reader), its.runner() as runner:
-        runner.add_source(its.grant(its.a))
-        runner.add_source(its.grant(its.b))
-        await finish(runner)
-    name, part = next(iter(its.parts.items()))
-    mine = its.reader.owner.digests(its.reader.registration, 7)
-    assert mine is not None
-    assert None not in mine
-    assert news == [its.a.registration] * len(news) != []
-    assert its.a.owner.selections(its.a.registration) == (name,)
-    told, are_all = its.a.owner.take_made(its.a.registration, name)
-    assert are_all
-    assert told == [(chunk, mine[number]) for chunk, number in enumerate(part.chunks)]
-    assert its.a.owner.listed(its.a.registration, 7, name) == (8, tuple(digest for _, digest in told))
 
 
 @pytest.mark.parametrize("columns", [700, 2300])
@@ -271,25 +253,6 @@ def test_few_bytes_do_not_make_a_source_work_without_end() -> None:
     assert "more than 16 times" in memory.fault(Selection((everything,) * 16 + (ends,)))
     again = (Strip(0, 0, 0, 0, 1, ((17, 0),), sum(memory.sizes)),)  # in one loop that stands still
     assert "more than 16 times" in memory.fault(Selection((again,)))
-
-
-def test_a_reader_has_no_more_looked_at_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it says another selection; and other readers have their own."""
-    monkeypatch.setattr(kept_selections, "BUDGET_PARTS", 100)
-    now = 0.0
-    known, other = Selections(clock=lambda: now), lane("other")
-    other.address = "elsewhere"
-    said = [blob_of(number, 15) for number in range(5)]  # of a strip and a cell each: 30 parts
-    answers = [known.upload(READER, MANY, name, len(blob), 0, blob) for name, blob in said]
-    assert [isinstance(answer, Refusal) for answer in answers] == [False, False, False, True, True]
-    assert "read again later" in str(answers[-1])
-    assert not isinstance(known.upload(other, MANY, said[4][0], len(said[4][1]), 0, said[4][1]), Refusal)
-    assert known.spend(READER, said[0][0]) is not None, "to look whether it is of another memory costs as much"
-    now = kept_selections.BUDGET_S / 4
-    assert known.spend(READER, said[0][0]) is None
-    monkeypatch.setattr(kept_selections, "BUDGETS_MAX", 1)
-    assert known.spend(other, said[0][0]) is None
-    assert known.spend(READER, said[0][0]) is None, "it was forgotten"
 
 
 @pytest.mark.parametrize("token", [b"full", b"read-only"])

@@ -38,11 +38,6 @@ pytestmark = pytest.mark.anyio
 LARGE = 32 * 2**20  # more than the buffers of two sockets
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @asynccontextmanager
 async def raw_reader(node: Node) -> AsyncIterator[BlockingConnection]:
     """A proved connection that does only what the test does with it."""
