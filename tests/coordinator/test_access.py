@@ -362,7 +362,7 @@ def books(cluster: StepwiseCluster) -> dict[str, Any]:
     found["decisions"], found["records"] = dict(core.decisions), list(core.records)
     for registration, member in core.members.items():
         if not member.worker.read_only:
-            held = [(h.generation, h.complete, h.committed, h.quarantined, h.version.number) for h in _of(member)]
+            held = [(h.generation, h.complete, h.committed, h.trust.quarantined, h.version.number) for h in _of(member)]
             found[registration] = (
                 member.worker.incarnation,
                 member.group.epoch,
@@ -378,7 +378,7 @@ def books(cluster: StepwiseCluster) -> dict[str, Any]:
         groups = {g.name: (g.epoch, g.sequence, g.operation) for g in model.groups.values() if not _readers(g)}
         pins, rest = (
             dict(model.pins),
-            (model.mark, model.lineage, model.retain, list(model.withdrawals), list(model.rollbacks)),
+            (model.mark, model.history.lineage, model.retain, list(model.withdrawals), list(model.history.rollbacks)),
         )
         found[f"model {name}"] = (versions, groups, pins, rest)
     return found

@@ -66,7 +66,7 @@ def test_books_stay_bounded_over_many_operations() -> None:
     assert all(len(group.replicas) <= 2 for group in model.groups.values())
     assert books.leases == {}
     assert books.records == {}
-    assert not [*model.unbound, *model.restless, *model.flexible]
+    assert not [*model.waiting.unbound, *model.waiting.restless, *model.waiting.flexible]
     assert model.withdrawals == {}
     assert len(books.timers) <= 8
     assert len(books.timers._heap) <= 200  # what is cancelled is swept out

@@ -96,7 +96,7 @@ def test_a_rollback_that_is_said_again_with_another_number_is_what_it_was() -> N
         cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
     trainer.worker.asks.rollback(3, ident="same")
     cluster.run()
-    assert (model_of(cluster).mark, model_of(cluster).lineage) == (1, 1)
+    assert (model_of(cluster).mark, model_of(cluster).history.lineage) == (1, 1)
     assert not any(error for error in trainer.worker.asks.answers.values())
 
 

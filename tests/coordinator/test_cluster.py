@@ -32,7 +32,7 @@ def test_who_is_woken_leaves_where_it_waited_and_is_looked_at_once() -> None:
         reader.replicate()
     cluster.run()
     books = cluster.coordinator.cluster
-    waiting = books.models["actor"].unbound
+    waiting = books.models["actor"].waiting.unbound
     operations = list(waiting.values())
     assert len(operations) == len(readers)
     books.wake_all(waiting)
@@ -52,7 +52,7 @@ def test_who_asks_for_what_is_available_is_woken_once_until_it_is_looked_at(monk
     cluster.run()
     books, woken = cluster.coordinator.cluster, list[Operation]()
     model = books.models["actor"]
-    assert len(model.flexible) == len(readers)
+    assert len(model.waiting.flexible) == len(readers)
     monkeypatch.setattr(books, "wake", woken.append)
     for _ in range(3):
         books.touch(model)
@@ -68,16 +68,16 @@ def test_a_call_that_is_over_is_found_nowhere() -> None:
     asked = reader.replicate()
     cluster.run()
     model = cluster.coordinator.cluster.models["actor"]
-    (operation,) = model.unbound.values()
-    assert operation.filed_in == [model.unbound]
+    (operation,) = model.waiting.unbound.values()
+    assert operation.filed_in == [model.waiting.unbound]
     reader.cancel("enough")
     cluster.run()
     assert asked.has_ended()
-    assert not model.unbound
+    assert not model.waiting.unbound
     trainer.publish(1)  # other publishes may overtake it, so anything of the model wakes it
     cluster.run()
     assert list(model.versions) == [1]
-    assert not model.restless
+    assert not model.waiting.restless
 
 
 def test_a_step_settles_so_many_ranks_of_those_that_were_woken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_step_settles_so_many_ranks_of_those_that_were_woken(monkeypatch: pyte
         rank.replicate()
     cluster.run()
     books = cluster.coordinator.cluster
-    books.wake_all(books.models["actor"].unbound)
+    books.wake_all(books.models["actor"].waiting.unbound)
     left = []
     while books.woken:
         cluster.step(Tick())

@@ -304,7 +304,7 @@ def test_a_publisher_that_digests_a_chunk_otherwise_than_it_told_does_not_differ
     asked = corrupt_at(world, reader, trainers[0])
     world.say(trainers[0], DigestedAgain(asked.inquiry, "t0", False, b"another", generation=trainers[0].generation))
     part = world.part(reader)
-    assert (part.exonerated, part.drifted) == ({"t0"}, None)
+    assert (part.proof.exonerated, part.proof.drifted) == ({"t0"}, None)
 
 
 @pytest.mark.parametrize("origin", ["t0", "x0"])
@@ -328,7 +328,7 @@ def test_of_very_many_accusations_only_the_newest_are_kept(monkeypatch: pytest.M
         (reader,) = filling(world, name)
         corrupt_at(world, reader, trainer)
     (holding,) = world.member(trainer).holdings
-    assert list(holding.inquiries) == ["worker of u0"]
+    assert list(holding.trust.inquiries) == ["worker of u0"]
 
 
 def test_who_leaves_is_asked_nothing() -> None:

@@ -262,7 +262,7 @@ def test_a_published_layout_is_not_asked_about() -> None:
     for copy in copies:
         assert copy.take(Start)
         assert not copy.take(CheckCoverage)
-        assert world.part(copy).reading
+        assert world.part(copy).reads
 
 
 # ---------------------------------------------------------------------------------------------- what is published

@@ -44,7 +44,7 @@ def assert_nothing_is_left(cluster: StepwiseCluster, groups: list[list[SimHandle
     model = cluster.coordinator.cluster.models["actor"]
     assert list(model.groups) == [group[0].shard.group for group in groups]
     assert not cluster.coordinator.cluster.leases
-    assert not [*model.unbound, *model.restless, *model.flexible]
+    assert not [*model.waiting.unbound, *model.waiting.restless, *model.waiting.flexible]
     assert {handle for handle in cluster.all_handles() if not handle.shard.serves} == set()
     assert not [name for name in cluster.coordinator.cluster.timers._when if name[0] in ("operation", "retry")]
 

@@ -60,7 +60,7 @@ def test_one_rank_is_asked_for_each_part_and_the_others_wait() -> None:
         assert (again.whole, again.part_ids) == (False, (id_of(own(rank.rank)[1][2]),))
         world.register(rank, whole=False, parts=own(rank.rank)[1][2:])
         assert rank.take(Registered)
-    assert world.member(ranks[2]).parts == own(2)[1]
+    assert world.member(ranks[2]).said.parts == own(2)[1]
 
 
 def test_who_waits_for_a_part_that_does_not_come_is_asked_for_it() -> None:

@@ -252,11 +252,11 @@ def test_who_comes_and_goes_read_only_makes_nobody_else_who_waits_be_asked(
     for i in range(10):
         assert isinstance(desk.say(1, Deregister(i, f"read-only-{i}", True)), Done)
     assert next(looked) <= 2 * 20
-    assert len(desk.core.cluster.models["m"].unbound) == 10
+    assert len(desk.core.cluster.models["m"].waiting.unbound) == 10
     desk.connect(2)
     desk.register(2, "t")
     assert isinstance(desk.publish(2, "t", 1, 0), Outcome)
-    assert not desk.core.cluster.models["m"].unbound  # whoever waited is told now
+    assert not desk.core.cluster.models["m"].waiting.unbound  # whoever waited is told now
 
 
 def test_however_many_read_only_calls_wait_the_steps_of_others_are_short(
@@ -286,7 +286,7 @@ def test_however_many_read_only_calls_wait_the_steps_of_others_are_short(
         desk.step(Tick())
         started.append(len([each for each in desk.heard[1][before:] if isinstance(each, Start)]))
     assert started == [3, 3, 3, 1]
-    assert not desk.core.cluster.models["m"].unbound
+    assert not desk.core.cluster.models["m"].waiting.unbound
 
 
 def test_a_manifest_is_named_once_however_often_somebody_asks(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

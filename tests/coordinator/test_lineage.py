@@ -53,7 +53,7 @@ def test_a_new_lineage_inherits_what_is_not_later() -> None:
     cluster, trainer, (one, two, late) = trained("one", "two", "late")
     rollback(cluster, trainer, 2)
     model = model_of(cluster)
-    assert (model.lineage, model.mark, sorted(model.versions)) == (1, 2, [1, 2])
+    assert (model.history.lineage, model.mark, sorted(model.versions)) == (1, 2, [1, 2])
     assert (one.member.version, two.member.version) == (1, 2)
     for holder in (trainer, late):
         assert holder.member.state is HandleState.EMPTY
@@ -74,7 +74,7 @@ def test_the_mark_itself_is_rolled_back_to() -> None:
     """A trainer that restarts from the newest checkpoint need not know that it is the newest."""
     cluster, trainer, _ = trained()
     rollback(cluster, trainer, 3)
-    assert (model_of(cluster).lineage, model_of(cluster).mark, trainer.member.version) == (1, 3, 3)
+    assert (model_of(cluster).history.lineage, model_of(cluster).mark, trainer.member.version) == (1, 3, 3)
 
 
 def test_what_cannot_be_rolled_back_to() -> None:
@@ -88,7 +88,7 @@ def test_what_cannot_be_rolled_back_to() -> None:
         request = trainer.worker.asks.rollback(0, name)
         cluster.run()
         assert "nothing was published under it yet" in str(trainer.worker.asks.answers[request])
-    assert model_of(cluster).lineage == 0
+    assert model_of(cluster).history.lineage == 0
     assert "unknown" not in cluster.coordinator.cluster.models
 
 
@@ -277,7 +277,7 @@ def test_a_retry_is_not_a_second_rollback() -> None:
         request = trainer.worker.asks.rollback(1, ident="mine")
         cluster.run()
         assert trainer.worker.asks.answers[request] is None
-        assert (model_of(cluster).lineage, trainer.member.version) == (1, 2)
+        assert (model_of(cluster).history.lineage, trainer.member.version) == (1, 2)
         cluster.restart()
         trainer.worker.connect()
         cluster.run()
@@ -285,7 +285,7 @@ def test_a_retry_is_not_a_second_rollback() -> None:
     cluster.run()
     assert first not in trainer.worker.asks.answers  # the retry stands for it
     assert trainer.worker.asks.answers[second] is None
-    assert model_of(cluster).lineage == 2
+    assert model_of(cluster).history.lineage == 2
 
 
 def test_a_retry_that_comes_after_somebody_elses_rollback_is_none_either() -> None:
@@ -299,14 +299,14 @@ def test_a_retry_that_comes_after_somebody_elses_rollback_is_none_either() -> No
         request = trainer.worker.asks.rollback(1, ident="mine")
         cluster.run()
         assert trainer.worker.asks.answers[request] is None
-        assert (model_of(cluster).lineage, trainer.member.version) == (2, 2)
+        assert (model_of(cluster).history.lineage, trainer.member.version) == (2, 2)
         cluster.restart()
         trainer.worker.connect()
         cluster.run()
     for number in range(500):
         trainer.worker.asks.rollback(1, ident=f"other {number:050}")
         cluster.run()
-    assert len(model_of(cluster).rolled_back_by) == IDENTS_CHARS_MAX
+    assert len(model_of(cluster).history.rolled_back_by) == IDENTS_CHARS_MAX
 
 
 def test_a_store_that_fails_leaves_everything_as_it_was() -> None:
@@ -316,9 +316,9 @@ def test_a_store_that_fails_leaves_everything_as_it_was() -> None:
     cluster.fail_store()
     cluster.run()
     assert isinstance(trainer.worker.asks.answers[request], CoordinatorUnavailable)
-    assert (model_of(cluster).lineage, model_of(cluster).mark, trainer.member.version) == (0, 3, 3)
+    assert (model_of(cluster).history.lineage, model_of(cluster).mark, trainer.member.version) == (0, 3, 3)
     rollback(cluster, trainer, 1)
-    assert model_of(cluster).lineage == 1
+    assert model_of(cluster).history.lineage == 1
 
 
 def test_a_holder_that_was_away_learns_it_when_it_announces() -> None:
@@ -356,7 +356,7 @@ def test_a_coordinator_that_comes_back(kept: bool) -> None:
         worker.connect()
     cluster.run()
     model = model_of(cluster)
-    assert (model.lineage, model.mark) == ((1, 1) if kept else (0, 3))
+    assert (model.history.lineage, model.mark) == ((1, 1) if kept else (0, 3))
     assert trainer.member.version == (None if kept else 3)
     assert one.member.version == 1
     cluster.check_agreement()
@@ -368,14 +368,14 @@ def test_the_lineage_is_recovered_without_any_version() -> None:
     cluster.restart()
     trainer.worker.connect()
     cluster.run()
-    assert (model_of(cluster).lineage, model_of(cluster).mark) == (1, 0)
+    assert (model_of(cluster).history.lineage, model_of(cluster).mark) == (1, 0)
     asked = trainer.publish(1)
     cluster.run()
     assert asked.number == 1
     cluster.restart()
     trainer.worker.connect()
     cluster.run()
-    assert (model_of(cluster).lineage, model_of(cluster).mark, trainer.member.version) == (1, 1, 1)
+    assert (model_of(cluster).history.lineage, model_of(cluster).mark, trainer.member.version) == (1, 1, 1)
 
 
 def begin_unpublish(cluster: StepwiseCluster, trainer: SimHandle) -> None:
@@ -525,12 +525,12 @@ def test_latest_is_not_older_than_a_forgotten_version_that_a_rollback_made_the_n
 def test_a_rollback_wakes_who_asked_for_the_one_before_the_newest_though_the_newest_is_lost_before_and_after() -> None:
     cluster, trainer, _ = trained("keeper", to=5)
     rollback(cluster, trainer, 3)
-    assert model_of(cluster).lost == (2, 3)
+    assert model_of(cluster).history.lost == (2, 3)
     asked = cluster.fetcher("late").fetch("latest-1", timeout_s=100)
     cluster.run()
     assert not asked.done, "2 is lost"
     rollback(cluster, trainer, 2)
-    assert model_of(cluster).lost == (2,)
+    assert model_of(cluster).history.lost == (2,)
     cluster.run()
     assert asked.number == 1
 

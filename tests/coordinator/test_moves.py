@@ -191,7 +191,7 @@ def test_no_move_more_often_than_once_in_a_while() -> None:
 def test_nobody_moves_to_what_is_filled_from_it_nor_to_what_has_failed_it() -> None:
     """All that is left is behind `c` itself, so it stays."""
     chain = slow_in_the_midst()
-    chain.part("c").failures.update(
+    chain.part("c").attempts.failures.update(
         dict.fromkeys((each.worker.incarnation for each in (chain.trainer, chain.handles["a"])), 1)
     )
     chain.says("d", 20, per_s=FAST)
@@ -201,7 +201,7 @@ def test_nobody_moves_to_what_is_filled_from_it_nor_to_what_has_failed_it() -> N
 
 def test_nobody_moves_to_what_has_less() -> None:
     chain = slow_in_the_midst()
-    chain.part("c").failures[chain.trainer.worker.incarnation] = 1
+    chain.part("c").attempts.failures[chain.trainer.worker.incarnation] = 1
     chain.says("c", 17, per_s=SLOW)
     assert chain.sources()["c"] == "b"
     chain.passes(rules.COMPARE_S)
@@ -317,11 +317,11 @@ def test_of_two_that_fill_host_memory_in_other_sites_one_reads_from_the_other() 
     """They share what is between the sites, so that each counts for the other."""
     chain = with_a_seed("")
     (lease,) = chain.part("x").leases.values()
-    assert (lease.yields, lease.holding.yielding, lease.holding.load.readers) == (True, 1, 0)
+    assert (lease.yields, lease.holding.traffic.yielding, lease.holding.load.readers) == (True, 1, 0)
     chain.prefetch("y")
     assert chain.sources() == {"x": "t", "y": "x"}
     chain.finish()
-    assert lease.holding.yielding == 0
+    assert lease.holding.traffic.yielding == 0
 
 
 def test_of_two_seeds_of_a_site_one_brings_the_version_there_and_the_other_goes_on_when_it_dies() -> None:

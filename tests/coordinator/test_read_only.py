@@ -79,7 +79,9 @@ class Lobby(Desk):
 
     def readers(self, *names: str) -> list[int]:
         """How many read from each of these at a time, so far as is known here."""
-        return [member.holding.active_readers for name in names if (member := self.core.cluster.members[name]).holding]
+        return [
+            member.holding.traffic.active_readers for name in names if (member := self.core.cluster.members[name]).holding
+        ]
 
     def wait(self, seconds: float, beating: tuple[int, ...] = ()) -> None:
         """So long, with heartbeats of these sessions."""
@@ -151,7 +153,7 @@ def test_however_many_readers_wait_a_workers_step_looks_at_a_few_and_each_has_it
     assert lobby.ticks() >= 2
     assert {operation.key.group for operation in looked} == {"t", *(f"read-only-{number}" for number in range(many))}
     assert lobby.readers("t") == [many]
-    assert not [*lobby.core.cluster.models["m"].unbound, *lobby.core.cluster.woken]
+    assert not [*lobby.core.cluster.models["m"].waiting.unbound, *lobby.core.cluster.woken]
 
 
 def test_readers_whose_source_leaves_are_moved_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def test_those_that_differ_are_named_with_their_tensors_and_nobody_is_quarantine
     (late,) = filling(world, "late")
     assert error_of(late) == text
     assert not any(trainer.take(Revoked) for trainer in trainers)
-    assert not any(holding.quarantined for there in world.version.holdings.values() for holding in there)
+    assert not any(holding.trust.quarantined for there in world.version.holdings.values() for holding in there)
 
 
 def test_of_three_that_have_the_same_part_the_last_may_differ() -> None:

@@ -443,7 +443,7 @@ def test_who_asks_again_for_a_pin_is_answered_once_all_know() -> None:
     assert answer[1] is None
     assert knows(trainer)
     assert set(model_of(cluster).pins) == {pin}
-    assert model_of(cluster).unanswered == []
+    assert model_of(cluster).notices.unanswered == []
 
 
 def test_new_holders_know_from_the_beginning_and_of_a_version_in_its_place() -> None:
@@ -519,14 +519,14 @@ def test_very_many_holders_are_told_some_in_each_step_and_count_once_they_know(m
     left: list[int] = []
     while choices := [choice for choice in cluster.choices() if choice.kind != "down"]:
         cluster.do(choices[0])
-        left += [len(model.notices)] if model.notices else []
+        left += [len(model.notices.queue)] if model.notices.queue else []
     assert left == [3]
     cluster.step(Tick())
     cluster.step(Tick())
-    assert not model.notices
-    assert model.unanswered  # everybody was told, and nobody knows
+    assert not model.notices.queue
+    assert model.notices.unanswered  # everybody was told, and nobody knows
     cluster.run()
-    assert not model.unanswered
+    assert not model.notices.unanswered
     holders = [books.members[handle.id] for handle in (trainer, *others)]
     reliable = [holder.holding for holder in holders if holder.holding is not None]
     assert all(map(cluster.coordinator._retentions.is_reliable, reliable))
@@ -587,7 +587,7 @@ def test_an_answer_to_an_earlier_telling_does_not_count() -> None:
     assert (holding.told, holding.kept) == (True, False)
     cluster.run()
     assert (holding.told, holding.kept) == (True, True)
-    assert model_of(cluster).unanswered == []
+    assert model_of(cluster).notices.unanswered == []
 
 
 def test_the_other_ranks_hear_who_must_stay() -> None:

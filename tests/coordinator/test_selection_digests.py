@@ -196,7 +196,7 @@ def test_ranks_of_one_class_that_differ_are_named_and_nobody_is_quarantined() ->
     assert isinstance(outcome.error.error(), IntegrityError)
     assert "ranks 1 and 3 of group 't'" in outcome.error.message
     assert not trainers[3].take(Revoked)
-    assert not any(holding.quarantined for there in world.version.holdings.values() for holding in there)
+    assert not any(holding.trust.quarantined for there in world.version.holdings.values() for holding in there)
     assert all(len(there) == 1 for there in world.version.holdings.values())
 
 
@@ -241,7 +241,7 @@ def test_a_holder_of_another_layout_whose_chunk_is_in_no_selection_is_condemned(
     assert (question.chunk, question.selection) == (4, "")
     world.say(first[0], DigestedAgain(question.inquiry, "first0", False, list_of(1, value)))
     assert bool(first[0].take(Revoked)) != is_right
-    assert world.part(second).exonerated == ({"first0"} if is_right else set())
+    assert world.part(second).proof.exonerated == ({"first0"} if is_right else set())
 
 
 def test_a_chunk_without_its_digest_is_asked_for_in_the_selection_s_numbers() -> None:
@@ -272,9 +272,9 @@ def test_what_is_said_of_another_selection_than_is_compared_changes_nothing() ->
     assert compare.shard == A.shard
     assert holding is not None
     world.say(reader, Compared(key, 0, B.chunks, (), False, B.selection, B.shard))
-    assert (part.comparisons, part.page, holding.verified) == (0, 0, True)
+    assert (part.proof.comparisons, part.proof.page, holding.verified) == (0, 0, True)
     world.say(reader, Compared(key, 0, A.chunks, (), True, A.selection, A.shard))
-    assert (part.comparisons, part.page, holding.verified) == (1, None, False)
+    assert (part.proof.comparisons, part.proof.page, holding.verified) == (1, None, False)
 
 
 def test_all_who_need_a_selection_hear_of_its_digests() -> None:
@@ -309,11 +309,11 @@ def test_digests_settle_nobody_who_does_not_wait_for_them(monkeypatch: pytest.Mo
     monkeypatch.setattr(world.core, "check_waits", lambda: None)  # that settles all
     world.tell(trainers[0], A)
     assert not looked
-    assert list(world.part(voting).claim or ()) == [B], "the other one is agreed, all the same"
+    assert list(world.part(voting).proof.claim) == [B], "the other one is agreed, all the same"
     world.tell(trainers[1], B)
     assert [operation.group.name for operation in looked] == ["s"]
     assert voting.take(Outcome)[0].committed
-    assert world.part(reading).claim is None
+    assert world.part(reading).reads
 
 
 def test_operations_that_have_ended_are_not_kept_for_their_digests() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tensorhub.coordinator import states
 from tensorhub.coordinator.core import Coordinator
-from tensorhub.coordinator.entities import Operation, ReadLease, Replica, Version, Worker
+from tensorhub.coordinator.entities import Operation, RankPart, ReadLease, Replica, Version, Worker
 from tensorhub.machine import STORY_EVENTS_MAX, IllegalTransition, Stateful
 from tensorhub.worker import states as worker_states
 from tensorhub.worker.active_call import Refusing
@@ -45,6 +45,11 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
         Operation,
         "GATHERING",
         "GATHERING -> RUNNING | ABORTED; RUNNING -> PREPARED | ABORTED; PREPARED -> COMMITTED | ABORTED",
+    ),
+    "rank's part": (
+        RankPart,
+        "CALLED",
+        "CALLED -> READY | READING | VOTED; READY -> READING; READING -> CLAIMING; CLAIMING -> READING | VOTED",
     ),
     "coordinator": (Coordinator, "RECOVERING", "RECOVERING -> SERVING"),
     "handle": (
@@ -86,6 +91,7 @@ TERMINAL = {
     "read lease": {"RELEASED", "FENCED"},
     "worker lease": {"LOST"},
     "group operation": {"COMMITTED", "ABORTED"},
+    "rank's part": {"VOTED"},
     "coordinator": {"SERVING"},
     "handle": {"CLOSED"},
     **{call: {"OVER"} for call in CALLS},

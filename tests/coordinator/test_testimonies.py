@@ -187,7 +187,7 @@ def test_whatever_others_have_said_in_its_place_a_publisher_is_not_blamed() -> N
     assert [line for line in cluster.log if "trainer -> DigestedAgain" in line]
     holding = cluster.coordinator.cluster.members[trainer.id].holding
     assert holding is not None
-    assert not holding.condemned
+    assert not holding.trust.condemned
     assert trainer.member.version == 1
 
 
@@ -480,12 +480,12 @@ def test_who_takes_a_publishers_place_is_not_its_publisher() -> None:
         world_size=1,
         serves=True,
         spot=False,
-        medium=before.medium,
-        purpose=before.purpose,
-        layout_id=before.layout_id,
-        nbytes=before.nbytes,
+        medium=before.said.medium,
+        purpose=before.said.purpose,
+        layout_id=before.said.layout_id,
+        nbytes=before.said.nbytes,
         chunks=CHUNKS,
-        manifest=before.manifest,
+        manifest=before.said.manifest,
         held=held,
     )
     thief.say(register)

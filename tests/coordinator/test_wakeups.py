@@ -307,7 +307,7 @@ def test_a_reader_whom_many_sources_have_failed_counts_as_several(monkeypatch: p
     lobby.reader(1)
     keys = [lobby.asks(1, str(number)) for number in range(many)]
     for key in keys:
-        lobby.core.cluster.undecided[str(key)].parts[0].failures = {f"life{number}": 1 for number in range(15)}
+        lobby.core.cluster.undecided[str(key)].parts[0].attempts.failures = {f"life{number}": 1 for number in range(15)}
     lobby.connect(2)
     lobby.register(2, "t")
     lobby.core.step(Received(2, lobby.publication("t")), lobby.now)

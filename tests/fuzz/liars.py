@@ -184,8 +184,8 @@ class _Peers(Shell):
         key = OpKey(group.model.name, group.name, group.epoch, group.sequence)
         generation, timeout_s = self.below(250), self.choice((60.0, 600.0))
         me = (key, member.rank, member.registration)
-        kind = self.choice(FILLS) if member.serves else OpKind.FETCH
-        if member.serves and member.holding is None:
+        kind = self.choice(FILLS) if member.said.serves else OpKind.FETCH
+        if member.said.serves and member.holding is None:
             yield Publish(*me, (group.model.mark or 0) + 1, generation, timeout_s)
         yield Fill(*me, kind, self.choice(SELECTORS), None, generation, self.flag(), self.rarely(), timeout_s)
         if self.rarely():
@@ -199,7 +199,7 @@ class _Peers(Shell):
         again = Register(
             1, member.registration, group.model.name, group.name, member.rank, member.shard, group.world_size, *USE
         )
-        yield dataclasses.replace(again, serves=member.serves, manifest=member.manifest, held=held)
+        yield dataclasses.replace(again, serves=member.said.serves, manifest=member.said.manifest, held=held)
 
     def parts(self, part: RankPart) -> Iterator[FromWorker]:
         """What a rank says of the operation in which it takes part."""
@@ -217,7 +217,7 @@ class _Peers(Shell):
             origin = Origin(lease.holding.member.registration, lease.holding.generation)
             yield Compared(key, rank, CHUNKS, (Stray(0, origin),), rereads=self.flag())
             yield ReadFailed(key, rank, lease.id, self.choice(("lost", "corrupt", "dropped")), "", 0)
-        if part.page is not None:
+        if part.proof.page is not None:
             yield Compared(key, rank, CHUNKS, (), rereads=self.flag())
 
     def owners(self, holding: Holding) -> Iterator[FromWorker]:
@@ -232,7 +232,7 @@ class _Peers(Shell):
             yield Fenced(name, generation)
         for lease in holding.readers:
             yield ReaderCut(lease)
-        for inquiry in holding.inquiries.values():
+        for inquiry in holding.trust.inquiries.values():
             yield DigestedAgain(inquiry.ident, name, self.choice((True, False, None)), DIGESTS[:8])
 
 

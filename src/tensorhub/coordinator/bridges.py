@@ -64,7 +64,7 @@ def as_known(member: Member, version: Version, parts: tuple[bytes, ...]) -> tupl
     """What this rank says of which part of the model it holds, in the layout in which that was published. None: it does not
     know that; it has read this from others, and nobody had told it.
     """
-    has_own = version.layout_id if member.fits_any_layout else member.layout_id
+    has_own = version.layout_id if member.fits_any_layout else member.said.layout_id
     return parts if parts or not has_own.startswith(OF_ITS_OWN) else None
 
 
@@ -82,7 +82,7 @@ def check(part: RankPart, said: ReadyToWrite, selections: int) -> TensorHubError
         return StateError(f"{who} names a class of shards twice")
     if known is not None and known != needs:
         return StateError(f"{who} needs other chunks than others of the layout {part.layout.layout_id}, which fill it too")
-    if part.member.serves and len(said.part_ids) != PARTS:
+    if part.member.said.serves and len(said.part_ids) != PARTS:
         return StateError(f"{who} does not say where in its memory that lies")
     new = sum((part.layout.origin_id, need.shard, need.selection) not in version.selections for need in needs)
     if selections + new > limits.SELECTIONS_MAX:

@@ -197,6 +197,11 @@ class Cluster:
         self._actions.append(Persist(self.cause, self.records_minted, entry))
         return self.records_minted
 
+    def record(self, write: PendingWrite, entry: Entry) -> None:
+        """Have made durable what a worker has asked for."""
+        write.record = self.persist(entry)
+        self.pending_writes[write.record] = write
+
     def take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
         return actions
@@ -232,7 +237,7 @@ class Cluster:
     def become(self, entity: Entity, state: Any, why: str) -> None:
         """Move an entity along its table, in this step."""
         entity.become(state, self.cause, self.now, why)
-        self.noted[entity] = None
+        self.noted[entity.operation if isinstance(entity, RankPart) else entity] = None
         if isinstance(entity, Replica):
             self.reckon(*entity.holdings.values())
         elif isinstance(entity, Worker):
@@ -256,7 +261,7 @@ class Cluster:
                 if layout.has_grown:
                     layout.has_grown = False
                     self.wake_all(version.starving)
-                    self.wake_all(model.unbound_copies)
+                    self.wake_all(model.waiting.unbound_copies)
 
     def reckon_all_of(self, worker: Worker) -> None:
         self.reckon(*(member.holding for member in worker.members.values() if member.holding is not None))
@@ -282,6 +287,10 @@ class Cluster:
         operation.version = version
         version.bound[operation.key] = operation
         self.note(operation, version)
+
+    def look_at_all(self, operation: Operation) -> None:
+        """When it is settled next, look at all its ranks."""
+        operation.news = None
 
     def wake(self, operation: Operation) -> None:
         """Have an operation settled in its turn: in this step, unless there are many."""
@@ -335,7 +344,7 @@ class Cluster:
             self.note(version)
         if layout.is_described and not was_described:
             model = self.models[version.info.model]
-            self.wake_all(model.unbound)
+            self.wake_all(model.waiting.unbound)
 
     def _are_as_published(
         self, version: Version, layout: LayoutHoldings[Holding], shard: int, parts: tuple[bytes, ...]
@@ -384,7 +393,7 @@ class Cluster:
             are_copies = all(member.is_of_one_shard for member in group.members.values())
             layout.lay_out(len(Published.decode(origins).shards) if are_copies else group.world_size)
             layout.origins = self.manifests.keep(origins)
-            layout.covers = not all(member.partial for member in group.members.values())
+            layout.covers = not all(member.said.partial for member in group.members.values())
             self.note(version)
         return layout
 

@@ -173,14 +173,12 @@ class Coordinator(Stateful[CoordinatorState]):
             what = publication.lineage, publication.layout_id, publication.key, publication.manifest_ids
             self._versions.recover(Version(info, *what), model)
         for record in durable.models:
-            model = cluster.model(record.model)
-            model.lineage, model.mark, model.rolled_back_by = record.lineage, record.mark, record.rollback
-            model.retain = record.retain
+            self._versions.begin_lineage(cluster.model(record.model), record.lineage, record.mark, record.rollback)
         for digested in durable.digested:
             version = cluster.model(digested.model).versions.get(digested.number)
             if version is not None and version.info.content_id == digested.content_id:
                 self._testimonies.recover(version, digested.roots)
-        self._retentions.recover(durable.pins)
+        self._retentions.recover(durable)
         for model in cluster.models.values():
             for number in sorted(set(model.versions) - model.retained())[:-RECOVERED_PER_MODEL_MAX]:
                 del model.versions[number]
@@ -229,7 +227,7 @@ class Coordinator(Stateful[CoordinatorState]):
         for operation in self.cluster.operations():
             asks = is_of_available(operation) or awaits_agreement(operation)
             if not asks and not self.cluster.is_woken(operation):
-                operation.news = None  # of whichever rank
+                self.cluster.look_at_all(operation)
                 self._operations.settle(operation)
                 if self.cluster.unsettled != before:
                     raise InvariantBroken(f"who can go on is woken: {operation!r}. Story:\n{operation.story}")  # G7
@@ -409,9 +407,9 @@ class Coordinator(Stateful[CoordinatorState]):
                     continue  # it was forgotten since
                 self._settle_model(model)
                 if wakes:
-                    for operation in model.restless.values():
+                    for operation in model.waiting.restless.values():
                         cluster.wake(operation)
-                    cluster.wake_all(model.flexible)
+                    cluster.wake_all(model.waiting.flexible)
                 cluster.forget_if_unused(model)
 
     def _settle_model(self, model: Model) -> None:
@@ -443,4 +441,4 @@ class Coordinator(Stateful[CoordinatorState]):
 
 def _looks(operation: Operation) -> int:
     """As how many it counts when it is settled: a look at a rank passes over all sources that have failed it."""
-    return sum(1 + len(part.failures) for part in operation.parts.values())
+    return sum(1 + len(part.attempts.failures) for part in operation.parts.values())

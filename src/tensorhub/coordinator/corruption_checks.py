@@ -54,12 +54,13 @@ class CorruptionChecks:
     def _ask(self, part: RankPart | None, worker: Worker, holding: Holding, chunk: int, need: Need | None) -> None:
         now = self._cluster.now
         reader = READ_ONLY if worker.read_only else worker.incarnation
-        known = holding.inquiries.get(reader)
+        inquiries = holding.trust.inquiries
+        known = inquiries.get(reader)
         if holding.leaving or (known is not None and now < known.asked_at + INQUIRY_S):
             return
-        if known is None and len(holding.inquiries) >= limits.INQUIRIES_MAX:
-            del holding.inquiries[next(iter(holding.inquiries))]
-        inquiry = holding.inquiries[reader] = Inquiry(self._cluster.new_id(), part, now, chunk, need)
+        if known is None and len(inquiries) >= limits.INQUIRIES_MAX:
+            del inquiries[next(iter(inquiries))]
+        inquiry = inquiries[reader] = Inquiry(self._cluster.new_id(), part, now, chunk, need)
         of = ("", 0) if need is None else (need.selection, need.shard)
         question = DigestAgain(inquiry.ident, holding.member.registration, holding.generation, chunk, *of)
         self._cluster.tell(holding.member, question)
@@ -72,7 +73,7 @@ class CorruptionChecks:
             self._holdings.quarantine(holding)
         if holding is None or not answer.inquiry:
             return
-        inquiry = next((each for each in holding.inquiries.values() if each.ident == answer.inquiry), None)
+        inquiry = next((each for each in holding.trust.inquiries.values() if each.ident == answer.inquiry), None)
         if inquiry is None:
             return
         inquiry.ident = ""
@@ -94,11 +95,11 @@ class CorruptionChecks:
             is_right = _is_of_one(holding, answer.digest)
         if is_right or (testimony is not None and holding is testimony.publisher):
             if inquiry.part is not None:
-                inquiry.part.exonerated.add(holding.member.worker.name)
+                inquiry.part.proof.exonerated.add(holding.member.worker.name)
                 self._cluster.changed(inquiry.part.operation)
         elif _has_published(holding):  # as has another one of its class, whose digests count
             if inquiry.part is not None and testimony is not None and testimony.publisher is not None:
-                inquiry.part.drifted = testimony.publisher.shard, holding.shard, ""
+                inquiry.part.proof.drifted = testimony.publisher.shard, holding.shard, ""
                 self._cluster.changed(inquiry.part.operation)
         elif holding.committed or answer.origin is None:
             self.condemn(holding)
@@ -110,7 +111,7 @@ class CorruptionChecks:
 
     def condemn(self, holding: Holding) -> None:
         """The holding has other bytes than were published, although it agreed with its publisher or has read from nobody."""
-        holding.condemned = True
+        holding.trust.condemned = True
         condemned, owner = holding.version.condemned, holding.member
         condemned[owner.worker.incarnation] = None
         if len(condemned) > limits.INQUIRIES_MAX:

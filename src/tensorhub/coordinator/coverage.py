@@ -84,10 +84,14 @@ class Coverage:
             part.checks = readers
             self.ask_again(part)
 
+    def ready(self, part: RankPart) -> None:
+        """It says that it is ready: perhaps once more, since it has missed a question."""
+        part.checks = ""
+
     def ask_again(self, part: RankPart) -> None:
         """It may have missed what it was asked."""
         operation = part.operation
-        if part.checks and not operation.covers and part.rank not in operation.agree:
+        if part.checks and not operation.covers and part.rank not in operation.agreed.ranks:
             self._cluster.tell(part.member, CheckCoverage(operation.key, part.rank, part.checks))
 
     def _readers(self, operation: Operation) -> str | None:
@@ -107,8 +111,8 @@ class Coverage:
         self._remember((origin_id, message.readers), is_shared=is_shared)
         self._cluster.changed(operation)
         if is_shared:
-            operation.agree.add(part.rank)
-            operation.covers = len(operation.agree) == len(operation.parts)
+            operation.agreed.ranks.add(part.rank)
+            operation.covers = len(operation.agreed.ranks) == len(operation.parts)
             return _drifted(part, message)
         operation.covers = True
         return None
@@ -127,14 +131,14 @@ def must_cover(operation: Operation) -> bool:
     group, parts = operation.group, operation.parts.values()
     if group.world_size == 1 or not any(part.bridges for part in parts) or operation.bound.is_laid_out_as(group):
         return False
-    return not all(part.member.partial for part in parts) and not any(part.has_written for part in parts)
+    return not all(part.member.said.partial for part in parts) and not any(part.has_written for part in parts)
 
 
 def _drifted(part: RankPart, message: Covered) -> Blame | None:
     """What this rank says that it publishes, and another rank has published with other bytes."""
     operation, unlike = part.operation, dict[int, list[str]]()
     for each in message.shared:
-        digest, rank = operation.shared.setdefault(each.number, (each.digest, part.rank))
+        digest, rank = operation.agreed.digests.setdefault(each.number, (each.digest, part.rank))
         if digest != each.digest:
             unlike.setdefault(rank, []).append(each.what)
     if not unlike:

@@ -68,7 +68,7 @@ class Decisions:
 
     def held_up(self, operation: Operation) -> bool:
         """Whether a rollback of the model comes first: while one waits or is being recorded, nothing else is."""
-        return bool(operation.group.model.rollbacks) and self._handlers[operation.kind].entry(operation) is not None
+        return bool(operation.group.model.history.rollbacks) and self._handlers[operation.kind].entry(operation) is not None
 
     def recorded(self, record: int) -> Operation | None:
         """An entry is durable. Returns the operation that it commits, if any."""
@@ -154,11 +154,9 @@ class Decisions:
             changed.pop(operation.key, None)
         self._cluster.file(operation)
         self._cluster.undecided.pop(name, None)
-        group.operation = None
-        if operation.key.epoch == group.epoch:
-            group.sequence = operation.key.sequence + 1
+        group.end(operation.key)
         group.decided[operation.key] = outcomes
-        serves = any(member.serves for member in group.members.values())
+        serves = any(member.said.serves for member in group.members.values())
         while len(group.decided) > (DECIDED_KEPT_MAX if serves else 1):  # memory that is fetched into has one call
             group.decided.pop(next(iter(group.decided)))
         self._cluster.touch(group.model, wakes=not operation.is_read_only)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from math import inf
 from typing import Any, ClassVar, TypeVar
@@ -30,6 +30,7 @@ from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,
+    PartState,
     ReplicaState,
     VersionState,
     WorkerState,
@@ -44,6 +45,7 @@ from tensorhub.messages import (
     Outcome,
     Pin,
     Publish,
+    Register,
     Resolve,
     Retain,
     Rollback,
@@ -132,13 +134,7 @@ class Member:
     group: Group
     rank: int
     shard: int  # of a version, that this memory holds; the rank, but for a fetch and a copy of one shard
-    serves: bool  # False: a fetch, alone in its group; never a holding, a replica or a source
-    spot: bool
-    medium: Medium
-    purpose: Purpose
-    nbytes: int
-    chunks: int
-    manifest: bytes  # as this rank publishes
+    said: Register  # its manifest and its parts (none for whole and rank-local tensors) are kept in `Manifests`
     said_in: int | None  # the session in which it was registered or announced last
     dropped: bool = False  # it is a copy that its worker was told, in this session, to give up
     holding: Holding | None = None  # what its memory holds or is filled with; None while the memory is its owner's to write
@@ -146,22 +142,29 @@ class Member:
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
     begun: bytes = b""  # the manifest of the fill that it had begun under a former coordinator, until that is bound again
     begun_id: str = ""  # the id of that manifest
-    partial: bool = False  # its group may leave published bytes unread, if all its ranks say so
-    arranged: tuple[bytes, ...] = ()  # as `parts`, of what it has read last from another layout, as it lies in its memory
-    layout_id: str = ""  # which part of which tensors it has
+    arranged: tuple[
+        bytes, ...
+    ] = ()  # as `said.parts`, of what it has read last from another layout, as it lies in its memory
     unheard: int = 0  # its Register, if that said what it holds, and nobody could know in which layout; else 0
-    parts: tuple[bytes, ...] = ()  # its catalogue, arrangement and coordinates; none for whole and rank-local tensors
     reads: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING leases of this reader
+
+    def drop(self, dropped: bool) -> None:
+        """Its worker is told to give this copy up, or keeps it after all."""
+        self.dropped = dropped
+
+    def wait(self, request: int) -> None:
+        """It cannot be known yet in which layout it holds what that Register says; 0: it need not be."""
+        self.unheard = request
 
     @property
     def fits_any_layout(self) -> bool:
         """Whether it takes a published shard of any version: a fetch that has no layout, or a copy of one shard."""
-        return not self.layout_id and (not self.serves or self.is_of_one_shard)
+        return not self.said.layout_id and (not self.said.serves or self.is_of_one_shard)
 
     @property
     def is_of_one_shard(self) -> bool:
         """Whether it is a copy of a shard, and a group of its own."""
-        return self.purpose in (Purpose.RETENTION, Purpose.SEED)
+        return self.said.purpose in (Purpose.RETENTION, Purpose.SEED)
 
     @property
     def part(self) -> RankPart | None:
@@ -195,6 +198,20 @@ class Group:
     decided: dict[OpKey, dict[int, Outcome]] = field(default_factory=dict)  # newest DECIDED_KEPT_MAX, by rank
     replicas: list[Replica] = field(default_factory=list)  # those that are not GONE
 
+    def begin(self, operation: Operation) -> None:
+        """From now on this operation is the undecided one."""
+        self.operation, self.sequence = operation, operation.key.sequence
+
+    def end(self, key: OpKey) -> None:
+        """That operation is decided."""
+        self.operation = None
+        if key.epoch == self.epoch:
+            self.sequence = key.sequence + 1
+
+    def renumber(self, epoch: int) -> None:
+        """Its ranks have changed."""
+        self.epoch, self.sequence = epoch, 0
+
     @property
     def layout(self) -> str:
         """Once every rank has called."""
@@ -211,6 +228,16 @@ class Group:
 
 
 @dataclass(slots=True, eq=False)
+class Seen:
+    """What `versions` saw when it looked at a version last."""
+
+    # The layouts of which each class of shards has a source, once it is visible: ids of the layout and of its origin, and
+    # whether each shard has one.
+    readable_in: list[tuple[str, str, bool]] = field(default_factory=list)
+    outlived: bool = False  # the version is old, and only read-only calls that are bound to it keep it
+
+
+@dataclass(slots=True, eq=False)
 class Version(_Moving[VersionState]):
     """One number of one lineage, with the content that was published under it."""
 
@@ -219,16 +246,13 @@ class Version(_Moving[VersionState]):
     first: ClassVar = VersionState.STAGED
     info: VersionInfo
     lineage: int
-    layout_id: str  # of the group that publishes, once every rank has called
+    laid_out_as: InitVar[str]
     publisher: OpKey  # the publish that minted it
     # Of each shard, as it was published: the id of its manifest, and that of its last part, which names the others (zeros:
     # it has none). Empty: the coordinator that has recorded it did not say.
     manifest_ids: bytes = b""
     retained: bool = False  # its holders were told so
-    # The layouts of which each class of shards has a source, once it is visible: ids of the layout and of its origin, and
-    # whether each shard has one.
-    readable_in: list[tuple[str, str, bool]] = field(default_factory=list)
-    outlived: bool = False  # it is old, and only read-only calls that are bound to it keep it
+    seen: Seen = field(default_factory=Seen)
     others: dict[LayoutKey, LayoutHoldings[Holding]] = field(default_factory=dict)  # in which it is held or filled
     # By shard and incarnation: how often a copy could not be made there, and the earliest time to ask for one again.
     refusals: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
@@ -243,9 +267,14 @@ class Version(_Moving[VersionState]):
     starving: dict[OpKey, Operation] = field(default_factory=dict)  # bound ones that lack a source, or agreed digests
     holdings: LayoutHoldings[Holding] = field(init=False)  # as it was published
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, laid_out_as: str) -> None:
         _Moving.__post_init__(self)
-        self.holdings = LayoutHoldings(self.layout_id)
+        self.holdings = LayoutHoldings(laid_out_as)
+
+    @property
+    def layout_id(self) -> str:
+        """Of the group that publishes, once every rank has called."""
+        return self.holdings.layout_id
 
     @property
     def number(self) -> int:
@@ -295,7 +324,7 @@ class Version(_Moving[VersionState]):
 
     def lay_out(self, layout_id: str) -> None:
         """Every rank has published: from now on its shards are held."""
-        self.layout_id = self.holdings.layout_id = layout_id
+        self.holdings.layout_id = layout_id
         self.holdings.lay_out(self.info.world_size)
 
     def has_live_source(self) -> bool:
@@ -350,6 +379,27 @@ class Replica(_Moving[ReplicaState]):
 
 
 @dataclass(slots=True, eq=False)
+class Traffic:
+    """Who reads a holding, and how far it is from a complete holding. `readers` changes it."""
+
+    active_readers: int = 0  # ACTIVE leases on it
+    yielding: int = 0  # how many of these yield (`waiting.yields`)
+    readers_most: int = 0  # the most active readers at a time, since there were none
+    depth: int = 0  # fills between it and a complete holding when its sources last changed; 0 once complete
+    behind: int = 0  # the slowness of its slowest source at that time; 0 once complete
+
+
+@dataclass(slots=True, eq=False)
+class Trust:
+    """What is known against the bytes of a holding."""
+
+    by_source: bool = False  # no publisher has confirmed all of it: see `Proof`
+    quarantined: bool = False  # its bytes are not the published ones: no source, and counted nowhere, until it is fenced
+    condemned: bool = False  # it is quarantined, and a worker that does not own it has found that out
+    inquiries: dict[str, Inquiry] = field(default_factory=dict)  # by the reader's incarnation: its newest one
+
+
+@dataclass(slots=True, eq=False)
 class Holding:
     """One rank's memory as a part of a replica, under one generation."""
 
@@ -359,31 +409,36 @@ class Holding:
     complete: bool  # every chunk is there and verified
     committed: bool  # complete, and its group's operation committed: counts for availability
     layout: LayoutHoldings[Holding]  # in which it is held: it is one of the holders of its shard there, until it leaves
-    chunks_verified: int = 0  # for scheduling and display only
-    depth: int = 0  # fills between it and a complete copy when its sources last changed; 0 once complete
-    behind: int = 0  # the slowness of its slowest source at that time; 0 once complete
     number: int = 0  # in the order in which its shard's holdings came
-    verified: bool = False  # every chunk is there; whether they are what was published is not agreed yet
-    is_fed: bool = False  # it has everything, or is filled, perhaps through others that fill, by one that has
-    by_source: bool = False  # no publisher has confirmed all of it: see `RankPart`
+    verified: bool = field(init=False)  # every chunk is there; whether they are what was published is not agreed yet
+    is_fed: bool = field(init=False)  # it has everything, or is filled, perhaps through others that fill, by one that has
     told: bool = False  # its owner's newest retention notice says that its version is retained
     kept: bool = True  # its owner has acknowledged that notice
     leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn, quarantined or lost
-    quarantined: bool = False  # its bytes are not what was published: no source, and counted nowhere, until it is fenced
-    condemned: bool = False  # it is quarantined, and others than its owner have found that out
-    inquiries: dict[str, Inquiry] = field(default_factory=dict)  # by the reader's incarnation: its newest one
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
-    active_readers: int = 0  # how many of these leases are ACTIVE
-    yielding: int = 0  # how many of these yield (`waiting.yields`)
-    readers_most: int = 0  # the most active readers at a time, since there were none
+    traffic: Traffic = field(default_factory=Traffic)
+    trust: Trust = field(default_factory=Trust)
     version: Version = field(init=False)  # what is read there, also where its torn replica is filled with another one
 
-    rank: int = field(init=False)  # its member's; so below
-    shard: int = field(init=False)  # of its layout
-
     def __post_init__(self) -> None:
-        self.version = self.replica.version
-        self.rank, self.shard = self.member.rank, self.member.shard
+        self.version, self.verified, self.is_fed = self.replica.version, self.complete, self.complete
+
+    @property
+    def rank(self) -> int:
+        return self.member.rank
+
+    @property
+    def shard(self) -> int:
+        """Of its layout."""
+        return self.member.shard
+
+    @property
+    def chunks_verified(self) -> int:
+        """For scheduling and display only."""
+        part = self.member.part
+        if self.verified or part is None or part.holding is not self:
+            return self.chunks if self.verified else 0
+        return min(part.attempts.progress[0], self.chunks)
 
     @property
     def peers(self) -> Holders[Holding]:
@@ -394,12 +449,12 @@ class Holding:
     def chunks(self) -> int:
         """Of all that it holds, or will."""
         needs = self.layout.needs.get(self.shard)
-        return self.member.chunks if needs is None else sum(need.chunks for need in needs)
+        return self.member.said.chunks if needs is None else sum(need.chunks for need in needs)
 
     @property
     def slowness(self) -> int:
         """How many times slower than from others everything comes from there, as a power of two."""
-        return max(self.behind, self.member.worker.slowness)
+        return max(self.traffic.behind, self.member.worker.slowness)
 
     @property
     def load(self) -> Load:
@@ -407,8 +462,8 @@ class Holding:
 
     def load_without(self, lease: ReadLease | None) -> Load:
         """The same without that one. Every reader shares a slow source's uplink."""
-        yielding = 0 if self.member.worker.slowness else self.yielding - (lease is not None and lease.yields)
-        return Load(self.active_readers - (lease is not None) - yielding, self.slowness, yielding)
+        yielding = 0 if self.member.worker.slowness else self.traffic.yielding - (lease is not None and lease.yields)
+        return Load(self.traffic.active_readers - (lease is not None) - yielding, self.slowness, yielding)
 
     @property
     def takes_readers(self) -> bool:
@@ -433,7 +488,7 @@ class Holding:
     def is_spot(self) -> bool:
         """Whether it may be gone at any time. A copy in host memory is as spot as its worker."""
         member = self.member
-        return member.worker.spot if member.medium is Medium.HOST else member.group.spot
+        return member.worker.spot if member.said.medium is Medium.HOST else member.group.spot
 
     @property
     def is_steady(self) -> bool:
@@ -463,7 +518,7 @@ class Holding:
         is_live, is_source = worker.state is WorkerState.LIVE, self.committed and takes_readers
         standing = None
         if takes_readers and is_live:
-            standing = Standing(worker.location, worker.transports, self.load, self.depth, self.number)
+            standing = Standing(worker.location, worker.transports, self.load, self.traffic.depth, self.number)
         counts = (self.complete, is_source, is_source and is_live)
         return Counted(counts, standing, self.is_stranded, is_source and not self.is_spot)
 
@@ -527,9 +582,41 @@ class ReadLease(_Moving[LeaseState]):
 
 
 @dataclass(slots=True, eq=False)
-class RankPart:
+class Proof:
+    """What a rank has named and compared to show that its bytes are the published ones. `testimonies` changes it."""
+
+    # The roots that its Prepared names, while CLAIMING, until they are agreed; across layouts by what it needs.
+    claim: dict[Need | None, bytes] = field(default_factory=dict)
+    compares: Need | None = None  # the root whose list it compares, while there is a page
+    page: int | None = None  # the page of the publisher's list that it compares now
+    page_session: int | None = None  # over which it was sent that page
+    rereads: Need | None = None  # what it reads again, after a comparison; the rest is there
+    by_source: bool = False  # no publisher has said digests of some of what it has voted for: its sources' digests count
+    comparisons: int = 0  # that have found other digests than were published
+    exonerated: set[str] = field(default_factory=set)  # sources whose bytes are unchanged (R8), by name, in any incarnation
+    drifted: tuple[int, int, str] | None = None  # as of `Version`, found in what it has read
+
+
+@dataclass(slots=True, eq=False)
+class Attempts:
+    """What a rank has read so far, and how its sources have failed it. `readers` changes it."""
+
+    progress: tuple[int, int] = (0, 0)  # chunks that it has verified and bytes that it has read, as it has reported
+    failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
+    spared: set[str] = field(default_factory=set)  # of these, neighbours that may not have heard yet that they may serve
+    faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the newest's reasons, and what is told of them
+    retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
+    compared_at: float = -inf  # when a faster source was sought last
+    moved_with: int = -1  # chunks that it had verified when it was moved last in mid-read
+
+
+@dataclass(slots=True, eq=False)
+class RankPart(_Moving[PartState]):
     """One rank's part in one group operation."""
 
+    machine: ClassVar = "rank's part"
+    table: ClassVar = states.PART_TABLE
+    first: ClassVar = PartState.CALLED
     operation: Operation
     member: Member
     call: Publish | Fill
@@ -540,38 +627,29 @@ class RankPart:
     origin: LayoutHoldings[Holding] | None = None  # of that layout; None: it is the published one
     needs: tuple[Need, ...] | None = None  # what it reads of its origin's shards, if it bridges; None: not said yet
     checks: str = ""  # the id of what describes its group, if it was asked whether that reads everything
-    ready: bool = False  # its ReadyToWrite has come, or is not waited for
-    voted: bool = False  # its Prepared has come, and agrees with its publisher (or, for publish, its call)
-    # The roots that its Prepared names, until they are agreed, or found to be wrong; if it bridges, of what it needs.
-    claim: dict[Need | None, bytes] | None = None
-    compares: Need | None = None  # of which of them it compares the list, while there is a page
-    page: int | None = None  # which page of the publisher's list it compares now
-    page_session: int | None = None  # over which it was sent that
-    rereads: Need | None = None  # what it reads again, after a comparison; the rest is there
-    by_source: bool = False  # of some of what it has voted for no publisher has said digests: its sources' count
-    comparisons: int = 0  # that have found other digests than were published
-    reading: bool = False  # it was told to write, and needs bytes
     holding: Holding | None = None  # what it fills, from Write on; None for a fetch
-    progress: tuple[int, int] = (0, 0)  # chunks that it has verified and bytes that it has read, as it has reported
     leases: dict[str, ReadLease] = field(default_factory=dict)  # its ACTIVE leases
-    failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
-    spared: set[str] = field(default_factory=set)  # of these, neighbours that may not have heard yet that they may serve
-    faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the newest's reasons, and what is told of them
-    retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
-    compared_at: float = -inf  # when a faster source was sought last
-    moved_with: int = -1  # chunks that it had verified when it was moved last in mid-read
-    exonerated: set[str] = field(default_factory=set)  # sources whose bytes are unchanged (R8), by name, in any incarnation
-    drifted: tuple[int, int, str] | None = None  # as of `Version`, found in what it has read
+    attempts: Attempts = field(default_factory=Attempts)
+    proof: Proof = field(default_factory=Proof)
     rank: int = field(init=False)  # its member's; so below
     shard: int = field(init=False)
 
     def __post_init__(self) -> None:
+        _Moving.__post_init__(self)
         self.rank, self.shard = self.member.rank, self.member.shard
+
+    def become(self, new: PartState, cause: int, now: float, why: str) -> None:
+        _Moving.become(self, new, cause, now, why)
+        self.moved_at = now
+
+    def move(self, now: float) -> None:
+        """Something comes of it, and its state stays."""
+        self.moved_at = now
 
     @property
     def chunks(self) -> int:
         """Of its own grid."""
-        return self.member.chunks if self.needs is None else sum(need.chunks for need in self.needs)
+        return self.member.said.chunks if self.needs is None else sum(need.chunks for need in self.needs)
 
     @property
     def layout(self) -> LayoutHoldings[Holding]:
@@ -598,7 +676,7 @@ class RankPart:
     def is_by_source(self) -> bool:
         """Whether no publisher has confirmed all that it holds, once it has voted."""
         held = None if self.needs_bytes else self.member.holding
-        return self.by_source if held is None else held.by_source
+        return self.proof.by_source if held is None else held.trust.by_source
 
     @property
     def has_written(self) -> bool:
@@ -608,7 +686,28 @@ class RankPart:
     @property
     def reads(self) -> bool:
         """Whether it lacks chunks, as far as is known."""
-        return self.reading and not self.voted and self.claim is None
+        return self.state is PartState.READING
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing that it does first keeps it from writing."""
+        return self.state is not PartState.CALLED
+
+    @property
+    def voted(self) -> bool:
+        """Whether it agrees to the commit."""
+        return self.state is PartState.VOTED
+
+    def __repr__(self) -> str:
+        return f"<RankPart {self.rank} {self.state} of {self.operation!r}>"
+
+
+@dataclass(slots=True, eq=False)
+class Agreed:
+    """What the ranks of a publish have said of the bytes that they share. `coverage` changes it."""
+
+    ranks: set[int] = field(default_factory=set)  # that have said their digests of these
+    digests: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # by number; and the rank that said it first
 
 
 @dataclass(slots=True, eq=False)
@@ -624,12 +723,8 @@ class Operation(_Moving[OperationState]):
     parts: dict[int, RankPart] = field(default_factory=dict)  # by rank; those that have called
     version: Version | None = None  # set while RUNNING or later, and for a publish once it is staged
     writing: bool = False  # every rank was told to overwrite
-    unchanged: bool = False  # every rank held the bound content already
     covers: bool = False  # its ranks, which read another layout or publish, are known to have every byte, where they must
-    agree: set[int] = field(default_factory=set)  # of a publish: ranks whose digests of what they share are in `shared`
-    shared: dict[int, tuple[bytes, int]] = field(
-        default_factory=dict
-    )  # by number: the digest, and the rank that said it first
+    agreed: Agreed = field(default_factory=Agreed)
     staying: list[Holding] = field(default_factory=list)  # what its ranks hold and must not overwrite yet (G5)
     grace_until: float | None = None  # until when it waits for readers of what its ranks hold; None: it had not to, so far
     # Of whose ranks' sources something may have changed since they were looked at; None: of all of them.
@@ -680,6 +775,11 @@ class Operation(_Moving[OperationState]):
     @property
     def running(self) -> bool:
         return self.state is OperationState.RUNNING
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether every rank held the bound content already, or publishes."""
+        return not any(part.needs_bytes for part in self.parts.values())
 
     @property
     def gathered(self) -> bool:
@@ -746,43 +846,68 @@ class PendingWrite:
     asked_at: float
     record: int | None = None  # of its entry, while that is being made durable
 
+    def repeat(self, message: Rollback | Pin, session: int | None) -> None:
+        """The worker asks again, perhaps over another connection."""
+        self.message, self.session = message, session
+
+
+@dataclass(slots=True, eq=False)
+class History:
+    """The present lineage of a model, and what rollbacks need. `publishes` changes it."""
+
+    lineage: int = 0
+    announced: VersionInfo | None = None  # what the watchers were told last
+    rollbacks: deque[PendingWrite] = field(default_factory=deque)  # not decided; the first may be on its way to the store
+    forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=FORGOTTEN_KEPT_MAX))  # numbers retired as old
+    lost: tuple[int, ...] = ()  # those of them that a rollback has made the newest, two at most
+    rolled_back_by: str = ""  # the idents of the newest decided ones; see `actions.rolled_back_by`
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """The operations of a model that wait, by what they wait for. `cluster` changes it."""
+
+    unbound: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for a version
+    unbound_copies: dict[OpKey, Operation] = field(default_factory=dict)  # of `unbound`, those that may lack one shard only
+    restless: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for what anything of the model may bring
+    flexible: dict[OpKey, Operation] = field(default_factory=dict)  # the same, for "available": there may be very many
+
+
+@dataclass(slots=True, eq=False)
+class Notices:
+    """What holders still have to be told, or to acknowledge, about retention. `retention` changes it."""
+
+    queue: deque[Holding] = field(default_factory=deque)  # whose owners the next steps tell what is retained
+    unaware: dict[str, Member] = field(default_factory=dict)  # by registration; whose holding is not `kept`
+    unanswered: list[PendingWrite] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
+
 
 @dataclass(slots=True, eq=False)
 class Model:
     """One name, its current lineage and its versions."""
 
     name: str
-    lineage: int = 0
     mark: int | None = None  # the newest number of the current lineage: ever visible, or rolled back to
     retain: int = 0
+    history: History = field(default_factory=History)
+    waiting: Waiting = field(default_factory=Waiting)
+    notices: Notices = field(default_factory=Notices)
     versions: dict[int, Version] = field(default_factory=dict)  # by number; STAGED, AVAILABLE and UNAVAILABLE ones
     groups: dict[str, Group] = field(default_factory=dict)
     serving: dict[str, Group] = field(default_factory=dict)  # those of them that have, or had, memory that serves others
     steady: dict[str, Group] = field(default_factory=dict)  # those of these that are not spot
-    unbound: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for a version
-    unbound_copies: dict[OpKey, Operation] = field(default_factory=dict)  # of `unbound`, those that may lack one shard only
-    restless: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for what anything of the model may bring
-    flexible: dict[OpKey, Operation] = field(default_factory=dict)  # the same, for "available": there may be very many
     withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
     pressing: dict[str, Withdrawal] = field(default_factory=dict)  # those of them that do not just wait for their readers
     handovers: dict[str, Handover] = field(default_factory=dict)  # by the copy's id; those under way
     copies: dict[str, Member] = field(default_factory=dict)  # by registration; those in host memory that retain a version
     leases: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING ones on its holdings
-    announced: VersionInfo | None = None  # what the watchers were told last
-    rollbacks: deque[PendingWrite] = field(default_factory=deque)  # not decided; the first may be on its way to the store
-    unanswered: list[PendingWrite] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
-    notices: deque[Holding] = field(default_factory=deque)  # whose owners the next steps tell what is retained
-    unaware: dict[str, Member] = field(default_factory=dict)  # by registration; whose holding is not `kept`
     pins: dict[str, Pinned] = field(default_factory=dict)  # by id; of workers that are not lost, and visible versions
-    forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=FORGOTTEN_KEPT_MAX))  # numbers retired as old
-    lost: tuple[int, ...] = ()  # those of them that a rollback has made the newest, two at most
-    rolled_back_by: str = ""  # the idents of the newest decided ones; see `actions.rolled_back_by`
 
     @property
     def is_used(self) -> bool:
         """Whether anything is known of it, or a worker has memory for it."""
         known = self.groups or self.versions or self.pins or self.copies or self.retain or self.mark is not None
-        return bool(known or self.rollbacks or self.unanswered)
+        return bool(known or self.history.rollbacks or self.notices.unanswered)
 
     @property
     def visible(self) -> list[Version]:
@@ -794,13 +919,13 @@ class Model:
         a rollback it may be one that was forgotten, and none older may stand for it (G3).
         """
         numbers = [number for number, version in self.versions.items() if version.visible]
-        numbers += self.lost
+        numbers += self.history.lost
         return self.versions.get(sorted(numbers)[-1 - skip]) if len(numbers) > skip else None
 
     @property
     def is_newest_lost(self) -> bool:
         """Whether nobody holds or remembers the newest version of this lineage."""
-        return bool(self.lost) and self.newest_visible() is None
+        return bool(self.history.lost) and self.newest_visible() is None
 
     def retained(self) -> set[int]:
         """The numbers that must stay fetchable: the newest `retain` visible ones, lost ones included, and pinned ones."""
@@ -808,5 +933,5 @@ class Model:
         return pinned.union(v.number for v in self.visible[: self.retain]) if self.retain else pinned
 
 
-Entity = Worker | Operation | Version | Replica | ReadLease  # what has a state
-Noted = Entity | Member | Group | Model
+Entity = Worker | Operation | RankPart | Version | Replica | ReadLease  # what has a state
+Noted = Worker | Operation | Version | Replica | ReadLease | Member | Group | Model

@@ -23,7 +23,7 @@ from tensorhub.coordinator.refusals import Blame
 from tensorhub.coordinator.registrations import ManifestQuestions
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.source_choice import SourceChoice
-from tensorhub.coordinator.states import OperationState, ReplicaState
+from tensorhub.coordinator.states import OperationState, PartState, ReplicaState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.waiting import is_of_available, wants_source
@@ -185,7 +185,7 @@ class Fills:
             error = bridges.check(part, message, self._cluster.selections)
             error = error or bridges.disagreement(part, message.needs)
             if error is None and session is not None:
-                parts = self._manifest_questions.with_parts(session, message) if part.member.serves else ()
+                parts = self._manifest_questions.with_parts(session, message) if part.member.said.serves else ()
                 error = self._arranged(part, parts) if parts else None
             if error is not None:
                 return Blame(error, part.rank)
@@ -194,7 +194,10 @@ class Fills:
             self._manifest_questions.came(*message.part_ids)
             part.needs = part.layout.needs[part.shard] = message.needs
             self._testimonies.expect(part)
-        part.ready, part.checks, part.moved_at = True, "", self._cluster.now
+        self._coverage.ready(part)
+        part.move(self._cluster.now)
+        if not part.ready:
+            self._cluster.become(part, PartState.READY, "said ReadyToWrite")
         self._cluster.changed(part.operation, part)
         return None
 
@@ -255,7 +258,6 @@ class Fills:
             self._begin_replica(operation, there)
         for part in there:
             if part.holding is not None:
-                part.holding.chunks_verified = part.chunks
                 self._holdings.completed(part.holding)
 
     def abort(self, operation: Operation) -> None:
@@ -308,22 +310,23 @@ class Fills:
         self._cluster.bind(operation, version)
         origin = way.origin
         layout = self._cluster.lay_out(version, operation.group, b"" if origin is None else origin.description)
-        operation.unchanged = all(holders.values())
         self._cluster.become(operation, OperationState.RUNNING, f"bound to {version.number}")
         for rank, part in operation.parts.items():
-            part.moved_at = self._cluster.now
+            part.move(self._cluster.now)
             part.in_layout, part.origin = layout, origin
             part.needs_bytes = not holders[rank]
-            part.voted = holders[rank]
-            part.ready = holders[rank] or (part.has_written and origin is None)
+            if holders[rank]:
+                self._cluster.become(part, PartState.VOTED, "holds the bound content")
+            elif part.has_written and origin is None:
+                self._cluster.become(part, PartState.READY, "has begun to write")
             if manifest := refusals.named(part):
                 # Else they are of other regions; and of another layout it says later where what is published lies.
-                parts = part.member.parts if manifest == part.member.manifest else ()
+                parts = part.member.said.parts if manifest == part.member.said.manifest else ()
                 known = bridges.as_known(part.member, version, parts) if origin is None else None
                 self._cluster.learn(version, layout, part.shard, manifest, known)
                 self._cluster.keep_begun(part.member, b"")
             elif origin is not None:
-                self._cluster.learn(version, layout, part.shard, part.member.manifest)
+                self._cluster.learn(version, layout, part.shard, part.member.said.manifest)
         if not operation.unchanged:
             self._start(operation)
         return None
@@ -414,9 +417,12 @@ class Fills:
 
     def _begin_write(self, operation: Operation) -> None:
         """Every rank is ready: the old replica leaves, the new one begins. From here on an abort leaves torn memory."""
-        operation.writing, operation.news = True, None
+        operation.writing = True
+        self._cluster.look_at_all(operation)
         for part in operation.parts.values():
-            part.reading, part.moved_at = part.needs_bytes, self._cluster.now
+            part.move(self._cluster.now)
+            if part.needs_bytes:
+                self._cluster.become(part, PartState.READING, "told to write")
         if operation.kind is not OpKind.FETCH and not operation.is_staged:
             self._begin_replica(operation, list(operation.parts.values()))
 
@@ -438,11 +444,11 @@ class Fills:
         """Find sources for each reader that needs one. If the last one has left on purpose, that will never succeed."""
         for part in list(operation.parts.values() if operation.news is None else operation.news):
             reads = part.reads
-            if reads and len(part.exonerated) >= EXONERATED_MAX:
+            if reads and len(part.proof.exonerated) >= EXONERATED_MAX:
                 return Blame(refusals.damaged(operation, part), part.rank)
             if (drifted := refusals.drifted(part)) is not None:
                 return Blame(refusals.not_equal(operation, *drifted), part.rank)
-            if part.holding is not None and part.holding.condemned:
+            if part.holding is not None and part.holding.trust.condemned:
                 return Blame(refusals.condemned(operation, part), part.rank)
             if not reads:
                 continue
@@ -477,7 +483,11 @@ def _holds_in(member: Member, way: Way) -> bool:
 
 def _is_alike(part: RankPart) -> bool:
     """Whether what it fills has the same manifest as what it has registered."""
-    return not part.bridges and part.member.manifest != b"" and part.layout.manifests.get(part.shard) == part.member.manifest
+    return (
+        not part.bridges
+        and part.member.said.manifest != b""
+        and part.layout.manifests.get(part.shard) == part.member.said.manifest
+    )
 
 
 def _uses(part: RankPart, version: Version) -> bool:

@@ -116,7 +116,7 @@ class Handovers:
             return
         holding = copy.holding
         if holding is None or not holding.committed or not self._is_needed(model, holding):
-            copy.dropped = True
+            copy.drop(True)
             self._cluster.tell(copy, DropCopy(copy.registration))
 
     def _is_needed(self, model: Model, copy: Holding) -> bool:
@@ -151,7 +151,7 @@ class Handovers:
                 going = withdrawal.holding.member.worker if withdrawal.closes else None
                 for holding in self._retentions.alone(withdrawal.holding, going):
                     yield Wish(holding, going)
-        for operation in model.restless.values():
+        for operation in model.waiting.restless.values():
             for staying in operation.staying:
                 for holding in self._retentions.alone(staying, None):
                     yield Wish(holding)
@@ -173,7 +173,7 @@ class Handovers:
                 spot = next((h for h in holdings if h.is_source), None)
                 if spot is not None:
                     yield Wish(spot, going=spot.member.worker)
-            elif one.member.purpose is Purpose.USE and all(h.replica is one.replica for h in reliable):
+            elif one.member.said.purpose is Purpose.USE and all(h.replica is one.replica for h in reliable):
                 others = (group for group in model.steady.values() if group is not one.replica.group)
                 if not any(_could_take(group, version) for group in others):
                     yield Wish(one, here=True)
@@ -203,7 +203,7 @@ class Handovers:
             return
         # A copy of a shard of another layout has other chunks, which are read out of this layout.
         manifest_id = self._cluster.manifests.id_of(layout.manifests[shard]) if holding.bridges else ""
-        what = worker, holding.member.nbytes, layout_id, manifest_id
+        what = worker, holding.member.said.nbytes, layout_id, manifest_id
         handover = Handover(self._cluster.new_id(), version, shard, *what)
         model.handovers[handover.copy] = handover
         self._set_deadline(handover)
@@ -229,7 +229,7 @@ class Handovers:
                 continue
             if worker.spot or worker.state is not WorkerState.LIVE:
                 continue
-            room = self._room(worker) - holding.member.nbytes
+            room = self._room(worker) - holding.member.said.nbytes
             if room < 0:
                 continue
             failures, retry_at = version.refusals.get((shard, worker.incarnation), (0, 0.0))
@@ -244,12 +244,12 @@ class Handovers:
         """Bytes of its host memory that are neither taken by a copy nor promised to one. What is prefetched or seeded gives
         way, unless it has to stay itself: else two versions would each be copied to make room for the other, for ever.
         """
-        copies = (m.nbytes for m in worker.members.values() if m.medium is Medium.HOST and self._keeps_its_room(m))
+        copies = (m.said.nbytes for m in worker.members.values() if m.said.medium is Medium.HOST and self._keeps_its_room(m))
         promised = (h.nbytes for _, h in self._under_way() if h.worker is worker and h.copy not in self._cluster.members)
         return worker.host_bytes - sum(copies) - sum(promised)
 
     def _keeps_its_room(self, copy: Member) -> bool:
-        if copy.purpose is Purpose.RETENTION:
+        if copy.said.purpose is Purpose.RETENTION:
             return True
         return copy.holding is not None and self._retentions.must_stay(copy.holding)
 
@@ -280,7 +280,7 @@ class Handovers:
         if copy is None:
             self._cluster.send(handover.worker.session, DropCopy(handover.copy))
         elif not copy.dropped:
-            copy.dropped = True
+            copy.drop(True)
             self._cluster.tell(copy, DropCopy(copy.registration))
 
 
@@ -303,8 +303,8 @@ def _could_take(group: Group, version: Version) -> bool:
     """Whether this group could become another reliable holder of all of it."""
     if group.spot or len(group.members) < group.world_size:
         return False
-    used = all(member.serves and member.purpose is Purpose.USE for member in group.members.values())
+    used = all(member.said.serves and member.said.purpose is Purpose.USE for member in group.members.values())
     if not used or group.name == version.publisher.group:
         return False
-    reads_all = not all(member.partial for member in group.members.values())
+    reads_all = not all(member.said.partial for member in group.members.values())
     return version.is_laid_out_as(group) or (reads_all and bridges.misfit(group, version) is None)

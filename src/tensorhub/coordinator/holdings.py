@@ -32,13 +32,12 @@ class Holdings:
     def add(self, holding: Holding) -> None:
         """From now on it may be read."""
         holding.replica.holdings[holding.rank] = holding
-        holding.verified = holding.is_fed = holding.complete
-        holding.layout.add(holding, holding.member.nbytes, holding.member.chunks)
+        holding.layout.add(holding, holding.member.said.nbytes, holding.member.said.chunks)
         self._cluster.reckon(holding)
         member, parts = holding.member, None
         if not holding.bridges and not holding.layout.manifests.get(holding.shard):  # else it may have other regions
-            parts = bridges.as_known(member, holding.version, member.parts)
-        self._cluster.learn(holding.version, holding.layout, holding.shard, holding.member.manifest, parts)
+            parts = bridges.as_known(member, holding.version, member.said.parts)
+        self._cluster.learn(holding.version, holding.layout, holding.shard, holding.member.said.manifest, parts)
         holding.member.holding = holding
         if holding.bridges:
             self._feeding.feed(holding)  # it may need nothing
@@ -61,7 +60,8 @@ class Holdings:
 
     def completed(self, holding: Holding) -> None:
         """It has all that was published."""
-        holding.complete, holding.verified, holding.depth, holding.behind = True, True, 0, 0
+        holding.complete = holding.verified = True
+        self._readers.place(holding)
         self._feeding.feed(holding)
 
     # -- the end
@@ -103,7 +103,7 @@ class Holdings:
 
     def quarantine(self, holding: Holding) -> None:
         """Its bytes have changed: nobody reads it any more. It stays its owner's holding until the owner takes it back."""
-        holding.quarantined = True
+        holding.trust.quarantined = True
         self.leave(holding, "its bytes have changed", on_purpose=False)
         self._readers.cut_readers(holding, "the source's bytes have changed", moved=True)
 
@@ -118,7 +118,7 @@ class Holdings:
         holding.leaving = True
         version, member, replica = holding.version, holding.member, holding.replica
         holding.layout.remove(holding)
-        member.group.model.unaware.pop(member.registration, None)
+        member.group.model.notices.unaware.pop(member.registration, None)
         layout = holding.layout
         if replica.state is ReplicaState.READY and on_purpose:
             self._cluster.become(replica, ReplicaState.DRAINING, why)  # its other ranks are no sources any more either
@@ -160,7 +160,7 @@ class Holdings:
     def new_replica(self, version: Version, member: Member) -> Replica:
         """What this rank's group holds of the version, or will."""
         group = member.group
-        replica = Replica(self._cluster.new_id(), version, group, member.medium, member.purpose)
+        replica = Replica(self._cluster.new_id(), version, group, member.said.medium, member.said.purpose)
         group.replicas.append(replica)
         return replica
 
@@ -253,7 +253,7 @@ class Withdrawals:
             self._readers.cut_readers(withdrawal.holding, "the source's grace is over", moved=False)
             return
         self._forget(withdrawal)
-        member.dropped = False
+        member.drop(False)
         alone = next(self._retentions.alone(withdrawal.holding, _going(withdrawal)), withdrawal.holding)
         error = self._retentions.refusal(alone)
         self._cluster.answer(member.worker.session, withdrawal.request, error)
@@ -282,7 +282,7 @@ class Withdrawals:
             if waits and self._retentions.must_stay(holding, _going(withdrawal)):
                 return
             self._begin(withdrawal)
-        if not withdrawal.granted and not holding.active_readers:
+        if not withdrawal.granted and not holding.traffic.active_readers:
             withdrawal.granted = True
             self._forget(withdrawal)
             self._cluster.tell(holding.member, LeaveGranted(withdrawal.request))

@@ -130,7 +130,7 @@ def _worker(cluster: Cluster, worker: Worker) -> None:
         demand(session is not None and session.worker is worker, "a worker's session is its own", worker)
     demand(not (worker.read_only and worker.host_bytes), "a read-only worker lends no memory", worker)
     for registration, member in worker.members.items():
-        demand(not (worker.read_only and member.serves), "a read-only worker serves nobody", member)
+        demand(not (worker.read_only and member.said.serves), "a read-only worker serves nobody", member)
         demand(cluster.members.get(registration) is member, "a worker's members are members", member)
         demand(member.worker is worker, "a member belongs to its worker", member)
         if member.holding is not None:
@@ -166,7 +166,7 @@ def _member(cluster: Cluster, member: Member) -> None:
     for ident, lease in member.reads.items():
         demand(cluster.leases.get(ident) is lease, "ended leases are forgotten", lease)
     is_copy = group.model.copies.get(registration) is member
-    demand(is_copy == (member.purpose is Purpose.RETENTION), "copies that retain a version are known", member)
+    demand(is_copy == (member.said.purpose is Purpose.RETENTION), "copies that retain a version are known", member)
     withdrawal = group.model.withdrawals.get(registration)
     if withdrawal is not None:
         _withdrawal(cluster, group.model, withdrawal)
@@ -191,9 +191,9 @@ def _held(member: Member, holding: Holding) -> None:
     demand(holding.is_fed == _is_fed(holding), "what is filled is known to be", holding)
     demand(holding.member is member, "a holding is one member's", holding)
     readers = [lease.part.member.worker for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE]
-    demand(holding.active_readers == len(readers), "a source's readers are counted", holding)
+    demand(holding.traffic.active_readers == len(readers), "a source's readers are counted", holding)
     yielding = sum(lease.yields for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE)
-    demand(holding.yielding == yielding, "a source's readers that yield are counted", holding)
+    demand(holding.traffic.yielding == yielding, "a source's readers that yield are counted", holding)
     for ident, lease in holding.readers.items():
         demand(lease.id == ident and lease.holding is holding, "a source's leases are on itself", lease)
         demand(lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease)
@@ -202,14 +202,14 @@ def _held(member: Member, holding: Holding) -> None:
 def _model(cluster: Cluster, model: Model) -> None:
     visible = [v.number for v in model.versions.values() if v.visible]
     demand(not visible or (model.mark or 0) >= max(visible), "no version above the mark is visible", model.name)
-    demand(all(v.lineage <= model.lineage for v in model.versions.values()), "lineages only grow", model.name)
+    demand(all(v.lineage <= model.history.lineage for v in model.versions.values()), "lineages only grow", model.name)
     contents = [v.info.content_id for v in model.versions.values()]
     demand(len(set(contents)) == len(contents), "two publications never share a content id", model.name)
     retained = model.retained()
     for number, version in model.versions.items():
         demand(version.number == number, "a version is filed under its number", version)
         _retained(version, retained)
-    for registration, member in model.unaware.items():
+    for registration, member in model.notices.unaware.items():
         waited_for = member.holding is not None and not member.holding.kept and member.registration == registration
         demand(waited_for, "only who has to acknowledge is waited for", member)
     for registration, copy in model.copies.items():
@@ -239,7 +239,7 @@ def _version(cluster: Cluster, version: Version) -> None:
     for operation in version.bound.values():
         demand(operation.version is version and not operation.decided, "what is bound to it is undecided", operation)
     demand(not version.visible or version.number <= (model.mark or 0), "no version above the mark is visible", version)
-    demand(version.lineage <= model.lineage, "lineages only grow", version)
+    demand(version.lineage <= model.history.lineage, "lineages only grow", version)
     if version.state is VersionState.STAGED:
         _staged(cluster, model, version)
     else:
@@ -333,14 +333,14 @@ def _told(holding: Holding) -> None:
     keep = holding.committed and holding.version.retained and not holding.member.group.spot
     keep = keep and holding.layout.covers
     model, registration = holding.member.group.model, holding.member.registration
-    demand(holding.told == keep or holding in model.notices, "who must not leave at will was told so", holding)  # R4
-    unaware = registration in model.unaware
+    demand(holding.told == keep or holding in model.notices.queue, "who must not leave at will was told so", holding)  # R4
+    unaware = registration in model.notices.unaware
     demand(unaware != holding.kept, "whose acknowledgement is waited for is known", holding)  # R4
 
 
 def _copy(cluster: Cluster, model: Model, member: Member) -> None:
     registered = cluster.members.get(member.registration) is member and member.group.model is model
-    demand(registered and member.purpose is Purpose.RETENTION, "copies are members that retain a version", member)
+    demand(registered and member.said.purpose is Purpose.RETENTION, "copies are members that retain a version", member)
 
 
 def _group(cluster: Cluster, group: Group) -> None:
@@ -350,10 +350,12 @@ def _group(cluster: Cluster, group: Group) -> None:
     steady = not group.spot and group.model.serving.get(group.name) is group
     demand((group.model.steady.get(group.name) is group) == steady, "groups that are not spot are known", group.name)
     demand(
-        group.spot == any(member.spot for member in group.members.values()), "a group with a spot rank is spot", group.name
+        group.spot == any(member.said.spot for member in group.members.values()),
+        "a group with a spot rank is spot",
+        group.name,
     )
     for rank, member in group.members.items():
-        serving = not member.serves or group.model.serving.get(group.name) is group
+        serving = not member.said.serves or group.model.serving.get(group.name) is group
         demand(serving, "groups whose memory serves others are known", member)
         demand(member.rank == rank and rank < group.world_size, "ranks are in range", member)
         demand(member.group is group, "a member belongs to its group", member)
@@ -384,7 +386,7 @@ def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
         demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
         if replica.state is ReplicaState.READY:
             demand(holding.committed, "a ready replica's holdings are committed", replica)  # G4
-        demand(holding.leaving or not holding.quarantined, "what is quarantined is no source", holding)  # R8
+        demand(holding.leaving or not holding.trust.quarantined, "what is quarantined is no source", holding)  # R8
         if not holding.leaving:
             demand(replica.state in LIVING, "torn and gone replicas have no candidates", holding)
             demand(holding.member.holding is holding, "a holding is what its member holds", holding)
@@ -429,7 +431,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
         for lease in part.leases.values():
             demand(lease.state is LeaseState.ACTIVE and lease.part is part, "a part's leases are active", lease)
             _yields(lease)
-            demand(not part.voted and part.claim is None, "who has voted reads no more", lease)
+            demand(part.reads, "who has voted reads no more", lease)
             demand(running, "only running operations read", lease)
             demand(lease.holding.version is operation.version, "a lease is of the bound version", lease)  # G4
         is_one = part.bridges or sum(map(lasts, part.leases.values())) < 2
@@ -441,7 +443,7 @@ def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
     demand(not withdrawal.granted, "granted withdrawals are over", holding)
     demand(("withdrawal", holding.member.registration) in cluster.timers, "a withdrawal ends", holding)
     if withdrawal.begun:
-        demand(holding.leaving and holding.active_readers > 0, "a withdrawal waits for readers", holding)
+        demand(holding.leaving and holding.traffic.active_readers > 0, "a withdrawal waits for readers", holding)
     else:
         pressing = model.pressing.get(holding.member.registration) is withdrawal
         demand(pressing, "who waits for another holder is looked at", holding)  # G7
@@ -502,7 +504,7 @@ def check_counts(cluster: Cluster) -> None:
     kept = [
         blob
         for member in cluster.members.values()
-        for blob in (member.manifest, member.begun, *member.parts, *member.arranged)
+        for blob in (member.said.manifest, member.begun, *member.said.parts, *member.arranged)
     ]
     for version in (version for model in cluster.models.values() for version in model.versions.values()):
         for layout in version.layouts:
@@ -521,7 +523,7 @@ def check_counts(cluster: Cluster) -> None:
     versions = [version for model in cluster.models.values() for version in model.versions.values()]
     demand(cluster.selections == sum(len(v.selections) for v in versions), "selections are counted", cluster.selections)
     for worker in cluster.workers.values():
-        nbytes = sum(sum(map(len, (m.manifest, m.begun, *m.parts, *m.arranged))) for m in worker.members.values())
+        nbytes = sum(sum(map(len, (m.said.manifest, m.begun, *m.said.parts, *m.arranged))) for m in worker.members.values())
         demand(cluster.manifest_bytes[worker.incarnation] == nbytes, "a worker's manifests are counted", worker)
     demand(cluster.manifest_bytes.keys() <= cluster.workers.keys(), "only of those who are there", cluster.manifest_bytes)
     demand(cluster.model_names == sorted(cluster.models), "models are known by name", cluster.model_names)
@@ -529,7 +531,10 @@ def check_counts(cluster: Cluster) -> None:
     demand(cluster.undecided == operations, "operations are known by key", cluster.undecided)
     pins = Counter(pin.incarnation for model in cluster.models.values() for pin in model.pins.values())
     demand(cluster.pins == pins, "pins are counted", cluster.pins)
-    waiting = [*cluster.pending_writes.values(), *(write for model in cluster.models.values() for write in model.unanswered)]
+    waiting = [
+        *cluster.pending_writes.values(),
+        *(write for model in cluster.models.values() for write in model.notices.unanswered),
+    ]
     writes = Counter(write.session for write in waiting if not isinstance(write.message, Rollback))
     for session in cluster.sessions.values():
         demand(session.pending_writes == writes[session.number], "what a session has asked for is counted", session)

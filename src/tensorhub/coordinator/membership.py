@@ -7,7 +7,7 @@ Not responsible for what may be registered (`registrations`), for what a worker 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import DOOR
@@ -308,7 +308,7 @@ class Membership:
 
     def _touch_models(self, worker: Worker) -> None:
         for member in worker.members.values():
-            self._cluster.touch(member.group.model, wakes=member.serves)
+            self._cluster.touch(member.group.model, wakes=member.said.serves)
 
     # -- ranks
 
@@ -338,39 +338,25 @@ class Membership:
         if before is not None:
             self.remove(before, f"rank {before.rank} was replaced by worker {worker.name!r}", new_epoch=True)
         self.tell_epochs()  # who comes hears it from `Registered`
-        member = Member(
-            message.registration,
-            worker,
-            group,
-            message.rank,
-            message.shard,
-            message.serves,
-            message.spot,
-            message.medium,
-            message.purpose,
-            message.nbytes,
-            message.chunks,
-            cluster.manifests.keep(message.manifest),
-            worker.session,
-            layout_id=message.layout_id,
-            partial=message.partial,
-            parts=cluster.manifests.keep_all(parts),
-        )
-        cluster.manifest_bytes[worker.incarnation] += sum(map(len, (member.manifest, *member.parts)))
+        kept = cluster.manifests.keep_all((message.manifest, *parts))
+        said = replace(message, manifest=kept[0], parts=kept[1:], part_ids=(), held=None)
+        rank = message.registration, worker, group, message.rank, message.shard
+        member = Member(*rank, said, worker.session)
+        cluster.manifest_bytes[worker.incarnation] += sum(map(len, (member.said.manifest, *member.said.parts)))
         cluster.note(member, group.model, worker)
         group.members[member.rank] = cluster.members[member.registration] = member
         cluster.read_only.registrations += worker.read_only
         worker.members[member.registration] = member
         group.model.groups[group.name] = group
-        if member.serves:
+        if member.said.serves:
             group.model.serving[group.name] = group
-        if member.purpose is Purpose.RETENTION:
+        if member.said.purpose is Purpose.RETENTION:
             group.model.copies[member.registration] = member
-        if member.spot and member.serves and not worker.spot:
+        if member.said.spot and member.said.serves and not worker.spot:
             worker.spot = True
             cluster.reckon_all_of(worker)
         self._ranks_changed(group)
-        cluster.touch(group.model, wakes=member.serves)
+        cluster.touch(group.model, wakes=member.said.serves)
         keep = message.held is None or self._announcements.heard(member, message.held, held_parts, message.request)
         self._tell_registered(member, message, keep)
 
@@ -383,13 +369,15 @@ class Membership:
     def _register_again(self, member: Member, message: Register, held_parts: tuple[bytes, ...]) -> None:
         """A rank that was there before says again what it holds. A fill that is under way goes on."""
         group, held = member.group, message.held
-        member.said_in, member.unheard, member.dropped = member.worker.session, 0, False
+        member.said_in = member.worker.session
+        member.wait(0)
+        member.drop(False)
         self._cluster.note(member)
         part = member.part
         filling = part.holding if part is not None else None
         counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
-        self._cluster.touch(group.model, wakes=member.serves)  # it has perhaps not heard what it was asked before
-        for version in group.model.versions.values() if member.serves else ():
+        self._cluster.touch(group.model, wakes=member.said.serves)  # it has perhaps not heard what it was asked before
+        for version in group.model.versions.values() if member.said.serves else ():
             self._cluster.wake_all(version.starving)
         publishes = part is not None and isinstance(part.call, Publish)  # it holds nothing yet
         keep = held is None or counts
@@ -472,8 +460,8 @@ class Membership:
         if cluster.members.pop(member.registration, None) is not None:
             cluster.keep_begun(member, b"")
             cluster.keep_arranged(member, ())
-            cluster.manifests.release(member.manifest, *member.parts)
-            cluster.manifest_bytes[member.worker.incarnation] -= sum(map(len, (member.manifest, *member.parts)))
+            cluster.manifests.release(member.said.manifest, *member.said.parts)
+            cluster.manifest_bytes[member.worker.incarnation] -= sum(map(len, (member.said.manifest, *member.said.parts)))
             cluster.read_only.registrations -= member.worker.read_only
         self._wake_askers(member)
         if group.model.copies.pop(member.registration, None) is not None:
@@ -482,7 +470,7 @@ class Membership:
         if group.members.get(member.rank) is member:
             del group.members[member.rank]
             self._ranks_changed(group)
-        cluster.touch(group.model, wakes=member.serves)
+        cluster.touch(group.model, wakes=member.said.serves)
         if not group.members and not new_epoch:
             self._dissolve(group)
         else:
@@ -497,11 +485,11 @@ class Membership:
     def _ranks_changed(self, group: Group) -> None:
         self._retentions.group_changed(group)
         if len(group.members) == group.world_size:
-            group.layout_id = layout_id_together([group.members[rank].layout_id for rank in range(group.world_size)])
+            group.layout_id = layout_id_together([group.members[rank].said.layout_id for rank in range(group.world_size)])
             for member in group.members.values():
                 if member.unheard:
                     self._cluster.tell(member, RegisterAgain(member.unheard, whole=False))
-                    member.unheard = 0
+                    member.wait(0)
         if group.name in group.model.serving and not group.spot:
             group.model.steady[group.name] = group
         else:
@@ -510,7 +498,7 @@ class Membership:
     def _change_epoch(self, group: Group) -> None:
         """Its ranks hear of that once, however many of the others a step takes away."""
         self._cluster.note(group)
-        group.epoch, group.sequence = self._cluster.mint_epoch(), 0
+        group.renumber(self._cluster.mint_epoch())
         self._cluster.renumbered[group] = None
 
     def tell_epochs(self) -> None:

@@ -23,7 +23,7 @@ from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.refusals import Blame, damaged, held_text
 from tensorhub.coordinator.retention import Retentions
-from tensorhub.coordinator.states import OperationState
+from tensorhub.coordinator.states import OperationState, PartState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.waiting import needs_source
@@ -105,14 +105,7 @@ class Operations:
         operation = part.operation
         match message:
             case Progress():
-                if part.holding is not None and not part.holding.complete:
-                    part.holding.chunks_verified = min(message.chunks_verified, part.chunks)
-                progress = message.chunks_verified, message.bytes_read
-                if progress != part.progress:
-                    part.progress, part.moved_at = progress, self._cluster.now
-                    self._cluster.note(operation)
-                self._readers.learn(part, message.flows)
-                self._readers.improve(part)
+                self._readers.progressed(part, message)
             case ReadyToWrite() if operation.running:
                 blame = self._fills.ready(part, message)
                 if blame is not None:
@@ -121,7 +114,7 @@ class Operations:
                 blame = self._coverage.heard(part, message)
                 if blame is not None:
                     self._decisions.abort(operation, blame)
-            case Prepared() if operation.running and part.reading and not part.voted:
+            case Prepared() if part.state in (PartState.READING, PartState.CLAIMING):
                 self._testimonies.claim(part, message)
             case Compared() if operation.running:
                 self._testimonies.compared(part, message)
@@ -152,7 +145,9 @@ class Operations:
         operation = self._begin(member, key, kind)
         if member.rank in operation.parts:
             return  # a retry of a call that is on its way
-        part = RankPart(operation, member, call, self._cluster.now + call.timeout_s, self._cluster.now)
+        part = RankPart(
+            operation, member, call, self._cluster.now + call.timeout_s, self._cluster.now, isinstance(call, Fill)
+        )
         operation.parts[member.rank] = part
         operation.story.note(self._cluster.cause, self._cluster.now, "rank", member.rank, "called")
         blame = self._unlike(operation, part) or self._unfenced(part) or self._handlers[operation.kind].called(part)
@@ -168,15 +163,16 @@ class Operations:
             left = GroupAborted(f"rank {member.rank} gave {group.operation.kind} up and called again")
             self._decisions.abort(group.operation, Blame(left, member.rank))
         if group.operation is None:
-            group.operation = operation = Operation(_key_of(group, key), kind, group)
+            operation = Operation(_key_of(group, key), kind, group)
+            group.begin(operation)
             self._cluster.undecided[operation.name] = operation
-            group.sequence = key.sequence
+            return operation
         return group.operation
 
     @staticmethod
     def _unlike(operation: Operation, part: RankPart) -> Blame | None:
         """The first call binds kind and selector. One that differs ends the operation at once; the error names both."""
-        if (operation.kind is OpKind.FETCH) is part.member.serves:
+        if (operation.kind is OpKind.FETCH) is part.member.said.serves:
             error = StateError(f"{operation.kind}: memory either serves others, or is fetched into")
             return Blame(error, part.rank)
         first = next(iter(operation.parts.values()))
@@ -223,7 +219,7 @@ class Operations:
             return
         if key.epoch == group.epoch and key.sequence >= group.sequence:
             # Even if nobody has called yet. Which call it would be is known only for a host copy.
-            self._begin(member, key, OpKind.PREFETCH if member.purpose is Purpose.PREFETCH else OpKind.PUBLISH)
+            self._begin(member, key, OpKind.PREFETCH if member.said.purpose is Purpose.PREFETCH else OpKind.PUBLISH)
         operation = group.operation
         if operation is None or operation.key != key:
             self._decisions.answer(member, key)
@@ -427,14 +423,18 @@ class Deadlines:
         """Some rank has not read all of it: by bad bytes, without a source, or too slowly."""
         parts = operation.parts.values()
         for part in parts:
-            if not part.voted and part.faults and all(reason == "corrupt" for reason, _ in part.faults.values()):
-                return Blame(damaged(operation, part) if part.exonerated else _corrupt(what, part), part.rank)
-        unsure = sorted(part.rank for part in parts if part.claim is not None)
+            if (
+                not part.voted
+                and part.attempts.faults
+                and all(reason == "corrupt" for reason, _ in part.attempts.faults.values())
+            ):
+                return Blame(damaged(operation, part) if part.proof.exonerated else _corrupt(what, part), part.rank)
+        unsure = sorted(part.rank for part in parts if part.state is PartState.CLAIMING)
         if unsure:
             text = f"{what} is in place on rank(s) {unsure}, but nobody said in time which digests its publisher has made"
             return Blame(OperationTimeout(text))
         asked = (
-            sorted(part.rank for part in parts if part.checks and part.rank not in operation.agree)
+            sorted(part.rank for part in parts if part.checks and part.rank not in operation.agreed.ranks)
             if operation.kind is OpKind.PUBLISH
             else []
         )
@@ -490,5 +490,5 @@ def _gone(starving: list[RankPart]) -> str:
 
 def _faults(parts: list[RankPart]) -> str:
     """How these ranks' sources failed last, for an error."""
-    told = list(dict.fromkeys([text for part in parts for _, text in part.faults.values()]))[:FAULTS_TOLD_MAX]
+    told = list(dict.fromkeys([text for part in parts for _, text in part.attempts.faults.values()]))[:FAULTS_TOLD_MAX]
     return f"; reads that failed: {'; '.join(told)}" if told else ""

@@ -19,7 +19,7 @@ from tensorhub.coordinator.entities import FORGOTTEN_KEPT_MAX, Holding, Model, O
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.refusals import Blame
-from tensorhub.coordinator.states import OperationState
+from tensorhub.coordinator.states import OperationState, PartState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import CoordinatorUnavailable, ManifestMismatch, StateError, TensorHubError, VersionConflict
@@ -42,7 +42,7 @@ class Publishes:
         """The rank's memory is open under a new generation: that is its vote."""
         operation, call = part.operation, part.call
         assert isinstance(call, Publish)
-        if part.member.medium is Medium.HOST:
+        if part.member.said.medium is Medium.HOST:
             return Blame(StateError("publish: a copy in the library's host memory is never published"), part.rank)
         if operation.version is None:
             conflict = self._versions.conflict(operation.group.model, call.version)
@@ -51,7 +51,7 @@ class Publishes:
             self._cluster.bind(operation, self._versions.stage(operation, call.version))
         if part.member.holding is not None:
             return Blame(StateError("publish: this rank's memory is published already"), part.rank)
-        part.voted, part.needs_bytes = True, False
+        self._cluster.become(part, PartState.VOTED, "publishes")
         return None
 
     def advance(self, operation: Operation) -> Blame | None:
@@ -66,12 +66,12 @@ class Publishes:
             return None
         self._cluster.become(operation, OperationState.RUNNING, "every rank called")
         version.lay_out(operation.group.layout)
-        nbytes = sum(part.member.nbytes for part in operation.parts.values())
+        nbytes = sum(part.member.said.nbytes for part in operation.parts.values())
         info = version.info
         version.info = VersionInfo(info.model, info.version, info.content_id, nbytes, info.world_size)
         self._cluster.note(version)
         for part in operation.parts.values():
-            self._cluster.learn(version, version.holdings, part.shard, part.member.manifest, part.member.parts)
+            self._cluster.learn(version, version.holdings, part.shard, part.member.said.manifest, part.member.said.parts)
         version.manifest_ids = self._cluster.ids_of(version.holdings)
         return _unlike(operation) if any(version.holdings.parts.values()) else None
 
@@ -102,7 +102,6 @@ class Publishes:
             if cluster.members.get(part.member.registration) is part.member:
                 assert isinstance(part.call, Publish)
                 holding = Holding(replica, part.member, part.call.generation, True, True, version.holdings)
-                holding.chunks_verified = part.member.chunks
                 self._holdings.add(holding)
                 self._testimonies.of(version, part.shard).publisher = holding
         self._holdings.make_ready(replica, "committed")
@@ -119,7 +118,7 @@ def _unlike(operation: Operation) -> Blame | None:
     """Who reads across layouts verifies chunks of all ranks in one way. Other digests would look like other bytes."""
     kinds: dict[str, int] = {}
     for part in operation.parts.values():
-        kinds.setdefault(head_of(part.member.manifest)[0], part.rank)
+        kinds.setdefault(head_of(part.member.said.manifest)[0], part.rank)
     if len(kinds) == 1:
         return None
     (one, first), (other, second), *_ = kinds.items()
@@ -148,27 +147,27 @@ class Lineages:
         if model is None:
             self._cluster.answer(session, message.request, self._refusal(None, message))
             return
-        known = next((write for write in model.rollbacks if _call(write).ident == message.ident), None)
+        known = next((write for write in model.history.rollbacks if _call(write).ident == message.ident), None)
         if known is not None:
-            known.message, known.session = replace(message, to=_call(known).to), session  # a retry; what is recorded stays
-        elif len(model.rollbacks) >= ROLLBACKS_PER_MODEL_MAX:
+            known.repeat(replace(message, to=_call(known).to), session)  # what is recorded stays
+        elif len(model.history.rollbacks) >= ROLLBACKS_PER_MODEL_MAX:
             error = CoordinatorUnavailable(f"too many rollbacks of {model.name!r} wait to be recorded; call again")
             self._cluster.answer(session, message.request, error)
         else:
-            model.rollbacks.append(PendingWrite(model, message, session, self._cluster.now))
+            model.history.rollbacks.append(PendingWrite(model, message, session, self._cluster.now))
             self._cluster.touch(model)
 
     def settle(self, model: Model) -> None:
         """Let the first one go on as soon as nothing else of this model is being recorded."""
-        while model.rollbacks and model.rollbacks[0].record is None and not self._is_recording(model):
-            write = model.rollbacks[0]
+        while model.history.rollbacks and model.history.rollbacks[0].record is None and not self._is_recording(model):
+            write = model.history.rollbacks[0]
             message = _call(write)
-            error, done = self._refusal(model, message), message.ident in model.rolled_back_by.split("\n")[:-1]
+            error, done = self._refusal(model, message), message.ident in model.history.rolled_back_by.split("\n")[:-1]
             if done or error is not None:
                 self._decide(write, None if done else error)
                 continue
-            write.record = self._cluster.persist(actions.Rollback(model.name, model.lineage + 1, message.to, message.ident))
-            self._cluster.pending_writes[write.record] = write
+            entry = actions.Rollback(model.name, model.history.lineage + 1, message.to, message.ident)
+            self._cluster.record(write, entry)
 
     def _is_recording(self, model: Model) -> bool:
         return any(operation.group.model is model for operation in self._cluster.records.values())
@@ -187,15 +186,17 @@ class Lineages:
     def recorded(self, write: PendingWrite) -> None:
         """The new lineage is durable: it begins."""
         model, message = write.model, _call(write)
-        model.lineage, model.mark = model.lineage + 1, message.to
-        model.rolled_back_by = actions.rolled_back_by(message.ident, model.rolled_back_by)
+        before = model.history
+        self._versions.begin_lineage(
+            model, before.lineage + 1, message.to, actions.rolled_back_by(message.ident, before.rolled_back_by)
+        )
         self._operations.rolled_back(model, message.to)
-        forgotten = [number for number in model.forgotten if number <= message.to]
-        if len(model.forgotten) == FORGOTTEN_KEPT_MAX and not forgotten:
+        forgotten = [number for number in model.history.forgotten if number <= message.to]
+        if len(model.history.forgotten) == FORGOTTEN_KEPT_MAX and not forgotten:
             forgotten = [message.to]  # so long ago that nobody knows: it may have been published
-        model.forgotten.clear()
-        model.forgotten.extend(forgotten)
-        model.lost = tuple(sorted(forgotten)[-2:])
+        model.history.forgotten.clear()
+        model.history.forgotten.extend(forgotten)
+        model.history.lost = tuple(sorted(forgotten)[-2:])
         reason = f"{model.name!r} was rolled back to {message.to}"
         for version in [v for v in model.versions.values() if v.number > message.to]:
             for holding in [h for layout in version.layouts for holdings in layout.values() for h in holdings]:
@@ -204,7 +205,7 @@ class Lineages:
                 self._cluster.remove_pin(model, pin.pin)
             self._versions.retire(version, model, reason)
         self._versions.refresh(model)  # who hears Done has heard what is newest now
-        self._cluster.wake_all(model.unbound)  # another one may be the newest, or the one before it
+        self._cluster.wake_all(model.waiting.unbound)  # another one may be the newest, or the one before it
         self._decide(write, None)
 
     def not_recorded(self, write: PendingWrite, reason: str) -> None:
@@ -213,7 +214,7 @@ class Lineages:
 
     def _decide(self, write: PendingWrite, error: TensorHubError | None) -> None:
         """A rollback is over: its asker hears how, and what waited for it goes on."""
-        write.model.rollbacks.remove(write)
+        write.model.history.rollbacks.remove(write)
         self._cluster.answer(write.session, write.message.request, error)
         self._operations.reconsider(write.model)
         self._cluster.touch(write.model)

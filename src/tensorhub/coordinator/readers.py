@@ -14,7 +14,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Worker
 from tensorhub.coordinator.source_choice import GAIN_S, Feeding, SourceChoice
 from tensorhub.coordinator.states import LeaseState, WorkerState
-from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, Need, ReaderCut
+from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, Need, Progress, ReaderCut
 from tensorhub.scheduler.links import SECONDS_MIN, Distance, distance
 from tensorhub.scheduler.slowness import CLEARLY
 
@@ -43,7 +43,8 @@ class Readers:
     def lend(self, part: RankPart, need: Need | None, holding: Holding) -> Grant:
         """A new lease on a source that was chosen for this reader. Everything comes through it, or all of this need."""
         grant = self._lend(part, holding, partial=False, need=need)
-        self._place(part)
+        if part.holding is not None:
+            self.place(part.holding)
         return grant
 
     def _lend(self, part: RankPart, holding: Holding, *, partial: bool, need: Need | None = None) -> Grant:
@@ -55,31 +56,43 @@ class Readers:
         model = holding.member.group.model
         model.leases[lease.id] = part.member.reads[lease.id] = lease
         holding.peers.patches += partial
-        holding.active_readers += 1
-        holding.yielding += yields
-        readers = holding.active_readers
+        holding.traffic.active_readers += 1
+        holding.traffic.yielding += yields
+        readers = holding.traffic.active_readers
         self._cluster.reckon(holding)
         if part.holding is not None:
             self._feeding.begun(lease, part.holding)
-        holding.readers_most = max(readers, holding.readers_most if readers > 1 else 0)
+        holding.traffic.readers_most = max(readers, holding.traffic.readers_most if readers > 1 else 0)
         self._cluster.note(lease, part.member, part.operation, holding.member, model)
         return self.to_grant(lease)
 
     def _feed(self, part: RankPart) -> None:
         """What fills its holding has changed."""
-        self._place(part)
+        if part.holding is not None:
+            self.place(part.holding)
         self._feeding.feed(part.holding)
 
     @staticmethod
-    def _place(part: RankPart) -> None:
-        """Its holding is so far from a complete copy, and is filled so slowly."""
-        holding = part.holding
-        lasting = [lease.holding for lease in holding.fillers if waiting.lasts(lease)] if holding is not None else []
-        if holding is not None and lasting:
-            holding.depth = 1 + max(each.depth for each in lasting)
-            holding.behind = max(each.slowness for each in lasting)
+    def place(holding: Holding) -> None:
+        """It is so far from a complete copy, and is filled so slowly."""
+        lasting = [lease.holding for lease in holding.fillers if waiting.lasts(lease)]
+        if holding.complete:
+            holding.traffic.depth = holding.traffic.behind = 0
+        elif lasting:
+            holding.traffic.depth = 1 + max(each.traffic.depth for each in lasting)
+            holding.traffic.behind = max(each.slowness for each in lasting)
 
-    def learn(self, part: RankPart, flows: Iterable[Flow]) -> None:
+    def progressed(self, part: RankPart, message: Progress) -> None:
+        """A rank says how far its read is."""
+        progress = message.chunks_verified, message.bytes_read
+        if progress != part.attempts.progress:
+            part.attempts.progress = progress
+            part.move(self._cluster.now)
+            self._cluster.note(part.operation)
+        self._learn(part, message.flows)
+        self.improve(part)
+
+    def _learn(self, part: RankPart, flows: Iterable[Flow]) -> None:
         """A reader reports what has come from its sources. Nothing is kept of a source that is lost, although it may serve
         on.
         """
@@ -93,10 +106,10 @@ class Readers:
                 continue  # or too little yet
             source = lease.holding.member.worker
             apart = distance(reader.location, source.location)
-            sharers = lease.holding.readers_most if lease.is_of_whole and len(part.leases) == 1 else None
+            sharers = lease.holding.traffic.readers_most if lease.is_of_whole and len(part.leases) == 1 else None
             self._cluster.links.heard(reader.incarnation, apart, nbytes, seconds, sharers, self._cluster.now)
-            if lease.is_only and lease.source_had > part.progress[0]:
-                sharers = lease.holding.readers_most  # all that came since then was there
+            if lease.is_only and lease.source_had > part.attempts.progress[0]:
+                sharers = lease.holding.traffic.readers_most  # all that came since then was there
             if source.state is not WorkerState.LOST:
                 heard = reader.incarnation, source.incarnation, apart, nbytes, seconds, sharers, self._cluster.now
                 self._cluster.slowness.heard(*heard)
@@ -120,7 +133,7 @@ class Readers:
         for lease in (lease for member in worker.members.values() for lease in member.reads.values()):
             yields = waiting.yields(lease.part, lease.holding)
             if lease.state is LeaseState.ACTIVE and yields is not lease.yields:
-                lease.holding.yielding += yields - lease.yields
+                lease.holding.traffic.yielding += yields - lease.yields
                 lease.yields = yields
                 self._cluster.reckon(lease.holding)
                 self._cluster.note(lease, lease.holding.member)
@@ -187,27 +200,27 @@ class Readers:
 
     def avoid(self, part: RankPart, holding: Holding, reason: str, detail: str) -> None:
         """A read there has failed this reader: the source is tried again after a while, and last."""
-        source = holding.member.worker
+        source, attempts = holding.member.worker, part.attempts
         incarnation = source.incarnation
         text = f"worker {source.name!r}: {detail or reason}"
-        part.faults.pop(incarnation, None)
-        part.faults[incarnation] = (reason, text[: limits.FAULT_CHARS_MAX])
-        if len(part.faults) > limits.FAULTS_MAX:
-            del part.faults[next(iter(part.faults))]
-        failures = part.failures[incarnation] = part.failures.get(incarnation, 0) + 1
+        attempts.faults.pop(incarnation, None)
+        attempts.faults[incarnation] = (reason, text[: limits.FAULT_CHARS_MAX])
+        if len(attempts.faults) > limits.FAULTS_MAX:
+            del attempts.faults[next(iter(attempts.faults))]
+        failures = attempts.failures[incarnation] = attempts.failures.get(incarnation, 0) + 1
         wait_s = min(RETRY_S_FIRST * 2 ** min(failures - 1, 16), RETRY_S_MAX)
-        retry_at = part.retry_at[incarnation] = self._cluster.now + wait_s
+        retry_at = attempts.retry_at[incarnation] = self._cluster.now + wait_s
         is_in_time = retry_at <= part.deadline - part.call.timeout_s / 2
         is_near = distance(part.member.worker.location, source.location) is not Distance.FAR
         if reason == "refused" and failures <= REFUSALS_MAX and is_in_time and is_near:
-            part.spared.add(incarnation)
+            attempts.spared.add(incarnation)
         else:
-            part.spared.discard(incarnation)
+            attempts.spared.discard(incarnation)
         self._cluster.timers.hasten("retry", part.operation.name, retry_at)
 
     def set_retry_timer(self, operation: Operation) -> None:
         """Look again when the first source that has failed a reader may be tried again."""
-        times = [when for part in operation.parts.values() for when in part.retry_at.values()]
+        times = [when for part in operation.parts.values() for when in part.attempts.retry_at.values()]
         later = [when for when in times if when > self._cluster.now]
         if later:
             self._cluster.timers.set("retry", operation.name, min(later))
@@ -264,7 +277,7 @@ class Readers:
         """A lease counts no more. If it was the last one, the owner may take back the memory that it has asked for."""
         model, registration = holding.member.group.model, holding.member.registration
         withdrawal = model.withdrawals.get(registration)
-        if withdrawal is not None and not holding.active_readers:
+        if withdrawal is not None and not holding.traffic.active_readers:
             model.pressing[registration] = withdrawal
             self._cluster.touch(model)
         operation = holding.member.group.operation
@@ -300,18 +313,18 @@ class Readers:
         """
         now = self._cluster.now
         lease = next(iter(part.leases.values()), None)
-        if lease is None or part.compared_at + COMPARE_S > now:
+        if lease is None or part.attempts.compared_at + COMPARE_S > now:
             return
         holding, own = lease.holding, part.member.worker.slowness
-        readers = holding.active_readers - (0 if lease.yields else holding.yielding)
+        readers = holding.traffic.active_readers - (0 if lease.yields else holding.traffic.yielding)
         if readers > 1 or holding.slowness > own:
-            part.compared_at = now
+            part.attempts.compared_at = now
             self._improve(part, FASTER, GAIN_S)
-        elif not lease.yields and holding.yielding and holding.active_readers <= YIELDING_MAX:
-            part.compared_at = now
+        elif not lease.yields and holding.traffic.yielding and holding.traffic.active_readers <= YIELDING_MAX:
+            part.attempts.compared_at = now
             for each in list(holding.readers.values()):
-                has_read = each.part.progress[0] > each.part.moved_with  # else whoever comes costs it what is on its way
-                if each.yields and has_read:
+                attempts = each.part.attempts
+                if each.yields and attempts.progress[0] > attempts.moved_with:  # else it loses what is on its way
                     self._improve(each.part, 1.0)
 
     def _improve(self, part: RankPart, factor: float, gain_s: float = 0.0) -> None:
@@ -322,7 +335,7 @@ class Readers:
             return  # it has lost its source, or is being moved
         found = self._choice.faster(part, factor, gain_s)
         if found is not None:
-            part.moved_with = part.progress[0]
+            part.attempts.moved_with = part.attempts.progress[0]
             self._swap(part, found)
 
     def _swap(self, part: RankPart, holding: Holding) -> None:
@@ -372,8 +385,8 @@ class Readers:
     def _become(self, lease: ReadLease, state: LeaseState, why: str) -> None:
         holding = lease.holding
         if lease.state is LeaseState.ACTIVE:  # no state leads back there
-            holding.active_readers -= 1
-            holding.yielding -= lease.yields
+            holding.traffic.active_readers -= 1
+            holding.traffic.yielding -= lease.yields
             holding.peers.patches -= lease.partial
             self._cluster.reckon(holding)
         self._cluster.become(lease, state, why)

@@ -59,7 +59,7 @@ def unnamed(operation: Operation, version: Version) -> Blame | None:
     for part in operation.parts.values():
         published = ways.as_published(version, operation)
         known = not published or version.manifests.get(part.shard) or named(part)
-        if part.has_written and part.member.serves and not known:
+        if part.has_written and part.member.said.serves and not known:
             text = f"{BEGUN}, which has no room for its manifest (MANIFEST_BYTES_MAX); close handles and call again"
             return Blame(CoordinatorUnavailable(text), part.rank)
     return None
@@ -101,7 +101,7 @@ def outlived(operation: Operation) -> Blame | None:
     """Whether only this read-only call still keeps its version, and neither reads (as from a lost worker) nor has voted."""
     model, version = operation.group.model, operation.version
     assert version is not None
-    if not version.outlived or operation.all_voted or any(part.leases for part in operation.parts.values()):
+    if not version.seen.outlived or operation.all_voted or any(part.leases for part in operation.parts.values()):
         return None
     text = f"version {version.number} of {model.name!r}: nobody holds it any more, and newer ones were published; ask again"
     return gone(operation, VersionUnavailable(f"{text}; {held_text(model, operation)}"))
@@ -111,7 +111,7 @@ def drifted(part: RankPart) -> tuple[int, int, str] | None:
     """Two shards that are to be equal, are not, and one of them is what this rank reads."""
     known = part.operation.bound.drifted
     found = (known[first] for first in replicas.needed(part) if first in known) if known else iter(())
-    return part.drifted or next(found, None)
+    return part.proof.drifted or next(found, None)
 
 
 def not_equal(operation: Operation, one: int, other: int, where: str) -> IntegrityError:
@@ -133,7 +133,7 @@ def condemned(operation: Operation, part: RankPart) -> IntegrityError:
 
 def damaged(operation: Operation, part: RankPart) -> IntegrityError:
     """What several sources have sent this rank arrived with other bytes than the sources have."""
-    sources, reader = ", ".join(map(repr, sorted(part.exonerated))), part.member.worker.name
+    sources, reader = ", ".join(map(repr, sorted(part.proof.exonerated))), part.member.worker.name
     return IntegrityError(
         f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number}: what rank {part.rank} got "
         f"from {sources} does not have its digest, and {UNCHANGED}. The machine "

@@ -21,7 +21,7 @@ from math import inf, nextafter
 
 from tensorhub.coordinator import bridges, limits
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Member, Version, Worker
+from tensorhub.coordinator.entities import Holding, Member, Trust, Version, Worker
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.states import ReplicaState
 from tensorhub.coordinator.testimonies import Testimonies
@@ -57,7 +57,7 @@ def misfit(cluster: Cluster, message: Register) -> TensorHubError | None:
             f"group {group.name!r} of {message.model!r} has {group.world_size} ranks, not {message.world_size}: "
             "give every rank the same world_size, or take another group name"
         )
-    kinds = {(member.medium, member.purpose) for member in group.members.values()}
+    kinds = {(member.said.medium, member.said.purpose) for member in group.members.values()}
     if kinds and kinds != {(message.medium, message.purpose)}:
         return RegistrationError(f"group {group.name!r} is registered with other memory: all its ranks take one medium")
     before = group.members.get(message.rank)
@@ -110,11 +110,13 @@ class Announcements:
             *found, origins = parts
             parts = tuple(found)
         committed = None
-        if group.world_size > 1 and member.purpose is Purpose.USE:  # a prefetch may commit to what its handles hold already
+        if (
+            group.world_size > 1 and member.said.purpose is Purpose.USE
+        ):  # a prefetch may commit to what its handles hold already
             committed = cluster.committed_content(group.model.name, group.name)
         if held.voted or committed not in (None, held.content_id):
             return True
-        if not (member.serves and held.manifest):
+        if not (member.said.serves and held.manifest):
             return False
         version = group.model.versions.get(held.version)
         if version is None or not version.visible or version.info.content_id != held.content_id:
@@ -128,7 +130,7 @@ class Announcements:
         is_proven = root != b"" and held.root == root and group.world_size == version.info.world_size
         is_known = not held.publication and (member.fits_any_layout or is_publishers or is_proven)
         if not is_known and group.layout_id is None:
-            member.unheard = request
+            member.wait(request)
             return True  # it says this again once all ranks are here
         is_published = version.is_laid_out_as(group)
         if is_known or (is_published and not held.publication):
@@ -157,11 +159,10 @@ class Announcements:
         replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
         if replica is None:
             replica = self._holdings.new_replica(version, member)
-        holding = Holding(replica, member, held.generation, True, True, layout)
-        holding.chunks_verified = member.chunks
-        holding.by_source = not (is_publishers or is_proven)
+        trust = Trust(by_source=not (is_publishers or is_proven))
+        holding = Holding(replica, member, held.generation, True, True, layout, trust=trust)
         self._holdings.add(holding)
-        if held.published and group.name == version.publisher.group and member.purpose is Purpose.USE:
+        if held.published and group.name == version.publisher.group and member.said.purpose is Purpose.USE:
             self._testimonies.publisher_is_back(holding)
         if replica.state is not ReplicaState.READY and replica.is_whole:  # if DRAINING: whoever wanted to leave has stayed
             self._holdings.make_ready(replica, "announced again by every rank")

@@ -6,11 +6,11 @@ Not responsible for what follows from the answer: `holdings` and `fills` let hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 from tensorhub.coordinator import limits
-from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
+from tensorhub.coordinator.actions import Durable, Pinned, Retention, Unpinned
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Model, PendingWrite, Version, Worker
 from tensorhub.coordinator.refusals import held_text
@@ -71,7 +71,7 @@ class Retentions:
         group = holding.member.group
         if not (holding.told and holding.kept and self.may_count(holding)):
             return False
-        is_news = bool(group.model.unaware or group.model.notices)  # else everybody knows
+        is_news = bool(group.model.notices.unaware or group.model.notices.queue)  # else everybody knows
         mates = [mate.holding for mate in group.members.values()] if is_news else []
         return all(mate is None or (mate.told and mate.kept) for mate in mates)
 
@@ -124,16 +124,16 @@ class Retentions:
                 version.retained = keep
                 self._cluster.note(version)
                 for holdings in (there for layout in version.layouts for there in layout.values()):
-                    model.notices.extend(holdings)
+                    model.notices.queue.extend(holdings)
         self._tell_some(model)
-        if model.unanswered and not model.notices and not model.unaware:
-            for write in model.unanswered:
+        if model.notices.unanswered and not model.notices.queue and not model.notices.unaware:
+            for write in model.notices.unanswered:
                 self._end(write)
-            model.unanswered.clear()
+            model.notices.unanswered.clear()
 
     def group_changed(self, group: Group) -> None:
         """A group is spot if any rank is. Spot holders may leave at any time: they are not told to stay."""
-        before, group.spot = group.spot, any(member.spot for member in group.members.values())
+        before, group.spot = group.spot, any(member.said.spot for member in group.members.values())
         for member in group.members.values() if group.spot is not before else ():
             if member.holding is not None:
                 self._cluster.reckon(member.holding)
@@ -151,18 +151,18 @@ class Retentions:
         holding.told, holding.kept = keep, not keep
         member = holding.member
         if keep:
-            member.group.model.unaware[member.registration] = member
+            member.group.model.notices.unaware[member.registration] = member
         else:
-            member.group.model.unaware.pop(member.registration, None)
+            member.group.model.notices.unaware.pop(member.registration, None)
         self._cluster.note(member, member.group.model)
 
     def _tell_some(self, model: Model) -> None:
         """Tell holders what is retained now. If that is news for very many, the others hear of it in the next steps."""
-        for _ in range(min(len(model.notices), limits.NOTICES_PER_STEP)):
-            holding = model.notices.popleft()
+        for _ in range(min(len(model.notices.queue), limits.NOTICES_PER_STEP)):
+            holding = model.notices.queue.popleft()
             if not holding.leaving:
                 self._tell(holding)
-        if model.notices:
+        if model.notices.queue:
             self._cluster.timers.set("notices", model.name, self._cluster.now)
 
     def go_on_telling(self, name: str) -> None:
@@ -183,7 +183,7 @@ class Retentions:
             return
         if message.seq == member.retained_seq and message.keep is holding.told:
             holding.kept = True
-            member.group.model.unaware.pop(member.registration, None)
+            member.group.model.notices.unaware.pop(member.registration, None)
             self._cluster.note(member)
             self._cluster.touch(member.group.model)
 
@@ -218,7 +218,7 @@ class Retentions:
         model = self._cluster.models.get(message.model)
         known = model.pins.get(message.pin) if model is not None else None
         if known is not None and known.incarnation == worker.incarnation:
-            undone = [*self._cluster.pending_writes.values(), *(model.unanswered if model is not None else ())]
+            undone = [*self._cluster.pending_writes.values(), *(model.notices.unanswered if model is not None else ())]
             writes = [o for o in undone if isinstance(o.message, Pin) and o.message.pin == known.pin]
             for write in writes:
                 self._begin_again(write, message, worker.session)
@@ -265,9 +265,11 @@ class Retentions:
         else:
             self._record(PendingWrite(model, message, worker.session, self._cluster.now), Unpinned(known.pin))
 
-    def recover(self, pins: Iterable[Pinned]) -> None:
+    def recover(self, durable: Durable) -> None:
         """Pins of a former coordinator count until their workers' leases would have ended."""
-        for pin in pins:
+        for record in durable.models:
+            self._cluster.model(record.model).retain = record.retain
+        for pin in durable.pins:
             model = self._cluster.models.get(pin.model)
             version = model.versions.get(pin.number) if model is not None else None
             if model is not None and version is not None and version.info.content_id == pin.content_id:
@@ -294,14 +296,13 @@ class Retentions:
     # -- recording
 
     def _record(self, write: PendingWrite, entry: Retention | Pinned | Unpinned) -> None:
-        write.record = self._cluster.persist(entry)
-        self._cluster.pending_writes[write.record] = write
+        self._cluster.record(write, entry)
         self._count(write, 1)
 
     def _begin_again(self, write: PendingWrite, message: Pin, session: int | None) -> None:
         """A retry, over another connection."""
         self._count(write, -1)
-        write.message, write.session = message, session
+        write.repeat(message, session)
         self._count(write, 1)
 
     def _end(self, write: PendingWrite, error: TensorHubError | None = None) -> None:
@@ -326,7 +327,7 @@ class Retentions:
                 pass
         self._cluster.touch(model)
         if error is None and not isinstance(message, Unpin):
-            model.unanswered = [o for o in model.unanswered if o.session in self._cluster.sessions] + [write]
+            model.notices.unanswered = [o for o in model.notices.unanswered if o.session in self._cluster.sessions] + [write]
         else:
             self._end(write, error)
 

@@ -153,7 +153,7 @@ class SourceChoice:
             holding = self.choose(part, version)
             found = [] if holding is None else [(None, holding)]
         is_far = any(_is_far(each, part) for _, each in found)
-        is_patient = any(part.retry_at[each] > self._cluster.now for each in part.spared)
+        is_patient = any(part.attempts.retry_at[each] > self._cluster.now for each in part.attempts.spared)
         return [] if is_patient and is_far else found
 
     def choose(self, part: RankPart, version: Version, need: Need | None = None) -> Holding | None:
@@ -171,13 +171,13 @@ class SourceChoice:
         if len(best) > 1:
             rates = self._cluster.links.rates(self._cluster.now)
             found = min(best, key=lambda h: _estimate(h, part, _wanted(h.peers, need), rates))
-        if found is None and part.failures:
-            workers = (self._cluster.workers.get(incarnation) for incarnation in part.failures)
+        if found is None and part.attempts.failures:
+            workers = (self._cluster.workers.get(incarnation) for incarnation in part.attempts.failures)
             theirs = [m.holding for w in workers if w is not None for m in w.members.values() if m.holding is not None]
             failed = [h for h in theirs if any(h in there for there in holders) and not refuses(h)]
             rates = self._cluster.links.rates(self._cluster.now)
             order = lambda h: (  # noqa: E731
-                part.failures[h.member.worker.incarnation],
+                part.attempts.failures[h.member.worker.incarnation],
                 _estimate(h, part, _wanted(h.peers, need), rates),
             )
             found = min(failed, key=order, default=None)
@@ -207,7 +207,7 @@ class SourceChoice:
         that it has, if one of the first few is. It is as near at least. It has more than the reader, unless nothing is to be
         gained.
         """
-        there, own, has = part.layout.of(part.shard), part.holding, part.progress[0]
+        there, own, has = part.layout.of(part.shard), part.holding, part.attempts.progress[0]
         (lease,), rest, rates = part.leases.values(), _rest(part), self._cluster.links.rates(self._cluster.now)
         now_s = _estimate(lease.holding, part, rest, rates, lease)[0][1]
         if now_s <= gain_s:
@@ -238,7 +238,7 @@ class SourceChoice:
 
     def _is_out_of_question(self, holding: Holding, part: RankPart) -> bool:
         """Whether no reader leaves its source for that one: it is farther, or has failed this one."""
-        if holding.member.worker.incarnation in part.failures or not self._reachable(holding, part):
+        if holding.member.worker.incarnation in part.attempts.failures or not self._reachable(holding, part):
             return True
         return any(_is_nearer(lease.holding, holding, part) for lease in part.leases.values())
 
@@ -284,7 +284,7 @@ class SourceChoice:
         reader, source = part.member.worker, holding.member.worker
         if not holding.takes_readers or source.state is not WorkerState.LIVE:
             return False
-        if part.retry_at.get(source.incarnation, 0.0) > self._cluster.now:
+        if part.attempts.retry_at.get(source.incarnation, 0.0) > self._cluster.now:
             return False
         return bool(reader.reaches(source, across=part.bridges))
 
@@ -313,13 +313,13 @@ def _estimate(
     if worker.reaches(reader) & SAME_HOST_TRANSPORTS:  # who copies out of its memory shares nothing of it with others
         load = load._replace(readers=0)
     apart = distance(reader.location, worker.location)
-    return rank(apart, load, holding.depth, wanted, rates), -holding.number
+    return rank(apart, load, holding.traffic.depth, wanted, rates), -holding.number
 
 
 def _rest(part: RankPart) -> Wanted:
     """What it still has to read."""
     there = part.layout.of(part.shard)
-    left, wanted = max(0, there.chunks - part.progress[0]) / max(1, there.chunks), _wanted(there, None)
+    left, wanted = max(0, there.chunks - part.attempts.progress[0]) / max(1, there.chunks), _wanted(there, None)
     return Wanted(round(wanted.nbytes * left), wanted.chunk_bytes)
 
 
@@ -331,7 +331,7 @@ def _is_far(holding: Holding, part: RankPart) -> bool:
 def _has_failed(holding: Holding, part: RankPart) -> bool:
     """Whether it has failed that reader, and not only refused it since it may not have heard yet that it may write."""
     incarnation = holding.member.worker.incarnation
-    return incarnation in part.failures and incarnation not in part.spared
+    return incarnation in part.attempts.failures and incarnation not in part.attempts.spared
 
 
 def _is_nearer(one: Holding, other: Holding, part: RankPart) -> bool:

@@ -58,6 +58,16 @@ class OperationState(StrEnum):
     ABORTED = "aborted"  # decided: it holds for no rank
 
 
+class PartState(StrEnum):
+    """How far one rank is in the operation of its group."""
+
+    CALLED = "called"  # it has called; it is not ready to write yet
+    READY = "ready"  # its ReadyToWrite has come, or is not waited for
+    READING = "reading"  # it was told to write, and lacks chunks
+    CLAIMING = "claiming"  # it has every chunk, and has named the roots of its digests: they are not agreed yet
+    VOTED = "voted"  # its digests are agreed; or it publishes; or it held the bound content before
+
+
 class CoordinatorState(StrEnum):
     """How far a coordinator knows its cluster."""
 
@@ -65,7 +75,7 @@ class CoordinatorState(StrEnum):
     SERVING = "serving"  # what nobody holds or has announced is lost
 
 
-V, R, L, W, P, C = VersionState, ReplicaState, LeaseState, WorkerState, OperationState, CoordinatorState
+V, R, L, W, P, K, C = VersionState, ReplicaState, LeaseState, WorkerState, OperationState, PartState, CoordinatorState
 
 VERSION_TABLE: Mapping[VersionState, frozenset[VersionState]] = {
     V.STAGED: frozenset({V.AVAILABLE, V.DISCARDED}),
@@ -98,6 +108,13 @@ OPERATION_TABLE: Mapping[OperationState, frozenset[OperationState]] = {
     P.PREPARED: frozenset({P.COMMITTED, P.ABORTED}),
     P.COMMITTED: frozenset(),
     P.ABORTED: frozenset(),
+}
+PART_TABLE: Mapping[PartState, frozenset[PartState]] = {
+    K.CALLED: frozenset({K.READY, K.READING, K.VOTED}),
+    K.READY: frozenset({K.READING}),
+    K.READING: frozenset({K.CLAIMING}),
+    K.CLAIMING: frozenset({K.READING, K.VOTED}),
+    K.VOTED: frozenset(),
 }
 COORDINATOR_TABLE: Mapping[CoordinatorState, frozenset[CoordinatorState]] = {
     C.RECOVERING: frozenset({C.SERVING}),

@@ -29,6 +29,7 @@ from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart,
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.refusals import Blame
+from tensorhub.coordinator.states import PartState
 from tensorhub.errors import IntegrityError, StateError
 from tensorhub.layouts.published import Published
 from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, TellDigests, digests_bytes_max
@@ -62,22 +63,26 @@ class Testimonies:
 
     def claim(self, part: RankPart, message: Prepared) -> None:
         """This rank has every chunk, and names the roots of its digests. It reads no more. Its vote counts if they agree."""
-        part.claim, part.rereads, part.moved_at = {}, None, self._cluster.now
-        part.by_source = False
+        part.proof.claim, part.proof.rereads = {}, None
+        part.move(self._cluster.now)
+        if part.reads:
+            self._cluster.become(part, PartState.CLAIMING, "has every chunk")
+        part.proof.by_source = False
         if part.bridges:
             said = {(each.shard, each.selection): each.root for each in message.roots}
             for need in part.needs or ():
-                part.claim[need] = said.get((need.shard, need.selection), b"")
+                part.proof.claim[need] = said.get((need.shard, need.selection), b"")
         else:
-            part.claim[None] = message.root
-        if part.page_session != part.member.worker.session:  # else the page that it was sent reaches it, or has reached it
-            part.page = None
-        for each in part.claim:
+            part.proof.claim[None] = message.root
+        if (
+            part.proof.page_session != part.member.worker.session
+        ):  # else the page that it was sent reaches it, or has reached it
+            part.proof.page = None
+        for each in part.proof.claim:
             testimony = self._of(part, each)
             testimony.answered -= testimony.unaware  # it may have been read there since
             testimony.unaware.clear()
         if part.holding is not None:
-            part.holding.chunks_verified = part.chunks
             self._holdings.verified(part.holding, is_so=True)
         self._readers.release_all(part, "verified")
         self._cluster.changed(part.operation, part)
@@ -85,13 +90,13 @@ class Testimonies:
     def settle(self, operation: Operation) -> Blame | None:
         """Count the votes that agree with their publisher. For each of the others that have news, do what brings it on."""
         for part in list(operation.parts.values() if operation.news is None else operation.news):
-            if part.claim is None or part.voted:
+            if part.state is not PartState.CLAIMING:
                 continue
-            for need, root in list(part.claim.items()):
+            for need, root in list(part.proof.claim.items()):
                 blame = self._settle_claim(part, need, root)
                 if blame is not None:
                     return blame
-            if not part.claim:
+            if not part.proof.claim:
                 self._accept(part)
         return None
 
@@ -112,63 +117,66 @@ class Testimonies:
             pass
         elif not testimony.is_there:
             self._ask_next(testimony)
-        elif part.comparisons >= COMPARISONS_MAX:
+        elif part.proof.comparisons >= COMPARISONS_MAX:
             return Blame(_unlike(part.operation, part), part.rank)
-        elif part.page is None:
-            part.compares = need
+        elif part.proof.page is None:
+            part.proof.compares = need
             self._send_page(part, testimony, 0)
         return None
 
     @staticmethod
     def _agree(part: RankPart, need: Need | None, *, by_source: bool) -> None:
         """What it has of this counts: it is what was published, or (`by_source`) nobody says otherwise."""
-        assert part.claim is not None
-        del part.claim[need]
-        part.by_source = part.by_source or by_source
-        if part.page is not None and part.compares == need:
-            part.page = None
+        del part.proof.claim[need]
+        part.proof.by_source = part.proof.by_source or by_source
+        if part.proof.page is not None and part.proof.compares == need:
+            part.proof.page = None
 
     def compared(self, part: RankPart, answer: Compared) -> None:
         """The rank has compared a page of the publisher's digests with its own."""
-        if part.claim is None or (part.page is None and not answer.rereads):
+        if part.state is not PartState.CLAIMING or (part.proof.page is None and not answer.rereads):
             return
-        need = part.compares
-        if need not in part.claim or (need is not None and (need.shard, need.selection) != (answer.shard, answer.selection)):
+        need = part.proof.compares
+        if need not in part.proof.claim or (
+            need is not None and (need.shard, need.selection) != (answer.shard, answer.selection)
+        ):
             return  # it is agreed since, or about something else
         testimony = self._of(part, need)
         for stray in answer.strays:
             self._corruption_checks.trace(part, stray, need)
         if answer.rereads:
-            part.claim, part.page, part.rereads = None, None, need
-            part.comparisons += 1
+            part.proof.page, part.proof.rereads = None, need
+            self._cluster.become(part, PartState.READING, "has found other digests than were published")
+            part.proof.comparisons += 1
             if part.holding is not None:
                 self._holdings.verified(part.holding, is_so=False)
             self._cluster.changed(part.operation)
         elif not testimony.pages:  # forgotten since, to make room: nothing is agreed by a part of it
-            part.page = None
+            part.proof.page = None
             self._cluster.changed(part.operation)
-        elif answer.following >= testimony.chunks and not part.claim[need]:
+        elif answer.following >= testimony.chunks and not part.proof.claim[need]:
             self._agree(part, need, by_source=False)
             self._cluster.changed(part.operation)
         elif answer.following >= testimony.chunks:  # it finds nothing wrong in a list that has another root
-            part.page = None
-            part.comparisons += 1
+            part.proof.page = None
+            part.proof.comparisons += 1
             self._cluster.changed(part.operation)
-        elif part.page is not None and answer.following == (part.page + 1) * testimony.page_chunks:
-            self._send_page(part, testimony, part.page + 1)
+        elif part.proof.page is not None and answer.following == (part.proof.page + 1) * testimony.page_chunks:
+            self._send_page(part, testimony, part.proof.page + 1)
 
     def _accept(self, part: RankPart) -> None:
         """Count its vote: from now on the rank cannot time out or be cancelled alone."""
         self._record(part.operation.bound)
-        part.voted, part.claim, part.page = True, None, None
+        part.proof.page = None
+        self._cluster.become(part, PartState.VOTED, "its digests are agreed")
         if part.holding is not None:
-            part.holding.by_source = part.by_source
+            part.holding.trust.by_source = part.proof.by_source
             self._holdings.completed(part.holding)
         self._cluster.note(part.member)
         self._cluster.changed(part.operation, part)
 
     def _send_page(self, part: RankPart, testimony: Testimony, page: int) -> None:
-        part.page, part.page_session = page, part.member.worker.session
+        part.proof.page, part.proof.page_session = page, part.member.worker.session
         first, values, last = page * testimony.page_chunks, testimony.pages[page], page + 1 == len(testimony.pages)
         of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
         self._cluster.tell(part.member, Compare(part.operation.key, part.rank, first, values, last, *of))
@@ -273,7 +281,7 @@ class Testimonies:
     def _can_tell(self, holding: Holding) -> bool:
         """Whether its owner still has it, as it was published."""
         member = holding.member
-        here = self._cluster.members.get(member.registration) is member and not holding.quarantined
+        here = self._cluster.members.get(member.registration) is member and not holding.trust.quarantined
         return here and (member.holding is holding or holding in member.leaving)
 
     @staticmethod
@@ -314,7 +322,7 @@ class Testimonies:
             self._cluster.wake_all(testimony.version.starving)
             return
         for part in testimony.needed_by:
-            if part.operation.decided or part.claim is None:
+            if part.operation.decided or part.state is not PartState.CLAIMING:
                 continue
             if part.operation.is_read_only:  # there may be many
                 self._cluster.wake(part.operation)
@@ -325,7 +333,7 @@ class Testimonies:
         """Settle what it claims of that alone, where its digests are known: it may claim thousands of others, for which it
         still waits then.
         """
-        need, claim = testimony.need, part.claim
+        need, claim = testimony.need, part.proof.claim
         if not claim or need not in claim or not testimony.root:
             return False
         return self._settle_claim(part, need, claim[need]) is None and bool(claim)
@@ -359,7 +367,7 @@ class Testimonies:
             found = version.selections_of(layout, shard, message.selection, message.shard)
             asked = (each for each in found if holding.member.registration in each.asked)
             return next(asked, next(iter(found), None))
-        return None if layout.origin_id else self.of(version, shard, holding.member.manifest)
+        return None if layout.origin_id else self.of(version, shard, holding.member.said.manifest)
 
     def _take(self, testimony: Testimony, message: Digests) -> bool:
         """Enter them. Whether all are known now."""
@@ -510,8 +518,8 @@ def _no_room(testimony: Testimony) -> StateError:
 
 
 def _unlike(operation: Operation, part: RankPart) -> IntegrityError:
+    what = f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number}"
     return IntegrityError(
-        f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number}: after {part.comparisons} "
-        f"readings rank {part.rank} still has other digests than were published. The machine of worker "
-        f"{part.member.worker.name!r} may damage bytes: look at its memory, or use another one"
+        f"{what}: after {part.proof.comparisons} readings rank {part.rank} still has other digests than were published. The "
+        f"machine of worker {part.member.worker.name!r} may damage bytes: look at its memory, or use another one"
     )

@@ -45,7 +45,7 @@ class Versions:
                 f"version {number} of {model.name!r} cannot be published: the newest number so far is {model.mark}; publish "
                 f"{model.mark + 1} or more, or go back first: hub.rollback({model.name!r}, to=N), N less than {number}"
             )
-        if model.rollbacks:
+        if model.history.rollbacks:
             return VersionConflict(
                 f"version {number} of {model.name!r} cannot be published now: a rollback is being recorded; call again",
                 retryable=True,
@@ -70,7 +70,7 @@ class Versions:
         """The version that this publish will make, invisible until then. Its content id is minted here (R1)."""
         group = operation.group
         info = VersionInfo(group.model.name, number, self._cluster.new_id(), 0, group.world_size)
-        version = Version(info, group.model.lineage, group.layout_id or "", operation.key)
+        version = Version(info, group.model.history.lineage, group.layout_id or "", operation.key)
         group.model.versions[number] = version
         self._cluster.note(version, group.model)
         return version
@@ -101,6 +101,11 @@ class Versions:
         self._cluster.become(version, VersionState.UNAVAILABLE, "no holder is known yet")
         model.versions[version.number] = version
         model.mark = max(version.number, -1 if model.mark is None else model.mark)
+
+    @staticmethod
+    def begin_lineage(model: Model, lineage: int, mark: int | None, rolled_back_by: str) -> None:
+        """That is the lineage of the model from now on, as it is recorded."""
+        model.history.lineage, model.mark, model.history.rolled_back_by = lineage, mark, rolled_back_by
 
     # -- resolving (R12)
 
@@ -137,7 +142,7 @@ class Versions:
         model = operation.group.model
         # The ranks of a call that is repeated have lost what they read: they wait for the next version.
         repeated = any(isinstance(part.call, Fill) and part.call.former for part in operation.parts.values())
-        published = any(number >= least for number in (*model.lost, *(v.number for v in model.visible)))
+        published = any(number >= least for number in (*model.history.lost, *(v.number for v in model.visible)))
         if version is not None or waits or repeated or not published:
             return version
         raise nothing_available(operation, least, held)
@@ -230,8 +235,8 @@ class Versions:
         others_changed = self._refresh_others(model)
         for version, _ in before:
             live = version.visible and version.is_held
-            if live and version.outlived:
-                version.outlived = False
+            if live and version.seen.outlived:
+                version.seen.outlived = False
                 self._cluster.note(version)
             for layout in version.layouts:
                 if layout.abandoned and layout.have_sources():
@@ -249,18 +254,18 @@ class Versions:
                 self._cluster.unlearn(version)  # manifests are large, and a holder that comes back tells them again
                 if self._is_old(model, version):
                     self.retire(version, model, "old, not retained, held by nobody")
-                    model.forgotten.append(version.number)
+                    model.history.forgotten.append(version.number)
         newest = model.newest_visible()
         info = newest.info if newest is not None else None
-        if others_changed or info != model.announced or any(version.state is not state for version, state in before):
-            self._cluster.wake_all(model.unbound)
+        if others_changed or info != model.history.announced or any(version.state is not state for version, state in before):
+            self._cluster.wake_all(model.waiting.unbound)
             for version, _ in before:  # a selector may name another version now
                 self._cluster.wake_all(version.starving)
                 for operation in version.bound.values():
                     if not operation.writing:
                         self._cluster.wake(operation)
-        if info != model.announced:  # after a rollback it is an older one, or none
-            model.announced = info
+        if info != model.history.announced:  # after a rollback it is an older one, or none
+            model.history.announced = info
             for session in sorted(self._cluster.watchers.get(model.name, ())):
                 self._cluster.send(session, Announce(model.name, info))
 
@@ -277,14 +282,14 @@ class Versions:
                 for layout in (version.layouts if version.visible else ())
                 if layout.have_sources() or (layout.is_described and layout.has_each_class())
             ]
-            if can_read != version.readable_in:
-                version.readable_in, changed = can_read, True
+            if can_read != version.seen.readable_in:
+                version.seen.readable_in, changed = can_read, True
         return changed
 
     def _outlive(self, version: Version, model: Model) -> None:
         """Read-only calls that neither read nor answer would keep the version: they are looked at once it is old."""
-        if not version.outlived and self._is_old(model, version):
-            version.outlived = True
+        if not version.seen.outlived and self._is_old(model, version):
+            version.seen.outlived = True
             self._cluster.note(version)
             for operation in version.bound.values():
                 self._cluster.wake(operation)

@@ -19,7 +19,7 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Model, Operation, RankPart, ReadLease, Replica, Version, Worker
 from tensorhub.coordinator.refusals import held_text
-from tensorhub.coordinator.states import OperationState, ReplicaState, WorkerState
+from tensorhub.coordinator.states import OperationState, PartState, ReplicaState, WorkerState
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.waiting import reads_across
 from tensorhub.errors import VersionUnavailable
@@ -192,8 +192,8 @@ class _Replicas:
             self.by_layout.setdefault(layout_id, []).append(replica)
         for holding in replica.holdings.values():
             self.shards += 1
-            self.readers += holding.active_readers
-            if holding.quarantined:
+            self.readers += holding.traffic.active_readers
+            if holding.trust.quarantined:
                 self.quarantined += 1
             elif holding.member.worker.state is not WorkerState.LIVE:
                 self.doubtful += 1
@@ -256,7 +256,7 @@ def _waiting(model: Model) -> Iterator[Waiting]:
     for withdrawal in model.withdrawals.values():
         waits_for = "readers" if withdrawal.begun else "successor"
         yield "leave", waits_for, withdrawal.asked_at, withdrawal.holding.member.worker.name
-    for waits_for, writes in (("store", model.rollbacks), ("holders", model.unanswered)):
+    for waits_for, writes in (("store", model.history.rollbacks), ("holders", model.notices.unanswered)):
         for write in writes:
             yield type(write.message).__name__.lower(), waits_for, write.asked_at, ""
 
@@ -281,7 +281,7 @@ def _waits_for(operation: Operation) -> tuple[str, list[RankPart]]:
     starving = [part for part in reading if not part.leases]
     if reading:
         return ("source", starving) if starving else ("chunks", reading)
-    claiming = [part for part in parts if part.claim is not None]
+    claiming = [part for part in parts if part.state is PartState.CLAIMING]
     return ("digests", claiming) if claiming else ("store", parts)
 
 
@@ -401,7 +401,7 @@ def _info(rows: _Rows, counts: tuple[ModelSummary, dict[int, VersionSummary]] | 
     in_order = sorted(rows.shards, key=lambda replica: (replica.group.name, replica.version.number, replica.id))
     return ModelInfo(
         model.name,
-        model.lineage,
+        model.history.lineage,
         model.mark,
         model.retain,
         versions,
@@ -433,7 +433,7 @@ def _replica(replica: Replica, holdings: list[Holding]) -> ReplicaView:
             state=_shard_state(holding),
             chunks_verified=holding.chunks_verified,
             chunks=holding.chunks,
-            readers=holding.active_readers,
+            readers=holding.traffic.active_readers,
         )
         for holding in sorted(holdings, key=lambda holding: holding.rank)
     )
@@ -452,7 +452,7 @@ def _replica(replica: Replica, holdings: list[Holding]) -> ReplicaView:
 
 
 def _shard_state(holding: Holding) -> str:
-    if holding.quarantined:
+    if holding.trust.quarantined:
         return "quarantined"
     if holding.member.worker.state is not WorkerState.LIVE:
         return "doubtful"

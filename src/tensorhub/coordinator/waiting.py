@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tensorhub.coordinator.entities import Holding, Operation, RankPart, ReadLease
-from tensorhub.coordinator.states import OperationState
+from tensorhub.coordinator.states import OperationState, PartState
 from tensorhub.messages import Fill, Need
 from tensorhub.types import AVAILABLE, OpKey, OpKind
 
@@ -52,7 +52,7 @@ def lacking(part: RankPart, without: ReadLease | None = None) -> list[Need]:
 
 def _reads_now(part: RankPart) -> tuple[Need, ...]:
     """All that it needs of other layouts; or what it reads again, since the rest is there."""
-    return (part.needs or ()) if part.rereads is None else (part.rereads,)
+    return (part.needs or ()) if part.proof.rereads is None else (part.proof.rereads,)
 
 
 def wants_source(part: RankPart) -> bool:
@@ -112,13 +112,13 @@ def waits_in(operation: Operation) -> list[dict[OpKey, Operation]]:
     found = []
     is_open = version is None or operation.is_starving or not operation.writing
     if operation.staying or operation.grace_until is not None or operation.kind is OpKind.PUBLISH:
-        found.append(model.restless)
+        found.append(model.waiting.restless)
     if is_of_available(operation) and is_open and not operation.unchanged:
-        found.append(model.flexible)
+        found.append(model.waiting.flexible)
     if version is None:
-        found.append(model.unbound)
+        found.append(model.waiting.unbound)
         if next(iter(operation.parts.values())).member.is_of_one_shard:
-            found.append(model.unbound_copies)
+            found.append(model.waiting.unbound_copies)
     elif operation.is_starving:
         found.append(version.starving)
     return found
@@ -131,12 +131,12 @@ def starves(operation: Operation) -> bool:
     fills = operation.kind is not OpKind.PUBLISH
     if fills and not operation.writing and not operation.unchanged and all(part.ready for part in operation.parts.values()):
         return True
-    return any(part.claim is not None or needs_source(part) or is_to_move(part) for part in parts)
+    return any(part.state is PartState.CLAIMING or needs_source(part) or is_to_move(part) for part in parts)
 
 
 def awaits_agreement(operation: Operation) -> bool:
     """Whether some rank's vote does not count yet."""
-    return any(part.claim is not None for part in operation.parts.values())
+    return any(part.state is PartState.CLAIMING for part in operation.parts.values())
 
 
 def is_of_available(operation: Operation) -> bool:

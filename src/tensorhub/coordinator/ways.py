@@ -90,7 +90,7 @@ def _all(cluster: Cluster, version: Version, operation: Operation, begun: Begun 
         return
     held, is_copy = _held(version, operation), member.is_of_one_shard
     for origin in version.others.values() if is_published or is_copy else version.layouts:
-        if is_copy and not (origin.layout_id == member.layout_id and member.shard in origin):
+        if is_copy and not (origin.layout_id == member.said.layout_id and member.shard in origin):
             continue  # it is a copy of a shard of that one
         if not origin.is_described or id(origin) in held:  # nobody reads what he overwrites
             continue

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from tensorhub.coordinator import states
 from tensorhub.coordinator.core import Coordinator
-from tensorhub.coordinator.entities import Operation, ReadLease, Replica, Version, Worker
+from tensorhub.coordinator.entities import Operation, RankPart, ReadLease, Replica, Version, Worker
 from tensorhub.machine import Stateful, transition
 from tensorhub.scheduler.pull import SOURCE, SOURCE_TABLE, SourceState
 from tensorhub.types import HandleState
@@ -42,6 +42,7 @@ MACHINES: Final = (
     _machine(Replica, states.ReplicaState.FILLING),
     _machine(ReadLease, states.LeaseState.ACTIVE),
     _machine(Operation, states.OperationState.GATHERING),
+    _machine(RankPart, states.PartState.CALLED),
     _machine(MemberMemory, HandleState.EMPTY),
     _machine(Publishing, Phase.QUEUED),
     _machine(Filling, Phase.QUEUED),

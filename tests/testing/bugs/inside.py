@@ -31,6 +31,7 @@ from tensorhub.coordinator.membership import Membership
 from tensorhub.coordinator.publishes import Lineages
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
+from tensorhub.coordinator.states import PartState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.messages import Join, Outcome, Register, Revoked, Start, Write
@@ -267,7 +268,7 @@ def owner_never_asked() -> Iterator[None]:
 def vote_not_compared() -> Iterator[None]:
     def settle(self: Any, operation: Operation) -> None:
         for part in operation.parts.values():
-            if part.claim is not None:
+            if part.state is PartState.CLAIMING:
                 self._accept(part)
 
     with replaced(Testimonies, "settle", settle):
@@ -291,7 +292,7 @@ def retained_not_restated() -> Iterator[None]:
     def tell(before: Callable[..., bool], self: Any, member: Member, content_id: str) -> bool:
         if before(self, member, content_id) and member.holding is not None:
             member.holding.kept = True
-            member.group.model.unaware.pop(member.registration, None)
+            member.group.model.notices.unaware.pop(member.registration, None)
         return False
 
     with around(Retentions, "tell_with", tell):
@@ -302,9 +303,9 @@ def retained_not_restated() -> Iterator[None]:
 def retain_returns_early() -> Iterator[None]:
     def settle(before: Callable[..., None], self: Any, model: Model) -> None:
         before(self, model)
-        for order in model.unanswered:
+        for order in model.notices.unanswered:
             self._cluster.answer(order.session, order.message.request)
-        model.unanswered.clear()
+        model.notices.unanswered.clear()
 
     with around(Retentions, "settle", settle):
         yield
@@ -402,14 +403,14 @@ def pin_outlives_rollback() -> Iterator[None]:
 @bug("R8: quarantined memory counts again once its worker has reconnected", faults=(Fault.OVERWRITE, Fault.CUT))
 def quarantine_lifted() -> Iterator[None]:
     def again(before: Callable[..., None], self: Membership, member: Member, message: Register) -> None:
-        lifted = [holding for holding in member.leaving if holding.quarantined]
+        lifted = [holding for holding in member.leaving if holding.trust.quarantined]
         if not lifted:
             before(self, member, message)
             return
         for holding in lifted:
             member.leaving.remove(holding)
-            member.holding, holding.leaving, holding.quarantined = holding, False, False
-            holding.version.holdings.add(holding, member.nbytes, member.chunks)
+            member.holding, holding.leaving, holding.trust.quarantined = holding, False, False
+            holding.version.holdings.add(holding, member.said.nbytes, member.said.chunks)
             self._cluster.reckon(holding)
         self._cluster.touch(member.group.model)
         member.said_in = member.worker.session
@@ -438,7 +439,7 @@ def resumed_fill_keeps_leases() -> Iterator[None]:
 )
 def asked_once_only() -> Iterator[None]:
     def ask(before: Callable[..., None], self: CorruptionChecks, part: RankPart, holding: Held, chunk: int) -> None:
-        if not holding.inquiries:
+        if not holding.trust.inquiries:
             before(self, part, holding, chunk)
 
     with around(CorruptionChecks, "ask", ask):
@@ -581,7 +582,7 @@ def silence_is_not_noticed() -> Iterator[None]:
 @bug("G5: a seed takes the next version although it alone keeps one that is retained", SEEDERS_DRAWN=1.0)
 def seed_gives_up_what_is_retained() -> Iterator[None]:
     def staying(before: Callable[..., list[Held]], self: Fills, operation: Operation, version: Version) -> list[Held]:
-        seeds = all(part.member.purpose is Purpose.SEED for part in operation.parts.values())
+        seeds = all(part.member.said.purpose is Purpose.SEED for part in operation.parts.values())
         return [] if seeds else before(self, operation, version)
 
     with around(Fills, "staying", staying):

@@ -445,7 +445,7 @@ def told_is_taken_for_known() -> Iterator[None]:
     def broken(self: Retentions, holding: Holding) -> None:
         tell(self, holding)
         holding.kept = True
-        holding.member.group.model.unaware.pop(holding.member.registration, None)
+        holding.member.group.model.notices.unaware.pop(holding.member.registration, None)
 
     with replaced(Retentions, "_tell", broken):
         yield

@@ -29,10 +29,10 @@ def version_held_again_wakes_nobody() -> Iterator[None]:
     refresh_ = Versions.refresh
 
     def refresh(self: Any, model: Model) -> None:
-        announced, unbound, model.unbound = model.announced, model.unbound, {}
+        announced, unbound, model.waiting.unbound = model.history.announced, model.waiting.unbound, {}
         refresh_(self, model)
-        model.unbound = unbound
-        if model.announced != announced:
+        model.waiting.unbound = unbound
+        if model.history.announced != announced:
             self._cluster.wake_all(unbound)
 
     with replaced(Versions, "refresh", refresh):
@@ -44,7 +44,7 @@ def shard_that_comes_back_wakes_no_copy() -> Iterator[None]:
     wake_all_ = Cluster.wake_all
 
     def wake_all(self: Cluster, waiting: dict[OpKey, Operation]) -> None:
-        if not any(waiting is model.unbound_copies for model in self.models.values()):
+        if not any(waiting is model.waiting.unbound_copies for model in self.models.values()):
             wake_all_(self, waiting)
 
     with replaced(Cluster, "wake_all", wake_all):

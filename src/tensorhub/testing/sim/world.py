@@ -343,7 +343,7 @@ class World(Driver):
             held = content.generation if content is not None and state is HandleState.READY else None
             leaving = member.leaving
             if content is not None and content.spoiled:  # a publisher's own, until it takes it back (R8)
-                leaving = [each for each in leaving if not (each.quarantined and each.generation == held)]
+                leaving = [each for each in leaving if not (each.trust.quarantined and each.generation == held)]
                 held = None
             # In which layout it holds that, nobody knows before the other ranks are here: then it is asked again.
             is_unheard = member.unheard > 0 and known is None

@@ -106,7 +106,7 @@ class Guarantees:
                 if (handle.shard.model, handle.shard.group) == (entry.key.model, entry.key.group):
                     member = self._world.coordinator.cluster.members.get(handle.id)
                     part = member.part if member is not None else None
-                    self.commits(handle, entry.content_id, by_source=part is not None and part.by_source)
+                    self.commits(handle, entry.content_id, by_source=part is not None and part.proof.by_source)
 
     def commits(self, handle: JudgedHandle, content_id: str, *, by_source: bool) -> None:
         """The coordinator lets the rank commit that content: with its sources' digests only if no
