@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,16 +24,9 @@ class Trainer:
         self._tensors = {"w": np.zeros(SIZE, np.float32)}
         self._weights = self._hub.register(MODEL, self._tensors)
 
-    def restore(self) -> int:
-        """As a trainer that Ray has restarted: take up what its readers hold."""
-        return self._weights.replicate("latest").version
-
     def publish(self, version: int) -> None:
         with self._weights.mutate(version):
             self._tensors["w"][:] = version
-
-    def pid(self) -> int:
-        return os.getpid()
 
 
 class Rollout:
@@ -50,13 +42,6 @@ class Rollout:
         """The version, and what its elements are."""
         report = self._weights.update("latest", at_least=at_least, timeout=timeout)
         return report.version, _elements(self._tensors["w"])
-
-    def fetch(self) -> tuple[int, list[float]]:
-        fetched = self._hub.fetch(MODEL, timeout=60)
-        return fetched.info.version, _elements(fetched["w"].numpy())
-
-    def pid(self) -> int:
-        return os.getpid()
 
     def where(self) -> Location:
         return self.location

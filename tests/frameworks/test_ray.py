@@ -20,7 +20,6 @@ from tensorhub import (
     CoordinatorUnavailable,
     InvalidValue,
     StateError,
-    VersionConflict,
     VersionUnavailable,
     sync,
 )
@@ -108,13 +107,6 @@ def the_actor() -> Any:
     return ray.get_actor("tensorhub", namespace=tensorhub_ray.NAMESPACE)
 
 
-def updates(hub: sync.Hub) -> int:
-    """How many calls of `update` are under way."""
-    counts = hub.describe("actor", limit=0).summary
-    assert counts is not None
-    return sum(each.count for each in counts.calls if each.call == "update")
-
-
 def eventually(holds: Callable[[], object]) -> None:
     until = time.monotonic() + DEADLINE_S
     while not holds():
@@ -185,21 +177,6 @@ def test_a_coordinator_for_which_no_node_has_room(cluster: Any, coordinator: Cal
     assert coordinator(resources={"head": 1}) == "ray-actor://tensorhub"
 
 
-def test_calls_go_on_and_versions_stay_when_the_coordinator_is_killed(cluster: Any, coordinator: Callable[..., str]) -> None:
-    address = coordinator()
-    (trainer,), (rollout, late) = actors(Trainer, 1, address), actors(Rollout, 2, address)
-    ray.get(trainer.publish.remote(5), timeout=DEADLINE_S)
-    assert ray.get(rollout.update.remote(5), timeout=DEADLINE_S) == (5, [5.0])
-    waits = rollout.update.remote(6)
-    ray.kill(the_actor(), no_restart=False)
-    found()
-    assert ray.get(late.update.remote(5), timeout=DEADLINE_S) == (5, [5.0])
-    with pytest.raises(VersionConflict):  # the mark is durable
-        ray.get(trainer.publish.remote(4), timeout=DEADLINE_S)
-    ray.get(trainer.publish.remote(6), timeout=DEADLINE_S)
-    assert ray.get(waits, timeout=DEADLINE_S) == (6, [6.0])
-
-
 def test_a_coordinator_does_not_begin_anew_where_its_state_is_missing(cluster: Any, coordinator: Callable[..., str]) -> None:
     with sync.connect(coordinator()) as hub:
         hub.retain("kept", latest=1)
@@ -234,21 +211,6 @@ def test_the_coordinator_of_a_dead_node_comes_back_on_another_one(node: Any, coo
     waits = rollout.update.remote(2)
     node.kill(nodes.pop(at_first))  # with the coordinator, and a worker
     eventually(lambda: host(found()) in nodes)  # its processes die a moment after it
-    ray.get(trainer.publish.remote(2), timeout=DEADLINE_S)
-    assert ray.get(waits, timeout=DEADLINE_S) == (2, [2.0])
-
-
-def test_a_version_outlives_its_trainer_which_ray_starts_again(coordinator: Callable[..., str]) -> None:
-    address = coordinator()
-    (trainer,), (rollout, late) = actors(Trainer, 1, address), actors(Rollout, 2, address)
-    ray.get(trainer.publish.remote(1), timeout=DEADLINE_S)
-    assert ray.get(rollout.update.remote(1), timeout=DEADLINE_S) == (1, [1.0])
-    waits = rollout.update.remote(2)
-    at_first = ray.get(trainer.pid.remote(), timeout=DEADLINE_S)
-    ray.kill(trainer, no_restart=False)
-    assert ray.get(late.update.remote(1), timeout=DEADLINE_S) == (1, [1.0])
-    eventually(lambda: ray.get(trainer.pid.remote(), timeout=DEADLINE_S) != at_first)
-    assert ray.get(trainer.restore.remote(), timeout=DEADLINE_S) == 1
     ray.get(trainer.publish.remote(2), timeout=DEADLINE_S)
     assert ray.get(waits, timeout=DEADLINE_S) == (2, [2.0])
 

@@ -122,8 +122,8 @@ class MessageStream(Generic[M]):
                 await self._stream.wait_room()
 
     def send_nowait(self, *bodies: bytes) -> bool:
-        """Send these at once, if `is_direct` and no other task is sending. False: the peer has not taken all of them, and
-        the rest goes with the next message.
+        """Send these at once over a `PolledStream`, if no other task is sending. False: the peer has not taken all of
+        them, and the rest goes with the next message.
         """
         assert isinstance(self._stream, PolledStream)
         if bodies:
@@ -158,8 +158,8 @@ class MessageStream(Generic[M]):
         return codec.decode(body, self._incoming)
 
     def receive_nowait(self) -> M | None:
-        """The next message, if `is_direct` and it is there. None while it is not (`awaits_bytes`), or if `receive` has to go
-        on: there has to be room for it, or it is the end. Raises as `receive`.
+        """The next message of a `PolledStream`, if it is there. None while it is not (`awaits_bytes`), or if `receive` has
+        to go on: there has to be room for it, or it is the end. Raises as `receive`.
         """
         assert isinstance(self._stream, PolledStream)
         self.awaits_bytes = False
@@ -178,7 +178,7 @@ class MessageStream(Generic[M]):
         return codec.decode(body, self._incoming)
 
     def tell_news(self, on_news: Callable[[], object] | None) -> None:
-        """Have this called when `receive_nowait` may have more, if `is_direct`."""
+        """Have this called when `receive_nowait` may have more."""
         assert isinstance(self._stream, PolledStream)
         self._stream.on_news = on_news
 
@@ -222,18 +222,9 @@ class MessageStream(Generic[M]):
             self.awaits_bytes = False
 
     @property
-    def is_direct(self) -> bool:
-        """Whether it can also be used without waiting."""
-        return isinstance(self._stream, PolledStream)
-
-    @property
     def readiness(self) -> int:
-        """What `poll` says of its socket now: `POLLIN` also for an end, `POLLOUT` if the peer takes what it is told. Of a
-        stream that has no socket: that nothing lies there and everything is taken, since its receiver finds what there is.
-        """
-        connection: socket.socket | None = self._stream.extra(SocketAttribute.raw_socket, None)
-        if connection is None:
-            return select.POLLOUT
+        """What `poll` says of its socket now: `POLLIN` also for an end, `POLLOUT` if the peer takes what it is told."""
+        connection: socket.socket = self._stream.extra(SocketAttribute.raw_socket)
         if connection.fileno() < 0:
             return select.POLLIN  # its end, which is to be read
         look = select.poll()

@@ -87,7 +87,7 @@ class Hearing:
     async def hear(self, session: Session) -> None:
         """Pass on what the peer says, for as long as it takes what it is told. Returns at its end."""
         messages, kind = session.messages, session.kind
-        ear = _Ear(self, session) if kind.places is None and messages.is_direct else None
+        ear = _Ear(self, session) if kind.places is None else None
         while True:
             message = await ear.listen() if ear is not None else None
             if message is None:

@@ -185,10 +185,9 @@ class CoordinatorLink:
             stream = await self._dial(*await locate(address))
         if scope.cancelled_caught:
             raise OperationTimeout(f"no answer within {self._options.connect_timeout_s:g} s")
-        connection = stream.extra(anyio.abc.SocketAttribute.raw_socket, None)
-        if connection is not None:  # else it is within this process
-            close_in_children(getattr(connection, "_sock", connection))  # asyncio wraps it
-        self.local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address, ("127.0.0.1",))[0])
+        connection = stream.extra(anyio.abc.SocketAttribute.raw_socket)
+        close_in_children(getattr(connection, "_sock", connection))  # asyncio wraps it
+        self.local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address)[0])
         messages = MessageStream(stream, FROM_COORDINATOR, self._options.frame_bytes_max)
         try:
             nonce = secrets.token_bytes(NONCE_BYTES)

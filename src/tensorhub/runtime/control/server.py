@@ -19,7 +19,6 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import anyio
 import anyio.abc
@@ -94,7 +93,7 @@ class CoordinatorServer:
         self._look_wanted = anyio.Event()
         self._lost: list[WorkerLost] = []  # of which the log says nothing yet
         self._lost_wanted = anyio.Event()
-        self._accept_loop: AcceptLoop | None = None  # None: connections come from this process
+        self._accept_loop: AcceptLoop
         self._wakes_at = math.inf  # when time is let pass for the core
         self._is_sooner = anyio.Event()  # it wants that earlier
         self._turn: Turn
@@ -125,16 +124,10 @@ class CoordinatorServer:
     async def run(self, host: str, port: int, ready: Callable[[], None]) -> None:
         """Listen, call `ready`, and serve. Raises StateError if the address cannot be had."""
         check_open_access(b"".join(self._secrets), host)
-        await self.run_on(await self._listen(host, port), ready)
+        async with await self._listen(host, port) as listener:
+            await self._run(listener.extra(anyio.abc.SocketAttribute.raw_socket), ready)
 
-    async def run_on(self, listener: anyio.abc.Listener[Any], ready: Callable[[], None]) -> None:
-        """Call `ready`, and serve the connections of this listener of byte streams; the listener is
-        closed at the end.
-        """
-        async with listener:
-            await self._run(listener, ready)
-
-    async def _run(self, listener: anyio.abc.Listener[Any], ready: Callable[[], None]) -> None:
+    async def _run(self, listener: socket.socket, ready: Callable[[], None]) -> None:
         durable = await anyio.to_thread.run_sync(self._store.read)
         self._poller, self._turn, self._now = Poller(), Turn(), clock.of_loop()
         self._hearing = Hearing(lambda event: self._step(event), self._now)
@@ -164,7 +157,8 @@ class CoordinatorServer:
                 sessions_max=self._sessions_max,
             )
             ready()
-            await self._accept(listener, tasks)
+            self._accept_loop = AcceptLoop(listener, self._pending_max, self._serve, self._closings, self._shortages)
+            await self._accept_loop.run(tasks)
 
     async def _listen(self, host: str, port: int) -> anyio.abc.Listener[anyio.abc.SocketStream]:
         try:
@@ -324,7 +318,7 @@ class CoordinatorServer:
     def _nobody_comes(self) -> bool:
         """Whether no connection waits to be accepted, nor for its handshake, nor has one still to say Join."""
         joining = any(each.scope.deadline < math.inf and not each.is_ending for each in self._sessions.values())
-        return not joining and (self._accept_loop is None or self._accept_loop.is_empty)
+        return not joining and self._accept_loop.is_empty
 
     async def _keep_access(self) -> None:
         """End the sessions of tokens that are no longer accepted, also of peers that only listen. A peer that has another
@@ -340,27 +334,13 @@ class CoordinatorServer:
 
     # ------------------------------------------------------------------------------------------------- one session
 
-    async def _accept(self, listener: anyio.abc.Listener[Any], tasks: anyio.abc.TaskGroup) -> None:
-        """Serve each connection of the listener. A connection that cannot be accepted ends no
-        session.
-        """
-        listening: socket.socket | None = listener.extra(anyio.abc.SocketAttribute.raw_socket, None)
-        if listening is None:  # in this process
-            await listener.serve(self._serve, tasks)
-            return
-        self._accept_loop = AcceptLoop(listening, self._pending_max, self._serve_accepted, self._closings, self._shortages)
-        await self._accept_loop.run(tasks)
-
-    async def _serve_accepted(self, connection: socket.socket, authenticated: Callable[[], None]) -> None:
+    async def _serve(self, connection: socket.socket, authenticated: Callable[[], None]) -> None:
+        """One connection, from its first byte to its last. Whatever a peer does, it costs only this connection."""
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             stream = self._poller.stream(connection)
         except OSError:  # its peer has gone already
             return
-        await self._serve(stream, authenticated)
-
-    async def _serve(self, stream: anyio.abc.ByteStream, authenticated: Callable[[], None] = lambda: None) -> None:
-        """One connection, from its first byte to its last. Whatever a peer does, it costs only this connection."""
         try:
             async with MessageStream(stream, FROM_WORKER, self._options.frame_bytes_max) as messages:
                 handshake = ServerHandshake(

@@ -214,10 +214,8 @@ class Session:
             body = self._encoded(message)
             self._outbox.append(body)
             self.kind.answers.add(self, len(body))
-        if not self._talks and self.messages.is_direct:
+        if not self._talks:
             self._turn.speaks_to(self)
-        else:
-            self._has_words.set()
 
     def cut_off(self, reason: str) -> None:
         """End the session without its last words."""

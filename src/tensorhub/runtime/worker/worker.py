@@ -33,7 +33,7 @@ from tensorhub.model.manifest import Manifest
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock
 from tensorhub.runtime.control.accepting import RETRY_S
-from tensorhub.runtime.control.link import CoordinatorLink, Dial
+from tensorhub.runtime.control.link import CoordinatorLink
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.serving import SharedOwner
@@ -83,7 +83,6 @@ class Worker(CallersWorker):
         secrets_accepted: Sequence[bytes],
         transports: Sequence[str] | None,
         options: Options,
-        dial: Dial = anyio.connect_tcp,
         prefetch: bool = False,
     ) -> None:
         """`secrets_accepted`: the first is presented. Raises StateError (a wrong address),
@@ -98,7 +97,7 @@ class Worker(CallersWorker):
         self.channels = Channels(secrets_accepted, options, location, transports)
         self.channels.become(self.incarnation)
         self._numbers = itertools.count(1)
-        self.link = CoordinatorLink(addresses, secrets_accepted, options, self, dial)
+        self.link = CoordinatorLink(addresses, secrets_accepted, options, self)
         self.coordinator = CoordinatorClient(self.link, self._numbers)
         self.pins = Pins(self.coordinator, options.op_timeout_s)
         self.version_watches = VersionWatches(self.link)
