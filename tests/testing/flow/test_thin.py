@@ -23,8 +23,9 @@ from tensorhub.messages import (
     Start,
     Write,
 )
+from tensorhub.testing.flow.coordinated import Peer, ThinRank
 from tensorhub.testing.flow.scenario import load
-from tensorhub.testing.flow.thin import MODEL, Shard, ThinRank
+from tensorhub.testing.flow.thin import MODEL, Shard
 from tensorhub.testing.flow.topology import Place
 from tensorhub.testing.flow.transfers import Flow, Memory
 from tensorhub.testing.flow.workload import World
@@ -39,7 +40,7 @@ def version(number: int) -> VersionInfo:
     return VersionInfo(MODEL, number, f"{number:032x}", BYTES, 1)
 
 
-class Given:
+class Given(Peer):
     """A worker over links of a chunk a second, of which ten are all; with memories by the lease that grants them. `said`: by
     its rank.
     """

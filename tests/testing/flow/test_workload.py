@@ -10,13 +10,14 @@ import pytest
 
 from tensorhub.testing.flow.scenario import Hosts, Scenario, Spot, load
 from tensorhub.testing.flow.timetable import presences
-from tensorhub.testing.flow.workload import AGAIN_S, Attempt, Rollout, Workload, World
+from tensorhub.testing.flow.workload import AGAIN_S, Attempt, Rollout, System, Workload, World
 
 
-class Given:
+class Given(System):
     """`put_s`, `get_s`: how long these take. `fails`: so many gets fail at first. `said`: what it was told, when."""
 
     name = "given"
+    workload: Workload
 
     def __init__(self, scenario: Scenario, *, put_s: float = 0.0, get_s: float = 1.0, fails: int = 0) -> None:
         self.world = World.of(scenario)

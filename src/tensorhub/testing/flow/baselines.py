@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from tensorhub.testing.flow.topology import Place, worker_name
 from tensorhub.testing.flow.transfers import Flow, Memory
-from tensorhub.testing.flow.workload import Rollout, Workload, World
+from tensorhub.testing.flow.workload import Rollout, System, World
 
 PIECE_BYTES = 2**19  # that a pipelined collective passes on
 Ended = Callable[[], None]
@@ -54,12 +54,11 @@ class _Copy:
     memories: list[Memory]
 
 
-class Pull:
+class Pull(System):
     """Every rollout reads the newest version from the trainer, when it is free."""
 
     def __init__(self, world: World, *, store: bool = False) -> None:
         self.name = "storage" if store else "pull"
-        self.workload: Workload | None = None
         self._wires, self._world = _Wires(world), world
         self._server = "store-0" if store else "trainer-0"
         self._pushes = store
@@ -100,12 +99,6 @@ class Pull:
         for rollout in self.workload.rollouts:
             if rollout.is_there:
                 self.workload.announced(rollout)
-
-    def come(self, rollout: Rollout) -> None:
-        pass
-
-    def notice(self, rollout: Rollout) -> None:
-        pass
 
     def go(self, rollout: Rollout) -> None:
         self._waiting.pop(rollout, None)
@@ -148,7 +141,7 @@ class _Round:
     runs: bool = False
 
 
-class Broadcast:
+class Broadcast(System):
     """A collective in a fixed group, which stops together: the trainer and all rollouts.
 
     It begins when every rollout's generation has ended. `pauses`: it pauses them at once instead. `pipelined`: each passes
@@ -157,7 +150,6 @@ class Broadcast:
 
     def __init__(self, world: World, *, pauses: bool = False, pipelined: bool = True) -> None:
         self.name = "broadcast" + "-pausing" * pauses + "-poor" * (not pipelined)
-        self.workload: Workload | None = None
         self._wires, self._world = _Wires(world), world
         self._pauses, self._pipelined = pauses, pipelined
         self._round: _Round | None = None
@@ -173,12 +165,6 @@ class Broadcast:
                 self._round.arrived[rollout] = None
             self.workload.announced(rollout)
         self._begin_if_all()
-
-    def come(self, rollout: Rollout) -> None:
-        pass
-
-    def notice(self, rollout: Rollout) -> None:
-        pass
 
     def go(self, rollout: Rollout) -> None:
         raise NotImplementedError("a fixed group loses nobody")

@@ -4,13 +4,14 @@ A message arrives half a round trip later. The coordinator takes one message at 
 for each as was measured (docs/benchmarks.md), so that a thousand calls at once wait for one
 another. Every worker is heard of in time: heartbeats are said at once, and cost nothing.
 
-Responsible for delivering. Not responsible for the messages (`thin`), nor for the calls of workers
-(`hub_system`).
+Responsible for delivering, and for the memory of each rank, which flows fill. Not responsible for the conversation (`thin`),
+nor for the calls of workers (`hub_system`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
@@ -31,7 +32,10 @@ from tensorhub.coordinator.core import Coordinator
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import (
     Announce,
+    EpochChanged,
+    Fenced,
     Fill,
+    Flow as Carried,
     FromCoordinator,
     FromWorker,
     Grant,
@@ -39,21 +43,25 @@ from tensorhub.messages import (
     HeartbeatAck,
     Join,
     LeaveGranted,
+    Outcome,
     Prepared,
+    Progress,
     Publish,
     ReadyToWrite,
     Refused,
     Register,
     RegisterAgain,
+    Registered,
     Watch,
     Welcome,
 )
 from tensorhub.runtime.worker.fill import PROGRESS_S
-from tensorhub.testing.flow.thin import MODEL, Layout, Shard, ThinRank
+from tensorhub.scheduler.links import SECONDS_MIN
+from tensorhub.testing.flow.thin import MODEL, Layout, Shard, ThinWorker
 from tensorhub.testing.flow.topology import Place
 from tensorhub.testing.flow.transfers import Flow, Memory, Transfers
 from tensorhub.testing.flow.workload import World
-from tensorhub.types import Endpoint, Medium, Options, Purpose, VersionInfo
+from tensorhub.types import Endpoint, Medium, OpKey, OpKind, Options, Purpose, VersionInfo
 from tensorhub.worker.heartbeats import BEATS_PER_LEASE
 
 # Of the coordinator's CPU, as measured: of the core (`python -m benches scale --verbose`, 1,024 workers), and of the shell,
@@ -65,6 +73,178 @@ REPORT_S = 4e-6  # anything else
 PERSIST_S = 0.002  # until an entry is durable
 REPORTS_MAX = 32  # of one fill; real workers report every `PROGRESS_S`, however long it takes
 BEATS_MAX = 100_000  # of all workers in a run: a longer run has longer leases
+
+
+@dataclass(eq=False, slots=True)
+class ThinRank(ThinWorker):
+    """A worker of the flow model. `beside`: its rank's host copy, from which it is filled first."""
+
+    shell: Peer = field(kw_only=True)
+    report_s: float = field(kw_only=True)
+    beside: ThinRank | None = None
+    registered: Callable[[], None] | None = None
+    done: Callable[[VersionInfo | None], None] | None = None  # of the call that runs: what came of it
+    left: Callable[[], None] | None = None
+    memory: Memory | None = None
+    lanes: dict[str, Flow | None] = field(default_factory=dict)  # by lease
+    # Of the newest fill: when it was called, might write, had the first byte, and the last.
+    times: list[float] = field(default_factory=list)
+
+    def say(self, message: FromWorker) -> None:
+        self.shell.say(message)
+
+    # -- calls
+
+    def begin_publish(self, version: int, done: Callable[[VersionInfo | None], None]) -> None:
+        self._open()
+        assert self.memory is not None
+        self.shell.transfers.put(self.memory, self.memory.nbytes)
+        self.done = done
+        self.publish(version)
+
+    def begin_leave(self, left: Callable[[], None]) -> None:
+        self.left = left
+        self.unpublish(self.shell.request(self))
+
+    def begin_fill(self, kind: OpKind, done: Callable[[VersionInfo | None], None]) -> None:
+        self.done, self.times = done, [self.shell.now]
+        self.fill(kind)
+
+    def die(self) -> None:
+        """Its process is gone: whatever reads from it notices."""
+        self.close()
+        self.key = None
+
+    def hear(self, message: FromCoordinator) -> None:
+        ThinWorker.hear(self, message)
+        if isinstance(message, Registered | EpochChanged) and self.registered is not None:
+            registered, self.registered = self.registered, None
+            registered()
+        elif isinstance(message, LeaveGranted) and self.left is not None:
+            left, self.left = self.left, None
+            left()
+
+    def ended(self, message: Outcome) -> None:
+        if not message.committed and self.memory is not None and not self.memory.is_whole:
+            self.close()  # torn
+        done, self.done = self.done, None
+        if done is not None:
+            done(message.version if message.committed else None)
+
+    # -- memory
+
+    def _open(self) -> None:
+        self.close()
+        self.generation += 1
+        self.memory = Memory(self.shell.place.name, float(self.shard.nbytes), self._full)
+        self.shell.opened(self)
+
+    def close(self) -> None:
+        self.held = None
+        self._end_lanes()
+        if self.memory is not None:
+            self.shell.closed(self)
+            memory, self.memory = self.memory, None
+            self.shell.transfers.end(memory)
+
+    def write(self, grants: tuple[Grant, ...]) -> None:
+        """Every rank may overwrite what it has: the old version is fenced, which takes no time here."""
+        before = self.memory
+        self._open()
+        if before is not None:
+            self.say(Fenced(self.registration, self.generation - 1))
+        key, memory = self.key, self.memory
+        assert memory is not None
+        self.times.append(self.shell.now)
+        self._report_later(key)
+        beside = self.beside
+        if beside is not None and beside.memory is not None and self.bound in (beside.held, beside.bound):
+            self._copy(beside.memory, grants)
+            return
+        for grant in grants:
+            self.read(grant)
+
+    def _copy(self, source: Memory, grants: tuple[Grant, ...]) -> None:
+        """The part that is in host memory comes from there first, then the rest from further sources."""
+        transfers, memory, key = self.shell.transfers, self.memory, self.key
+        transfers.advance(source)
+        there = source.have
+        seconds = there / self.shell.copy_bytes_per_s
+        assert memory is not None
+
+        def copied() -> None:
+            if self.key is not key or self.memory is not memory:
+                return
+            transfers.put(memory, there)
+            if memory.is_whole:
+                self._full()
+            for grant in grants if not memory.is_whole else ():
+                self.read(grant)
+
+        self.shell.after(seconds, copied)
+
+    def read(self, grant: Grant) -> None:
+        memory = self.memory
+        if self.key is None or memory is None or memory.is_whole or grant.lease in self.lanes:
+            return
+        lease = grant.lease
+
+        def broken() -> None:
+            if self.drop(lease):
+                self.failed(lease, "lost")
+
+        found = self.shell.find(grant)
+        if found is None:
+            self.lanes[lease] = None
+            self.shell.after(0.0, broken)
+        else:
+            self.lanes[lease] = self.shell.read(found, memory, broken)
+
+    def drop(self, lease: str) -> bool:
+        if lease not in self.lanes:
+            return False
+        self._end_lane(lease)
+        return True
+
+    def _end_lane(self, lease: str) -> None:
+        flow = self.lanes.pop(lease)
+        if flow is not None:
+            self.shell.transfers.close(flow)
+
+    def _end_lanes(self) -> None:
+        for lease in list(self.lanes):
+            self._end_lane(lease)
+
+    def _full(self) -> None:
+        """All of it is there, and verified."""
+        if self.key is None or self.publishes:
+            return
+        self._report()
+        began = [flow.began for flow in self.lanes.values() if flow is not None]
+        self.times += [min([*began, self.shell.now]), self.shell.now]
+        self._end_lanes()
+        self.prepared()
+
+    def _report_later(self, key: OpKey | None) -> None:
+        def report() -> None:
+            if self.key is key and key is not None and self.memory is not None and not self.memory.is_whole:
+                self._report()
+                self._report_later(key)
+
+        self.shell.after(self.report_s, report)
+
+    def _report(self) -> None:
+        memory = self.memory
+        if memory is None or self.key is None:
+            return
+        self.shell.transfers.advance(memory)
+        flows = tuple(
+            Carried(lease, int(flow.carried), flow.last - flow.began)
+            for lease, flow in self.lanes.items()
+            if flow is not None and flow.last - flow.began >= SECONDS_MIN
+        )
+        chunks = int(self.shard.chunks * memory.have / memory.nbytes)
+        self.say(Progress(self.key, self.rank, chunks, int(memory.have), flows))
 
 
 class Peer:

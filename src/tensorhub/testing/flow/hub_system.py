@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tensorhub.testing.flow.coordinated import Coordinated, Peer
-from tensorhub.testing.flow.thin import COLUMNS, ROWS, ThinRank
+from tensorhub.testing.flow.coordinated import Coordinated, Peer, ThinRank
+from tensorhub.testing.flow.thin import COLUMNS, ROWS
 from tensorhub.testing.flow.topology import worker_name
-from tensorhub.testing.flow.workload import AGAIN_S, Rollout, Workload, World
+from tensorhub.testing.flow.workload import AGAIN_S, Rollout, System, World
 from tensorhub.types import Medium, OpKind, Purpose, VersionInfo, host_group
 
 
@@ -40,13 +40,12 @@ class _Group:
     runs: bool = False  # a call of the group
 
 
-class TensorHub:
+class TensorHub(System):
     """See `workload.System`."""
 
     def __init__(self, world: World, *, seeds: bool = False, prefetch: bool = False, resharded: bool = False) -> None:
         self.name = "tensorhub" + "+seeds" * seeds + "+prefetch" * prefetch + "+resharded" * resharded
         self._layouts = (ROWS, COLUMNS) if resharded else (None, None)  # the trainer's, and rollouts'
-        self.workload: Workload | None = None
         self.coordinated = Coordinated(world)
         self._world, self._prefetches = world, prefetch
         self._trainer = self._group("trainer-0", "trainer")

@@ -88,11 +88,6 @@ class Report:
     scenario: Scenario
     rows: Sequence[Row]
 
-    @property
-    def floor_s(self) -> float:
-        """Of one update: a worker's bytes over its link."""
-        return self.scenario.copy_s
-
     def as_json(self) -> dict[str, Any]:
         scenario, ours = self.scenario, self.rows[0]
         bound_s, bound_by = cut_bound(scenario)
@@ -104,7 +99,7 @@ class Report:
             "ranks": scenario.ranks,
             "rank_bytes": scenario.rank_bytes,
             "versions": scenario.versions,
-            "floor_s": self.floor_s,
+            "floor_s": scenario.copy_s,
             "cut_bound_s": bound_s,
             "cut_bound_of": bound_by,
             "links": {key: value for key, value in asdict(scenario.links).items() if value < inf},

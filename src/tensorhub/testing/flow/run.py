@@ -9,7 +9,7 @@ from statistics import fmean
 
 from tensorhub.testing.flow.baselines import Broadcast, Pull
 from tensorhub.testing.flow.hub_system import Phases, TensorHub
-from tensorhub.testing.flow.report import Report, Row, Stalls, depths, parents
+from tensorhub.testing.flow.report import Row, Stalls, depths, parents
 from tensorhub.testing.flow.scenario import Scenario, ScenarioError, advice
 from tensorhub.testing.flow.transfers import Edge
 from tensorhub.testing.flow.workload import System, Workload, World
@@ -20,7 +20,7 @@ FIXED = (
     "broadcast-pausing",
     "broadcast-pausing-poor",
 )  # groups, in which nobody comes or goes
-SYSTEMS: Mapping[str, Callable[[World], TensorHub | Pull | Broadcast]] = {
+SYSTEMS: Mapping[str, Callable[[World], System]] = {
     "tensorhub": TensorHub,
     "tensorhub+seeds": lambda world: TensorHub(world, seeds=True),
     "tensorhub+prefetch": lambda world: TensorHub(world, prefetch=True),
@@ -71,8 +71,7 @@ def run_one(scenario: Scenario, name: str) -> Run:
     began = time.perf_counter()
     world = World.of(scenario)
     system = SYSTEMS[name](world)
-    checked: System = system
-    workload = system.workload = Workload(world, checked)
+    workload = system.workload = Workload(world, system)
     workload.run()
     attempts, copy_s = workload.attempts, scenario.copy_s
     updates = Stalls.of([each for each in attempts if not each.joins])
@@ -98,10 +97,3 @@ def run_one(scenario: Scenario, name: str) -> Run:
         phases=phases,
     )
     return Run(row, world, workload)
-
-
-def run(scenario: Scenario, systems: Sequence[str]) -> tuple[Report, list[Run]]:
-    """Under each of these systems. Raises ScenarioError if one cannot be."""
-    check(scenario, systems)
-    runs = [run_one(scenario, name) for name in systems]
-    return Report(scenario, [each.row for each in runs]), runs

@@ -1,8 +1,8 @@
 """A thin worker: it says to the coordinator what a real one says, in the real messages, and moves no byte.
 
 `ThinWorker` is the conversation of one registration: Register, Publish, LeaveRequest, Fenced, Fill, ReadyToWrite,
-ReadFailed, and the answers to what the coordinator asks. `ThinRank` adds memory that flows fill, for the flow model:
-Progress with the bytes that its links have carried, and Prepared. The load generator (`benches.scale`) adds progress
+ReadFailed, and the answers to what the coordinator asks. `coordinated.ThinRank` adds memory that flows fill, for the flow
+model: Progress with the bytes that its links have carried, and Prepared. The load generator (`benches.scale`) adds progress
 without bytes.
 
 Left out, since it costs no time that counts here: manifests that differ, votes that differ, digests of other chunks than the
@@ -12,9 +12,8 @@ publisher's, and a worker's own deadlines. Not responsible for when messages arr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from tensorhub.messages import (
     DIGESTS_BYTES_MAX,
@@ -27,7 +26,6 @@ from tensorhub.messages import (
     EpochChanged,
     Fenced,
     Fill,
-    Flow as Carried,
     FromCoordinator,
     FromWorker,
     Grant,
@@ -37,7 +35,6 @@ from tensorhub.messages import (
     Need,
     Outcome,
     Prepared,
-    Progress,
     Publish,
     ReaderCut,
     ReadFailed,
@@ -55,9 +52,6 @@ from tensorhub.messages import (
 )
 from tensorhub.model.digests import root_of
 from tensorhub.model.manifest import TensorDescription, build_manifest, id_of
-from tensorhub.scheduler.links import SECONDS_MIN
-from tensorhub.testing.flow.topology import Place
-from tensorhub.testing.flow.transfers import Flow, Memory, Transfers
 from tensorhub.types import Medium, OpKey, OpKind, Purpose, VersionInfo
 from tensorhub.worker.registration_session import TOLD_UNASKED_BYTES
 
@@ -296,204 +290,3 @@ class ThinWorker(ABC):
             what = (chunks, ((first, count),), bytes(DIGEST_BYTES * count))
             last = first + count == chunks
             self.say(Digests(self.registration, generation, *what, last=last, selection=selection, shard=shard))
-
-
-class Shell(Protocol):
-    """What a rank needs of its worker."""
-
-    place: Place
-    transfers: Transfers
-    copy_bytes_per_s: float  # out of its host memory
-
-    @property
-    def now(self) -> float: ...
-
-    def request(self, rank: ThinRank) -> int:
-        """A number for what this rank asks for next."""
-
-    def say(self, message: FromWorker) -> None: ...
-
-    def find(self, grant: Grant) -> tuple[Place, Memory] | None:
-        """The memory that it names, and where that is; None: it is gone."""
-
-    def opened(self, rank: ThinRank) -> None:
-        """It has memory under a new generation."""
-
-    def closed(self, rank: ThinRank) -> None:
-        """It has none any more."""
-
-    def read(self, source: tuple[Place, Memory], reader: Memory, broken: Callable[[], None]) -> Flow: ...
-
-    def after(self, seconds: float, call: Callable[[], None]) -> None: ...
-
-
-@dataclass(eq=False, slots=True)
-class ThinRank(ThinWorker):
-    """A worker of the flow model. `beside`: its rank's host copy, from which it is filled first."""
-
-    shell: Shell = field(kw_only=True)
-    report_s: float = field(kw_only=True)
-    beside: ThinRank | None = None
-    registered: Callable[[], None] | None = None
-    done: Callable[[VersionInfo | None], None] | None = None  # of the call that runs: what came of it
-    left: Callable[[], None] | None = None
-    memory: Memory | None = None
-    lanes: dict[str, Flow | None] = field(default_factory=dict)  # by lease
-    # Of the newest fill: when it was called, might write, had the first byte, and the last.
-    times: list[float] = field(default_factory=list)
-
-    def say(self, message: FromWorker) -> None:
-        self.shell.say(message)
-
-    # -- calls
-
-    def begin_publish(self, version: int, done: Callable[[VersionInfo | None], None]) -> None:
-        self._open()
-        assert self.memory is not None
-        self.shell.transfers.put(self.memory, self.memory.nbytes)
-        self.done = done
-        self.publish(version)
-
-    def begin_leave(self, left: Callable[[], None]) -> None:
-        self.left = left
-        self.unpublish(self.shell.request(self))
-
-    def begin_fill(self, kind: OpKind, done: Callable[[VersionInfo | None], None]) -> None:
-        self.done, self.times = done, [self.shell.now]
-        self.fill(kind)
-
-    def die(self) -> None:
-        """Its process is gone: whatever reads from it notices."""
-        self.close()
-        self.key = None
-
-    def hear(self, message: FromCoordinator) -> None:
-        ThinWorker.hear(self, message)
-        if isinstance(message, Registered | EpochChanged) and self.registered is not None:
-            registered, self.registered = self.registered, None
-            registered()
-        elif isinstance(message, LeaveGranted) and self.left is not None:
-            left, self.left = self.left, None
-            left()
-
-    def ended(self, message: Outcome) -> None:
-        if not message.committed and self.memory is not None and not self.memory.is_whole:
-            self.close()  # torn
-        done, self.done = self.done, None
-        if done is not None:
-            done(message.version if message.committed else None)
-
-    # -- memory
-
-    def _open(self) -> None:
-        self.close()
-        self.generation += 1
-        self.memory = Memory(self.shell.place.name, float(self.shard.nbytes), self._full)
-        self.shell.opened(self)
-
-    def close(self) -> None:
-        self.held = None
-        self._end_lanes()
-        if self.memory is not None:
-            self.shell.closed(self)
-            memory, self.memory = self.memory, None
-            self.shell.transfers.end(memory)
-
-    def write(self, grants: tuple[Grant, ...]) -> None:
-        """Every rank may overwrite what it has: the old version is fenced, which takes no time here."""
-        before = self.memory
-        self._open()
-        if before is not None:
-            self.say(Fenced(self.registration, self.generation - 1))
-        key, memory = self.key, self.memory
-        assert memory is not None
-        self.times.append(self.shell.now)
-        self._report_later(key)
-        beside = self.beside
-        if beside is not None and beside.memory is not None and self.bound in (beside.held, beside.bound):
-            self._copy(beside.memory, grants)
-            return
-        for grant in grants:
-            self.read(grant)
-
-    def _copy(self, source: Memory, grants: tuple[Grant, ...]) -> None:
-        """The part that is in host memory comes from there first, then the rest from further sources."""
-        transfers, memory, key = self.shell.transfers, self.memory, self.key
-        transfers.advance(source)
-        there = source.have
-        seconds = there / self.shell.copy_bytes_per_s
-        assert memory is not None
-
-        def copied() -> None:
-            if self.key is not key or self.memory is not memory:
-                return
-            transfers.put(memory, there)
-            if memory.is_whole:
-                self._full()
-            for grant in grants if not memory.is_whole else ():
-                self.read(grant)
-
-        self.shell.after(seconds, copied)
-
-    def read(self, grant: Grant) -> None:
-        memory = self.memory
-        if self.key is None or memory is None or memory.is_whole or grant.lease in self.lanes:
-            return
-        lease = grant.lease
-
-        def broken() -> None:
-            if self.drop(lease):
-                self.failed(lease, "lost")
-
-        found = self.shell.find(grant)
-        if found is None:
-            self.lanes[lease] = None
-            self.shell.after(0.0, broken)
-        else:
-            self.lanes[lease] = self.shell.read(found, memory, broken)
-
-    def drop(self, lease: str) -> bool:
-        if lease not in self.lanes:
-            return False
-        self._end_lane(lease)
-        return True
-
-    def _end_lane(self, lease: str) -> None:
-        flow = self.lanes.pop(lease)
-        if flow is not None:
-            self.shell.transfers.close(flow)
-
-    def _end_lanes(self) -> None:
-        for lease in list(self.lanes):
-            self._end_lane(lease)
-
-    def _full(self) -> None:
-        """All of it is there, and verified."""
-        if self.key is None or self.publishes:
-            return
-        self._report()
-        began = [flow.began for flow in self.lanes.values() if flow is not None]
-        self.times += [min([*began, self.shell.now]), self.shell.now]
-        self._end_lanes()
-        self.prepared()
-
-    def _report_later(self, key: OpKey | None) -> None:
-        def report() -> None:
-            if self.key is key and key is not None and self.memory is not None and not self.memory.is_whole:
-                self._report()
-                self._report_later(key)
-
-        self.shell.after(self.report_s, report)
-
-    def _report(self) -> None:
-        memory = self.memory
-        if memory is None or self.key is None:
-            return
-        self.shell.transfers.advance(memory)
-        flows = tuple(
-            Carried(lease, int(flow.carried), flow.last - flow.began)
-            for lease, flow in self.lanes.items()
-            if flow is not None and flow.last - flow.began >= SECONDS_MIN
-        )
-        chunks = int(self.shard.chunks * memory.have / memory.nbytes)
-        self.say(Progress(self.key, self.rank, chunks, int(memory.have), flows))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from tensorhub.testing.flow.scenario import Hosts, Scenario
 from tensorhub.testing.flow.timeline import Timeline
@@ -52,13 +52,15 @@ class Rollout:
     is_idle: bool = False  # it waits for the next version, and that is no stall
 
 
-class System(Protocol):
+class System:
     """What moves weights. A callback is called in the future, never at once."""
 
     name: str
+    workload: Workload | None = None  # that calls it
 
     def put(self, version: int, done: Callable[[], None]) -> None:
         """The trainer has a new version. `done`: it may go on."""
+        raise NotImplementedError
 
     def come(self, rollout: Rollout) -> None:
         """It is there from now on."""
@@ -68,12 +70,15 @@ class System(Protocol):
 
     def go(self, rollout: Rollout) -> None:
         """It is gone, without another word."""
+        raise NotImplementedError
 
     def newest(self, rollout: Rollout) -> int:
         """What this rollout knows of."""
+        raise NotImplementedError
 
     def get(self, rollout: Rollout, done: Callable[[int], None], failed: Callable[[], None]) -> None:
         """It takes the newest version. `done`: with this number."""
+        raise NotImplementedError
 
 
 @dataclass
