@@ -76,6 +76,7 @@ class RunningCluster:
 
     def __init__(self, simulation: HostedCluster, tasks: anyio.abc.TaskGroup) -> None:
         self._simulation = simulation
+        self._world = simulation.world
         self._tasks = tasks
         self._processes: dict[str, _Process] = {}
         self._names = 0
@@ -90,7 +91,7 @@ class RunningCluster:
     @property
     def seed(self) -> int:
         """What decides everything here."""
-        return self._simulation.world.seed
+        return self._world.seed
 
     @property
     def now(self) -> float:
@@ -110,16 +111,16 @@ class RunningCluster:
     @property
     def faults(self) -> dict[str, int]:
         """How often each kind of fault has happened by chance."""
-        return dict(self._simulation.world.injector.happened)
+        return dict(self._world.injector.happened)
 
     @property
     def end_hash(self) -> str:
         """Of all that has happened so far, in its order, and of what memory holds: equal for equal runs."""
-        return self._simulation.world.end_hash
+        return self._world.end_hash
 
     def trace(self) -> str:
         """The last things that happened, one a line."""
-        return "\n".join(self._simulation.world.timeline.trace_lines())
+        return "\n".join(self._world.timeline.trace_lines())
 
     # -- the caller's code
 
@@ -194,7 +195,7 @@ class RunningCluster:
 
     async def _welcomed(self, facade: WorkerFacade) -> None:
         simulation = self._simulation
-        seconds = simulation.world.options.connect_timeout_s if simulation.world.timeline.coordinator.alive else 0.0
+        seconds = self._world.options.connect_timeout_s if self._world.timeline.coordinator.alive else 0.0
         with anyio.move_on_after(seconds):
             await facade.user.welcome_came.wait()
         simulation.check_running(facade.worker)
@@ -266,8 +267,8 @@ class RunningCluster:
         user.is_preempted = True
         user.scope.cancel()
         self._died(name)
-        self._simulation.world.note(f"{name} is preempted")
-        self._simulation.world.timeline.after(notice_s, user.worker, user.worker.crash)
+        self._world.note(f"{name} is preempted")
+        self._world.timeline.after(notice_s, user.worker, user.worker.crash)
 
     def restart(self, name: str) -> None:
         """Run again the code that was started under that name and has died."""
@@ -307,30 +308,30 @@ class RunningCluster:
         a new cluster, without a state_dir.
         """
         self._now()
-        if not self._simulation.world.timeline.coordinator.alive:
+        if not self._world.timeline.coordinator.alive:
             raise StateError("the coordinator is down already")
-        self._simulation.world.process.crash(kept=not lose_state, down_s=down_s, lost=lose_state)
+        self._world.process.crash(kept=not lose_state, down_s=down_s, lost=lose_state)
 
     def fail_store(self, seconds: float) -> None:
         """Every write of the coordinator's store fails."""
-        self._simulation.world.injector.failing_store_until = self._now() + seconds
+        self._world.injector.failing_store_until = self._now() + seconds
 
     def slow_store(self, seconds: float) -> None:
         """Every write of the coordinator's store takes seconds."""
-        self._simulation.world.injector.slow_store_until = self._now() + seconds
+        self._world.injector.slow_store_until = self._now() + seconds
 
     # -- connections
 
     def partition(self, a: str, b: str, seconds: float) -> None:
         """Nothing passes between two parties; nothing is lost."""
         self._check_parties(a, b)
-        self._simulation.world.note(f"{a} and {b} are cut off for {seconds:g} s")
-        self._simulation.world.timeline.partitions.block(a, b, self._now() + seconds)
+        self._world.note(f"{a} and {b} are cut off for {seconds:g} s")
+        self._world.timeline.partitions.block(a, b, self._now() + seconds)
 
     def slow(self, a: str, b: str, seconds: float) -> None:
         """What two workers read from each other takes a hundred times as long."""
         self._check_parties(a, b)
-        self._simulation.world.timeline.partitions.slow(a, b, self._now() + seconds)
+        self._world.timeline.partitions.slow(a, b, self._now() + seconds)
 
     def cut(self, name: str) -> None:
         """The worker's connection to the coordinator breaks; it connects again."""
@@ -352,22 +353,22 @@ class RunningCluster:
 
     def reorder(self, seconds: float) -> None:
         """What a connection that breaks has on its way arrives after the next one is up."""
-        self._simulation.world.injector.late_tails_until = self._now() + seconds
+        self._world.injector.late_tails_until = self._now() + seconds
 
     def duplicate(self, messages: int = 1) -> None:
         """The next control messages arrive twice."""
-        self._simulation.world.injector.doubles_left += messages
+        self._world.injector.doubles_left += messages
 
     # -- reads
 
     def stall(self, name: str, seconds: float) -> None:
         """This source accepts its readers, and sends nothing."""
-        self._simulation.world.injector.stall(self._worker(name), self._now() + seconds)
+        self._world.injector.stall(self._worker(name), self._now() + seconds)
 
     def corrupt(self, name: str, frames: int = 1) -> None:
         """The next chunks that this reader gets are damaged on their way."""
         self._worker(name)
-        self._simulation.world.injector.damaged[name] = frames
+        self._world.injector.damaged[name] = frames
 
     def busy_device(self, name: str, seconds: float) -> None:
         """An access of the worker's own (a digest, a copy) to what it holds lasts that long: it can not be fenced sooner."""
@@ -375,7 +376,7 @@ class RunningCluster:
         self._now()
         for handle in worker.handles:
             handle.hold_access()
-            self._simulation.world.timeline.after(seconds, worker, handle.end_access)
+            self._world.timeline.after(seconds, worker, handle.end_access)
 
     # -- the end of faults
 
@@ -389,7 +390,7 @@ class RunningCluster:
 
     def _end_faults(self) -> None:
         self._now()
-        self._simulation.world.injector.end()
+        self._world.injector.end()
 
     def stop(self) -> None:
         """End what was started: each is cancelled, in the order in which it was started."""
@@ -402,7 +403,7 @@ class RunningCluster:
     def _now(self) -> float:
         self._simulation.check_over()
         self._simulation.sync()
-        return self._simulation.world.now
+        return self._world.now
 
     def _user(self, name: str) -> HostedUser:
         self._now()
@@ -415,7 +416,7 @@ class RunningCluster:
         return self._user(name).worker
 
     def _party(self, name: str) -> Party:
-        return self._simulation.world.timeline.coordinator if name == COORDINATOR else self._worker(name)
+        return self._world.timeline.coordinator if name == COORDINATOR else self._worker(name)
 
     def _check_parties(self, *names: str) -> None:
         for name in names:

@@ -179,8 +179,7 @@ class HostedCluster(StruckUsers):
                 due = self.world.timeline.next_time()
                 wait_s = due - self.loop_now()
                 if wait_s <= INSTANT_S:
-                    self._check_time()
-                    self._take_checked_event()
+                    self._take_event()
                     continue
                 self._sleeps_until, self._sooner = due, anyio.Event()
                 with anyio.move_on_after(wait_s):
@@ -189,18 +188,16 @@ class HostedCluster(StruckUsers):
         finally:
             self.end()
 
-    def _take_checked_event(self) -> None:
-        try:
-            self.world.take_event()
-        except Exception as error:
-            raise GuaranteeBroken(self.world.report(error, f"seed {self.world.seed}")) from error
-
-    def _check_time(self) -> None:
+    def _take_event(self) -> None:
         if self.world.now > self.seconds_max:
             raise StateError(
                 f"the simulated code did not end within {self.seconds_max:g} virtual seconds: something waits for ever, "
                 "or needs a larger seconds_max"
             )
+        try:
+            self.world.take_event()
+        except Exception as error:
+            raise GuaranteeBroken(self.world.report(error, f"seed {self.world.seed}")) from error
 
     def end(self) -> None:
         """Nothing happens any more."""
