@@ -24,8 +24,7 @@ import anyio
 
 from benches.comparison.facts import facts
 from benches.pulls import SECRET, TRANSPORTS, cpu_s, memory_of
-from tensorhub.layouts.reading import Part, Reading, Selection
-from tensorhub.layouts.resharded import resharded
+from tensorhub.layouts.reading import Part, Reading, Selection, resharded
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant
 from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest

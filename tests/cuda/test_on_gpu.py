@@ -17,7 +17,7 @@ import xxhash
 import tensorhub
 from benches.gpu_processes import publisher_main
 from benches.remotes import Remote
-from tensorhub.compaction.gpu import PackedOnDevice
+from tensorhub.compaction.packing import PackedOnDevice
 from tensorhub.cuda.copies import copy_pieces
 from tensorhub.cuda.cupy_device import CudaDevice, cuda_device
 from tensorhub.cuda.device import DeviceBytes

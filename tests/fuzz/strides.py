@@ -11,8 +11,7 @@ from typing import Any
 
 import xxhash
 
-from tensorhub.layouts.reading import Part, Reading, Selection
-from tensorhub.layouts.resharded import ReshardedManifest, resharded
+from tensorhub.layouts.reading import Part, Reading, ReshardedManifest, Selection, resharded
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, Grant, Origin, StillWaiting
 from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tensorhub.memory.sampling import PIECES, SAMPLE_BYTES, SHARE_BYTES_MIN, Sample, _places
+from tensorhub.memory.tensors import PIECES, SAMPLE_BYTES, SHARE_BYTES_MIN, Sample, _spread
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, SAMPLE_BYTES, SAMPLE_BYTES + 1, 10**9])
 def test_pieces_are_within_the_tensor_and_reach_both_its_ends(nbytes: int) -> None:
-    places = list(_places(nbytes, SAMPLE_BYTES, 16))
+    places = list(_spread(nbytes, SAMPLE_BYTES, 16))
     assert all(0 <= start <= start + size <= nbytes for start, size in places)
     assert sum(size for _, size in places) == min(nbytes, SAMPLE_BYTES)
     if places:

@@ -12,8 +12,7 @@ import pytest
 import xxhash
 
 from tensorhub.errors import StateError
-from tensorhub.layouts.reading import Reading, Selection
-from tensorhub.layouts.resharded import resharded
+from tensorhub.layouts.reading import Reading, Selection, resharded
 from tensorhub.memory import chunks
 from tensorhub.memory.addresses import address_of, copy_bytes
 from tensorhub.memory.chunks import ChunkMemory, move_chunks

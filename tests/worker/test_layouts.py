@@ -14,7 +14,7 @@ from tensorhub.layouts.identity import layout_id_of
 from tensorhub.layouts.joining import coordinates_of, parts_of, publication_of, reading_for, said_parts
 from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.published import Published
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.reading import ReshardedManifest
 from tensorhub.layouts.shared import Share
 from tensorhub.layouts.views import at, entries_of, source
 from tensorhub.messages import (

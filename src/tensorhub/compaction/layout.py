@@ -5,13 +5,13 @@ on dtypes or devices. It is fixed by the publisher, in its manifest (R8). Each t
 that it can be viewed in place under any dtype, and copied by 16-byte loads on a GPU. Gaps between tensors are zero, so that
 equal tensors make equal regions, and equal digests.
 
-Responsible for choosing and placing. Not responsible for bytes: see `cpu`.
+Responsible for choosing and placing. Not responsible for bytes: see `packing`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from tensorhub.model.manifest import Manifest, RegionSpec
@@ -19,26 +19,16 @@ from tensorhub.model.manifest import Manifest, RegionSpec
 ALIGNMENT: Final = 16  # bytes of the largest element (complex128), and of a GPU's widest load
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """`offsets`: each tensor's first byte, by name, ascending; `nbytes`: of the region, padding included."""
+def lay_out(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Tensors of these sizes (bytes by name) in a row, by name: the first byte of each, and the bytes of the region.
 
-    offsets: Mapping[str, int]
-    nbytes: int
-
-
-def lay_out(sizes: Mapping[str, int]) -> Layout:
-    """Place tensors of these sizes (bytes by name) in a row, by name.
-
-    The padding of each is less than ALIGNMENT bytes. Raises ValueError for a size below 0.
+    The padding of each is less than ALIGNMENT bytes.
     """
-    offsets, end = {}, 0
+    offsets, end = dict[str, int](), 0
     for name in sorted(sizes):
-        if sizes[name] < 0:
-            raise ValueError(f"tensor {name!r} has {sizes[name]} bytes")
         offsets[name] = -(-end // ALIGNMENT) * ALIGNMENT
         end = offsets[name] + sizes[name]
-    return Layout(offsets, end)
+    return offsets, end
 
 
 def pack_tiny(manifest: Manifest, bytes_max: int) -> Manifest:
@@ -53,15 +43,15 @@ def pack_tiny(manifest: Manifest, bytes_max: int) -> Manifest:
         for name, region, tensors in zip(names, manifest.regions, manifest.by_region, strict=True)
         if tensors[0].nbytes == region.nbytes  # else its rows are padded
     }
-    layout = lay_out({name: nbytes for name, nbytes in sizes.items() if 0 < nbytes <= bytes_max})
-    if len(layout.offsets) < 2:
+    offsets, nbytes = lay_out({name: size for name, size in sizes.items() if 0 < size <= bytes_max})
+    if len(offsets) < 2:
         return manifest
-    kept = [region for region, name in enumerate(names) if name not in layout.offsets]
+    kept = [region for region, name in enumerate(names) if name not in offsets]
     moved = {region: (number, 0) for number, region in enumerate(kept, start=1)}
-    moved |= {region: (0, layout.offsets[name]) for region, name in enumerate(names) if name in layout.offsets}
+    moved |= {region: (0, offsets[name]) for region, name in enumerate(names) if name in offsets}
     tensors = []
     for tensor in manifest.tensors:
         region, offset = moved[tensor.region]
         tensors.append(replace(tensor, region=region, offset=offset))
-    regions = (RegionSpec(layout.nbytes), *(manifest.regions[region] for region in kept))
+    regions = (RegionSpec(nbytes), *(manifest.regions[region] for region in kept))
     return replace(manifest, tensors=tuple(tensors), regions=regions)

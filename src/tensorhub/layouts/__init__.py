@@ -9,9 +9,8 @@
     columns       how all three are encoded
     publication   what the ranks of a group hold together, and the checks of it
     plan          the bytes that a reader takes from each source
-    reading       the plan in chunks: requests to sources (selections), and places at the reader
+    reading       the plan in chunks: requests to sources (selections), places at the reader, and the manifest of both
     published     the parts of a publication, by their ids
-    resharded     a manifest with the chunks of a reading
     identity      names the layout of a rank
     joining       from received parts to a reading
 
@@ -26,8 +25,7 @@ from tensorhub.layouts.pieces import Declaration, Piece, pieces_of
 from tensorhub.layouts.plan import Plan, plan
 from tensorhub.layouts.publication import Publication, ShardClass
 from tensorhub.layouts.published import Published
-from tensorhub.layouts.reading import Part, Reading, Selection, reading_of
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.reading import Part, Reading, ReshardedManifest, Selection, reading_of
 from tensorhub.layouts.sharding import Sharding, is_dtensor, sharding_of
 from tensorhub.layouts.views import Place, View, at, source
 

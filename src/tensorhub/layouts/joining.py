@@ -18,8 +18,7 @@ from tensorhub.layouts.catalogue import Catalogue
 from tensorhub.layouts.pieces import Declaration, pieces_of
 from tensorhub.layouts.publication import Publication, refuse
 from tensorhub.layouts.published import Published, grid_id
-from tensorhub.layouts.reading import reading_of
-from tensorhub.layouts.resharded import ReshardedManifest, resharded
+from tensorhub.layouts.reading import ReshardedManifest, reading_of, resharded
 from tensorhub.model.compatibility import dtype_advice, missing_advice
 from tensorhub.model.manifest import Manifest, id_of
 

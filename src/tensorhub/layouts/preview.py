@@ -13,8 +13,7 @@ from tensorhub.layouts.joining import publication_of, reading_for
 from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
-from tensorhub.layouts.reading import Part, Reading
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.reading import Part, Reading, ReshardedManifest
 from tensorhub.layouts.whole import whole_manifest
 from tensorhub.model.manifest import Manifest
 from tensorhub.model.read_plan import PlannedSource, ReadPlan

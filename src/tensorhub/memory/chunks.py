@@ -18,8 +18,7 @@ from tensorhub.cuda.copies import copy
 from tensorhub.cuda.device import Device, DeviceBytes, Spread
 from tensorhub.cuda.kernels import SPREAD_BYTES_MAX
 from tensorhub.errors import StateError
-from tensorhub.layouts.reading import Selection
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.reading import ReshardedManifest, Selection
 from tensorhub.memory import strided_device
 from tensorhub.memory.addresses import Bytes, address_of, copy_bytes, guarded_pieces
 from tensorhub.memory.covering import Covering, Extent

@@ -9,8 +9,7 @@ from functools import cache
 from typing import Final
 
 from tensorhub.cuda.device import Device, Spread
-from tensorhub.layouts.reading import Reading, Selection
-from tensorhub.layouts.resharded import resharded
+from tensorhub.layouts.reading import Reading, Selection, resharded
 from tensorhub.memory.addresses import Bytes, copy_bytes
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.model.manifest import TensorDescription, build_manifest

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from tensorhub import messages
 from tensorhub.errors import TensorHubError
 from tensorhub.layouts.joining import said_parts
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.reading import ReshardedManifest
 from tensorhub.model.manifest import Manifest
 from tensorhub.types import OpKey
 from tensorhub.worker.member_context import MemberContext

@@ -23,7 +23,7 @@ from math import inf
 from typing import Protocol
 
 from tensorhub.errors import Memory as TensorState, MutabilityViolation, StateError, TensorHubError
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.reading import ReshardedManifest
 from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Digests, Origin, Publish, TellDigests
 from tensorhub.model.digests import WIDTHS
 from tensorhub.types import HandleState, OpKind, RegistrationId

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tensorhub.errors import ProtocolError
 from tensorhub.layouts.publication import Publication
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.reading import ReshardedManifest
 from tensorhub.model.manifest import id_of
 
 PARTS_BYTES_MAX = 2**27  # of what a worker keeps, whatever it needs at once

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from tensorhub.errors import LeaseLost
 from tensorhub.layouts.joining import said_parts
-from tensorhub.layouts.resharded import publication_in
+from tensorhub.layouts.reading import publication_in
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.messages import Held, Outcome, Prepared, Resolve, RetainedAck, Revoked, SelectionRoot
 from tensorhub.model.manifest import Manifest

@@ -18,7 +18,7 @@ from tensorhub.layouts.joining import publication_of, reading_for, reading_of_co
 from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.reading import ReshardedManifest
 from tensorhub.layouts.whole import whole_manifest
 from tensorhub.model.manifest import Manifest
 from tensorhub.types import Purpose

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from tensorhub import messages
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.reading import ReshardedManifest
 from tensorhub.model.manifest import Manifest
 from tensorhub.types import OpKey
 from tensorhub.worker.calls import CompareDigests

@@ -8,7 +8,7 @@ import pytest
 
 from tensorhub.layouts.joining import publication_of, reading_for
 from tensorhub.layouts.published import Published
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.reading import ReshardedManifest
 from tensorhub.layouts.views import source
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.runtime.data.serving import SharedOwner

@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 
 from tensorhub.errors import ProtocolError
-from tensorhub.layouts.reading import Part, Reading, Selection
-from tensorhub.layouts.resharded import resharded
+from tensorhub.layouts.reading import Part, Reading, Selection, resharded
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant, Origin
 from tensorhub.model.accesses import Refusal

@@ -17,7 +17,7 @@ import anyio.from_thread
 import anyio.to_thread
 
 from tensorhub.errors import RegistrationError, StateError, TensorHubError
-from tensorhub.layouts.resharded import counts_of, parts_of
+from tensorhub.layouts.reading import counts_of, parts_of
 from tensorhub.logs import get_logger
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.regions import FilledMemory, MappedRegions, Memory

@@ -22,7 +22,7 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from tensorhub.errors import DrainTimeout, StateError, TensorHubError, text_of
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.reading import ReshardedManifest
 from tensorhub.logs import get_logger
 from tensorhub.memory.regions import Memory
 from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Outcome, Start, TellDigests, ToRank

@@ -13,8 +13,7 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
-from tensorhub.compaction.cpu import Packed
-from tensorhub.compaction.gpu import PackedOnDevice
+from tensorhub.compaction.packing import Packed, PackedOnDevice
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import StateError, TensorHubError, text_of
 from tensorhub.logs import get_logger

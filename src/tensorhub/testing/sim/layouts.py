@@ -19,8 +19,7 @@ from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.identity import layout_id_of
 from tensorhub.layouts.joining import coordinates_of
 from tensorhub.layouts.pieces import Declaration
-from tensorhub.layouts.reading import Part
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.reading import Part, ReshardedManifest
 from tensorhub.layouts.views import source
 from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.model.strips import Strip

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tensorhub.coordinator import Publication
 from tensorhub.layouts.joining import coordinates_of
 from tensorhub.layouts.pieces import Declaration
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.reading import ReshardedManifest
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedHandle
 from tensorhub.testing.sim.layouts import Box, Piece, area, boxes_of, is_of_other_layout, joined, resharded_cells, tags_in

@@ -16,8 +16,7 @@ from math import inf
 
 from tensorhub.coordinator import Decision, Entry, Publication, Rollback
 from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionUnavailable
-from tensorhub.layouts.reading import Part
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.reading import Part, ReshardedManifest
 from tensorhub.messages import (
     Digests,
     Fenced,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from tensorhub.coordinator import Entry, Pinned, Retention, Rollback
 from tensorhub.coordinator.entities import Holding, Member
 from tensorhub.coordinator.states import ReplicaState
-from tensorhub.layouts.resharded import publication_in
+from tensorhub.layouts.reading import publication_in
 from tensorhub.messages import Done
 from tensorhub.testing.sim.assertion import CUT_OFF_LEASES, HOLDING, GuaranteeBroken, demand
 from tensorhub.testing.sim.judges.call_history import CallHistory
