@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import mmap
 import sys
@@ -236,40 +235,6 @@ def test_what_may_run_in_any_thread_leaves_it_as_it_was(library: Library, runtim
     library.opened.append(97)
     device.close(97)
     assert library.modes[me] == driver.RELAXED
-
-
-class Torch:
-    """torch.cuda, as far as a caller's stream goes."""
-
-    def __init__(self) -> None:
-        self.cuda = self
-        self.is_capturing = False
-        self.recorded: list[object] = []
-
-    @contextlib.contextmanager
-    def device(self, index: int) -> Iterator[None]:
-        yield
-
-    def is_current_stream_capturing(self) -> bool:
-        return self.is_capturing
-
-    def current_stream(self, index: int) -> str:
-        return f"stream of {index}"
-
-    def Event(self, *, blocking: bool) -> Any:  # noqa: N802
-        assert blocking
-        return SimpleNamespace(record=self.recorded.append)
-
-
-def test_what_is_captured_is_not_waited_for(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = Torch()
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    cuda_device(1).stream_sync()
-    torch.is_capturing = True
-    with pytest.raises(StateError, match="a CUDA graph is being captured on cuda:1's present stream"):
-        cuda_device(1).stream_sync()
-    assert torch.recorded == ["stream of 1"]
-    assert threading.get_ident() not in library.modes  # a caller's thread stays as it is
 
 
 def test_a_cache_that_cannot_be_written_is_named_with_what_to_do(library: Library) -> None:

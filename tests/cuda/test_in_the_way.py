@@ -27,11 +27,6 @@ pytestmark = pytest.mark.anyio
 MIB = 2**20
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Full(Double):
     """One without room, until there is some."""
 

@@ -11,7 +11,7 @@ import torch
 import tensorhub
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
-from tensorhub.cuda.cupy_device import CudaDevice, cuda_device
+from tensorhub.cuda.cupy_device import CudaDevice
 from tensorhub.cuda.kernels import spread_rows
 from tensorhub.memory.addresses import copy_bytes
 from tensorhub.testing.strided_target import bytes_of
@@ -22,16 +22,6 @@ from tests.test_resharding import ROLLOUTS, SHAPES, TRAINERS, Tensors, engine, e
 pytestmark = [pytest.mark.anyio, pytest.mark.gpu]
 OPTIONS = Options(op_timeout_s=60, chunk_bytes=2**16, host_memory_bytes=2**30)
 OnGpu = dict[str, torch.Tensor]
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
-def device() -> CudaDevice:
-    return cuda_device(0)
 
 
 def on_gpu(tensors: Tensors) -> OnGpu:

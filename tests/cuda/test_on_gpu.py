@@ -38,16 +38,6 @@ OPTIONS = Options(op_timeout_s=60, chunk_bytes=2**20, host_memory_bytes=2**30)
 SECRET = b"a secret of the test"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
-def device() -> CudaDevice:
-    return cuda_device(0)
-
-
 def on_gpu(device: CudaDevice, content: bytes, shift: int = 0) -> DeviceBytes:
     """These bytes, `shift` behind a multiple of 256."""
     made = device.allocate(len(content) + shift)[shift:]
