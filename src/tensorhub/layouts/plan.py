@@ -151,12 +151,8 @@ class _Part(NamedTuple):
     nbytes: int
 
 
-class _Candidate(NamedTuple):
-    """A source's piece that has something of a likeness: which piece, and what both have."""
-
-    source: int
-    column: int
-    common: Box
+# A source's piece that has something of a likeness: the source, which of its pieces, and what both have.
+_Candidate: TypeAlias = tuple[int, int, Box]
 
 
 class _Taken(NamedTuple):
@@ -219,7 +215,7 @@ class _Planning:
         return Plan({source: self._given[source] for source in sorted(self._taken)}, self._taken)
 
     def _rank(self, candidate: _Candidate) -> tuple[bool, int, int]:
-        source = candidate.source
+        source, _, _ = candidate
         return source not in self._taken, self._given[source], (source - self._turn) % len(self._sources)
 
     # --------------------------------------------------------------------------------------------- who has what
@@ -280,18 +276,18 @@ class _Planning:
         for column, source, theirs in self._held.boxes(likeness.held):
             self._meetings.spend(1)
             if (common := meet(box, theirs)) is not None:
-                yield _Candidate(source, column, common)
+                yield source, column, common
 
-    def _part(self, likeness: _Likeness, candidate: _Candidate, common: Box) -> _Part:
+    def _part(self, likeness: _Likeness, source: int, column: int, common: Box) -> _Part:
         kind, mine, to = self._reader.geometry[likeness.form]
-        _, form = likeness.held[candidate.column]
-        _, theirs, by = self._sources[candidate.source].geometry[form]
+        _, form = likeness.held[column]
+        _, theirs, by = self._sources[source].geometry[form]
         source_offset, source_steps = within(common, theirs, by)
         reader_offset, reader_steps = within(common, mine, to)
         steps = zip(source_steps, reader_steps, strict=True)
         loops, run = folded([(times, apart, here) for (times, apart), (_, here) in steps], kind.itemsize)
         nbytes = volume(common) * kind.itemsize
-        return _Part(candidate.source, candidate.column, source_offset, reader_offset, loops, run, nbytes)
+        return _Part(source, column, source_offset, reader_offset, loops, run, nbytes)
 
     def _take(self, likeness: _Likeness, candidates: list[_Candidate], found: list[_Stretch], *, in_any_order: bool) -> bool:
         """Each byte from the first candidate that has it. False: nothing is taken, as it has to be `in_any_order`, and two
@@ -300,13 +296,12 @@ class _Planning:
         kind, box, _ = self._reader.geometry[likeness.form]
         parts: list[_Part] = []
         left = [box]
-        for candidate in candidates:
-            taken, left = taken_out(left, candidate.common, self._meetings)
-            is_whole = sum(map(volume, taken)) == volume(candidate.common)
+        for source, column, common in candidates:
+            taken, left = taken_out(left, common, self._meetings)
+            is_whole = sum(map(volume, taken)) == volume(common)
             if in_any_order and not is_whole:
                 return False
-            commons = [candidate.common] if is_whole else taken
-            parts += [self._part(likeness, candidate, common) for common in commons]
+            parts += [self._part(likeness, source, column, each) for each in ([common] if is_whole else taken)]
         length = sum([len(stretch.pieces) for stretch in found])
         begins = {column: sorted(_begins(found, column)) for column in {part.column for part in parts}}
         is_neat = {column: all(step == STILL or step[2] > 0 for *_, step in each) for column, each in begins.items()}

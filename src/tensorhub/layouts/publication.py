@@ -54,13 +54,13 @@ class Publication:
         them.
         """
         shared = {piece[0] for each in self.classes for piece in _shared_places(each.coordinates, self.catalogue)}
-        places: dict[int, list[tuple[int, ...]]] = {tensor: [] for tensor in sorted(shared)}
+        lying: dict[int, list[tuple[int, ...]]] = {tensor: [] for tensor in sorted(shared)}
         for number, each in enumerate(self.classes if shared else ()):
-            for tensor, *place in _places(each.coordinates, self.catalogue):
+            for tensor, *place in places(each.coordinates, self.catalogue):
                 if tensor in shared:
-                    places[tensor].append((number, *place))
+                    lying[tensor].append((number, *place))
         first: dict[tuple[tuple[int, ...], ...], int] = {}
-        return {tensor: first.setdefault(tuple(sorted(its)), tensor) for tensor, its in places.items()}
+        return {tensor: first.setdefault(tuple(sorted(its)), tensor) for tensor, its in lying.items()}
 
     @cached_property
     def overlaps(self) -> tuple[tuple[int, Box, frozenset[int]], ...]:
@@ -74,10 +74,6 @@ class Publication:
                 shared_of[forms] = _shared(boxes, meetings)
             found += [(tensor, box, holders) for box, holders in shared_of[forms]]
         return tuple(found)
-
-    def places(self, rank: Coordinates) -> Iterator[tuple[int, int, int, int]]:
-        """Of each piece of a rank: the tensor's number in the catalogue, region, offset, form."""
-        return _places(rank, self.catalogue)
 
     def check(self, *, may_repeat: bool = False) -> Publication:
         """ManifestMismatch, with every fault, unless each byte has a holder, and only one piece on a rank (`may_repeat`: or
@@ -278,13 +274,13 @@ def _held_twice(each: ShardClass) -> Iterator[str]:
 
 def _locals(rank: Coordinates, catalogue: Catalogue) -> Iterator[tuple[int, Box]]:
     """The rank-local tensors of a rank, by their numbers in this catalogue."""
-    for tensor, _, _, form in _places(rank, catalogue):
+    for tensor, _, _, form in places(rank, catalogue):
         kind, box, _ = rank.geometry[form]
         if kind.ranks:
             yield tensor, box
 
 
-def _places(rank: Coordinates, catalogue: Catalogue) -> Iterator[tuple[int, int, int, int]]:
+def places(rank: Coordinates, catalogue: Catalogue) -> Iterator[tuple[int, int, int, int]]:
     """Of each piece: the tensor's number in this catalogue, region, offset, form."""
     arrangement = rank.arrangement
     numbers = numbers_in(arrangement.catalogue, catalogue)
@@ -293,11 +289,11 @@ def _places(rank: Coordinates, catalogue: Catalogue) -> Iterator[tuple[int, int,
 
 
 def _shared_places(rank: Coordinates, catalogue: Catalogue) -> Iterator[tuple[int, int, int, int]]:
-    """As `_places`, of the pieces that begin where another piece begins."""
+    """As `places`, of the pieces that begin where another piece begins."""
     if len(set(rank.arrangement.regions)) == len(rank.arrangement.regions):
         return
     at: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
-    for piece in _places(rank, catalogue):
+    for piece in places(rank, catalogue):
         at.setdefault(piece[1:3], []).append(piece)
     for pieces in at.values():
         if len(pieces) > 1:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tensorhub.layouts.boxes import Box, Span, meet, shown, volume, whole
 from tensorhub.layouts.pieces import within
-from tensorhub.layouts.publication import Publication
+from tensorhub.layouts.publication import Publication, places
 from tensorhub.model.strips import Strip, shortest
 
 SHARES_MAX = 1024  # of one publication, about: where more is shared, several parts make one share
@@ -47,7 +47,7 @@ def shares_of(publication: Publication, rank: int) -> tuple[Share, ...] | None:
     coordinates = publication.classes[mine].coordinates
     shared = {tensor for tensor, _, _ in overlaps}
     pieces: dict[int, list[tuple[int, int, int]]] = {}  # by tensor: region, offset and form of each piece of this rank
-    for tensor, *place in publication.places(coordinates):
+    for tensor, *place in places(coordinates, publication.catalogue):
         if tensor in shared:
             pieces.setdefault(tensor, []).append((place[0], place[1], place[2]))
 

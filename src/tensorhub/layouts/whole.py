@@ -23,8 +23,10 @@ def whole_manifest(published: Published, publication: Publication, patterns: tup
     whole is unknown, or a pattern names none.
     """
     catalogue = publication.catalogue
-    local = _unknown(catalogue)
-    if wanted_locals := local if patterns is None else local & _chosen(patterns, list(catalogue.names)):
+    local, chosen = _unknown(catalogue), set(catalogue.names)
+    if patterns is not None:
+        chosen = _chosen(patterns, catalogue.names)
+    if wanted_locals := local & chosen:
         names = sorted(wanted_locals)
         sentences = tuple([f"tensor {name!r} is plain and local to each of the publisher's ranks" for name in names])
         advice = "fetch one of the ranks (rank=), or others only (names=), or publish with sources= or DTensors"
@@ -33,7 +35,7 @@ def whole_manifest(published: Published, publication: Publication, patterns: tup
     tensors, sizes = list[TensorSpec](), list[int]()
     region_of: dict[int, int] = {}  # by the first of the tensors that are tied
     for number, name in enumerate(catalogue.names):
-        if name in local:
+        if name not in chosen:
             continue
         kind = catalogue.kind(number)
         first = publication.ties.get(number, number)
@@ -43,8 +45,7 @@ def whole_manifest(published: Published, publication: Publication, patterns: tup
         if region == len(sizes):
             sizes.append(spec.nbytes)
         tensors.append(spec)
-    made = Manifest(tuple(tensors), tuple(map(RegionSpec, sizes)), published.chunk_bytes, published.digest, "")
-    return made if patterns is None else _only(made, choose(patterns, made))
+    return Manifest(tuple(tensors), tuple(map(RegionSpec, sizes)), published.chunk_bytes, published.digest, "")
 
 
 def _unknown(catalogue: Catalogue) -> set[str]:
@@ -53,13 +54,6 @@ def _unknown(catalogue: Catalogue) -> set[str]:
     """
     count = Counter(catalogue.names)
     return {name for name, kind in catalogue.number_of if kind is not None and (count[name] > 1 or 0 not in kind.shape)}
-
-
-def _only(manifest: Manifest, chosen: list[TensorSpec]) -> Manifest:
-    numbers = {region: number for number, region in enumerate(dict.fromkeys(tensor.region for tensor in chosen))}
-    tensors = [TensorSpec(t.name, t.dtype, t.global_shape, t.slices, numbers[t.region], 0, t.quantization) for t in chosen]
-    regions = tuple([manifest.regions[region] for region in numbers])
-    return Manifest(tuple(tensors), regions, manifest.chunk_bytes, manifest.digest, "")
 
 
 def choose(patterns: tuple[str, ...] | None, manifest: Manifest) -> list[TensorSpec]:
