@@ -44,9 +44,3 @@ def test_what_is_contiguous_is_one_run() -> None:
 def test_beyond_says_what_a_walk_says(strip: Strip, sizes: list[int]) -> None:
     places = [0 <= region < len(sizes) and at >= 0 and at + strip.run <= sizes[region] for region, at in strip.places()]
     assert beyond(strip, sizes) == (not all(places))
-
-
-@given(STRIPS, st.integers(0, 3), st.integers(-3, 70), st.integers(1, 20))
-def test_touches_says_what_a_walk_says(strip: Strip, region: int, first: int, count: int) -> None:
-    there = {(region, byte) for byte in range(first, first + count)}
-    assert strip.touches(region, first, first + count) == bool(there & set(bytes_of(strip)))

@@ -271,20 +271,14 @@ class ReshardedManifest(Manifest):
     def tensors_in(self, chunk: int) -> tuple[str, ...]:
         """The names of the tensors that have bytes in this chunk."""
         strips = self.reading.places[chunk]
-        regions = dict.fromkeys(region for strip in strips for region, _ in strip.cells())
-        return tuple(
-            [
-                tensor.name
-                for region in regions
-                for tensor in self.by_region[region]
-                if any(strip.touches(region, tensor.offset, self._end_of(tensor)) for strip in strips)
-            ]
-        )
-
-    def _end_of(self, tensor: TensorSpec) -> int:
-        """Behind its last byte: if its rows are padded, it is alone in its region."""
-        is_alone = len(self.by_region[tensor.region]) == 1
-        return self.regions[tensor.region].nbytes if is_alone else tensor.offset + tensor.nbytes
+        found: list[str] = []
+        for region in dict.fromkeys(region for strip in strips for region, _ in strip.cells()):
+            tensors: Sequence[TensorSpec] = self.by_region[region]
+            if len({tensor.offset for tensor in tensors}) > 1:  # tiny tensors, packed
+                runs = [(at, at + strip.run) for strip in strips for of, at in strip.places() if of == region]
+                tensors = [t for t in tensors if any(at < t.offset + t.nbytes and t.offset < end for at, end in runs)]
+            found += [tensor.name for tensor in tensors]
+        return tuple(found)
 
 
 def parts_of(manifest: Manifest) -> tuple[Part, ...]:

@@ -66,10 +66,6 @@ class Strip(NamedTuple):
             within = [at + n * apart for at in within for n in range(times)]
         return ((region, offset + at) for region, offset in self.cells() for at in within)
 
-    def touches(self, region: int, first: int, end: int) -> bool:
-        """Whether it has any of the bytes `first` to `end` of this region."""
-        return any(of == region and _touches(offset, self.loops, self.run, first, end) for of, offset in self.cells())
-
 
 def straight(region: int, offset: int, nbytes: int) -> Strip:
     """A contiguous range of bytes."""
@@ -118,16 +114,3 @@ def beyond(strip: Strip, sizes: Sequence[int]) -> bool:
     if not offset_step:
         return min(theirs) < end
     return any(map(lt, theirs, range(end, end + length * offset_step, offset_step)))
-
-
-def _touches(offset: int, loops: Around, run: int, first: int, end: int) -> bool:
-    extent = sum([(times - 1) * apart for times, apart in loops]) + run
-    if offset >= end or offset + extent <= first:
-        return False
-    if not loops:
-        return True
-    (times, apart), *inner = loops
-    each = extent - (times - 1) * apart  # the extent of what this loop goes around
-    least = max(0, -(-(first - offset - each + 1) // apart)) if apart else 0  # the first that ends behind `first`
-    most = min(times - 1, (end - 1 - offset) // apart) if apart else 0
-    return any(_touches(offset + n * apart, tuple(inner), run, first, end) for n in range(least, most + 1))
