@@ -42,9 +42,6 @@ class Packed:
         self._parts = [slice(offset, offset + piece.nbytes) for offset, piece in found]
         self._tensors = [piece.cast("B") for _, piece in found]
 
-    def __repr__(self) -> str:
-        return f"<Packed: {len(self._tensors)} tensors in {self.buffer.nbytes} bytes>"
-
     def pack(self) -> None:
         """Copy the tensors' bytes into the region."""
         buffer = self.buffer
@@ -67,9 +64,6 @@ class PackedOnDevice:
         self.buffer = device.allocate(nbytes)
         rows = [(its.address, offset, its.nbytes) for offset, its in self._tensors]
         self._kernels = device.packing(self.buffer, rows)
-
-    def __repr__(self) -> str:
-        return f"<PackedOnDevice: {len(self._tensors)} tensors in {self.buffer.nbytes} bytes>"
 
     def pack(self) -> None:
         """Copy the tensors' bytes into the region."""

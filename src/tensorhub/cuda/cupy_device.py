@@ -115,9 +115,6 @@ class CudaDevice:
         self.index = index
         self.name = f"cuda:{index}"
 
-    def __repr__(self) -> str:
-        return f"<CudaDevice {self.name}>"
-
     def use(self) -> None:
         """Have the calling thread's CUDA calls be about this device. (Of the library's threads: a caller's is torch's.)"""
         with failures(f"using {self.name}"):

@@ -285,10 +285,6 @@ class ChunkMemory:
                 made.update(view)
         return int.from_bytes(made.digest(), "big")
 
-    def __repr__(self) -> str:
-        where = "" if self.device is None else f" on {self.device.name}"
-        return f"<ChunkMemory of {len(self.sizes)} chunks, {sum(self.sizes)} bytes{where}>"
-
 
 def _flat(region: Bytes) -> Bytes:
     return region if isinstance(region, DeviceBytes) or not region.nbytes else region.cast("B")

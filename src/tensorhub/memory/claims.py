@@ -57,9 +57,6 @@ class Claim:
                     there._sharing.append((weakref.ref(self), (theirs, mine)))
             _claims.add(self)
 
-    def __repr__(self) -> str:
-        return f"<Claim of {self._title}: {len(self._spans)} tensors, {len(self._sharing)} others share memory>"
-
     def _shared(self, other: Claim) -> tuple[str, str] | None:
         """The names of a tensor of each claim that share bytes. (Tensors of one claim are equal or apart.)"""
         if not self._spans or not other._spans:

@@ -259,9 +259,6 @@ class Strided:
         self._is_file = any(region.readonly for region in regions)
         self._long_run_bytes = sys.maxsize if self._is_file else LONG_RUN_BYTES
 
-    def __repr__(self) -> str:
-        return f"<Strided: {len(self._regions)} regions>"
-
     def outgoing(self, strips: Sequence[Strip], call_bytes: int = BUFFER_BYTES) -> Iterator[list[memoryview]]:
         """Their bytes, in order, in views for one call each, of some `call_bytes` at most. Each list is good until the next
         one is asked for. StateError: they cannot be read.

@@ -124,10 +124,6 @@ class RegisteredMemory(CallersMemory):
         self._sample: Sample | None = None  # made when it is first needed
         self._is_writable = False  # found so by the last check
 
-    def __repr__(self) -> str:
-        nbytes = sum(description.nbytes for description in self.descriptions)
-        return f"<RegisteredMemory of {len(self.descriptions)} tensors, {nbytes} bytes>"
-
     # -- replaced?
 
     def check_unreplaced(self) -> None:
@@ -326,9 +322,6 @@ class Sample:
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         self._pieces = list(_sampled(tensors))
-
-    def __repr__(self) -> str:
-        return f"<Sample of {sum(piece.numel() for piece in self._pieces)} bytes in {len(self._pieces)} pieces>"
 
     def take(self) -> Any:
         """What these bytes are now, as a tensor on their device; None: torch cannot gather them there."""

@@ -53,9 +53,6 @@ class Unfinished:
             self._unlock()
             raise
 
-    def __repr__(self) -> str:
-        return f"<Unfinished {self.directory}>"
-
     @staticmethod
     def is_in(place: Path, name: str) -> bool:
         """Whether something of a fetch of that output is there."""
