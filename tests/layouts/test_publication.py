@@ -40,12 +40,6 @@ def test_classes_are_the_ranks_that_hold_the_same(random: Random) -> None:
     assert sorted(seen) == list(range(len(made.publication.ranks)))
 
 
-def test_replicas_are_one_class() -> None:
-    """HSDP 2 x 2."""
-    publication = Publication(tuple(sharded((0, 2), (1, 2), (0, 2), (1, 2)))).check()
-    assert [each.ranks for each in publication.classes] == [(0, 2), (1, 3)]
-
-
 def test_bytes_that_no_rank_holds_are_named() -> None:
     with pytest.raises(ManifestMismatch) as caught:
         Publication(tuple(sharded((0, 3), (2, 3)) + sharded((0, 2), (1, 2), names=("c",)))).check()

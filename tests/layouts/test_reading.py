@@ -103,7 +103,9 @@ def test_who_has_heard_of_the_same_has_the_same_numbers(random: Random, chunk_by
 
 def heard(rank: Coordinates) -> Coordinates:
     arrangement = Arrangement.decode(rank.arrangement.encode(), Catalogue.decode(rank.catalogue.encode()))
-    return Coordinates.decode(rank.encode(), arrangement)
+    again = Coordinates.decode(rank.encode(), arrangement)
+    assert (again, again.coordinates_id, list(again.pieces())) == (rank, rank.coordinates_id, list(rank.pieces()))
+    return again
 
 
 # --------------------------------------------------------------------------------------------------------- chunks
