@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from benches.prepared import popen
 from tensorhub.cli.app import COMMANDS
@@ -25,7 +25,7 @@ MODULES = (  # of prepared children
 )
 
 # How long an example takes says more of the machine than of the code.
-settings.register_profile("tensorhub", deadline=None)
+settings.register_profile("tensorhub", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tensorhub")
 
 

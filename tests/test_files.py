@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -82,7 +82,7 @@ def state_dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 METADATA = st.none() | st.dictionaries(st.text(CHARACTERS), st.text("aé\n\x00"), max_size=3)
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 @given(tensors=state_dicts(), metadata=METADATA, files=st.integers(1, 4), has_index=st.booleans())
 def test_files_come_back_to_the_byte(
     cluster: Cluster,

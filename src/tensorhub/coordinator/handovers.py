@@ -1,16 +1,16 @@
-"""Handing over (R4, R5): who takes care of a retained version before its last reliable holder leaves.
+"""Handovers (R4, R5): a retained version is copied to host memory before its last reliable holder leaves.
 
 Theory of operation. A *handover* is one attempt to have one shard copied into a worker's host memory. It has succeeded when
 the copy's own registration holds the shard and counts like any other holder. Only then does the component that grants every
-leave (`holdings`) grant the one that waits for it. An attempt that fails (refused, its worker lost, no progress) is
+leave (`holdings`) grant the leave that waits for the copy. An attempt that fails (refused, its worker lost, no progress) is
 followed by an attempt with another worker, if there is one.
 
 Copies are wanted for the shards of each holder that waits to leave. If only the publisher could keep a version, or only spot
-workers hold it, copies are wanted at once, in the background. Each step works out anew what is wanted and which copies are
-not needed any more. So nothing has to be undone when wishes change.
+workers hold it, copies are wanted at once, in the background. Each step works out anew which copies are wanted, and which
+copies are not needed any more. So no step has to be undone when wishes change.
 
-Responsible for handovers, and for telling workers to drop copies. Not responsible for who may leave (`retention`), for how a
-copy is filled (it is a group of one, which calls replicate), nor for its leave (it asks, like every holder).
+Responsible for handovers, and for telling workers to drop copies. Not responsible for which holder may leave (`retention`),
+for how a copy is filled (it is a group of one, which calls replicate), nor for its leave (it asks, like every holder).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ RETRY_S_MAX = 60.0
 class Wish(NamedTuple):
     """A shard to be copied."""
 
-    holding: Holding  # whoever has it
+    holding: Holding  # the holding that is copied
     going: Worker | None = None  # a worker that may end with the leave: the copy is not made there
     here: bool = False  # the copy is made by the holder's own worker, or not at all
 
 
 @dataclass(eq=False, repr=False)
 class Handovers:
-    """Changes handovers; nobody else does."""
+    """The only component that changes handovers."""
 
     _cluster: Cluster
     _retentions: Retentions
@@ -79,7 +79,7 @@ class Handovers:
             self._cluster.touch(model)
 
     def _under_way(self, copy: str = "") -> Iterator[tuple[Model, Handover]]:
-        """All handovers, or the one of that copy."""
+        """All handovers, or the handover of that copy."""
         for model in self._cluster.models.values():
             for handover in list(model.handovers.values()):
                 if copy in ("", handover.copy):
@@ -111,7 +111,7 @@ class Handovers:
             self._set_deadline(handover)
 
     def _settle_copy(self, model: Model, copy: Member) -> None:
-        """Have a copy dropped if others keep all that it keeps. It asks for its leave like every holder."""
+        """Have a copy dropped if the version is kept without it. The copy asks for its leave like every holder."""
         if copy.dropped or copy.registration in model.handovers:
             return
         holding = copy.holding
@@ -145,7 +145,7 @@ class Handovers:
     # ------------------------------------------------------------------------------------------------ what is wanted
 
     def _wanted(self, model: Model) -> Iterator[Wish]:
-        """What is to be copied now. (It must be what `_is_needed`: else copies would be made and dropped for ever.)"""
+        """The copies that are wanted now. (Each of them `_is_needed`: else it would be made and dropped for ever.)"""
         for withdrawal in model.pressing.values():
             if not withdrawal.begun and not withdrawal.abandon:
                 going = withdrawal.holding.member.worker if withdrawal.closes else None
@@ -181,7 +181,7 @@ class Handovers:
     # --------------------------------------------------------------------------------------------------- attempts
 
     def _grant(self, model: Model, wish: Wish) -> None:
-        """Begin an attempt, unless one that will do is under way, or nobody can be asked now."""
+        """Begin an attempt, unless an attempt that will do is under way, or no worker can be asked now."""
         holding = wish.holding
         version, shard, layout = holding.version, holding.shard, holding.layout
         layout_id = layout.layout_id if holding.bridges else ""
@@ -216,8 +216,9 @@ class Handovers:
         return version.others.get((layout.layout_id, self._cluster.describe(version, layout)))
 
     def _successor(self, model: Model, wish: Wish, there: Holders[Holding]) -> Worker | None:
-        """The worker whose copy is made soonest: the holder's own, else the nearest, else the one with most room. One that
-        could not make it comes last, and not before a while has passed. `there`: who has it where copies are.
+        """The worker whose copy is made soonest: the holder's own, else the nearest, else the worker with most room. A
+        worker that could not make the copy comes last, and not before a while has passed. `there`: holders in the layout of
+        copies.
         """
         holding = wish.holding
         version, shard, near = holding.version, holding.shard, holding.member.worker
@@ -241,8 +242,8 @@ class Handovers:
         return self._cluster.hosts[min(fit)[-1]] if fit else None
 
     def _room(self, worker: Worker) -> int:
-        """Bytes of its host memory that are neither taken by a copy nor promised to one. What is prefetched or seeded gives
-        way, unless it has to stay itself: else two versions would each be copied to make room for the other, for ever.
+        """Bytes of its host memory that are neither taken by a copy nor promised to one. A prefetched copy or a seed gives
+        way, unless it has to stay itself: else two versions would evict one another for ever.
         """
         copies = (m.said.nbytes for m in worker.members.values() if m.said.medium is Medium.HOST and self._keeps_its_room(m))
         promised = (h.nbytes for _, h in self._under_way() if h.worker is worker and h.copy not in self._cluster.members)
@@ -275,7 +276,7 @@ class Handovers:
         self._cluster.send(handover.worker.session, MakeCopy(handover.copy, handover.version.info, *what))
 
     def _tell_to_drop(self, handover: Handover) -> None:
-        """An attempt is given up. If a copy comes of it all the same, it is dropped like one that is not needed."""
+        """An attempt is given up. If a copy comes of it all the same, the copy is dropped."""
         copy = self._cluster.members.get(handover.copy)
         if copy is None:
             self._cluster.send(handover.worker.session, DropCopy(handover.copy))

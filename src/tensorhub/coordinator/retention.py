@@ -1,7 +1,8 @@
 """What must stay fetchable (R4, R5, G5): the newest `retain` versions of each model, and pinned ones.
 
-Responsible for the policy, for pins, for telling holders what is retained, and for the one question whether a holder may go.
-Not responsible for what follows from the answer: `holdings` and `fills` let holders wait, `handovers` finds successors.
+Responsible for the policy, for pins, for telling holders what is retained, and for the single question whether a holder may
+leave. Not responsible for what follows from the answer: `holdings` and `fills` let holders wait, `handovers` finds
+successors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tensorhub.messages import Pin, Retain, RetainedAck, SetRetained, Unpin
 
 @dataclass(eq=False, repr=False)
 class Retentions:
-    """Changes models' retention and pins; nobody else does."""
+    """The only component that changes models' retention and pins."""
 
     _cluster: Cluster
 
@@ -32,9 +33,9 @@ class Retentions:
         return next(self.alone(holding, going), None) is not None
 
     def alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
-        """The holdings of its replica whose shards no other replica holds reliably, if its version is retained, and not kept
-        in another layout. `going`: its worker, if the worker may end with this leave (R5): then no holding of that worker
-        counts.
+        """The holdings of its replica whose shards no second replica holds reliably, if its version is retained, and not
+        kept in another layout. `going`: its worker, if the worker may end with this leave (R5): then no holding of that
+        worker counts.
 
         A replica stops serving when its first rank leaves. A version that has lost another shard cannot be fetched any more:
         nothing is kept for it.
@@ -58,7 +59,7 @@ class Retentions:
 
     @staticmethod
     def is_kept(version: Version, stays: Callable[[Holding], bool], but: Layout) -> bool:
-        """Whether such holders have all of it in some layout but this one."""
+        """Whether such holders have all of the version in a layout that is not `but`."""
         others = (layout for layout in version.layouts if layout is not but and layout.counts)
         return any(all(any(map(stays, each.of(shard).steady)) for shard in each) for each in others)
 
@@ -66,17 +67,18 @@ class Retentions:
         """Whether it counts for retention: it may, and its owner has acknowledged that (`RetainedAck`), as have those of the
         other ranks, since its replica stops serving when the first of them leaves.
 
-        Without that it may be given up yet: after a restart, what was only voted for is announced as held, too.
+        Without the acknowledgement the owner may still give the version up: after a restart, content that was only voted
+        for is announced as held, too.
         """
         group = holding.member.group
         if not (holding.told and holding.kept and self.may_count(holding)):
             return False
-        is_news = bool(group.model.notices.unaware or group.model.notices.queue)  # else everybody knows
+        is_news = bool(group.model.notices.unaware or group.model.notices.queue)  # else all ranks have acknowledged
         mates = [mate.holding for mate in group.members.values()] if is_news else []
         return all(mate is None or (mate.told and mate.kept) for mate in mates)
 
     def may_count(self, holding: Holding) -> bool:
-        """Whether it is a source that stays, and whose worker knows that it is counted on."""
+        """Whether the holding is a source that stays, in a worker that the coordinator counts on."""
         return holding.is_steady and self._cluster.counts_on(holding.member.worker)
 
     def is_lost(self, version: Version) -> bool:
@@ -116,7 +118,7 @@ class Retentions:
         return member.retained_seq if holding.told else None
 
     def settle(self, model: Model) -> None:
-        """Tell holders what is retained from now on. Answer the calls that waited for their acknowledgements."""
+        """Tell holders which versions are retained from now on. Answer the calls that waited for acknowledgements."""
         retained = model.retained()
         for version in model.versions.values():
             keep = version.number in retained
@@ -157,7 +159,7 @@ class Retentions:
         self._cluster.note(member, member.group.model)
 
     def _tell_some(self, model: Model) -> None:
-        """Tell holders what is retained now. If that is news for very many, the others hear of it in the next steps."""
+        """Tell holders which versions are retained now: in each step a bounded number of holders."""
         for _ in range(min(len(model.notices.queue), limits.NOTICES_PER_STEP)):
             holding = model.notices.queue.popleft()
             if not holding.leaving:
@@ -238,7 +240,7 @@ class Retentions:
         content_id = model.versions[message.version].info.content_id
         pinned = Pinned(message.pin, worker.incarnation, model.name, message.version, content_id)
         self._cluster.touch(model)
-        self._cluster.add_pin(model, pinned)  # it counts at once, so that nobody leaves while it is being recorded
+        self._cluster.add_pin(model, pinned)  # it counts at once, so that no holder leaves while the pin is being recorded
         self._record(PendingWrite(model, message, worker.session, self._cluster.now), pinned)
 
     def _pin_error(self, worker: Worker, model: Model | None, message: Pin) -> TensorHubError | None:
@@ -283,7 +285,7 @@ class Retentions:
             self._drop_pins({incarnation})
 
     def recovery_over(self) -> None:
-        """Whoever has not come back within a lease is lost."""
+        """A worker that has not come back within a lease is lost."""
         self._drop_pins(self._cluster.pins.keys() - self._cluster.workers.keys())
 
     def _drop_pins(self, gone: Set[str]) -> None:

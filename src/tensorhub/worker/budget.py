@@ -1,6 +1,6 @@
-"""The one budget of a worker's host memory (R5): who has reserved how many of its bytes, and who must make room.
+"""The one budget of a worker's host memory (R5): the bytes that each copy has reserved, and the copies that must make room.
 
-Responsible for the sum: what is reserved is never more than there is, and nothing is allocated that is not reserved.
+Responsible for the sum: reservations never exceed the budget, and no memory is allocated without a reservation.
 Not responsible for memory itself, nor for ending the copies that must go: the caller does that, and then asks again.
 """
 
@@ -18,8 +18,8 @@ WORDS = {
     Purpose.RETENTION: "retention",
     Purpose.SEED: "a seed",
 }
-# Who may have whose memory: what keeps a version, and what a caller waits for (USE: a staged update), outrank what is only
-# fetched ahead. Never the other way round.
+# The purposes whose memory a purpose may take. A copy that keeps a version, and a staged update (USE), for which a caller
+# waits, outrank a copy that is only fetched ahead.
 OUTRANKS: dict[Purpose, frozenset[Purpose]] = {
     Purpose.RETENTION: frozenset({Purpose.PREFETCH, Purpose.SEED}),
     Purpose.USE: frozenset({Purpose.PREFETCH}),
@@ -58,7 +58,7 @@ class Budget:
         """The copies that must be gone before `ident` may have `nbytes`: the oldest of those that it outranks, and no
         more than it takes. Empty: `reserve` would succeed now.
 
-        Raises StateError, which says how many bytes are needed, if there is no room for it whoever goes.
+        Raises StateError, which says how many bytes are needed, if there would be no room without them either.
         """
         self._check_possible(purpose, nbytes)
         missing = self._missing(ident, nbytes)

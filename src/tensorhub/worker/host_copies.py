@@ -1,25 +1,25 @@
 """A worker's copies in host memory: prefetched ones beside its handles, retention copies that the coordinator orders, seeds.
 
-Each copy is a handle of its own, with a registration and a `Member`. Events in, actions out: every input returns what is to
-be done, in order. What a caller has asked for ends with `FinishRequest`, under the number that it came with.
+Each copy is a handle of its own, with a registration and a `Member`. Events in, actions out: every input returns the actions
+that follow, in order. A caller's request ends with `FinishRequest`, under the number of the request.
 
 Theory of operation. All copies are filled in one way, whatever they are for (`Purpose`): the coordinator knows the copy, the
-copy's turn has come, there is room for it in the budget, and then its handle makes a fill call. That fill copies what other
-memory of this worker has of the version, and reads the rest from other workers. The purpose decides which copies make room
-for others (`worker.budget`), and when a copy ends:
+copy's turn has come, there is room for it in the budget, and then its handle makes a fill call. That fill copies the chunks
+that other memory of this worker has, and reads the rest from other workers. The purpose decides which copy makes room
+(`worker.budget`), and when a copy ends:
 
 - A prefetched copy is released once an update has used it, and is filled again later. It ends with its handle.
 - A retention copy ends when the coordinator needs it no more, or with the caller's last handle: the process may end then.
 - A seed is filled again with each version, and ends with the worker.
 
-What takes several steps is a procedure (`worker.procedures`). A procedure takes a copy's turn before it fills, releases or
+A task of several steps is a procedure (`worker.procedures`). A procedure takes a copy's turn before it fills, releases or
 closes the copy, so no fill begins in the midst of a release. One procedure at a time makes room, by releasing copies that
 are outranked. A close of a handle first closes the copies that end with the handle, each with its own leave (R5). If a copy
-must stay, the close fails, and the handle is as it was.
+must stay, the close fails, and the handle is unchanged.
 
-Responsible for which copies there are, and for how much memory they may take. Not responsible for what they hold (each
-copy's `Member` is), nor for their readers (to the coordinator copies are ordinary holders). Not responsible for memory:
-`take` and `freed` say when it is taken and given back. Nor for time, which is an argument.
+Responsible for which copies exist, and for how much memory they may take. Not responsible for the content of a copy (the
+copy's `Member` is), nor for its readers (to the coordinator a copy is an ordinary holder). Not responsible for memory:
+`take` and `freed` say when memory is taken and given back. Nor for time, which is an argument.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class HostCopies:
         return not len(self._procedures)
 
     def copy_of(self, registration: str) -> str | None:
-        """The registration of what was prefetched for this handle."""
+        """The registration of this handle's prefetched copy."""
         copy = self._prefetched(registration)
         return copy.ident if copy is not None else None
 
@@ -138,7 +138,7 @@ class HostCopies:
         return self._go_on(now)
 
     def _go_on(self, now: float) -> list[CopyAction]:
-        """What follows of what has just come."""
+        """The actions that follow from the newest input."""
         self._now = now
         self._procedures.go_on(now)
         actions, self._actions = self._actions, []
@@ -223,7 +223,7 @@ class HostCopies:
         self.budget.reserve(ident, purpose, nbytes)
 
     def freed(self, ident: str, now: float) -> list[CopyAction]:
-        """Memory was given back, a copy's or what was staged."""
+        """The memory of a copy, or of a staged update, was given back."""
         self.budget.free(ident)
         copy = self._copies.get(ident)
         if copy is not None:
@@ -256,7 +256,7 @@ class HostCopies:
                 self._act(CancelCall(attempt.number, copy.ident, error))
 
     def ended(self, registration: str, now: float) -> list[CopyAction]:
-        """A handle is no more: what was made for it ends too."""
+        """A handle is no more: a copy that was made for the handle ends too."""
         self._members.pop(registration, None)
         gone, copy = self._copies.pop(registration, None), self._prefetched(registration)
         if gone is not None:
@@ -290,7 +290,7 @@ class HostCopies:
         return self._procedures.next_deadline()
 
     def tick(self, now: float) -> list[CopyAction]:
-        """What has waited long enough ends."""
+        """Waits that are overdue end."""
         return self._go_on(now)
 
     # ------------------------------------------------------------------------------------------------- what copies are for
@@ -407,7 +407,7 @@ class HostCopies:
             raise
 
     def _take_turn(self, copy: Copy, nbytes: int, timeout_s: float) -> Steps[None]:
-        """Have the copy's turn, and room for it. Both may have to wait for readers of what is being given back."""
+        """Have the copy's turn, and room for it. Both may have to wait for readers of memory that is being given back."""
         text = f"{copy.shard.title}: no host memory within {timeout_s:g} s: what it held before, or what has to make room, "
         late = f"{text}is still being read; try again"
         with self._procedures.current.within(self._now + timeout_s, lambda: OperationTimeout(late)):
@@ -422,7 +422,7 @@ class HostCopies:
                 raise
 
     def _take_room(self, copy: Copy, nbytes: int, timeout_s: float) -> Steps[None]:
-        """Where there is none, the other ranks' calls end, too: they would wait for this one until their deadlines."""
+        """Without room the call ends on all ranks: each rank would wait for this rank until its deadline."""
         try:
             if copy.shard.purpose is Purpose.PREFETCH:
                 self._check_possible(nbytes)
@@ -463,7 +463,7 @@ class HostCopies:
             copy.turn.give_back()
 
     def _release_quietly(self, copy: Copy, fills: int) -> Steps[None]:
-        """`fills`: what was begun later is for another version, and goes on."""
+        """`fills`: a fill that was begun later is for another version, and goes on."""
         try:
             yield from self._end_call(copy.ident, StateError("an update has taken what was prefetched", retryable=True))
             yield from self._release(copy, lambda: copy.fills == fills)
@@ -498,7 +498,7 @@ class HostCopies:
             self._act(LogEvent("copy_not_ended", copy.ident, str(error), is_warning=True))
 
     def _drop(self, copy: Copy) -> None:
-        """It is wanted no more, and the coordinator need not agree."""
+        """Give a copy up. The coordinator need not agree."""
         self._copies.pop(copy.ident, None)
         self._act(DropHandle(copy.ident))
 
@@ -589,7 +589,7 @@ class HostCopies:
     # ------------------------------------------------------------------------------------------------------------- checks
 
     def check_invariants(self) -> None:
-        """Raise InvariantBroken if the copies and what is known of them disagree."""
+        """Raise InvariantBroken if copies, budget and procedures disagree."""
         self.budget.check_invariants()
         for ident, copy in self._copies.items():
             if copy.nbytes and self.budget.reservation(ident) is None:

@@ -65,7 +65,7 @@ class LogEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishRequest:
-    """What was asked for under this number is over: it returns (with the report of a fill), or raises."""
+    """The request of this number is over: it returns (with the report of a fill), or raises."""
 
     request: int
     report: FetchReport | None = None

@@ -1,8 +1,9 @@
 """A rank takes its memory back (R3, R4): unpublish and close; for a host copy, release.
 
-The coordinator is asked first, so that readers can be moved and a retained version stays. But an owner needs nobody. It
-waits for the answer half of its time, and has the rest for the fence. An owner that knows that its version is retained waits
-for the leave. If it is cut off, it waits until its own lease is over: from then on nobody counts on it (R4).
+The coordinator is asked first, so that readers can be moved and a retained version stays. But an owner can act alone. It
+waits for the answer half of its time, and has the rest for the fence. An owner that knows that its version is retained
+waits for the leave. If it is cut off, it waits until its own lease is over: from then on the coordinator does not count on
+it (R4).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Leaving(ActiveCall[C]):
         self.finish(error=error)
 
     def _take_unasked(self) -> None:
-        """No word came, or none can come: an owner needs nobody (R3), unless it knows that its version is retained (R4)."""
+        """No answer came, or none can come: an owner acts alone (R3), unless it knows that its version is retained (R4)."""
         if self._context.now >= self._free_at():
             self._fence()
         elif self._context.now >= self.deadline:
@@ -120,7 +121,7 @@ class Leaving(ActiveCall[C]):
             super().overdue()
 
     def disconnected(self) -> None:
-        """Nobody can be told anything for now."""
+        """The connection to the coordinator is lost."""
         if self.phase is Phase.WITHDRAWING:
             self._take_unasked()
 
@@ -128,7 +129,7 @@ class Leaving(ActiveCall[C]):
 
     @abstractmethod
     def fenced(self) -> None:
-        """FENCING: nobody reads what was held any more."""
+        """FENCING: the fence stands, so no reader is left."""
 
     def fence_failed(self) -> None:
         """FENCING: accesses still run at the deadline."""
@@ -195,7 +196,7 @@ class Unpublishing(Leaving[UnpublishCall]):
 
 
 class Releasing(Leaving[ReleaseCall]):
-    """A host copy gives up what it holds, and its memory, once nobody reads it. It may be filled again."""
+    """A host copy gives up what it holds, and its memory, once no reader is left. The copy may be filled again."""
 
     what = "release"
 
@@ -236,7 +237,7 @@ class Closing(Leaving[CloseCall]):
         self.request = self._context.new_request()
         self._context.say(Deregister(self.request, self._context.shard.registration, self._abandon))
         if not self._context.session.ready:
-            self._closed()  # offline it is forgotten anyway; and where it is not confirmed yet, nobody else knows of it
+            self._closed()  # offline it is forgotten anyway; and without a confirmation no reader knows of it
 
     def answered(self, message: LeaveGranted | Done) -> None:
         if self.phase is not Phase.DEREGISTERING:

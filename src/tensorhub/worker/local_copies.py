@@ -30,7 +30,7 @@ class LocalCopies:
         self._memories.pop(registration, None)
 
     def of_shard(self, shard: Shard) -> CopiesOfShard:
-        """What one registration asks about the others: only copies of its shard are of use to it."""
+        """The view of one registration: only copies of its own shard are of use to it."""
         return CopiesOfShard(self, shard)
 
     def readable(self, content_id: str, grid_id: str, shard: Shard) -> Iterator[tuple[str, MemberMemory, int]]:
@@ -49,7 +49,7 @@ class LocalCopies:
 
 @dataclass(frozen=True, slots=True)
 class CopiesOfShard:
-    """The other copies of one registration's shard."""
+    """The copies of one shard that a registration may copy from."""
 
     copies: LocalCopies
     shard: Shard
@@ -57,7 +57,7 @@ class CopiesOfShard:
     def find(self, content_id: str, grid_id: str) -> list[LocalCopy]:
         """Where (some of) this content's chunks are, whole copies first.
 
-        Those of a fill that is going on, and of one that was broken off, have what was verified there.
+        A copy whose fill is going on, or was broken off, has the chunks that were verified there.
         """
         found = [
             (memory.version is None, LocalCopy(registration, generation))

@@ -1,7 +1,8 @@
-"""Copying chunks from one memory of this worker to another: no network, but the same rights and the same digests.
+"""Copying chunks from one memory of this worker to another: no network, but equal rights and equal digests.
 
-Each batch is an access at the source's owner (R3), so that a fence waits for it. Responsible for what is copied from which
-source, and for what counts as missing. Not responsible for which copies there are (`worker.local_copies`), nor for bytes.
+Each batch is an access at the source's owner (R3), so that a fence waits for it. Responsible for which chunk is copied from
+which source, and for what counts as missing. Not responsible for which copies there are (`worker.local_copies`), nor for
+bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Copier(Generic[M]):
     arrived: Arrived
 
     def copy(self, sources: Sequence[LocalCopy], count: int, there: frozenset[int]) -> frozenset[int]:
-        """Copy what is not `there` of `count` chunks; returns all that is then. What arrives damaged counts as missing."""
+        """Copy those of `count` chunks that are not `there`; returns all that are there then. A damaged chunk is missing."""
         missing = [chunk for chunk in range(count) if chunk not in there]
         for source in sources:
             left: list[int] = []
@@ -49,7 +50,7 @@ class Copier(Generic[M]):
         return frozenset(range(count)) - frozenset(missing)
 
     def _copy_from(self, source: LocalCopy, wanted: Sequence[int]) -> Iterator[Mapping[int, int | None]]:
-        """Batch by batch, until the source has nothing more of what is wanted."""
+        """Batch by batch, until the source has no wanted chunk left."""
         while wanted:
             with self.access(source, wanted) as answer:
                 if not isinstance(answer, tuple):

@@ -26,7 +26,7 @@ class Cancelled(Exception):
 
 
 class Procedure:
-    """One of them. `request`: what a caller asked for, who hears of its end; None: no caller did."""
+    """One procedure. `request`: the caller's request that ends with the procedure; None: no caller waits for it."""
 
     __slots__ = ("_is_interrupted", "is_cancelled", "request", "steps", "until", "waits_for")
 
@@ -40,7 +40,7 @@ class Procedure:
 
     @contextmanager
     def within(self, until: float, late: Callable[[], Exception]) -> Iterator[None]:
-        """What is not over by then raises what `late` makes. Such blocks are not nested."""
+        """If the block is not over at `until`, it raises the error that `late` makes. Such blocks are not nested."""
         self.until = until
         try:
             yield
@@ -81,7 +81,7 @@ class Procedures:
 
     @property
     def current(self) -> Procedure:
-        """The one whose step is being taken."""
+        """The procedure whose step is being taken."""
         assert self._current is not None
         return self._current
 
@@ -92,7 +92,7 @@ class Procedures:
         return procedure
 
     def cancel(self, request: int) -> None:
-        """Nobody wants that any more."""
+        """The request was given up by its caller."""
         for procedure in self._running:
             procedure.is_cancelled = procedure.is_cancelled or procedure.request == request
 

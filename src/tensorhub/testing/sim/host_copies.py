@@ -35,7 +35,7 @@ from tensorhub.worker.registration_session import Shard
 
 @dataclass(eq=False)
 class CopyRequest:
-    """What was asked of a worker's host copies, and how it ended."""
+    """A request to a worker's host copies, and how it ended."""
 
     request: int
     of: HandlePort | None = None  # the handle that it is about
@@ -109,7 +109,7 @@ class SimHostCopies:
         return wanted
 
     def cancel(self, wanted: CopyRequest) -> None:
-        """Whoever asked for it wants it no more."""
+        """The caller has given the request up."""
         self._apply(self.machine.cancel(wanted.request, self._cluster.now))
 
     # -- what is heard of
@@ -164,7 +164,7 @@ class SimHostCopies:
         self._apply(self.machine.dropped(order, self._cluster.now))
 
     def heard(self, message: Answer) -> None:
-        """The answer to a question of its own, or of somebody else."""
+        """An answer of the coordinator, perhaps to a question of these copies."""
         question = self._coordinator.pop(message.request, None)
         if question is not None and isinstance(message, ManifestReply):
             self._apply(self.machine.manifest_came(question.number, message.manifest, self._cluster.now))

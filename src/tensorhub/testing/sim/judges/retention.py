@@ -35,13 +35,13 @@ class RetentionJudge:
         self._undone: dict[int, Retention | str] = {}  # by request: what has to be durable before it returns
         # By group and content: the first rank that was let go, and when; its replica serves no more.
         self._leaving: dict[tuple[str, str], tuple[JudgedHandle, float]] = {}
-        self._stayed: dict[tuple[str, str], set[JudgedHandle]] = {}  # who serves again, in a newer replica
+        self._stayed: dict[tuple[str, str], set[JudgedHandle]] = {}  # ranks that serve again, in a newer replica
         self._lost: dict[tuple[str, str], float] = {}  # when which registration has lost which content without leave
-        # By group and content: who gave it up as its lease was over, without asking anybody, and when.
+        # By group and content: the rank that gave it up as its lease was over, without a leave, and when.
         self._given_up: dict[tuple[str, str], tuple[JudgedHandle, float]] = {}
 
     def asks(self, request: int, what: Retention | str) -> None:
-        """What is asked for is to be durable before it is answered: a `retain`, or the name of a pin or of a rollback."""
+        """A request that must be durable before its answer: a `retain`, or the name of a pin or of a rollback."""
         if not any(isinstance(entry, Rollback) and entry.ident == what for entry in self._world.store):
             self._undone[request] = what
 
@@ -63,7 +63,7 @@ class RetentionJudge:
         record = handle.last_call
         return record is not None and content_id in self._history.must_stay(handle.shard.model, record.judged)
 
-    # -- who leaves
+    # -- leaves
 
     def filling(self, handle: JudgedHandle, version: VersionInfo) -> None:
         """Its group begins a new replica of that version."""
@@ -98,15 +98,16 @@ class RetentionJudge:
 
     @staticmethod
     def _serves_alone(known: Member, content_id: str) -> bool:
-        """Whether it serves that without its mates. A replica that a new coordinator has not put together again serves piece
-        by piece, as one that is being filled. And who fills that now is in another replica once the fill is decided.
+        """Whether it serves that without its mates. A replica that a new coordinator has not put together again serves
+        piece by piece, as a replica that is being filled. And a rank that fills that now is in a new replica once the fill
+        is decided.
         """
         bound = known.part.operation.version if known.part is not None else None
         fills = bound is not None and bound.info.content_id == content_id
         return fills or (known.holding is not None and known.holding.replica.state is ReplicaState.FILLING)
 
     def has_left(self, handle: JudgedHandle, content_id: str) -> JudgedHandle | None:
-        """Which rank was let go first, so that the replica that this one was a part of serves no more. What a worker
+        """The rank that was let go first, so that the replica of this rank serves no more. A replica that a worker
         announces to a coordinator that did not know it is a new replica.
         """
         key = handle.shard.group, content_id
@@ -129,7 +130,7 @@ class RetentionJudge:
         goes = any(self._is_let_go(mate, content_id) for mate in self._world.mates(handle))
         record.follows = goes or self._goes_before(handle, content_id)
         if record.follows:
-            return  # its replica does not serve any more, whoever of them hears it first
+            return  # its replica does not serve any more, whichever rank hears it first
         if isinstance(record.what, CloseCall) and self._is_whole(handle, record, content_id):
             is_one = handle.shard.purpose is Purpose.RETENTION  # a copy of one shard; its worker's others ask for themselves
             alone = self._lacks(handle, record, elsewhere=True)
@@ -137,7 +138,7 @@ class RetentionJudge:
             record.alone = next(iter(alone), None)
 
     def _goes_before(self, handle: JudgedHandle, content_id: str) -> bool:
-        """Whether a mate's leave is decided, which waits for that one's readers. (It is judged when they are gone.)"""
+        """Whether a mate's leave is decided, and waits for the mate's readers. (It is judged when the readers are gone.)"""
         model = self._world.coordinator.cluster.models[handle.shard.model]
         begun = (each.holding for each in model.withdrawals.values() if each.begun)
         mates = (
@@ -153,7 +154,7 @@ class RetentionJudge:
         return holds and record is not None and not record.done and record.granted_at > 0
 
     def _may_be_on_its_way(self, handle: JudgedHandle, content_id: str) -> bool:
-        """Whether it has asked for its leave when that content was anybody's to give up."""
+        """Whether it has asked for its leave when every holder was free to give that content up."""
         content, record = handle.member.content, handle.last_call
         holds = content is not None and content.version.content_id == content_id
         return holds and _asks_to_leave(handle) and record is not None and not self._must_stay(handle, content_id)
@@ -168,7 +169,7 @@ class RetentionJudge:
         if content is None or record is None or not held or unasked:
             if content is not None and held and _asks_to_leave(handle):
                 self._given_up[handle.shard.group, content.version.content_id] = handle, self._world.now
-            self.lost(handle)  # not by its owner's own wish, or without asking anybody
+            self.lost(handle)  # not by its owner's own wish, or without a leave
             return
         content_id, cluster = content.version.content_id, self._world.coordinator.cluster
         if not self._must_stay(handle, content_id) or self._world.is_recording_rollback(model):
@@ -176,7 +177,7 @@ class RetentionJudge:
         if handle.id not in cluster.members and not cluster.is_recovering:
             return  # its worker was taken for lost before it heard that it may go: all that it held was lost then
         if self._contents.is_spoilt(handle, content_id) or any(abandons(mate) for mate in self._world.mates(handle)):
-            return  # nobody wants it, or a rank of its replica does not care
+            return  # it is spoiled, or a rank of its replica abandons it
         if record.follows or self.has_left(handle, content_id) not in (None, handle) or self._is_left(handle, content_id):
             return  # its replica did not serve any more
         if any(self._may_be_on_its_way(mate, content_id) for mate in self._world.mates(handle)):
@@ -191,7 +192,7 @@ class RetentionJudge:
         )
 
     def _is_left(self, handle: JudgedHandle, content_id: str) -> bool:
-        """Whether a mate has given that up without asking anybody, and says so, since it is back: the replica serves no
+        """Whether a mate has given that up without a leave, and says so, since it is back: the replica serves no
         more. (What a worker announces to a coordinator that did not know it is a new replica.)
         """
         mate, when = self._given_up.get((handle.shard.group, content_id), (handle, 0.0))
@@ -203,7 +204,7 @@ class RetentionJudge:
         for content_id in (handle.last_held, content.version.content_id if content is not None else ""):
             self._lost[handle.id, content_id] = self._world.now
 
-    # -- who holds
+    # -- holders
 
     def _is_whole(self, handle: JudgedHandle, record: JudgedCall, content_id: str) -> bool:
         """Whether, in the layout in which this handle holds it, every shard of it surely has a reliable holder."""
@@ -214,7 +215,7 @@ class RetentionJudge:
         return not self._missing(content_id, layout, filter(self._is_reliable, holders))
 
     def _lacks(self, handle: JudgedHandle, record: JudgedCall, *, elsewhere: bool) -> list[int]:
-        """Which shards of what this handle holds no other group keeps, in its layout; none, if others keep all of it in
+        """The shards of this handle's content that no second group keeps, in its layout; none, if all of it is kept in
         another one. `elsewhere`: in another process.
         """
         assert handle.member.content is not None
@@ -228,7 +229,7 @@ class RetentionJudge:
         return lacks[mine] if all(lacks.values()) else []
 
     def _missing(self, content_id: str, layout: Layout, holders: Iterable[JudgedHandle]) -> list[int]:
-        """Which shards of that layout none of these holds; all, where they leave out some of what was published."""
+        """The shards of that layout that none of these holds; all, where these leave out a part of the publication."""
         there = {h.shard.number: h for h in holders}
         of, _, ranks = layout
         shards = [*self._contents.truth[content_id]] if not of else [*range(ranks)]
@@ -247,13 +248,13 @@ class RetentionJudge:
 
     def _surely_holds(self, handle: JudgedHandle, content_id: str, since: float, leaver: JudgedHandle) -> bool:
         """Whether the coordinator knew that it holds that when `leaver` was let go: it was told so, and its worker has had
-        its lease all the time. (What is only filled, or published without having heard so, may be given up yet; and who was
-        lost says over each handle alone that it is back, so that one may leave before the others are known.)
+        its lease all the time. (Content that is only filled, or published without a word of it, may be given up yet. And a
+        worker that was lost says over each handle alone that it is back, so one handle may leave before the rest is known.)
         """
         worker = handle.worker
         sure = worker.unsure_at < since and handle.id in self._world.coordinator.cluster.members
         if _asks_to_leave(handle) and handle.last_call is not None and handle.last_call.began < leaver.worker.known_since:
-            return False  # while `leaver` was lost that was anybody's to give up: it goes, and may not have heard so yet
+            return False  # while `leaver` was lost every holder was free to give that up: it goes, and may not know yet
         leave = self._world.coordinator.cluster.models[handle.shard.model].withdrawals.get(handle.id)
         if self._is_let_go(handle, content_id) or (leave is not None and leave.begun):
             return False  # it goes, and is judged itself
@@ -262,7 +263,7 @@ class RetentionJudge:
 
     def _holds(self, handle: JudgedHandle, content_id: str, leaver: JudgedHandle | None = None) -> bool:
         """Whether all of it can be read there: held, or filled and voted for, or published without having heard so; or
-        staged, from where it comes into place without anybody's help. `leaver`: also if that one has ended its replica.
+        staged, from where it comes into place by itself. `leaver`: also if that one has ended its replica.
         """
         content, record, staged = handle.member.content, handle.last_call, handle.member.staged
         if staged is not None and staged.version.content_id == content_id and handle.worker.alive:
@@ -283,8 +284,8 @@ class RetentionJudge:
         return is_it and content is not None and handle.worker.owner.is_complete(handle.id, content.generation)
 
     def _seems_to_hold(self, handle: JudgedHandle, content_id: str, since: float) -> bool:
-        """Whether it holds that as far as anybody could know who lets others go: its user may have overwritten it without
-        anybody's notice, or it was lost so late that its lease may have counted.
+        """Whether it holds that as far as the coordinator could know: its user may have overwritten the memory unnoticed,
+        or it was lost so late that its lease may have counted.
         """
         content = handle.member.content
         unnoticed = content is not None and content.version.content_id == content_id and not content.spoiled
@@ -315,8 +316,8 @@ class RetentionJudge:
             raise GuaranteeBroken(f"leaving: {handle} does not know that it has to stay, and is counted on")
 
     def _check_counted(self, handle: JudgedHandle, holding: Holding) -> None:
-        """R4: an owner that is cut off may give up what it holds when its lease is over; until then, and no longer, others
-        may leave because it holds that.
+        """R4: an owner that is cut off may give its content up when its lease is over; until then, and no longer, a second
+        holder may leave because the owner holds the content.
         """
         worker, cluster = handle.worker, self._world.coordinator.cluster
         if worker.is_online or cluster.members[handle.id].worker.incarnation != worker.incarnation:
@@ -324,7 +325,7 @@ class RetentionJudge:
         free_at = worker.cut_off_at + CUT_OFF_LEASES * self._world.options.lease_s
         counted = holding.version.retained and self._world.coordinator._retentions.is_reliable(holding)
         demand(
-            cluster.now < free_at or not counted,  # `cluster.now`: when it could last let anybody go
+            cluster.now < free_at or not counted,  # `cluster.now`: when it could last grant a leave
             f"leaving: {handle} is counted on, was cut off at {worker.cut_off_at:.3f}, may have gone since {free_at:.3f}",
         )
 

@@ -7,8 +7,8 @@ from typing import Final
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.types import Purpose
 
-# Whose room each may take: what keeps a version comes before what is only there ahead of time, and so does what a caller
-# waits for. A seed gives way to nothing but what keeps a version.
+# The purposes whose room a purpose may take. A copy that keeps a version, and a staged update, for which a caller waits,
+# come before a copy that is only there ahead of time. A seed gives way to nothing but a copy that keeps a version.
 MAY_TAKE: Final = {
     Purpose.RETENTION: (Purpose.PREFETCH, Purpose.SEED),
     Purpose.USE: (Purpose.PREFETCH,),
@@ -45,8 +45,8 @@ class Rooms:
         self._ordered.discard(ident)
 
     def evicted(self, ident: str, purpose: Purpose, wanted_bytes: int) -> None:
-        """Its room is taken from it for something with that purpose: it is the oldest of those that have to give way. (Who
-        has given it back by itself, while it was waited for, loses nothing.)
+        """Its room is taken from it for something with that purpose: it is the oldest copy that has to give way. (A copy
+        that has given its room back by itself meanwhile loses nothing.)
         """
         if ident not in self._rooms:
             return
