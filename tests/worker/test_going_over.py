@@ -167,6 +167,7 @@ def test_what_is_committed_is_not_let_go_of() -> None:
     reader = holding()
     reader.begin(OpKind.UPDATE, number=2, staged=True)
     reader.do(reader.member.receive(Write(reader.key, 0, ()), 0))
+    reader.do(reader.member.room_ended(None, 0))
     reader.do(reader.member.pull_done(0))
     key, info, said = reader.key, VersionInfo("m", 2, "content2", 2048 * 16, 2), len(calls(reader))
     reader.do(reader.member.receive(Outcome(key, 0, True, True, info, None), 0))
@@ -180,6 +181,7 @@ def test_what_is_staged_is_freed_and_what_is_held_stays() -> None:
         reader = holding()
         reader.begin(OpKind.UPDATE, number=2, staged=True)
         reader.do(reader.member.receive(Write(reader.key, 0, ()), 0))
+        reader.do(reader.member.room_ended(None, 0))
         if has_voted:
             reader.do(reader.member.pull_done(0))
         is_gone(reader)

@@ -10,7 +10,10 @@ import pytest
 
 from tensorhub.errors import GroupAborted, IntegrityError, StateError
 from tensorhub.messages import (
+    AddSource,
+    DropSource,
     ErrorInfo,
+    Grant,
     LeaveGranted,
     LeaveRequest,
     Outcome,
@@ -23,7 +26,7 @@ from tensorhub.messages import (
     Start,
 )
 from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
-from tensorhub.types import HandleState, Medium, OpKind, Purpose, VersionInfo
+from tensorhub.types import HandleState, Location, Medium, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import (
     Action,
     CopyLocally,
@@ -33,6 +36,7 @@ from tensorhub.worker.calls import (
     Finish,
     FreeStaging,
     LocalCopy,
+    MakeRoom,
     OpenGeneration,
     ReleaseCall,
     ReopenGeneration,
@@ -48,6 +52,7 @@ from tensorhub.worker.registration_session import Shard
 A = TypeVar("A")
 CHUNKS = 3
 ALL = frozenset(range(CHUNKS))
+GRANT = Grant("lease", "source", "i", "r", 1, (), Location(), True)
 
 
 def manifest() -> Manifest:
@@ -293,11 +298,44 @@ def staged(*, hold: bool = False) -> tuple[Rank, int]:
     assert content is not None
     held = content.generation
     rank.fill(2, staged=True, hold=hold)
+    assert kinds(rank.take()) == ["MakeRoom"]
+    rank.do(rank.member.room_ended(None, 0))
     actions = rank.take()
     assert kinds(actions) == ["EndPrefetch", "StartPull"]
     assert of(actions, StartPull).staged
     rank.do(rank.member.pull_done(0))
     return rank, held
+
+
+def test_a_staged_update_reads_from_the_sources_that_are_left_when_there_is_room() -> None:
+    rank = Rank(LocalCopies())
+    rank.hold(1)
+    rank.fill(2, staged=True)
+    assert of(rank.take(), MakeRoom).nbytes == manifest().region_bytes
+    key = rank.member.running.key if rank.member.running is not None else None
+    assert key is not None
+    drop = DropSource(key, 0, GRANT.lease, "moved")
+    for message in (AddSource(key, 0, GRANT), AddSource(key, 0, replace(GRANT, lease="other")), drop):
+        rank.do(rank.member.receive(message, 0))
+    assert rank.take() == []
+    rank.do(rank.member.room_ended(None, 0))
+    assert [grant.lease for grant in of(rank.take(), StartPull).grants] == ["other"]
+
+
+@pytest.mark.parametrize("why", ["there is none", "cancelled", "cancelled too late"])
+def test_a_staged_update_without_room_holds_what_it_held(why: str) -> None:
+    rank = Rank(LocalCopies())
+    rank.hold(1)
+    rank.fill(2, staged=True)
+    rank.take()
+    error = StateError(why)
+    if why != "there is none":
+        rank.do(rank.member.cancel(error, 0))
+        assert kinds(rank.take()) == ["CancelRoom"]
+    rank.do(rank.member.room_ended(None if why == "cancelled too late" else error, 0))
+    actions = rank.take()
+    assert (kinds(actions), of(actions, Finish).error) == (["FreeStaging", "Finish"], error)
+    assert (error.memory, rank.member.version) == ("intact", 1)
 
 
 def test_staged_fences_and_writes_after_the_commit_only() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from tensorhub.messages import (
     DigestedAgain,
     FromWorker,
     Grant,
-    Heartbeat,
     Publish,
     TellDigests,
 )
@@ -25,25 +23,18 @@ from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.memory import MANIFEST, make_manifest
 from tensorhub.types import HandleState, Location, OpKind, RegistrationId, VersionInfo
 from tensorhub.worker.calls import (
-    Action,
-    AddPullSource,
     Call,
-    CancelRoom,
     CloseCall,
     CopyLocally,
-    DropPullSource,
     Fence,
     FillCall,
     Finish,
-    FreeStaging,
-    MakeRoom,
     OpenGeneration,
     PublishCall,
     RegistrationFailed,
     ReopenGeneration,
     Say,
     StartPull,
-    StopPull,
     UnpublishCall,
 )
 from tensorhub.worker.interpreter import Interpreter
@@ -298,54 +289,6 @@ def test_a_fill_that_has_no_memory_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.undo()
     at.call(REPLICATE)
     assert at.handle.member.version == 1
-
-
-# -- room for what is staged
-
-
-def staged(*more: Action) -> Interpreter:
-    """One whose staged fill waits for its room."""
-    interpreter = bare()
-    interpreter.add([StartPull(INFO, MANIFEST, 1, (GRANT,), staged=True), *more])
-    assert interpreter.next(0.0) == MakeRoom(MANIFEST.nbytes)
-    return interpreter
-
-
-def test_while_a_staged_fill_waits_for_room_all_else_goes_on_and_its_sources_change() -> None:
-    say, other = Say(Heartbeat(1)), replace(GRANT, lease="other")
-    interpreter = staged(AddPullSource(other), DropPullSource(GRANT.lease), say)
-    assert interpreter.next(0.0) is say
-    assert interpreter.next(0.0) is None
-    interpreter.room_ended(None, 0.0)
-    begun = interpreter.next(0.0)
-    assert begun == StartPull(INFO, MANIFEST, 1, (other,), staged=True)
-    again = CopyLocally(INFO, MANIFEST, 1, (), staged=True)
-    interpreter.add([again, FreeStaging(), StartPull(INFO, MANIFEST, 2, (), staged=True)])
-    assert interpreter.next(0.0) is again, "it has room"
-    assert interpreter.next(0.0) == FreeStaging()
-    assert interpreter.next(0.0) == MakeRoom(MANIFEST.nbytes)
-
-
-def test_a_staged_fill_that_is_stopped_waits_for_nothing_but_the_end_of_its_wish() -> None:
-    for error in (None, StateError("cancelled")):
-        interpreter = staged(StopPull(), Say(Heartbeat(1)))
-        assert interpreter.next(0.0) == CancelRoom()
-        assert interpreter.waits_for_room
-        assert interpreter.next(0.0) is None, "once"
-        interpreter.room_ended(error, 0.0)
-        assert interpreter.next(0.0) == StopPull()
-        assert interpreter.next(0.0) == Say(Heartbeat(1))
-        assert interpreter.next(0.0) is None
-
-
-def test_what_is_given_up_wants_no_room() -> None:
-    interpreter = staged()
-    interpreter.give_up(0.0)
-    assert interpreter.next(0.0) == CancelRoom()
-    interpreter.room_ended(None, 0.0)
-    assert interpreter.next(0.0) == StopPull()
-    assert interpreter.next(0.0) == Fence(0)
-    assert interpreter.next(0.0) is None
 
 
 def test_a_staged_update_without_room_fails_and_holds_what_it_held() -> None:

@@ -21,10 +21,10 @@ def host(copies: LocalCopies, purpose: Purpose = Purpose.PREFETCH) -> Rank:
     return Rank(copies, Medium.HOST, purpose)
 
 
-def asks_manifest(rank: Rank, *, write: bool) -> int:
+def asks_manifest(rank: Rank, *, write: bool, staged: bool = False) -> int:
     """It is bound to version 2 and does not know its manifest: the number of its question."""
     rank.member._context.manifests._known.clear()
-    rank.do(rank.member.begin(FillCall(OpKind.UPDATE, "latest"), 60, 0))
+    rank.do(rank.member.begin(FillCall(OpKind.UPDATE, "latest", staged=staged), 60, 0))
     running = rank.member.running
     assert running is not None
     assert running.key is not None
@@ -64,6 +64,15 @@ def manifest_to_fencing() -> None:
     rank = Rank(LocalCopies())
     rank.hold(1)
     manifest_comes(rank, asks_manifest(rank, write=True))
+
+
+def room_to_stopping() -> None:
+    """Also to the phase before, as a staged update whose manifest is not known."""
+    rank = Rank(LocalCopies())
+    rank.hold(1)
+    manifest_comes(rank, asks_manifest(rank, write=True, staged=True))
+    rank.do(rank.member.cancel(StateError("cancelled"), 0))
+    rank.do(rank.member.room_ended(None, 0))
 
 
 def hook_to_fencing() -> None:
@@ -159,6 +168,7 @@ WAYS: dict[Callable[[], None], set[str]] = {
     manifest_to_copying: {"fill: manifest -> copying"},
     manifest_to_fencing: {"fill: manifest -> fencing"},
     hook_to_fencing: {"fill: hook -> fencing"},
+    room_to_stopping: {"fill: manifest -> room", "fill: room -> stopping"},
     held_to_asked: {"fill: held -> asked"},
     hook_to_asked: {"fill: hook -> asked"},
     fencing_to_asked: {"fill: fencing -> asked"},

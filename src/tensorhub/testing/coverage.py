@@ -60,6 +60,8 @@ RARE: Final = (
     "fill: manifest -> asked",
     "fill: manifest -> copying",
     "fill: manifest -> fencing",
+    "fill: manifest -> room",
+    "fill: room -> stopping",
     "fill: hook -> fencing",
     "fill: copying -> copying",
     "fill: copying -> stopping",

@@ -220,14 +220,14 @@ class StopPull:
 
 @dataclass(frozen=True, slots=True)
 class MakeRoom:
-    """Reserve host memory for what is staged, and go on meanwhile; then call `Interpreter.room_ended`."""
+    """Reserve host memory for what is staged, and go on meanwhile; then call `Member.room_ended`."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class CancelRoom:
-    """That room is not wanted any more: `Interpreter.room_ended` soon, whatever has come of it."""
+    """That room is not wanted any more: `Member.room_ended` soon, whatever has come of it."""
 
 
 @dataclass(frozen=True, slots=True)

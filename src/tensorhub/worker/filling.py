@@ -161,7 +161,7 @@ class Filling(GroupCall[calls.FillCall]):
                 self._goes_over_with = self.binding.begun_anew()
         self._lets_go = True
         match self.phase:
-            case Phase.COPYING | Phase.PULLING:
+            case Phase.ROOM | Phase.COPYING | Phase.PULLING:
                 self._stop_pull(None)
             case Phase.HOOK | Phase.FENCING:
                 pass  # once it has returned, or stands
@@ -256,7 +256,7 @@ class Filling(GroupCall[calls.FillCall]):
             case Phase.HELD:
                 self._leases.granted(grants)
                 self._write()
-            case Phase.FENCING | Phase.COPYING:
+            case Phase.FENCING | Phase.ROOM | Phase.COPYING:
                 self._leases.granted(grants)
             case Phase.PULLING:
                 self._leases.reconcile(grants)
@@ -343,14 +343,15 @@ class Filling(GroupCall[calls.FillCall]):
     @property
     def _has_begun(self) -> bool:
         """Whether it may write, as far as its former coordinator has said."""
-        return self.phase in (Phase.FENCING, Phase.COPYING, Phase.PULLING, Phase.VOTED)
+        return self.phase in (Phase.FENCING, Phase.ROOM, Phase.COPYING, Phase.PULLING, Phase.VOTED)
 
     def _write(self) -> None:
         """Every rank is ready: fence what this one holds, then fill."""
         self._write_said = True
         if self.stages:
             self._has_staging = True
-            self._begin_copying()
+            self.enter(Phase.ROOM)
+            self._context.act(calls.MakeRoom(self._bound.manifest.region_bytes))
         elif self._memory.state is HandleState.READY:
             self._fence()
         else:
@@ -379,6 +380,17 @@ class Filling(GroupCall[calls.FillCall]):
         """Nothing was written: let readers in again (R7)."""
         self._memory.reopen()
         self.finish(error=self.error)
+
+    def room_ended(self, error: TensorHubError | None) -> None:
+        """ROOM: there is room for staging memory, or `error` says why not. STOPPING: nothing waits for room any more."""
+        if self.phase is Phase.ROOM and error is None:
+            self._begin_copying()
+            return
+        if self.phase is Phase.ROOM and error is not None:
+            self._abandon(error)
+            self.error = error
+            self.enter(Phase.STOPPING)
+        self.pull_stopped()
 
     def _begin_fill(self) -> None:
         self._memory.fill(self._bound.content(self.generation))
@@ -475,9 +487,10 @@ class Filling(GroupCall[calls.FillCall]):
 
     def _stop_pull(self, error: Exception | None) -> None:
         self.error = error
+        ends = calls.CancelRoom() if self.phase is Phase.ROOM else calls.StopPull()
         self.enter(Phase.STOPPING)
         self._leases.end_reading()
-        self._context.act(calls.StopPull())
+        self._context.act(ends)
 
     def pull_stopped(self) -> None:
         if self.phase is not Phase.STOPPING:
@@ -544,7 +557,7 @@ class Filling(GroupCall[calls.FillCall]):
 
     def aborted(self, error: Exception) -> None:
         match self.phase:
-            case Phase.COPYING | Phase.PULLING:
+            case Phase.ROOM | Phase.COPYING | Phase.PULLING:
                 self._stop_pull(error)
             case Phase.STOPPING | Phase.FENCING:
                 self.error = error
@@ -570,7 +583,7 @@ class Filling(GroupCall[calls.FillCall]):
             case Phase.FENCING:
                 self.error = error
                 self._abandon(error)
-            case Phase.COPYING | Phase.PULLING:
+            case Phase.ROOM | Phase.COPYING | Phase.PULLING:
                 self._abandon(error)
                 self._stop_pull(error)
             case Phase.VOTED if not self._context.shard.serves:  # nobody else has a part in it

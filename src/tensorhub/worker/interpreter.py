@@ -5,9 +5,9 @@ the `next` action, carries it out, and only then takes another one. So nothing i
 fence stands. A call begins here, and is over when its `Finish` is carried out. The member is done with it earlier, while
 fences are still to be carried out. One call runs at a time.
 
-Where there is no memory to be opened, what was to be done with it fails without being tried. A staged fill begins once it
-has room; other actions are carried out meanwhile. A registration that was given up has a last list of actions: end the
-pull, fence, let go of all memory, and only then end the call. What the member wants from then on is not heard.
+Where there is no memory to be opened, an action that needs the memory fails without being tried. A registration that was
+given up has a last list of actions: end the pull, fence, let go of all memory, and only then end the call. Actions that the
+member wants from then on are not carried out.
 
 Responsible for what a caller may do now, for what a call raises in the end, for the end of a registration, and for reports
 about memory. Not responsible for what the calls do (`worker.member`), nor for how an action is carried out.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Protocol
@@ -29,18 +28,15 @@ from tensorhub.model.digests import WIDTHS
 from tensorhub.types import HandleState, OpKind, RegistrationId
 from tensorhub.worker.calls import (
     Action,
-    AddPullSource,
     Call,
     CancelRoom,
     CloseCall,
     CopyLocally,
-    DropPullSource,
     Fence,
     FillCall,
     Finish,
     FreeMemory,
     FreeStaging,
-    MakeRoom,
     OpenGeneration,
     PublishCall,
     RegistrationConfirmed,
@@ -89,9 +85,6 @@ class Interpreter:
         self._call: Call | None = None  # that was begun, and whose Finish was not carried out
         self._generation = 0  # under which the memory was opened last
         self._unopened: TensorHubError | None = None  # why there is no memory for what was to be opened last
-        self._staged = 0  # the generation that staging memory has room for; 0: it has none
-        self._waits: StartPull | CopyLocally | None = None  # for that room
-        self._is_unwanted = False  # that room: it was cancelled
         self._is_known = False  # the coordinator has once taken the registration
         self._is_done = False  # nobody will call any more: it was refused at once, or was made for one call that is over
         self._last_fence: Fence | None = None  # it was given up: what ends with it
@@ -216,7 +209,6 @@ class Interpreter:
             self.todo.extendleft(self.give_up(now))
         while self.todo:
             action = self.todo.popleft()
-            waits = self._waits
             match action:
                 case OpenGeneration():
                     self._generation, self._unopened = action.generation, None
@@ -230,22 +222,6 @@ class Interpreter:
                 case Say(message=Publish()) if self._unopened is not None:  # nobody could read it
                     self.add(self.member.cancel(self._unopened, now))
                     continue
-                case StartPull() | CopyLocally() if action.staged and self._staged != action.generation:
-                    self._waits, self._is_unwanted = action, False
-                    return MakeRoom(action.manifest.region_bytes)
-                case AddPullSource() if isinstance(waits, StartPull):
-                    self._waits = replace(waits, grants=(*waits.grants, action.grant))
-                    continue
-                case DropPullSource() if isinstance(waits, StartPull):
-                    self._waits = replace(waits, grants=tuple(g for g in waits.grants if g.lease != action.lease))
-                    self.add(self.member.source_failed(action.lease, "dropped", "", now))
-                    continue
-                case StopPull() if waits is not None:
-                    self.todo.appendleft(action)
-                    was_unwanted, self._is_unwanted = self._is_unwanted, True
-                    return None if was_unwanted else CancelRoom()
-                case FreeStaging():
-                    self._staged = 0
                 case RegistrationConfirmed():
                     self._is_known = True
                 case RegistrationFailed():
@@ -255,25 +231,9 @@ class Interpreter:
             return action
         return None
 
-    @property
-    def waits_for_room(self) -> bool:
-        """Whether the end of a pull waits until nobody makes room for it any more."""
-        return self._waits is not None and self._is_unwanted and bool(self.todo) and isinstance(self.todo[0], StopPull)
-
     def not_opened(self, error: TensorHubError) -> None:
         """There is no memory for what an OpenGeneration was to open."""
         self._unopened = error
-
-    def room_ended(self, error: TensorHubError | None, now: float) -> None:
-        """MakeRoom has ended: there is room, or `error`, or it was cancelled."""
-        waits, self._waits = self._waits, None
-        if waits is None or self._is_unwanted or self._last_fence is not None:
-            return
-        if error is not None:
-            self.add(self.member.pull_failed(error, now))
-        else:
-            self._staged = waits.generation
-            self.todo.appendleft(waits)
 
     def pull_stopped(self, now: float) -> None:
         """StopPull has ended: nothing is read or copied any more."""
@@ -296,7 +256,7 @@ class Interpreter:
         self._last_error = StateError(f"{ended} while the call was running", memory=memory)
         self._last_fence = Fence(self._generation)
         self.todo.clear()
-        self.todo.extend((StopPull(), self._last_fence))
+        self.todo.extend((CancelRoom(), StopPull(), self._last_fence))
         return [Say(message) for message in self.member.given_up(now)]
 
     def _let_go(self, *, stands: bool) -> None:

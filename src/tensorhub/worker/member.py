@@ -302,6 +302,13 @@ class Member:
             self.running.compared(following, wrong)
         return self._context.take_actions()
 
+    def room_ended(self, error: TensorHubError | None, now: float) -> list[calls.Action]:
+        """MakeRoom has ended: there is room, or `error`, or it was cancelled."""
+        self._context.enter(now)
+        if isinstance(self.running, Filling):
+            self.running.room_ended(error)
+        return self._context.take_actions()
+
     def copied(self, chunks: frozenset[int], now: float) -> list[calls.Action]:
         """What could be copied of the running CopyLocally is there, and verified."""
         self._context.enter(now)

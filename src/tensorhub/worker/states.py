@@ -29,6 +29,7 @@ class Phase(StrEnum):
     HOOK = "hook"  # before_write runs
     HELD = "held"  # ReadyToWrite is said; waits for Write
     FENCING = "fencing"  # waits for the owner's own accesses to end
+    ROOM = "room"  # waits for host memory, into which the update is staged
     COPYING = "copying"  # from other memory of this worker
     PULLING = "pulling"  # from other workers
     VOTED = "voted"  # Publish or Prepared is said: only the coordinator ends it
@@ -41,7 +42,7 @@ class Phase(StrEnum):
 
 
 P = Phase
-UNVOTED = frozenset({P.QUEUED, P.ASKED, P.MANIFEST, P.HOOK, P.HELD, P.FENCING, P.COPYING, P.PULLING})
+UNVOTED = frozenset({P.QUEUED, P.ASKED, P.MANIFEST, P.HOOK, P.HELD, P.FENCING, P.ROOM, P.COPYING, P.PULLING})
 
 # Each kind of call has a table of its own; `ActiveCall.enter` is the only writer.
 PUBLISH_TABLE: Mapping[P, frozenset[P]] = {
@@ -50,17 +51,18 @@ PUBLISH_TABLE: Mapping[P, frozenset[P]] = {
     P.ABANDONING: frozenset({P.OVER}),
     P.OVER: frozenset(),
 }
-# Until the old version is fenced a fill ends by ABANDONING, while it copies or pulls by STOPPING. A staged one copies and
-# pulls without a fence, runs its hook behind that, and is fenced only while it is APPLYING. If what was read is gone, and
-# there is another way to read the version, either goes back to ASKED.
+# Until the old version is fenced a fill ends by ABANDONING, while it copies or pulls by STOPPING. A staged fill waits for
+# room, copies and pulls without a fence, runs its hook behind that, and is fenced only while it is APPLYING. If its sources
+# are gone, and there is another way to read the version, either goes back to ASKED.
 _WRITING = frozenset({P.FENCING, P.COPYING, P.PULLING})
 FILL_TABLE: Mapping[P, frozenset[P]] = {
     P.QUEUED: frozenset({P.ASKED, P.OVER}),
-    P.ASKED: _WRITING | {P.MANIFEST, P.HOOK, P.HELD, P.ABANDONING, P.OVER},
-    P.MANIFEST: _WRITING | {P.ASKED, P.HOOK, P.HELD, P.ABANDONING, P.OVER},
+    P.ASKED: _WRITING | {P.ROOM, P.MANIFEST, P.HOOK, P.HELD, P.ABANDONING, P.OVER},
+    P.MANIFEST: _WRITING | {P.ROOM, P.ASKED, P.HOOK, P.HELD, P.ABANDONING, P.OVER},
     P.HOOK: _WRITING | {P.ASKED, P.HELD, P.VOTED, P.ABANDONING, P.OVER},
-    P.HELD: _WRITING | {P.ASKED, P.ABANDONING, P.OVER},
+    P.HELD: _WRITING | {P.ROOM, P.ASKED, P.ABANDONING, P.OVER},
     P.FENCING: frozenset({P.ASKED, P.COPYING, P.PULLING, P.OVER}),
+    P.ROOM: frozenset({P.COPYING, P.PULLING, P.STOPPING}),
     P.COPYING: frozenset({P.COPYING, P.PULLING, P.STOPPING}),
     P.PULLING: frozenset({P.HOOK, P.VOTED, P.STOPPING}),
     P.VOTED: frozenset({P.ASKED, P.PULLING, P.APPLYING, P.OVER}),

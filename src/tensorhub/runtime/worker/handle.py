@@ -407,8 +407,7 @@ class Handle(CallersHandle):
         except TensorHubError as error:
             refusal = error
         finally:
-            self.interpreter.room_ended(refusal, clock.now())
-            self._todo_wanted.set()
+            self.apply(self.member.room_ended(refusal, clock.now()))
 
     async def _open(self, action: calls.OpenGeneration) -> None:
         try:

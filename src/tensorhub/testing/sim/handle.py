@@ -221,8 +221,7 @@ class HandleShell:
         if self.todo and isinstance(self.todo[0], calls.CompareDigests) and self.access is not None:
             return False  # what is wrong may be what is accessed
         until = self.fence_waits_until()
-        has_more = self.interpreter.has_more and not self.interpreter.waits_for_room
-        return has_more and (until is None or until <= self.cluster.now)
+        return self.interpreter.has_more and (until is None or until <= self.cluster.now)
 
     # -- what its shell does
 
@@ -266,10 +265,9 @@ class HandleShell:
         self.room = room = self.worker.copies.make_room(self.staging_id, Purpose.USE, nbytes)
 
         def ended() -> None:
-            if room.done:
+            if room.done and not self.interpreter.is_given_up:
                 assert room.error is None or isinstance(room.error, TensorHubError)
-                self.interpreter.room_ended(room.error, self.cluster.now)
-                self.cluster.handle_moved(self)
+                self.apply(self.member.room_ended(room.error, self.cluster.now))
 
         room.on_end.append(ended)
         ended()
@@ -355,8 +353,8 @@ class HandleShell:
             case calls.MakeRoom():
                 self._make_room(action.nbytes)
             case calls.CancelRoom():
-                assert self.room is not None
-                self.worker.copies.cancel(self.room)
+                if self.room is not None:
+                    self.worker.copies.cancel(self.room)
             case calls.FreeStaging():
                 owner.close(self.staging_id)
                 owner.forget(self.staging_id)
