@@ -11,10 +11,10 @@ from tensorhub.model.digests import root_of
 from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Medium, Purpose
-from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root
-from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
+from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, list_of, root
+from tests.coordinator.test_bridges import A, B, cut, filling, published
 from tests.coordinator.test_layouts_over_time import back, held_by
-from tests.coordinator.test_origins import OF_R, held, leave
+from tests.coordinator.test_origins import held
 
 ROOT = root_of(list_of(CHUNKS))
 
@@ -106,40 +106,3 @@ def test_a_copy_of_a_shard_counts_if_there_is_that_shard(shard: int, counts: boo
     what = replace(said[0], manifest=MANIFEST, part_ids=())
     world.say(rank, Register(3, rank.name, *where, "", 1, CHUNKS, MANIFEST, what, id_of(MANIFEST)))
     assert is_kept(rank) is counts
-
-
-def test_who_has_read_it_from_another_layout_holds_no_published_shard() -> None:
-    """Even with the published layout: its chunks are others."""
-    world, trainers, _ = held()
-    leave(world, *trainers)
-    twins = world.group("twin", [cut(0), cut(1)])
-    world.fill(twins)
-    for twin in twins:
-        world.ready(twin, OF_R)
-    for twin in twins:
-        world.vote(twin, root(OF_R))
-    world.tell(twins[0], OF_R)
-    info = world.version.info
-    world = world.restarted()
-    said = [held_by(twin, info) for twin in twins]
-    ranks = [back(world, twin, each) for twin, each in zip(twins, said, strict=True)]
-    for _ in range(2):  # that, and what lies where
-        world.answer_questions(ranks[0], said[0])
-    assert [is_kept(each) for each in ranks] == [True, True]
-    assert [layout.have_sources() for layout in world.version.others.values()] == [True]
-    assert not any(world.version.holdings.values())
-
-
-def test_who_has_it_elsewhere_than_others_of_its_layout_does_not_hold_it() -> None:
-    world, trainers = published()
-    readers = [filling(world, name)[0] for name in ("r", "s")]
-    finish(world, readers, trainers)
-    info = world.version.info
-    world = world.restarted()
-    first = back(world, readers[0], held_by(readers[0], info))
-    assert is_kept(first)
-    lies = (lies_of(readers[1])[0], b"arranged otherwise", lies_of(readers[1])[2])
-    second = world.arrive("s", 0, 1, "own/r0", registers=False)
-    said = replace(held_by(readers[1], info), part_ids=tuple(map(id_of, lies)))
-    world.register(second, said, parts=(*lies, readers[1].description))
-    assert is_kept(second) is False

@@ -103,23 +103,6 @@ def test_it_fails_at_once_where_nobody_holds_what_was_published() -> None:
     assert (error.retryable, error.memory) == (True, "intact")
 
 
-def test_what_waits_for_a_first_version_fails_when_it_is_given_up_before_it_could_be_bound() -> None:
-    """A group whose second rank comes late: it binds when it has gathered, to what is there then."""
-    cluster = StepwiseCluster()
-    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
-    cluster.run()
-    first = readers[0].replicate("available")
-    publish(cluster, *trainers, number=1)
-    for handle in trainers:
-        handle.unpublish()
-    cluster.run()
-    assert not first.has_ended()
-    second = readers[1].replicate("available")
-    cluster.run()
-    for asked in (first, second):
-        error_of(asked)
-
-
 def test_a_group_is_bound_in_one_step_to_one_version() -> None:
     cluster = StepwiseCluster()
     trainers, keepers, readers = cluster.group("trainer", 2), cluster.group("keeper", 2), cluster.group("reader", 2)
@@ -329,57 +312,6 @@ def test_partial_copies_and_nothing_else_are_nothing() -> None:
 # ------------------------------------------------------------------------------------------------- lost once it is bound
 
 
-@pytest.mark.parametrize("selector", ["available", "latest"])
-def test_who_is_bound_does_not_wait_for_a_source_that_is_lost(selector: str) -> None:
-    """Calls for `available` read an older version, although partial copies may have all of this one together."""
-    cluster, trainer, readers, asked = readers_of_a_trainer(False, True, keeper=True, selector=selector)
-    lose(cluster, trainer, readers)
-    cluster.run()
-    assert [each.number for each in asked] == ([1, 1] if selector == "latest" else [0, 0])
-
-
-def test_partial_copies_go_on_where_no_other_version_can_be_read() -> None:
-    cluster, trainer, readers, asked = readers_of_a_trainer(False, True, selector="available")
-    lose(cluster, trainer, readers)
-    cluster.run()
-    assert [each.number for each in asked] == [1, 1]
-
-
-def let_it_be_lost(cluster: StepwiseCluster) -> None:
-    """More than a lease passes, in which nobody reads."""
-    for _ in range(20):
-        cluster.advance(cluster.options.lease_s / 16, run=False)
-        cluster.run("read")
-
-
-def test_who_reads_from_a_worker_that_is_lost_goes_on_as_long_as_that_serves() -> None:
-    """It is cut off from the coordinator only."""
-    cluster, trainer, _, (asked,) = readers_of_a_trainer(False, keeper=True, selector="available")
-    trainer.worker.disconnect()
-    let_it_be_lost(cluster)
-    assert "trainer" not in {worker.name for worker in cluster.coordinator.cluster.workers.values()}
-    assert not asked.has_ended()
-    cluster.run()
-    assert asked.number == 1
-
-
-def test_a_hook_that_runs_when_the_source_is_lost_leaves_everything_as_it_was() -> None:
-    """The call is bound again, to what the group holds."""
-    cluster, trainer, _, reader = newest_left()
-    reader.replicate(1)
-    publish(cluster, trainer, number=3)
-    asked = reader.update("available", hold=True)
-    cluster.run(until=lambda: reader.hooks)
-    trainer.worker.crash()
-    cluster.run("hook")
-    for _ in range(24):
-        cluster.advance(cluster.options.lease_s / 16, run=False)
-        cluster.run("hook")
-    assert not asked.has_ended()
-    cluster.run()
-    assert (asked.number, asked.changed, reader.member.version) == (1, False, 1)
-
-
 # ------------------------------------------------------------------------------------------------------- after a restart
 
 
@@ -414,60 +346,6 @@ def test_after_a_restart_it_is_waited_for_until_the_recovery_lease_is_over() -> 
     cluster.advance(cluster.options.lease_s * 0.9)
     assert not asked.has_ended()
     cluster.advance(cluster.options.lease_s * 0.2)
-    assert asked.number == 1
-
-
-def test_once_every_recorded_holder_is_back_what_is_held_counts() -> None:
-    """The trainer is back, and has taken version 2 back meanwhile: nothing is waited for."""
-    cluster, trainer, reader = restarted(but="trainer")
-    asked = reader.replicate("available")
-    cluster.run()
-    trainer.unpublish()
-    cluster.run()
-    assert not asked.has_ended()
-    trainer.worker.connect()
-    cluster.run()
-    assert asked.number == 1
-
-
-def test_a_recorded_group_is_back_with_its_last_rank() -> None:
-    cluster = StepwiseCluster()
-    trainers, keepers, readers = cluster.group("trainer", 2), cluster.group("keeper", 2), cluster.group("reader", 2)
-    cluster.run()
-    publish(cluster, *trainers, number=1)
-    replicate(cluster, *keepers)
-    publish(cluster, *trainers, number=2)
-    cluster.restart()
-    reconnect(cluster, but="trainer1")
-    cluster.run()
-    calls = [handle.replicate("available") for handle in readers]
-    cluster.run()
-    assert not any(call.has_ended() for call in calls)
-    trainers[1].worker.connect()
-    cluster.run()
-    assert [call.number for call in calls] == [2, 2]
-
-
-def test_after_a_restart_a_fill_that_had_begun_waits_for_its_source_like_any_other() -> None:
-    cluster, trainer, _, (asked,) = readers_of_a_trainer(False, selector="available")
-    cluster.restart()
-    reconnect(cluster, but="trainer")
-    cluster.run("read")
-    assert not asked.has_ended()
-    trainer.worker.connect()
-    cluster.run()
-    assert asked.number == 1
-
-
-def test_after_a_restart_nothing_fails_before_all_had_time_to_come_back() -> None:
-    cluster, trainer, reader = restarted(but="keeper")
-    trainer.unpublish()
-    cluster.run()
-    asked = reader.replicate("available")
-    cluster.run()
-    assert not asked.has_ended()
-    cluster.workers["keeper"].connect()
-    cluster.run()
     assert asked.number == 1
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator import DOOR, Disconnected, Received, Silent, Tick, limits
+from tensorhub.coordinator import DOOR, Disconnected, Silent, Tick
 from tensorhub.coordinator.entities import Holding
 from tensorhub.coordinator.states import WorkerState
-from tensorhub.messages import Heartbeat, Join, Unwatch
+from tensorhub.messages import Heartbeat, Unwatch
 from tensorhub.testing import SimHandle, StepwiseCluster
 from tensorhub.testing.drivers.stepwise import Choice
-from tensorhub.types import Location
 
 
 class Behind(StepwiseCluster):
@@ -109,37 +108,6 @@ def test_what_is_no_heartbeat_answers_the_welcome_and_nothing_newer() -> None:
     assert not cluster.coordinator._retentions.is_reliable(holding(cluster, reader))
 
 
-def test_what_is_no_heartbeat_takes_back_no_answer() -> None:
-    cluster, trainer, _ = published()
-    cluster.advance(2 * cluster.options.lease_s)
-    worker = cluster.coordinator.cluster.members[trainer.id].worker
-    answered = worker.answers
-    cluster.advance(0.6 * cluster.options.lease_s, run=False)
-    assert states(cluster) == {WorkerState.SUSPECT}
-    assert worker.session is not None
-    cluster.step(Received(worker.session, Unwatch("actor")))
-    assert states(cluster) == {WorkerState.SUSPECT, WorkerState.LIVE}
-    assert worker.answers == answered
-
-
-def test_a_join_answers_nothing() -> None:
-    """Whoever comes back says it before it has heard anything of this coordinator's."""
-    cluster, _, reader = published()
-    retentions, lease_s = cluster.coordinator._retentions, cluster.options.lease_s
-    cluster.advance(0.6 * lease_s, run=False)
-    reader.worker.disconnect()
-    cluster.run()
-    cluster.advance(0.6 * lease_s)
-    reader.worker.connect()
-    cluster.do(Choice("up", "reader"))
-    assert holding(cluster, reader).member.worker.session is not None
-    assert not retentions.is_reliable(holding(cluster, reader))
-    session = holding(cluster, reader).member.worker.session
-    assert session is not None
-    cluster.step(Received(session, Join("reader", Location(), (), 1, 0)))  # it came twice, and lay unread as long
-    assert not retentions.is_reliable(holding(cluster, reader))
-
-
 def test_who_has_come_back_counts_once_it_answers() -> None:
     cluster, _, reader = published()
     retentions, lease_s = cluster.coordinator._retentions, cluster.options.lease_s
@@ -211,39 +179,6 @@ def test_who_was_missed_and_is_back_before_the_door_is_known_to_be_empty_is_not_
     assert not missed
 
 
-def test_after_a_stop_nobody_counts_until_he_answers_what_was_said_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the first step there is no time for all timers; then heartbeats are read that were said before."""
-    monkeypatch.setattr(limits, "TIMERS_PER_STEP", 1)
-    cluster, trainer, reader = published()
-    retentions = cluster.coordinator._retentions
-    handles = (trainer, reader)
-    for handle in handles:
-        handle.worker.beat()
-    cluster.now += 2 * cluster.options.lease_s
-    cluster.step(Tick())
-    assert WorkerState.LIVE in states(cluster)
-    assert not any(retentions.is_reliable(holding(cluster, handle)) for handle in handles)
-    for handle in handles:
-        read_backlog(cluster, handle)
-        assert not any(retentions.is_reliable(holding(cluster, handle)) for handle in handles)
-    assert states(cluster) == {WorkerState.SUSPECT}
-    cluster.run()  # they hear what the coordinator says now
-    for handle in handles:
-        handle.worker.beat()
-        assert not retentions.is_reliable(holding(cluster, handle))
-        cluster.run()
-        assert retentions.is_reliable(holding(cluster, handle))
-
-
-def test_a_coordinator_that_was_stopped_right_after_its_restart_waits_for_holders_as_long() -> None:
-    cluster, _, _ = published()
-    cluster.coordinator_died(kept=True)
-    cluster.start_coordinator()
-    cluster.now += 10 * cluster.options.lease_s
-    cluster.step(Tick())
-    assert cluster.coordinator.cluster.is_recovering
-
-
 @pytest.mark.parametrize("answers", [1e9, -0.0])
 def test_what_a_heartbeat_claims_to_answer_is_at_most_now(answers: float) -> None:
     cluster, trainer, _ = published()
@@ -251,20 +186,3 @@ def test_what_a_heartbeat_claims_to_answer_is_at_most_now(answers: float) -> Non
     trainer.worker.say(Heartbeat(1, answers))
     cluster.run()
     assert worker.answers <= cluster.now
-
-
-def test_a_rank_that_is_announced_late_is_not_taken_for_closed() -> None:
-    cluster, trainer, _ = published()
-    trainer.worker.disconnect()
-    cluster.run()
-    trainer.worker.connect()
-    cluster.do(Choice("up", "trainer"))  # Join
-    cluster.do(Choice("down", "trainer"))  # Welcome: it says Register
-    session = cluster.coordinator.cluster.members[trainer.id].worker.session
-    assert session is not None
-    cluster.step(Silent((session,)))  # that was asked before it came
-    cluster.advance(3 * cluster.options.lease_s, run=False)
-    assert trainer.id in cluster.coordinator.cluster.members
-    cluster.run()
-    assert trainer.id in cluster.coordinator.cluster.members
-    assert holding(cluster, trainer).complete

@@ -11,10 +11,8 @@ import pytest
 
 from tensorhub.coordinator import Durable, limits
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, Operation, RankPart, ReadLease, Replica, Version
-from tensorhub.coordinator.operations import LATER_PER_RANK_MAX
-from tensorhub.errors import VersionConflict
-from tensorhub.messages import Heartbeat, Leave, Watch
-from tensorhub.testing import BrokenHook, Choice, StepwiseCluster
+from tensorhub.messages import Leave, Watch
+from tensorhub.testing import BrokenHook, StepwiseCluster
 from tensorhub.types import Options
 
 ROUNDS = DECIDED_KEPT_MAX + 8  # after which all that is kept is full
@@ -118,24 +116,6 @@ def test_a_name_that_is_only_asked_for_is_forgotten_with_who_asked() -> None:
     assert list(models) == [f"retained{number}" for number in range(1, 50, 2)]
 
 
-def test_a_name_is_forgotten_in_the_very_step_that_speaks_of_it() -> None:
-    """The lease of its only worker ends as somebody asks for a rollback of what was never published."""
-    cluster = StepwiseCluster()
-    cluster.handle("trainer")
-    asker = cluster.worker("asker")
-    cluster.run()
-    cluster.workers["trainer"].crash()
-    cluster.run()
-    cluster.now += 6
-    asker.say(Heartbeat(1))
-    cluster.run()
-    cluster.now += 5
-    request = asker.asks.rollback(1)
-    cluster.run()
-    assert isinstance(asker.asks.answers[request], VersionConflict)
-    assert cluster.coordinator.cluster.models == {}
-
-
 def test_a_name_is_forgotten_with_the_publish_that_never_was() -> None:
     cluster = StepwiseCluster()
     worker = cluster.worker("trainer")
@@ -194,34 +174,3 @@ def test_decisions_of_groups_that_are_gone_are_forgotten_the_oldest_first(monkey
     assert set(books) == {("actor", "trainer"), *(("actor", f"gang{number}") for number in (9, 10, 11))}
     stored = {decision.key.group for decision in Durable.of(cluster.store).decisions}
     assert stored == {"trainer", "gang9", "gang10", "gang11"}
-
-
-def test_what_a_rank_says_of_later_operations_stays_bounded_and_its_last_word_counts() -> None:
-    """Its process was restarted while a decision is being recorded by a slow store; it calls, gives up and calls again."""
-    cluster = StepwiseCluster()
-    first, second = cluster.group("trainer", 2)
-    cluster.run()
-    promises = [handle.publish(1) for handle in (first, second)]
-    cluster.run(until=lambda: cluster.unstored)
-    slow = dict(cluster.unstored)
-    cluster.unstored.clear()
-    second.worker.crash()
-    while cluster.ending:
-        cluster.do(Choice("notice", str(cluster.ending[0])))
-    spare = cluster.handle("spare", "trainer", 1, 2)
-    cluster.run()
-    for _ in range(2 * LATER_PER_RANK_MAX):
-        spare.update(timeout_s=1)
-        cluster.advance(6)
-    last = spare.publish(2)
-    cluster.run()
-    (operation,) = cluster.coordinator.cluster.records.values()
-    assert len(operation.later) == LATER_PER_RANK_MAX
-    cluster.unstored.update(slow)
-    cluster.run()
-    assert promises[0].number == 1
-    first.unpublish()
-    cluster.run()
-    mine = first.publish(2)
-    cluster.run()
-    assert (mine.number, last.number) == (2, 2)

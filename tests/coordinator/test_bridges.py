@@ -8,12 +8,10 @@ from dataclasses import replace
 import pytest
 
 from tensorhub.coordinator import Connected, limits, views
-from tensorhub.coordinator.waiting import wants_source
 from tensorhub.errors import ManifestMismatch, StateError, TransportUnavailable
 from tensorhub.layouts.published import Published
 from tensorhub.messages import (
     AddSource,
-    DropSource,
     GetPart,
     GetPublication,
     Join,
@@ -27,11 +25,10 @@ from tensorhub.messages import (
     Start,
     Write,
 )
-from tensorhub.model.digests import root_of
 from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Endpoint, LayoutSummary, Location, Medium, OpKind, Purpose
-from tests.coordinator.layout_world import MANIFEST, PARTS, Rank, World, list_of, root
+from tests.coordinator.layout_world import MANIFEST, PARTS, Rank, World, root
 
 A, B = Need(0, "half of it", 2, 20), Need(1, "half of it", 3, 30)
 
@@ -163,24 +160,6 @@ def test_who_can_read_nobody_across_layouts_is_told_so_at_once(theirs: Endpoint)
     assert all(rank.take(Start) for rank in equal), "who has the published layout reads it by anything"
 
 
-def test_it_waits_until_each_class_has_a_source() -> None:
-    """One of two replicas of each part is enough (HSDP)."""
-    world = World()
-    trainers = world.group("t", [cut(rank % 2) for rank in range(4)])
-    world.publish(trainers, 1)
-    assert world.version.holdings.classes == {0: (0, 2), 1: (1, 3)}
-    world.lose(trainers[0], trainers[2])
-    (reader,) = world.group("r", [wide(0)])
-    world.fill([reader])
-    assert not reader.take(Start)
-    other = world.group("t2", [cut(rank % 2) for rank in range(4)])
-    world.publish(other, 2)
-    assert reader.take(Start)
-    world.lose(other[0])
-    world.ready(reader, A, B)
-    assert {source for source, _, _ in world.sources(reader)} < {"t22", "t21", "t23"}
-
-
 def test_the_ranks_of_a_group_share_the_replicas_of_a_class() -> None:
     """Each rank reads of both classes, and each class is there twice."""
     world = World()
@@ -207,39 +186,6 @@ def test_a_lost_source_is_replaced_by_another_of_its_class() -> None:
     assert len(world.sources(reader)) == 2
 
 
-def test_a_source_that_leaves_waits_for_its_readers_of_other_layouts_and_they_are_moved() -> None:
-    world, trainers = published()
-    copies = world.group("c", [cut(rank) for rank in range(2)])
-    world.fill(copies)
-    for trainer, copy in zip(trainers, copies, strict=True):
-        world.tell(trainer)
-        world.vote(copy, root=root_of(list_of(CHUNKS)))
-    assert all(copy.take(Outcome)[0].committed for copy in copies)
-    (reader,) = filling(world)
-    (source,) = [source for source, _, shard in world.sources(reader) if shard == 1]
-    leaving = world.ranks[source]
-    world.leave(leaving)
-    assert not leaving.take(LeaveGranted)
-    added, (dropped,) = reader.take(AddSource), reader.take(DropSource)
-    assert [each.grant.shard for each in added] == [1]
-    world.lose_source(reader, world.lease(reader, source), "dropped")
-    assert leaving.take(LeaveGranted)
-    assert dropped.lease not in world.core.cluster.leases
-
-
-def test_who_waits_for_a_source_does_not_read_from_who_follows_it() -> None:
-    """Partial copies complete one another only where nobody holds all of what they read."""
-    world, trainers = published(1)
-    (first,) = filling(world, "first", needs=[A])
-    filling(world, "second", needs=[A])
-    world.cut_off(trainers[0])
-    world.lose_source(first, world.lease(first, "t0"))
-    assert world.sources(first) == []
-    world.connect(trainers[0])
-    world.pass_time(1.0)
-    assert len(world.sources(first)) == 1
-
-
 def test_nothing_is_overwritten_before_each_class_can_be_read() -> None:
     world, trainers = published()
     (reader,) = world.group("r", [wide(0)])
@@ -250,51 +196,6 @@ def test_nothing_is_overwritten_before_each_class_can_be_read() -> None:
     world.connect(trainers[1])
     (write,) = reader.take(Write)
     assert [grant.shard for grant in write.grants] == [0, 1]
-
-
-def test_who_lacks_a_class_is_given_it_when_it_is_there() -> None:
-    world, trainers = published()
-    (reader,) = filling(world)
-    world.lose_source(reader, world.lease(reader, "t1"))
-    world.cut_off(trainers[1])
-    world.pass_time(3.0, silent=trainers[1:])
-    assert not reader.take(AddSource)
-    world.connect(trainers[1])
-    assert [added.grant.shard for added in reader.take(AddSource)] == [1]
-
-
-def test_a_follower_is_moved_only_if_it_finds_all_that_it_needs() -> None:
-    world, trainers = published()
-    (holder,) = filling(world)
-    finish(world, [holder], trainers)
-    (follower,) = filling(world, "f")
-    world.cut_off(trainers[1])
-    world.leave(holder)
-    assert not follower.take(DropSource)
-    world.connect(trainers[1])
-    world.pass_time(0.1)
-    assert world.sources(follower) == [("r0", "", 0)]
-
-
-def test_a_follower_whose_source_is_lost_bridges() -> None:
-    world, trainers = published()
-    (first,) = filling(world, "first")
-    (second,) = filling(world, "second")
-    world.lose(first)
-    assert [grant.grant.shard for grant in second.take(AddSource)] == [0, 1]
-    finish(world, [second], trainers)
-
-
-def test_a_follower_waits_with_the_one_that_it_follows() -> None:
-    """The bridging group loses one of its two sources: nobody is fed until that class has a source again."""
-    world, trainers = published()
-    (first,) = filling(world, "first")
-    (second,) = filling(world, "second")
-    before = world.is_fed(first)
-    world.lose(trainers[1])
-    world.lose_source(first, world.lease(first, "t1"))
-    assert (before, world.is_fed(first)) == (True, False)
-    assert wants_source(world.part(second))
 
 
 @pytest.mark.parametrize(
@@ -451,17 +352,6 @@ def test_a_summary_counts_replicas_by_layout_if_there_are_several() -> None:
     assert (counted.layouts_known, counted.layouts[1]) == (2, LayoutSummary("own/r0", False, 2, 1, 0, 2, 10, 5))
 
 
-def test_of_very_many_layouts_a_summary_lists_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "SUMMARIZED_LAYOUTS_MAX", 2)
-    world, _ = published()
-    for number in range(3):
-        (reader,) = world.group(f"r{number}", [(f"own/{number}", ())])
-        world.fill([reader])
-        world.ready(reader, A, B)
-    (counted,) = views.summarize(world.core.cluster.models["m"], world.now)[1].values()
-    assert (counted.layouts_known, [each.layout_id for each in counted.layouts]) == (4, [world.version.layout_id, "own/0"])
-
-
 def test_what_was_published_where_is_told_to_who_asks_by_selector() -> None:
     world, trainers = published()
     (reader,) = world.group("r", [wide(0)])
@@ -521,11 +411,3 @@ def test_what_a_guest_says_of_a_layout_holds_for_no_worker(lies: Sequence[Need])
     finish(world, readers, trainers)
     (layout,) = [each for each in world.version.others.values() if each.layout_id == "own/r0"]
     assert not layout.sourceless
-
-
-def test_what_a_guest_says_later_changes_nothing_of_a_workers_selection() -> None:
-    world, trainers = published()
-    readers = filling(world)
-    guest = guest_of(world, "own/r0")
-    world.ready(guest, replace(A, chunks=7), B)
-    finish(world, readers, trainers)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from random import Random
-
 from tensorhub.coordinator import Connected, Disconnected
-from tensorhub.machine import SWEPT_AT_ONCE, Timers
+from tensorhub.machine import Timers
 from tensorhub.messages import Heartbeat, Join, Prepared, Publish, Welcome
 from tensorhub.testing import StepwiseCluster
 from tensorhub.types import Location
@@ -75,34 +73,6 @@ def test_timers_that_are_set_again_and_again_are_swept() -> None:
     assert timers.next() == 1e6 + 9_999
     assert timers.pop_due(2e6) == ("operation", "k")
     assert timers.next() is None
-
-
-def test_timers_come_due_in_order_while_they_are_swept_and_each_sweeps_a_few() -> None:
-    timers, random = Timers(), Random(1)
-    expected: dict[tuple[str, str], float] = {}
-    sweeps = 0
-    for _ in range(20_000):
-        key, left = str(random.randrange(2000)), len(timers._swept)
-        if random.random() < 0.6:
-            expected["k", key] = when = random.random()
-            timers.set("k", key, when)
-            sweeps += left == 0 < len(timers._swept)
-            assert left - len(timers._swept) <= SWEPT_AT_ONCE
-        elif random.random() < 0.8:
-            expected.pop(("k", key), None)
-            timers.cancel("k", key)
-        else:
-            name = min(expected, key=lambda name: (expected[name], name), default=None)
-            assert timers.next() == (expected[name] if name is not None else None)
-            assert timers.pop_due(1.0) == name
-            expected.pop(name or ("", ""), None)
-        assert len(timers) == len(expected)
-    assert sweeps > 3
-    assert len(timers._heap) + len(timers._swept) < 6 * len(timers)
-    while expected:
-        name = min(expected, key=lambda name: (expected[name], name))
-        assert timers.pop_due(1.0) == name
-        del expected[name]
 
 
 def test_a_deadline_that_is_hastened_is_never_put_off() -> None:

@@ -10,13 +10,12 @@ from tensorhub.coordinator.corruption_checks import INQUIRY_S
 from tensorhub.coordinator.states import VersionState
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import IntegrityError, VersionUnavailable
-from tensorhub.messages import DigestAgain, DigestedAgain, Origin, ReadFailed
+from tensorhub.messages import DigestAgain, DigestedAgain, ReadFailed
 from tensorhub.testing import CHUNKS, Choice, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import HandleState
 from tests.coordinator.layout_world import Rank, World
-from tests.coordinator.test_bridges import A, B, cut, filling, published
-from tests.coordinator.test_replicas import bridging
+from tests.coordinator.test_bridges import filling, published
 
 
 def holders(*names: str) -> tuple[StepwiseCluster, list[SimHandle]]:
@@ -144,30 +143,6 @@ def test_a_reader_that_gets_damaged_bytes_from_everybody_is_the_guilty_one() -> 
     assert set(shard_states(cluster).values()) == {"complete"}
 
 
-def test_a_source_that_comes_back_as_another_incarnation_is_still_one() -> None:
-    cluster, (trainer, reader) = holders("trainer")
-    cluster.fetcher("first").fetch()  # so that there are digests
-    cluster.run()
-    asked = reader.replicate(timeout_s=1000)
-    cluster.run("read")
-    before = trainer.worker.incarnation
-    accuse(cluster, reader)
-    trainer.worker.disconnect()
-    for _ in range(12):
-        cluster.advance(1, run=False)
-        cluster.run("read")
-    for _ in range(2):  # it hears that it was lost, and comes back
-        trainer.worker.connect()
-        cluster.run("read")
-    assert trainer.worker.incarnation != before
-    while questions(cluster) < 2:
-        accuse(cluster, reader)
-        cluster.advance(1, run=False)
-        cluster.run("read")
-    cluster.run()
-    assert asked.number == 1
-
-
 def test_with_one_source_the_deadline_says_that_it_is_unchanged() -> None:
     cluster, (_, reader) = holders("trainer")
     cluster.fetcher("first").fetch()  # so that there are digests
@@ -252,73 +227,11 @@ def test_a_quarantined_only_source_leaves_its_version_unavailable() -> None:
     assert Choice("read", reader.name) not in cluster.choices()
 
 
-def test_a_reader_that_is_lost_before_it_has_left_what_is_quarantined_leaves_no_lease() -> None:
-    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
-    trainer, reader, lost = [cluster.handle(name) for name in ("trainer", "reader", "lost")]
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
-    begin(cluster, lost)
-    begin(cluster, reader)
-    assert (source_of(lost), accuse(cluster, reader)) == ("trainer", "lost")  # without cause
-    lost.worker.disconnect()  # and hears nothing any more
-    trainer.worker.hear = lambda message: hear_guilty(trainer, message)  # type: ignore[method-assign]
-    assert accuse(cluster, reader) == "trainer"
-    del trainer.worker.hear
-    assert shard_states(cluster)["trainer"] == "quarantined"
-    cluster.advance(100)
-    assert not cluster.coordinator.cluster.leases
-
-
-def test_a_reader_that_leaves_what_is_quarantined_after_its_call_has_failed_leaves_no_lease() -> None:
-    cluster, (trainer, reader) = holders("trainer")
-    other = cluster.handle("other")
-    cluster.run()
-    for each in (other, reader):
-        each.replicate("available")
-        cluster.run("read")
-    assert (source_of(other), accuse(cluster, reader)) == ("trainer", "other")  # without cause
-    trainer.worker.hear = lambda message: hear_guilty(trainer, message)  # type: ignore[method-assign]
-    assert accuse(cluster, reader) == "trainer"
-    del trainer.worker.hear
-    assert other.last_call is not None
-    assert not other.last_call.has_ended()
-    assert shard_states(cluster)["trainer"] == "quarantined"  # its owner's fence would end a lease, and does not stand
-    leases = cluster.coordinator.cluster.leases.values()
-    assert {lease.holding.member.worker.name for lease in leases} == {"reader"}
-
-
 def corrupt_at(world: World, reader: Rank, source: Rank, chunk: int = 0) -> DigestAgain:
     """The reader says that of a chunk of this source: what the source is asked."""
     world.lose_source(reader, world.lease(reader, source.name), "corrupt", chunk)
     (question,) = source.take(DigestAgain)
     return question
-
-
-def test_a_publisher_that_digests_a_chunk_otherwise_than_it_told_does_not_differ_from_itself() -> None:
-    world, trainers = published()
-    reader, mate = world.group("r", [cut(0), cut(1)])
-    world.fill([reader, mate])
-    for trainer in trainers:
-        world.tell(trainer)
-    asked = corrupt_at(world, reader, trainers[0])
-    world.say(trainers[0], DigestedAgain(asked.inquiry, "t0", False, b"another", generation=trainers[0].generation))
-    part = world.part(reader)
-    assert (part.proof.exonerated, part.proof.drifted) == ({"t0"}, None)
-
-
-@pytest.mark.parametrize("origin", ["t0", "x0"])
-def test_nobody_is_asked_about_a_chunk_of_another_grid_or_by_itself(origin: str) -> None:
-    """Who fills what was read in another layout says where it has that chunk. The origin has other chunks."""
-    world, trainers = published()
-    (first, _), (follower, _) = bridging(world), bridging(world, "w")
-    for trainer, need in zip(trainers, (A, B), strict=True):
-        world.tell(trainer, need)
-    asked = corrupt_at(world, follower, first)
-    source = world.ranks[origin]
-    said = Origin(origin, source.generation)
-    world.say(first, DigestedAgain(asked.inquiry, "x0", False, b"another", said, first.generation))
-    assert not [each for rank in world.ranks.values() for each in rank.take(DigestAgain)]
 
 
 def test_of_very_many_accusations_only_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

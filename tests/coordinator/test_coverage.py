@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator import coverage
 from tensorhub.errors import GroupAborted, IntegrityError, ManifestMismatch, VersionConflict
 from tensorhub.layouts.published import Published
 from tensorhub.messages import (
     Abandon,
     CheckCoverage,
     Covered,
-    Deregister,
     ErrorInfo,
     GetPart,
     ManifestReply,
@@ -24,7 +22,7 @@ from tensorhub.messages import (
 )
 from tensorhub.model.manifest import id_of
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of
-from tests.coordinator.test_bridges import A, B, cut, finish, published, wide
+from tests.coordinator.test_bridges import A, B, cut, published, wide
 
 UNREAD = ManifestMismatch("2 difference(s)", differences=("of 'w' ...", "'v' ..."))
 
@@ -106,55 +104,6 @@ def test_the_mismatch_of_one_rank_that_was_not_asked_is_its_own() -> None:
     assert isinstance(outcome.error.error(), GroupAborted)
 
 
-def test_an_equal_group_is_not_asked_again_nor_for_the_next_version() -> None:
-    world, trainers = published()
-    _, readers = reading(world=world)
-    (asked,) = readers[0].take(CheckCoverage)
-    covered(world, readers[0], asked)
-    finish(world, readers, trainers)
-    _, equal = reading("equal", world=world)
-    assert not any(reader.take(CheckCoverage) for reader in equal)
-    assert all(reader.take(Write) for reader in equal)
-    for trainer in trainers:
-        world.leave(trainer)
-        world.fenced(trainer)
-    world.publish(trainers, 2)
-    world.fill(readers)
-    for reader in readers:
-        world.ready(reader, A, B)
-    assert not any(reader.take(CheckCoverage) for reader in readers)
-    assert all(reader.take(Write) for reader in readers)
-
-
-def test_who_reads_another_publication_is_asked_again() -> None:
-    world, trainers = published()
-    _, readers = reading(world=world)
-    (first,) = readers[0].take(CheckCoverage)
-    covered(world, readers[0], first)
-    finish(world, readers, trainers)
-    for reader in readers:
-        reader.heard.clear()
-    others = world.group("u", [(f"own/u{rank}", (b"another", b"one", b"%d" % rank)) for rank in range(2)])
-    world.publish(others, 2)
-    world.fill(readers)
-    for reader in readers:
-        world.ready(reader, A, B)
-    (second,) = readers[0].take(CheckCoverage)
-    assert second.readers == first.readers  # they say the same of themselves
-    assert not any(reader.take(Write) for reader in readers)
-
-
-def test_what_was_forgotten_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "COVERED_KEPT_MAX", 0)
-    world, trainers = published()
-    _, readers = reading(world=world)
-    covered(world, readers[0], *readers[0].take(CheckCoverage))
-    finish(world, readers, trainers)  # although it was forgotten at once
-    _, equal = reading("equal", world=world)
-    covered(world, equal[0], *equal[0].take(CheckCoverage))
-    assert all(reader.take(Write) for reader in equal)
-
-
 @pytest.mark.parametrize(("ranks", "partial", "is_asked"), [(1, 0, False), (2, 2, False), (2, 1, True), (2, 0, True)])
 def test_who_is_alone_is_not_asked_nor_a_group_all_of_whose_ranks_may_leave_bytes(
     ranks: int, partial: int, is_asked: bool
@@ -162,67 +111,6 @@ def test_who_is_alone_is_not_asked_nor_a_group_all_of_whose_ranks_may_leave_byte
     _, readers = reading(ranks=ranks, partial=partial)
     assert bool(readers[0].take(CheckCoverage)) is is_asked
     assert bool(readers[0].take(Write)) is not is_asked
-
-
-def test_the_lowest_of_those_that_read_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others hold it already, and where they have it is known since they have read it."""
-    monkeypatch.setattr(coverage, "COVERED_KEPT_MAX", 0)
-    world, trainers = published()
-    _, readers = reading(world=world)
-    covered(world, readers[0], *readers[0].take(CheckCoverage))
-    finish(world, readers, trainers)
-    world.say(readers[1], Deregister(1, readers[1].name, abandon=False))
-    late = world.arrive("r", 1, 2, *wide(1))
-    for reader in (readers[0], late):
-        reader.heard.clear()
-    world.fill([readers[0], late])
-    world.ready(late, A, B)
-    assert not readers[0].take(CheckCoverage)
-    covered(world, late, *late.take(CheckCoverage))
-    assert late.take(Write)
-
-
-def test_a_rank_whose_group_has_another_layout_now_says_again_where_it_has_it() -> None:
-    world, trainers = published()
-    _, readers = reading(world=world)
-    covered(world, readers[0], *readers[0].take(CheckCoverage))
-    finish(world, readers, trainers)
-    world.say(readers[0], Deregister(1, readers[0].name, abandon=False))
-    late = world.arrive("r", 0, 2, "own/r9")
-    world.fill([late, readers[1]])
-    world.ready(late, A, B)
-    assert world.part(late).layout is not world.version.others[readers_layout(world, readers[1])]
-    assert not late.take(CheckCoverage)
-    world.ready(readers[1], A, B)
-    (asked,) = late.take(CheckCoverage)
-    world.say(late, GetPart(9, asked.readers))
-    (reply,) = late.take(ManifestReply)
-    shards = tuple([tuple(map(id_of, lies_of(rank))) for rank in (late, readers[1])])
-    assert Published.decode(reply.manifest).shards == shards
-    covered(world, late, asked)
-    assert late.take(Write)
-
-
-def readers_layout(world: World, rank: Rank) -> tuple[str, str]:
-    """In which that rank holds it."""
-    holding = world.member(rank).holding
-    assert holding is not None
-    return holding.layout.layout_id, holding.layout.origin_id
-
-
-def test_who_was_asked_is_asked_again_over_its_next_connection() -> None:
-    world, readers = reading()
-    (first,) = readers[0].take(CheckCoverage)
-    world.ready(readers[1], A, B)
-    assert not readers[0].take(CheckCoverage)
-    world.cut_off(readers[0])
-    world.connect(readers[0])
-    world.register(readers[0])
-    world.ready(readers[0], A, B)
-    (second,) = readers[0].take(CheckCoverage)
-    assert second == first
-    covered(world, readers[0], second)
-    assert all(reader.take(Write) for reader in readers)
 
 
 def test_who_was_asked_is_lost_and_the_others_hear_it() -> None:
@@ -240,18 +128,6 @@ def test_nobody_waits_longer_than_for_its_deadline() -> None:
     for reader in readers:
         (outcome,) = reader.take(Outcome)
         assert outcome.error is not None
-
-
-def test_an_answer_of_who_was_not_asked_or_to_another_question_counts_for_nothing() -> None:
-    world, readers = reading()
-    (asked,) = readers[0].take(CheckCoverage)
-    world.say(readers[1], Covered(asked.key, 1, asked.readers))
-    world.say(readers[0], Covered(asked.key, 0, "others"))
-    world.say(readers[0], Covered(asked.key, 0, world.version.holdings.described_as))
-    assert not any(reader.take(Write) for reader in readers)
-    covered(world, readers[0], asked)
-    covered(world, readers[0], asked)
-    assert [len(reader.take(Write)) for reader in readers] == [1, 1]
 
 
 def test_a_published_layout_is_not_asked_about() -> None:
@@ -437,15 +313,4 @@ def test_what_has_different_numbers_is_not_compared() -> None:
     world, trainers = publishing()
     same(world, trainers[0])
     same(world, trainers[1], b"another", number=4)
-    assert is_visible(world)
-
-
-def test_only_who_has_not_said_its_digests_is_asked_again() -> None:
-    world, trainers = publishing()
-    same(world, trainers[0])
-    (asked,) = trainers[1].take(CheckCoverage)
-    for each in trainers:
-        world.say(each, Resolve(asked.key, each.rank))
-    assert not trainers[0].take(CheckCoverage)
-    same(world, trainers[1])
     assert is_visible(world)

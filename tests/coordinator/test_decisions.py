@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.coordinator import Publication
-from tensorhub.errors import CoordinatorUnavailable, GroupAborted, VersionConflict
+from tensorhub.errors import CoordinatorUnavailable, VersionConflict
 from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
 
 
@@ -16,14 +16,6 @@ def handles(cluster: StepwiseCluster, *names: str) -> list[SimHandle]:
     found = [cluster.handle(name) for name in names]
     cluster.run()
     return found
-
-
-def register_under(cluster: StepwiseCluster, name: str, model: str) -> SimHandle:
-    """A worker with one registration of another model than everybody else's."""
-    worker = cluster.worker(name)
-    handle = worker.register(name, 0, 1, model=model)
-    cluster.run()
-    return handle
 
 
 def numbers(cluster: StepwiseCluster, model: str = "actor") -> list[int]:
@@ -69,27 +61,6 @@ def test_a_lower_number_that_was_staged_before_is_refused_when_its_last_rank_cal
     cluster.run()
     assert higher.number == 5
     assert numbers(cluster) == [5]
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_another_model_that_is_being_recorded_beside_it_hides_nothing_and_is_in_nobodys_way(before: bool) -> None:
-    cluster = StepwiseCluster()
-    first, second, third = handles(cluster, "first", "second", "third")
-    critic = register_under(cluster, "critic", "critic")
-    calls = []
-    for trainer, number in ((critic, 9), (first, 5)) if before else ((first, 5), (critic, 9)):
-        calls.append(trainer.publish(number))
-        cluster.run("store")
-    assert len(cluster.unstored) == 2
-    lower, higher = second.publish(3), third.publish(7)
-    cluster.run("store")
-    assert is_overtaken(lower, by=5)
-    assert len(cluster.unstored) == 3
-    cluster.run()
-    assert sorted(call.number for call in calls) == [5, 9]
-    assert higher.number == 7
-    assert numbers(cluster) == [5, 7]
-    assert numbers(cluster, "critic") == [9]
 
 
 def test_a_lower_number_may_be_tried_again_where_the_higher_one_was_not_recorded() -> None:
@@ -148,88 +119,3 @@ def test_a_call_that_waits_for_a_decision_goes_on_when_its_write_fails(breaks: b
     cluster.run()
     assert (ours.number, theirs.number) == (2, 2)
     assert numbers(cluster) == [2]
-
-
-def test_a_call_that_is_given_up_meanwhile_ends_on_all_ranks_when_the_write_fails() -> None:
-    cluster = StepwiseCluster()
-    first, asked, newcomer = replaced_while_recording(cluster)
-    theirs = newcomer.publish(2)
-    cluster.run("store")
-    newcomer.cancel("enough")
-    cluster.run("store")
-    cluster.fail_store()
-    cluster.run()
-    assert not_recorded(asked)
-    assert theirs.has_ended()
-    late = first.publish(2)
-    cluster.run()
-    assert isinstance(late.error, GroupAborted)
-    assert "enough" in str(late.error)
-    calls = [first.publish(3), newcomer.publish(3)]
-    cluster.run()
-    assert [call.number for call in calls] == [3, 3]
-
-
-def test_a_fill_that_waits_for_a_barriers_decision_goes_on_when_its_write_fails() -> None:
-    cluster = StepwiseCluster()
-    first, second = cluster.group("trainer", 2)
-    cluster.run()
-    for handle in (first, second):
-        handle.publish(1)
-    cluster.run()
-    ours, theirs = first.update("latest"), second.update("latest", timeout_s=1)
-    cluster.run("store")
-    second.worker.disconnect()
-    cluster.run("store")
-    cluster.advance(6, run=False)
-    cluster.run("store")
-    assert isinstance(theirs.error, CoordinatorUnavailable)
-    second.worker.connect()
-    cluster.run("store")
-    again = second.update("latest")
-    cluster.run("store")
-    cluster.fail_store()
-    cluster.run()
-    assert not_recorded(ours)
-    assert not again.has_ended()
-    ours = first.update("latest")
-    cluster.run()
-    assert (ours.number, again.number) == (1, 1)
-    cluster.check_agreement()
-
-
-def test_a_rollback_that_waits_for_a_publication_goes_on_when_its_write_fails() -> None:
-    cluster = StepwiseCluster()
-    first, second = handles(cluster, "first", "second")
-    first.publish(1)
-    cluster.run()
-    asked = second.publish(2)
-    cluster.run("store")
-    request = first.worker.asks.rollback(0)
-    cluster.run("store")
-    assert len(cluster.unstored) == 1
-    cluster.fail_store()
-    cluster.run()
-    assert not_recorded(asked)
-    assert first.worker.asks.answers[request] is None
-    again = second.publish(1)
-    cluster.run()
-    assert again.number == 1
-
-
-def test_a_groups_fill_that_waits_for_a_rollback_goes_on_when_its_write_fails() -> None:
-    cluster = StepwiseCluster()
-    trainers, readers, (other,) = cluster.group("trainer", 2), cluster.group("reader", 2), handles(cluster, "other")
-    for handle in trainers:
-        handle.publish(1)
-    cluster.run()
-    calls = [handle.replicate() for handle in readers]
-    cluster.run("read")
-    request = other.worker.asks.rollback(1)
-    cluster.run("store")
-    assert not any(call.has_ended() for call in calls)
-    assert len(cluster.unstored) == 1
-    cluster.fail_store()
-    cluster.run()
-    assert isinstance(other.worker.asks.answers[request], CoordinatorUnavailable)
-    assert [call.number for call in calls] == [1, 1]

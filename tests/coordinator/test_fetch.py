@@ -150,47 +150,6 @@ def test_a_deadline_passes_in_mid_read() -> None:
     assert_nothing_is_left(cluster, groups)
 
 
-def test_its_worker_dies_in_mid_read() -> None:
-    cluster, groups = published()
-    fetcher = cluster.fetcher("fetcher")
-    in_mid_read(cluster, fetcher)
-    fetcher.worker.crash()
-    cluster.advance(11)
-    assert not cluster.coordinator.cluster.leases
-    assert list(cluster.coordinator.cluster.models["actor"].groups) == ["trainer"]
-    groups[0][0].unpublish()
-    cluster.run()
-    assert groups[0][0].member.state is HandleState.EMPTY
-
-
-def test_a_connection_that_is_lost_in_mid_read_is_no_loss() -> None:
-    cluster, groups = published()
-    fetcher = cluster.fetcher("fetcher")
-    asked = in_mid_read(cluster, fetcher)
-    fetcher.worker.disconnect()
-    fetcher.worker.connect()
-    cluster.run()
-    assert asked.number == 1
-    assert_nothing_is_left(cluster, groups)
-
-
-def test_a_coordinator_that_restarts_in_mid_read_is_no_loss() -> None:
-    cluster, groups = published()
-    fetcher = cluster.fetcher("fetcher")
-    asked = in_mid_read(cluster, fetcher)
-    cluster.restart()
-    for worker in cluster.workers.values():
-        worker.connect()
-    while any(choice.kind != "read" for choice in cluster.choices()):
-        cluster.do(next(choice for choice in cluster.choices() if choice.kind != "read"))
-    assert not asked.done
-    (replica,) = cluster.coordinator.cluster.models["actor"].groups["trainer"].replicas
-    assert [len(holding.readers) for holding in replica.holdings.values()] == [1]  # the new coordinator knows who reads
-    cluster.run()
-    assert asked.number == 1
-    assert_nothing_is_left(cluster, groups)
-
-
 def test_what_is_verified_needs_nobodys_decision() -> None:
     cluster, _ = published()
     fetcher = cluster.fetcher("fetcher")

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
-from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, RankPart, Version
-from tensorhub.coordinator.readers import Readers
-from tensorhub.coordinator.shards import Shards
-from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.errors import (
     GroupAborted,
     ManifestMismatch,
     StateError,
 )
-from tensorhub.messages import Grant, Need, Start, Write
-from tensorhub.model.digests import root_of
-from tensorhub.testing import CHUNKS, BrokenHook, CallRecord, Choice, SimHandle, StepwiseCluster
+from tensorhub.testing import BrokenHook, CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
-from tests.coordinator.layout_world import NO_DIGESTS, World, list_of
-from tests.coordinator.test_bridges import cut
 
 
 def trainer_and_reader(version: int = 1) -> tuple[StepwiseCluster, SimHandle, SimHandle]:
@@ -30,35 +20,6 @@ def trainer_and_reader(version: int = 1) -> tuple[StepwiseCluster, SimHandle, Si
     trainer.publish(version)
     cluster.run()
     return cluster, trainer, reader
-
-
-def test_a_source_is_chosen_once_and_what_changes_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What makes sure of a source before the first byte changes is what is granted."""
-    chosen: list[RankPart] = []
-    counted: Counter[tuple[int, Holding]] = Counter()
-    choose, count = SourceChoice.choose, Shards.count
-
-    def choose_once(self: SourceChoice, part: RankPart, version: Version, need: Need | None = None) -> Holding | None:
-        chosen.append(part)
-        return choose(self, part, version, need)
-
-    def count_once(self: Shards[Holding]) -> None:
-        counted.update((cluster.coordinator.cluster.cause, holding) for holding in self.uncounted)
-        count(self)
-
-    cluster, trainer, reader = trainer_and_reader()
-    monkeypatch.setattr(SourceChoice, "choose", choose_once)
-    monkeypatch.setattr(Shards, "count", count_once)
-    reader.replicate()
-    cluster.run()
-    trainer.unpublish()
-    cluster.run()
-    trainer.publish(2)
-    cluster.run()
-    reader.update("latest")
-    cluster.run()
-    assert len(chosen) == 2
-    assert max(counted.values()) <= 2  # before it may be read, and when its fill is committed
 
 
 def run_until(cluster: StepwiseCluster, line: str) -> None:
@@ -152,35 +113,6 @@ def test_a_hook_that_raises_ends_the_update_on_all_ranks_intact() -> None:
     cluster.check_agreement()
 
 
-def test_an_empty_rank_beside_one_that_holds_something_says_that_it_is_ready() -> None:
-    """Its Start is no Write where another one has a hook: nobody writes before its manifest, however late, has come."""
-    cluster = StepwiseCluster()
-    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
-    cluster.run()
-    for handle in trainers:
-        handle.publish(1)
-    cluster.run()
-    for handle in readers:
-        handle.replicate()
-    cluster.run()
-    for handle in trainers:
-        handle.unpublish()
-    cluster.run()
-    readers[1].worker.crash()
-    cluster.advance(11)
-    newcomer = cluster.handle("spare", "reader", 1, 2)
-    for handle in trainers:
-        handle.publish(2)
-    cluster.run()
-    calls = [readers[0].update(hold=True), newcomer.update()]
-    slow = Choice("up", "spare")
-    cluster.run(until=lambda: any(isinstance(message, Start) for message in newcomer.worker.heard_soon()))
-    cluster.run(slow)
-    assert readers[0].member.version == 1
-    cluster.run()
-    assert [call.number for call in calls] == [2, 2]
-
-
 def test_a_no_op_update_is_a_barrier_of_its_group() -> None:
     cluster = StepwiseCluster()
     trainers = cluster.group("trainer", 2)
@@ -237,36 +169,6 @@ def test_a_group_in_which_one_rank_holds_the_version_already() -> None:
     assert [(replica.state.value, sorted(replica.holdings)) for replica in group.replicas] == [("ready", [0, 1])]
 
 
-def test_that_ranks_memory_survives_when_the_newcomer_fails() -> None:
-    cluster = StepwiseCluster()
-    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
-    cluster.run()
-    for handle in trainers:
-        handle.publish(1)
-    cluster.run()
-    for handle in readers:
-        handle.replicate()
-    cluster.run()
-    readers[1].worker.crash()
-    cluster.advance(11)
-    newcomer = cluster.handle("spare", "reader", 1, 2)
-    cluster.run()
-    calls = [readers[0].update(), newcomer.update()]
-    cluster.run(until=lambda: newcomer.pull is not None)
-    newcomer.cancel("enough")
-    cluster.run()
-    assert isinstance(calls[0].error, GroupAborted)
-    assert isinstance(calls[1].error, StateError)
-    assert calls[1].error.memory == "torn"
-    assert readers[0].member.version == 1
-    cluster.check_agreement()
-    for handle in trainers:
-        handle.worker.crash()
-    cluster.advance(11)
-    shard = cluster.coordinator.cluster.models["actor"].versions[1].holdings[0]
-    assert [holding.is_source for holding in shard] == [True]
-
-
 def test_cancelling_in_the_middle_of_a_fill_leaves_torn_memory() -> None:
     cluster, _, reader = trainer_and_reader()
     asked = reader.replicate()
@@ -300,31 +202,6 @@ def test_ranks_without_a_hook_overwrite_what_has_the_same_manifest_at_once(hooks
         cluster.run()
     asked = sum("-> ReadyToWrite" in line for line in cluster.log)
     assert asked == (4 if any(hooks) else 0)
-
-
-@pytest.mark.parametrize("hold", [True, False], ids=["hook", "bare"])
-def test_an_abandon_that_crosses_write_keeps_the_old_version_published(hold: bool) -> None:
-    """R7: aborted before the first write, the old version is published again. Without a hook, Start is Write, too."""
-    cluster, trainer, reader = trainer_and_reader()
-    reader.replicate()
-    cluster.run()
-    trainer.unpublish()
-    cluster.run()
-    trainer.publish(2)
-    cluster.run()
-    asked = reader.update(hold=hold)
-    cluster.run(until=lambda: any(isinstance(message, Write if hold else Start) for message in reader.worker.heard_soon()))
-    reader.cancel("enough")
-    cluster.run()
-    assert isinstance(asked.error, StateError)
-    assert asked.error.memory == "intact"
-    assert reader.member.version == 1
-    cluster.check_agreement()
-    other = cluster.handle("other")
-    cluster.run()
-    got = other.replicate(1)
-    cluster.run()
-    assert got.number == 1
 
 
 def test_given_up_between_the_fence_and_the_first_byte_the_old_version_is_published_again() -> None:
@@ -370,85 +247,3 @@ def test_replicate_over_published_memory_is_refused_here() -> None:
     _, trainer, _ = trainer_and_reader()
     with pytest.raises(StateError, match=r"holds version 1: update\(\) replaces it"):
         trainer.replicate()
-
-
-def test_a_rank_that_missed_more_operations_than_are_remembered_meets_the_others_again() -> None:
-    cluster = StepwiseCluster()
-    first, second = cluster.group("reader", 2)
-    cluster.run()
-    for _ in range(DECIDED_KEPT_MAX + 8):
-        first.replicate(timeout_s=0.1)
-        cluster.advance(0.2)
-    missed = second.replicate(timeout_s=1)
-    cluster.run()
-    assert isinstance(missed.error, GroupAborted)
-    assert missed.error.retryable
-    publishers = cluster.group("publisher", 2)
-    cluster.run()
-    for rank in publishers:
-        rank.publish(1)
-    asked = [rank.replicate(timeout_s=5) for rank in (first, second)]
-    cluster.advance(1)
-    assert [each.number for each in asked] == [1, 1]
-
-
-def test_a_group_that_is_ready_to_write_goes_on_with_the_commit_that_brings_a_source_back() -> None:
-    """The commit is the only word of it: until then others hold the version complete, but they have not committed."""
-    cluster = StepwiseCluster()
-    trainers, early, late = (cluster.group(name, 2) for name in ("trainer", "early", "late"))
-    cluster.run()
-    for trainer in trainers:
-        trainer.publish(1)
-    cluster.run()
-    asked = [reader.replicate(hold=reader in late) for reader in (*early, *late)]
-    cluster.run("store", "hook")
-    for trainer in trainers:
-        trainer.worker.crash()
-    for _ in range(8):  # until they are lost
-        cluster.advance(cluster.options.lease_s / 4, run=False)
-        cluster.run("store", "hook")
-    cluster.run("store")
-    version = cluster.coordinator.cluster.models["actor"].versions[1]
-    assert not version.has_live_source()
-    assert len(version.starving) == 1
-    cluster.run()
-    assert [each.number for each in asked] == [1] * 4
-
-
-def test_a_rank_overwrites_what_it_holds_with_another_manifest_only_once_all_are_ready() -> None:
-    """Whether that fits it finds out itself; till then its mates must not have overwritten anything (R7)."""
-    world = World()
-    (trainer,) = world.group("t", [("world/1", ())])
-    world.publish([trainer], 1)
-    world.manifest = NO_DIGESTS
-    (reader,) = world.group("r", [("world/1", ())])
-    world.fill([reader])
-    world.tell(trainer)
-    world.vote(reader, root=root_of(list_of(CHUNKS)))
-    assert [start.write for start in reader.take(Start)] == [True]  # it held nothing
-    world.leave(trainer)
-    world.fenced(trainer)
-    world.publish([trainer], 2)
-    world.fill([reader])
-    assert [start.write for start in reader.take(Start)] == [False]
-    world.ready(reader)
-    assert reader.take(Write)
-
-
-def test_a_vote_costs_nothing_for_the_ranks_that_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
-    trainers, readers = (world.group(name, [cut(rank) for rank in range(4)]) for name in "tr")
-    world.publish(trainers, 1)
-    world.fill(readers)
-    looked_at: list[str] = []
-    assign = Readers.assign_sources
-
-    def noted(choice: Readers, part: RankPart) -> list[Grant]:
-        looked_at.append(part.member.registration)
-        return assign(choice, part)
-
-    monkeypatch.setattr(Readers, "assign_sources", noted)
-    monkeypatch.setattr(world.core, "check_waits", lambda: None)  # that looks at all
-    for reader in readers[:3]:
-        world.vote(reader, root=root_of(list_of(CHUNKS)))
-    assert looked_at == []

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from tensorhub.coordinator.states import LeaseState
-from tensorhub.messages import Begun, Fill, Outcome, ReadFailed, Rollback, Start, Write
+from tensorhub.messages import Begun, Fill, Outcome, Start, Write
 from tensorhub.types import Endpoint, OpKey, OpKind
 from tests.coordinator.layout_world import LEASE_S, Rank, World, root
-from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
+from tests.coordinator.test_bridges import A, B, cut, finish, published
 from tests.coordinator.test_layouts_over_time import back, held_by
 from tests.coordinator.test_origins import OF_R, held, leave, reader_of
 
@@ -84,17 +83,6 @@ def test_the_publisher_is_lost_and_its_readers_go_over_once_it_serves_no_more() 
     assert [world.sources(rank) for rank in ranks] == [[("r0", "all of it", 0)]] * 2
 
 
-def test_a_rank_that_has_voted_goes_over_with_the_others() -> None:
-    world, trainers, _ = held()
-    voted, other = readers(world, ranks=2)
-    world.tell(trainers[0], A)
-    world.tell(trainers[1], B)
-    world.vote(voted, root(A), root(B))
-    assert world.part(voted).voted
-    lose_in_mid_read(world, trainers, [other])
-    call_again(world, [voted, other])
-
-
 def test_without_another_way_all_stays_as_it_is() -> None:
     world, trainers = published()
     (lost,) = readers(world, "l")
@@ -126,24 +114,6 @@ def test_another_way_that_this_reader_cannot_read_is_none() -> None:
     assert not outcome.again
     assert outcome.error is not None
     assert outcome.error.kind == "VersionUnavailable"
-
-
-def test_who_follows_chunk_by_chunk_goes_over_as_well() -> None:
-    """Nobody is left who serves chunks of the grid that both have given up."""
-    world, trainers, _ = held()
-    (bridge,) = readers(world)
-    (follower,) = world.group("f", [("own/s0", ())])
-    world.fill([follower])
-    world.ready(follower, A, B)
-    assert world.sources(follower) == [("s0", "", 0)]
-    given_up = world.lease(follower, "s0")
-    lose_in_mid_read(world, trainers, [bridge])
-    assert is_told_to_go_over([bridge])
-    assert given_up.state is not LeaseState.ACTIVE
-    if world.member(follower).part is not None:
-        world.say(follower, ReadFailed(world.operation(follower).key, 0, given_up.id, "lost", ""))
-    assert is_told_to_go_over([follower])
-    assert not world.core.cluster.models["m"].leases or given_up.state is LeaseState.FENCING
 
 
 def test_the_published_layout_is_left_and_come_back_to() -> None:
@@ -183,30 +153,6 @@ def test_in_its_first_lease_a_coordinator_waits_for_those_who_may_come_back() ->
     assert is_told_to_go_over([late])
 
 
-@pytest.mark.parametrize("first", [0, 1], ids=["who begins anew calls first", "who goes on calls first"])
-@pytest.mark.parametrize("is_there", [True, False], ids=["its way is there", "its way is gone"])
-def test_who_has_not_heard_that_all_begin_anew_goes_on_and_the_others_with_it(first: int, is_there: bool) -> None:
-    """The former coordinator had told one rank only: all ranks of a call read in one way (G1, G4)."""
-    world, trainers, (reader,) = held()
-    info, former = world.version.info, OpKey("m", "s", 1, 0)
-    way = world.core.cluster.describe(world.version, *world.version.others.values())
-    world = world.restarted()
-    for trainer in trainers:
-        back(world, trainer, held_by(trainer, info, is_publisher=True))
-    if is_there:
-        back(world, reader, held_by(reader, info))
-    ranks = world.group("s", [("own/s0", ()), ("own/s1", ())])
-    anew = Begun(former, info.version, info.content_id, "", False, anew=True)
-    goes_on = Begun(former, info.version, info.content_id, "", False, way)
-    calls = list(zip(ranks, (anew, goes_on), strict=True))
-    for rank, begun in calls if first == 0 else reversed(calls):
-        call = (OpKind.UPDATE, "latest", None, 1, False, False, 1000.0, (former,), begun)
-        world.say(rank, Fill(world.key(rank), rank.rank, rank.name, *call))
-    assert [[start.publication for start in rank.take(Start)] for rank in ranks] == [[way] if is_there else []] * 2
-    world.pass_time(2 * LEASE_S)
-    assert is_there or is_told_to_go_over(ranks)
-
-
 def test_who_is_not_ready_plans_on_until_it_is() -> None:
     """It is woken by its own word, and by nothing else: nobody looks for another way before."""
     world, trainers, _ = held()
@@ -224,24 +170,3 @@ def test_available_goes_over_too() -> None:
     world.ready(reader, A, B)
     lose_in_mid_read(world, trainers, [reader])
     assert is_told_to_go_over([reader])
-
-
-def test_what_was_rolled_back_meanwhile_is_not_gone_over_to() -> None:
-    world, trainers = published()
-    leave(world, *trainers)
-    world.publish(trainers, 2)
-    finish(world, filling(world), trainers)
-    (rank,) = readers(world, number=2)
-    leave(world, *trainers)
-    info = world.version.info
-    (ended,) = rank.take(Outcome)
-    assert ended.again
-    world.say(trainers[0], Rollback(9, "back", "m", 1))
-    begun = Begun(ended.key, info.version, info.content_id, "", False, anew=True)
-    call = (OpKind.UPDATE, 2, None, rank.generation + 1, False, False, 1000.0, (ended.key,), begun)
-    world.say(rank, Fill(world.key(rank), rank.rank, rank.name, *call))
-    (outcome,) = rank.take(Outcome)
-    assert outcome.error is not None
-    assert (outcome.error.kind, outcome.again) == ("VersionUnavailable", False)
-    assert "it was rolled back" in outcome.error.message
-    assert "restarted" not in outcome.error.message

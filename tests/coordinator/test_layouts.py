@@ -6,7 +6,7 @@ import pytest
 
 from tensorhub.coordinator import limits
 from tensorhub.errors import RegistrationError
-from tensorhub.messages import Held, Outcome, ReadyAgain, Refused, RegisterAgain, Registered, Start, Write
+from tensorhub.messages import Outcome, ReadyAgain, Refused, RegisterAgain, Registered, Start, Write
 from tensorhub.model.manifest import id_of
 from tensorhub.types import OpKind
 from tests.coordinator.layout_world import MANIFEST, PARTS, Rank, World, lies_of
@@ -63,43 +63,6 @@ def test_one_rank_is_asked_for_each_part_and_the_others_wait() -> None:
     assert world.member(ranks[2]).said.parts == own(2)[1]
 
 
-def test_who_waits_for_a_part_that_does_not_come_is_asked_for_it() -> None:
-    world = World()
-    first, second = (world.arrive("t", rank, 2, *own(rank)) for rank in range(2))
-    assert first.take(RegisterAgain)
-    world.pass_time(limits.WAIT_FOR_MANIFESTS_MAX and 2.0)
-    (asked,) = second.take(RegisterAgain)
-    assert (asked.whole, asked.part_ids) == (False, (CATALOGUE,))
-
-
-def test_who_was_asked_for_one_part_is_asked_for_all_that_are_not_kept() -> None:
-    """One alone is not kept: who says one after the other would be asked for ever."""
-    world = World()
-    first, second = (world.arrive("t", rank, 2, *own(rank)) for rank in range(2))
-    world.pass_time(2.0)
-    first.take(RegisterAgain)
-    world.answer_questions(second)
-    world.answer_questions(second)
-    assert second.take(Registered)
-
-
-def test_parts_are_kept_as_long_as_a_rank_or_a_version_names_them() -> None:
-    world = World()
-    kept = world.core.cluster.manifests
-    ranks = world.group("t", [own(0), own(1)])
-    assert kept.nbytes == len(MANIFEST) + sum(map(len, {*own(0)[1], *own(1)[1]}))
-    world.publish(ranks, 1)
-    assert world.version.layout_id.startswith("ranks/")
-    assert {shard: tuple(map(kept.id_of, parts)) for shard, parts in world.version.holdings.parts.items()} == {
-        rank: tuple(map(id_of, own(rank)[1])) for rank in range(2)
-    }
-    for rank in ranks:
-        world.cut_off(rank)
-    world.pass_time(20.0)
-    assert not world.core.cluster.members
-    assert kept.nbytes == 0
-
-
 def test_parts_count_as_manifests(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = (*PARTS, b"x" * 1000)
     world = World()
@@ -122,34 +85,6 @@ def test_a_rank_names_all_its_parts_or_none() -> None:
     world.answer_questions(rank)
     (refused,) = rank.take(Refused)
     assert "name all, or none" in refused.error.message
-
-
-def test_after_a_restart_the_parts_of_what_is_held_are_asked_for() -> None:
-    world = World()
-    (rank,) = world.group("t", [own(0)])
-    world.publish([rank], 1)
-    info = world.version.info
-    world = world.restarted()
-    parts = own(0)[1]
-    held = Held(
-        1,
-        info.content_id,
-        1,
-        1,
-        info.nbytes,
-        b"",
-        published=True,
-        manifest_id=id_of(MANIFEST),
-        part_ids=(*map(id_of, parts),),
-    )
-    rank = world.arrive("t", 0, 1, "own/0", parts, registers=False)
-    world.register(rank, held, whole=False)
-    (asked,) = rank.take(RegisterAgain)
-    assert (asked.whole, asked.part_ids) == (True, held.part_ids)
-    world.register(rank, held, parts=parts)
-    world.answer_questions(rank, held)
-    assert [answer.keep for answer in rank.take(Registered)] == [True]
-    assert world.version.holdings.parts == {0: parts}
 
 
 # ------------------------------------------------------------------------- where readers have what they read
@@ -186,33 +121,6 @@ def test_where_a_reader_has_it_is_asked_for_once_and_kept_with_its_layout() -> N
     world.say_ready(second, [A, B], lies)
     assert second.take(Write)
     assert not second.take(ReadyAgain)
-
-
-def test_who_waits_for_where_another_has_it_is_asked_if_that_does_not_come() -> None:
-    world, (first, second) = reading(groups=2)
-    for rank in (first, second):
-        world.say_ready(rank, [A, B], lies_of(rank))
-    assert first.take(ReadyAgain)
-    world.pass_time(2.0)
-    (asked,) = second.take(ReadyAgain)
-    assert asked.part_ids == (id_of(lies_of(second)[0]),)
-    world.say_ready(second, [A, B], lies_of(second), lies_of(second)[:1])
-    (asked,) = second.take(ReadyAgain)
-    assert asked.part_ids == (*map(id_of, lies_of(second)),)  # a part alone is not kept
-    world.say_ready(second, [A, B], lies_of(second), lies_of(second))
-    assert second.take(Write)
-
-
-def test_what_does_not_have_its_id_is_asked_for_again() -> None:
-    world, (reader,) = reading()
-    lies = lies_of(reader)
-    before = world.core.cluster.manifests.nbytes
-    for parts in ((b"x", b"y", b"z"), (b"", b"", b""), (*lies[:2], b"z")):
-        world.say_ready(reader, [A, B], lies, parts)
-        world.pass_time(2.0)
-        assert len(reader.take(ReadyAgain)) == 1
-    assert world.core.cluster.manifests.nbytes == before
-    assert not reader.take(Write)
 
 
 @pytest.mark.parametrize("lies", [(), (b"catalogue",), (b"catalogue", b"arranged")], ids=len)
@@ -253,17 +161,6 @@ def test_where_readers_have_it_counts_as_manifests(monkeypatch: pytest.MonkeyPat
     assert "MANIFEST_BYTES_OF_WORKER_MAX" in outcome.error.message
 
 
-def test_where_readers_have_it_is_forgotten_with_them() -> None:
-    world, (reader,) = reading()
-    before = world.core.cluster.manifests.nbytes
-    world.ready(reader, A, B)
-    world.fill([reader])  # it has given that up, and calls again
-    world.ready(reader, A, B)
-    assert world.core.cluster.manifests.nbytes == before + sum(map(len, lies_of(reader)))
-    world.lose(reader)
-    assert world.core.cluster.manifests.nbytes == before
-
-
 def test_a_fetch_need_not_say_it() -> None:
     world = World()
     world.publish(world.group("t", [own(0), own(1)]), 1)
@@ -271,18 +168,3 @@ def test_a_fetch_need_not_say_it() -> None:
     world.fill([fetch], kind=OpKind.FETCH)
     world.say_ready(fetch, [A, B])
     assert fetch.take(Write)
-
-
-def test_after_a_restart_who_holds_it_elsewhere_than_others_of_its_layout_must_give_it_up() -> None:
-    world, (first, second) = reading(groups=2)
-    info = world.version.info
-    world = world.restarted()
-    kept: list[bool] = []
-    for rank, lies in ((first, lies_of(first)), (second, (*lies_of(second)[:2], b"elsewhere")), (first, ())):
-        same = world.arrive(rank.group + str(len(kept)), 0, 1, rank.layout_id, registers=False)
-        part_ids = tuple(map(id_of, lies))
-        of = first.publication
-        held = Held(info.version, info.content_id, 1, info.world_size, info.nbytes, b"", part_ids=part_ids, publication=of)
-        world.register(same, held, parts=(*lies, first.description))
-        kept += [answer.keep for answer in same.take(Registered)]
-    assert kept == [True, False, False]

@@ -7,26 +7,21 @@ from dataclasses import replace
 import pytest
 
 from tensorhub.coordinator import limits
-from tensorhub.errors import RegistrationError, RetentionError
+from tensorhub.errors import RetentionError
 from tensorhub.layouts.published import Published
 from tensorhub.messages import (
-    BegunWith,
     Describe,
     Description,
     Fill,
-    GetPart,
-    Heartbeat,
     Held,
     LeaveGranted,
     LeaveRequest,
-    ManifestReply,
     Outcome,
     Prepared,
     Refused,
     Register,
     RegisterAgain,
     Registered,
-    Resolve,
     Retain,
     RetainedAck,
     Revoked,
@@ -40,8 +35,8 @@ from tensorhub.model.digests import root_of
 from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Medium, OpKind, Purpose, VersionInfo
-from tests.coordinator.layout_world import LEASE_S, MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root
-from tests.coordinator.test_bridges import A, B, cut, filling, finish, published, wide
+from tests.coordinator.layout_world import LEASE_S, MANIFEST, Rank, World, lies_of, list_of, root
+from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 
 
 def held_by(rank: Rank, info: VersionInfo, *, is_publisher: bool = False) -> Held:
@@ -58,43 +53,6 @@ def back(world: World, rank: Rank, held: Held | None) -> Rank:
     same.generation, same.description = rank.generation, rank.description
     world.register(same, held, parts=(*rank.parts, *lies_of(rank), rank.description))
     return same
-
-
-def test_who_comes_back_at_the_last_moment_is_heard_out() -> None:
-    """What it holds would be lost otherwise, and with it what the others hold."""
-    world, trainers = published()
-    info = world.version.info
-    world = world.restarted()
-    first = back(world, trainers[0], held_by(trainers[0], info, is_publisher=True))
-    world.pass_time(LEASE_S - 0.1)
-    assert world.core.cluster.is_recovering
-    last = world.arrive("t", 1, 2, *cut(1), registers=False)
-    world.pass_time(0.2, silent=[last])
-    assert world.core.cluster.is_recovering
-    last.generation = trainers[1].generation
-    world.register(last, held_by(trainers[1], info, is_publisher=True), parts=cut(1)[1])
-    assert world.core.cluster.is_recovering
-    assert all(rank.take(Registered) for rank in (first, last))
-    assert world.version.holdings.have_sources()
-    world.pass_time(0.1)
-    assert not world.core.cluster.is_recovering
-
-
-@pytest.mark.parametrize("says", [True, False])
-def test_who_comes_back_and_says_nothing_has_one_lease_more(says: bool) -> None:
-    """And whoever comes back after the first lease prolongs nothing."""
-    world = published()[0].restarted()
-    world.pass_time(LEASE_S - 0.1)
-    dumb = world.arrive("t", 1, 2, *cut(1), registers=False)
-    world.pass_time(LEASE_S / 2, silent=[dumb])
-    assert world.core.cluster.is_recovering
-    late = world.arrive("t", 0, 2, *cut(0), registers=False)
-    if says:
-        world.say(dumb, Heartbeat(1, world.now))
-        world.step_to_rest()
-        assert not world.core.cluster.is_recovering
-    world.pass_time(LEASE_S / 2 + 0.2, silent=[dumb, late])
-    assert not world.core.cluster.is_recovering
 
 
 def test_after_a_restart_holders_of_each_layout_count_again() -> None:
@@ -119,50 +77,6 @@ def test_after_a_restart_holders_of_each_layout_count_again() -> None:
     world.fill([later])
     world.ready(later, A, B)
     assert world.sources(later) == [("r0", "", 0)]
-
-
-def test_a_holder_of_another_layout_names_the_root_of_its_own_grid() -> None:
-    """That is not the root of the published shard of that number."""
-    world, trainers = published()
-    (reader,) = filling(world)
-    finish(world, [reader], trainers)
-    world.tell(trainers[0])
-    info = world.version.info
-    (copies,) = [world.group("c", [cut(0), cut(1)])]
-    world.fill(copies)
-    world.tell(trainers[1])
-    for copy in copies:
-        world.vote(copy, root=root_of(list_of(CHUNKS)))
-    world = world.restarted()
-    reader = back(world, reader, replace(held_by(reader, info), root=root_of(b"its own")))
-    assert [answer.keep for answer in reader.take(Registered)] == [True]
-    (copy,) = copies[:1]
-    copy = back(world, copy, replace(held_by(copy, info, is_publisher=True), published=False, root=root_of(b"others")))
-    back(world, copies[1], None)
-    world.register(copy, replace(held_by(copy, info, is_publisher=True), published=False, root=root_of(b"others")))
-    assert copy.take(Registered)[-1].keep is False
-
-
-def test_a_rank_says_again_what_it_holds_once_its_group_s_layout_is_known() -> None:
-    world, trainers = published()
-    readers = filling(world, ranks=2)
-    for trainer, need in zip(trainers, (A, B), strict=True):
-        world.tell(trainer, need)
-    for reader in readers:
-        world.vote(reader, root(A), root(B))
-    info = world.version.info
-    world = world.restarted()
-    first = back(world, readers[0], held_by(readers[0], info))
-    assert not first.take(Registered)  # it could leave with what must stay, since nothing is known of that yet
-    assert not world.version.others
-    second = back(world, readers[1], held_by(readers[1], info))
-    (again,) = first.take(RegisterAgain)
-    assert not again.whole
-    world.register(first, held_by(first, info), whole=False)
-    world.answer_questions(first, held_by(first, info))  # what it had said was not kept
-    assert [answer.keep for answer in (*first.take(Registered), *second.take(Registered))] == [True, True]
-    (layout,) = world.version.others.values()
-    assert layout.have_sources()
 
 
 def test_a_rank_is_registered_without_its_mates_once_nobody_is_expected_back() -> None:
@@ -229,68 +143,6 @@ def test_what_was_begun_under_a_former_coordinator_is_gone_on_with() -> None:
     (write,) = reader.take(Write)
     assert [grant.shard for grant in write.grants] == [0, 1]
     finish(world, [reader], trainers)
-
-
-def test_a_fill_that_goes_on_teaches_how_the_published_shards_lie() -> None:
-    """The first to name the version's manifests at the next coordinator are readers of the published layout. Without their
-    parts the version would seem to be one of plain tensors, which no other layout can read.
-    """
-    world, _ = published()
-    copies = world.group("c", [cut(0), cut(1)])
-    world.fill(copies)
-    key, info = world.operation(copies[0]).key, world.version.info
-    world = world.restarted()
-    begun = Begun(key, info.version, info.content_id, id_of(MANIFEST), written=True)
-    copies = [back(world, copy, None) for copy in copies]
-    for copy in copies:
-        call = (OpKind.UPDATE, "latest", None, copy.generation, False, False, 1000.0, (key,), begun)
-        world.say(copy, BegunWith(copy.name, MANIFEST))
-        world.say(copy, Fill(world.key(copy), copy.rank, copy.name, *call))
-    assert [len(copy.take(Start)) for copy in copies] == [1, 1]
-    assert world.version.holdings.parts == {0: cut(0)[1], 1: cut(1)[1]}
-    (reader,) = world.group("r", [wide(0)])
-    world.fill([reader])
-    assert not reader.take(Outcome)  # it waits for a source, and is not refused
-
-
-def test_who_goes_on_with_other_regions_does_not_know_which_parts_were_published() -> None:
-    """So nobody of another layout begins before somebody is back who knows them."""
-    world, trainers = published()
-    copies = [world.arrive("c", rank, 2, cut(rank)[0], (b"other", b"regions", b"%d" % rank)) for rank in range(2)]
-    for copy in copies:
-        world.answer_questions(copy)
-    key, info = world.fill(copies), world.version.info
-    world = world.restarted()
-    world.manifest = NO_DIGESTS  # of their own
-    copies = [back(world, copy, None) for copy in copies]
-    world.manifest = MANIFEST
-    begun = Begun(key, info.version, info.content_id, id_of(MANIFEST), True, "")
-    for copy in copies:
-        world.say(copy, BegunWith(copy.name, MANIFEST))
-        call = (OpKind.UPDATE, "latest", None, copy.generation, False, False, 1000.0, (key,), begun)
-        world.say(copy, Fill(world.key(copy), copy.rank, copy.name, *call))
-    assert [start.part_ids for copy in copies for start in copy.take(Start)] == [(), ()]
-    assert set(world.version.manifests.values()) == {MANIFEST}
-    (late,) = world.group("late", [("own/r0", ())])
-    world.fill([late])
-    first = back(world, trainers[0], held_by(trainers[0], info, is_publisher=True))
-    assert first.take(Registered)
-    assert not late.take(Start)
-    for trainer in trainers[1:]:
-        back(world, trainer, held_by(trainer, info, is_publisher=True))
-    (start,) = late.take(Start)
-    world.say(late, GetPart(1, start.publication))
-    (reply,) = late.take(ManifestReply)
-    assert Published.decode(reply.manifest).shards == tuple([tuple(map(id_of, cut(rank)[1])) for rank in range(2)])
-
-
-def test_who_asks_again_hears_what_it_was_told() -> None:
-    world, _ = published()
-    (reader,) = filling(world)
-    reader.heard.clear()
-    world.say(reader, Resolve(world.operation(reader).key, 0))
-    (start,) = reader.take(Start)
-    assert (start.write, [grant.shard for grant in start.grants]) == (True, [0, 1])
 
 
 def retained(count: int, *, partial: bool = False) -> tuple[World, Rank, list[Rank]]:
@@ -472,36 +324,6 @@ def test_a_vote_of_an_operation_that_is_over_changes_nothing() -> None:
     world.say(reader, Prepared(key, 0, b"", (root(A), root(B))))
     (layout,) = world.version.others.values()
     assert layout.have_sources()
-
-
-def test_where_it_lies_is_learned_of_who_holds_it_although_others_fill_it_already() -> None:
-    world, trainers = published()
-    (reader,) = filling(world)
-    finish(world, [reader], trainers)
-    info = world.version.info
-    world = world.restarted()
-    for trainer in trainers:
-        back(world, trainer, held_by(trainer, info, is_publisher=True))
-    (other,) = world.group("other", [("own/r0", ())])
-    world.fill([other])
-    reader = back(world, reader, held_by(reader, info))
-    assert [answer.keep for answer in reader.take(Registered)] == [True]
-    (layout,) = world.version.others.values()
-    assert layout.parts == {0: lies_of(reader)}
-
-
-def test_who_serves_says_what_it_has() -> None:
-    """Others ask for that by its id."""
-    world, _, (reader,) = retained(1)
-    where = ("m", "g", 0, 0, 1, True, False, Medium.DEVICE, Purpose.USE, "own/r0", 1, CHUNKS)
-    empty = replace(held_by(reader, world.version.info), manifest=b"", manifest_id="")
-    rank = world.arrive("g", 0, 1, "own/r0", registers=False)
-    world.say(rank, Register(3, rank.name, *where, b"", None))
-    (refused,) = rank.take(Refused)
-    assert isinstance(refused.error.error(), RegistrationError)
-    blobs = (*lies_of(reader), reader.description)
-    world.say(rank, Register(4, rank.name, *where, MANIFEST, empty, id_of(MANIFEST), (), blobs))
-    assert [answer.keep for answer in rank.take(Registered)] == [False]
 
 
 @pytest.mark.parametrize("purpose", [Purpose.RETENTION, Purpose.USE])

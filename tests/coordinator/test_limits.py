@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -21,18 +20,15 @@ from tensorhub.coordinator import (
     Tick,
     invariants,
     limits as real,
-    manifests,
 )
 from tensorhub.coordinator.actions import Action, Persist
 from tensorhub.coordinator.entities import Operation
-from tensorhub.coordinator.operations import Operations
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError, StateError, TensorHubError
 from tensorhub.messages import (
     NO_REQUEST,
     WATCHES_MAX,
     Abandon,
     Announce,
-    Begun,
     BegunWith,
     Deregister,
     Done,
@@ -50,7 +46,6 @@ from tensorhub.messages import (
     Refused,
     Register,
     Registered,
-    Resolve,
     Retain,
     RetainedAck,
     SetRetained,
@@ -59,7 +54,6 @@ from tensorhub.messages import (
     Unwatch,
     Watch,
 )
-from tensorhub.messages.values import FORMER_KEYS_MAX
 from tensorhub.testing import CHUNKS, MANIFEST, StepwiseCluster
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose
 
@@ -205,60 +199,6 @@ def test_who_goes_on_with_what_there_is_no_room_for_hears_so(monkeypatch: pytest
     assert (call.error.retryable, call.error.memory) == (True, "torn")
 
 
-def test_of_the_keys_that_a_call_names_only_the_numbers_are_kept(desk: Desk) -> None:
-    """16 keys of 4 KiB each, in each of 8,192 calls, would be half a gigabyte of a read-only session's, counted nowhere."""
-    desk.step(Connected(1, "read-only-life", "worker", True))
-    desk.say(1, Join("w", Location(), (), 1, 0))
-    bare = (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
-    assert isinstance(desk.say(1, Register(1, "read-only-r", "m", "read-only-g", 0, 0, 1, *bare)), Registered)
-    group = desk.core.cluster.models["m"].groups["read-only-g"]
-    others = tuple(OpKey(f"{i:0512}", f"{i:0512}", 2, i) for i in range(FORMER_KEYS_MAX))
-    begun = Begun(others[0], 1, "content", "manifest", False)
-    key = OpKey("".join("m"), "".join(("read-only-", "g")), group.epoch, 0)
-    want = ("latest", None, 1, False, False, 10.0)
-    desk.say(1, Fill(key, 0, "read-only-r", OpKind.FETCH, *want, others))
-    assert group.operation is not None
-    call = group.operation.parts[0].call
-    assert isinstance(call, Fill)
-    assert [(each.epoch, each.sequence) for each in call.former] == [(2, i) for i in range(FORMER_KEYS_MAX)]
-    for each in (group.operation.key, call.key, *call.former):
-        assert each.model is group.model.name
-        assert each.group is group.name
-    desk.say(1, Fill(replace(key, sequence=1), 0, "read-only-r", OpKind.FETCH, *want, others, begun))
-    assert not desk.core.cluster.undecided  # that content is not known
-    assert [key.model is group.model.name for key in group.decided] == [True]
-
-
-def test_who_comes_and_goes_read_only_makes_nobody_else_who_waits_be_asked(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of thousands that wait would be looked at for each message of a read-only session."""
-    desk.step(Connected(1, "read-only-life", "worker", True))
-    desk.say(1, Join("w", Location(), (), 1, 0))
-    bare = (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
-    looked = count()
-    settle = Operations.settle
-
-    def counted(self: Operations, operation: Operation) -> None:
-        next(looked)
-        settle(self, operation)
-
-    monkeypatch.setattr(Operations, "settle", counted)
-    for i in range(20):
-        name = f"read-only-{i}"
-        assert isinstance(desk.say(1, Register(i, name, "m", name, 0, 0, 1, *bare)), Registered)
-        key = OpKey("m", name, desk.core.cluster.models["m"].groups[name].epoch, 0)
-        desk.say(1, Fill(key, 0, name, OpKind.FETCH, "latest", None, 1, False, False, 1000.0))
-    for i in range(10):
-        assert isinstance(desk.say(1, Deregister(i, f"read-only-{i}", True)), Done)
-    assert next(looked) <= 2 * 20
-    assert len(desk.core.cluster.models["m"].waiting.unbound) == 10
-    desk.connect(2)
-    desk.register(2, "t")
-    assert isinstance(desk.publish(2, "t", 1, 0), Outcome)
-    assert not desk.core.cluster.models["m"].waiting.unbound  # whoever waited is told now
-
-
 def test_however_many_read_only_calls_wait_the_steps_of_others_are_short(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, looked: list[Operation]
 ) -> None:
@@ -287,35 +227,6 @@ def test_however_many_read_only_calls_wait_the_steps_of_others_are_short(
         started.append(len([each for each in desk.heard[1][before:] if isinstance(each, Start)]))
     assert started == [3, 3, 3, 1]
     assert not desk.core.cluster.models["m"].waiting.unbound
-
-
-def test_a_manifest_is_named_once_however_often_somebody_asks(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To hash one of 48 MiB takes longer than a message does."""
-    named: list[bytes] = []
-
-    def name(manifest: bytes) -> str:
-        named.append(manifest)
-        return "ab" * 16
-
-    monkeypatch.setattr(manifests, "id_of", name)
-    desk.connect(2)
-    desk.register(2, "t", b"manifest")
-    desk.publish(2, "t", 1, 0)
-    desk.step(Connected(1, "read-only-life", "worker", True))
-    desk.say(1, Join("w", Location(), (Endpoint("tcp", "x"),), 1, 0))
-    bare = (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
-    desk.say(1, Register(1, "read-only-r", "m", "read-only-g", 0, 0, 1, *bare))
-    key = OpKey("m", "read-only-g", desk.core.cluster.models["m"].groups["read-only-g"].epoch, 0)
-    desk.say(1, Fill(key, 0, "read-only-r", OpKind.FETCH, "latest", None, 1, False, False, 1000.0))
-    for _ in range(5):
-        answer = desk.say(1, Resolve(key, 0))
-        assert isinstance(answer, Start)
-        assert answer.manifest_id == "ab" * 16
-    assert named == [b"manifest"]
-    kept = desk.core.cluster.manifests
-    desk.say(2, Leave("done"))
-    desk.say(1, Leave("done"))
-    assert not kept._ids
 
 
 def test_models_and_watches(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tensorhub.coordinator.actions import IDENTS_CHARS_MAX
 from tensorhub.coordinator.entities import Model
 from tensorhub.errors import CoordinatorUnavailable, StateError, VersionConflict, VersionUnavailable
 from tensorhub.messages import Announce, Watch
@@ -123,58 +120,6 @@ def test_a_publish_that_is_being_recorded_finishes_first() -> None:
     assert (other.member.state, model_of(cluster).mark) == (HandleState.EMPTY, 1)
 
 
-def test_a_fill_that_is_being_recorded_finishes_first() -> None:
-    cluster = StepwiseCluster()
-    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
-    cluster.run()
-    for number in (1, 2):
-        for handle in trainers:
-            if number > 1:
-                handle.unpublish()
-                cluster.run()
-        for handle in trainers:
-            handle.publish(number)
-        cluster.run()
-    calls = [handle.replicate() for handle in readers]
-    until_it_is_being_stored(cluster)
-    trainers[0].worker.asks.rollback(1)
-    cluster.run("store")
-    assert len(cluster.unstored) == 1
-    cluster.run()
-    assert [call.number for call in calls] == [2, 2]
-    assert [handle.member.state for handle in readers] == [HandleState.EMPTY] * 2
-    cluster.check_agreement()
-
-
-def test_nothing_else_begins_to_be_recorded_while_a_rollback_is() -> None:
-    """Whoever publishes then is told to come again; a group's fill of an older version waits."""
-    cluster = StepwiseCluster()
-    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
-    other = cluster.handle("other")
-    cluster.run()
-    for handle in trainers:
-        handle.publish(1)
-    cluster.run()
-    calls = [handle.replicate() for handle in readers]
-    cluster.run("read")
-    request = other.worker.asks.rollback(1)
-    until_it_is_being_stored(cluster)
-    asked = other.publish(2)
-    cluster.run("store")
-    with pytest.raises(VersionConflict, match="a rollback is being recorded; call again") as caught:
-        _ = asked.number
-    assert caught.value.retryable
-    assert not any(call.has_ended() for call in calls)
-    assert len(cluster.unstored) == 1
-    cluster.run()
-    assert other.worker.asks.answers[request] is None
-    assert [call.number for call in calls] == [1, 1]
-    asked = other.publish(2)
-    cluster.run()
-    assert asked.number == 2
-    assert model_of(cluster).versions[2].lineage == 1
-
-
 def test_a_staged_publish_is_over() -> None:
     cluster, trainer, _ = trained(to=1)
     first, second = cluster.group("pair", 2)
@@ -224,26 +169,6 @@ def test_a_fill_of_what_was_the_latest_goes_on_with_what_is_the_latest_now(hold:
     assert asked.number == 1
 
 
-def test_a_waiting_fill_gets_what_is_newest_then() -> None:
-    """`latest` had no live source; after the rollback the newest version has one."""
-    cluster, trainer, (keeper,) = trained("keeper", to=2)
-    trainer.worker.crash()
-    reader = cluster.handle("reader")
-    cluster.advance(11)
-    asked = reader.replicate("latest")
-    newer = cluster.handle("newer").update("latest", at_least=2)
-    cluster.run()
-    assert not asked.has_ended()
-    rollback(cluster, keeper, 1)
-    assert asked.number == 1
-    assert not newer.has_ended()
-    keeper.unpublish()
-    cluster.run()
-    keeper.publish(2)
-    cluster.run()
-    assert newer.number == 2
-
-
 def test_watchers_hear_that_the_newest_is_an_older_one() -> None:
     cluster, trainer, _ = trained("one", "two")
     heard: list[int | None] = []
@@ -288,27 +213,6 @@ def test_a_retry_is_not_a_second_rollback() -> None:
     assert model_of(cluster).history.lineage == 2
 
 
-def test_a_retry_that_comes_after_somebody_elses_rollback_is_none_either() -> None:
-    cluster, trainer, _ = trained()
-    for ident in ("mine", "theirs"):
-        trainer.worker.asks.rollback(1, ident=ident)
-        cluster.run()
-    trainer.publish(2)
-    cluster.run()
-    for _ in range(2):
-        request = trainer.worker.asks.rollback(1, ident="mine")
-        cluster.run()
-        assert trainer.worker.asks.answers[request] is None
-        assert (model_of(cluster).history.lineage, trainer.member.version) == (2, 2)
-        cluster.restart()
-        trainer.worker.connect()
-        cluster.run()
-    for number in range(500):
-        trainer.worker.asks.rollback(1, ident=f"other {number:050}")
-        cluster.run()
-    assert len(model_of(cluster).history.rolled_back_by) == IDENTS_CHARS_MAX
-
-
 def test_a_store_that_fails_leaves_everything_as_it_was() -> None:
     cluster, trainer, _ = trained()
     request = trainer.worker.asks.rollback(1)
@@ -331,18 +235,6 @@ def test_a_holder_that_was_away_learns_it_when_it_announces() -> None:
     late.worker.connect()
     cluster.run()
     assert late.member.state is HandleState.EMPTY
-    cluster.check_agreement()
-
-
-def test_the_order_is_lost_on_its_way() -> None:
-    cluster, trainer, _ = trained()
-    trainer.worker.asks.rollback(1)
-    until_it_is_being_stored(cluster)
-    cluster.do(next(c for c in cluster.choices() if c.kind == "store"))
-    trainer.worker.disconnect()
-    trainer.worker.connect()
-    cluster.run()
-    assert trainer.member.state is HandleState.EMPTY
     cluster.check_agreement()
 
 
@@ -403,96 +295,6 @@ def cancel_update(cluster: StepwiseCluster, trainer: SimHandle) -> None:
 CALLS = [begin_unpublish, begin_close, begin_update, begin_no_op, cancel_update]
 
 
-@pytest.mark.parametrize("away", [False, True], ids=["connected", "away"])
-@pytest.mark.parametrize("steps", range(14))
-@pytest.mark.parametrize("begin", CALLS, ids=lambda call: call.__name__)
-def test_a_holder_with_a_call_running(begin: Callable[[StepwiseCluster, SimHandle], None], steps: int, away: bool) -> None:
-    """Wherever that call is when the rollback happens: it ends, and nothing of the retired version is left."""
-    cluster, trainer, (_, two) = trained("one", "two")
-    two.worker.asks.rollback(2)
-    until_it_is_being_stored(cluster)
-    begin(cluster, trainer)
-    asked = trainer.last_call
-    assert asked is not None
-    for _ in range(steps):
-        choices = [c for c in cluster.choices() if c.kind != "store"]
-        if choices:
-            cluster.do(choices[0])
-    cluster.do(next(c for c in cluster.choices() if c.kind == "store"))
-    if away:
-        trainer.worker.disconnect()
-        cluster.run()
-        trainer.worker.connect()
-    cluster.run()
-    assert asked.has_ended()
-    assert trainer.member.version in (None, 2)
-    cluster.advance(11)  # a handle that was closed unheard is forgotten a lease later
-    cluster.check_agreement()
-    if trainer.member.state is HandleState.EMPTY:
-        asked = trainer.publish(7)
-        cluster.run()
-        assert asked.number == 7
-
-
-@pytest.mark.parametrize("restarted", [False, True])
-def test_a_fill_whose_outcome_is_in_doubt(restarted: bool) -> None:
-    """It was committed, and rolled back before this rank heard of it."""
-    cluster = StepwiseCluster()
-    trainers, (first, second) = cluster.group("trainer", 2), cluster.group("reader", 2)
-    cluster.run()
-    for handle in trainers:
-        handle.publish(1)
-    cluster.run()
-    calls = [handle.replicate() for handle in (first, second)]
-    until_it_is_being_stored(cluster)
-    second.worker.disconnect()
-    if restarted:
-        cluster.restart(kept=True)
-        for handle in (*trainers, first):
-            handle.worker.connect()
-    cluster.run()
-    assert calls[0].number == 1
-    cluster.now += 63
-    cluster.time_passes()
-    cluster.run()
-    assert str(second.member.state) == "in_doubt"
-    for worker in cluster.workers.values():
-        if worker.link is None and worker is not second.worker:
-            worker.connect()
-    rollback(cluster, trainers[0], 0)
-    second.worker.connect()
-    cluster.heal(30)
-    assert second.member.state in (HandleState.EMPTY, HandleState.TORN)
-    asked = [handle.publish(1) for handle in (first, second)]
-    cluster.run()
-    if any(each.error is not None for each in asked):  # a rank was replaced meanwhile: the group is in step now
-        asked = [handle.publish(1) for handle in (first, second)]
-        cluster.run()
-    assert [each.number for each in asked] == [1, 1]
-
-
-def test_a_commit_that_is_heard_after_the_rollback() -> None:
-    """The rank asks within its lease what became of its fill: it was committed, and is to be given up."""
-    cluster = StepwiseCluster()
-    trainers, (first, second) = cluster.group("trainer", 2), cluster.group("reader", 2)
-    cluster.run()
-    for handle in trainers:
-        handle.publish(1)
-    cluster.run()
-    calls = [handle.replicate(timeout_s=1) for handle in (first, second)]
-    until_it_is_being_stored(cluster)
-    second.worker.disconnect()
-    cluster.run()
-    assert calls[0].number == 1
-    cluster.advance(3.5)
-    assert str(second.member.state) == "in_doubt"
-    rollback(cluster, trainers[0], 0)
-    second.worker.connect()
-    cluster.run()
-    assert second.member.state is HandleState.EMPTY
-    cluster.check_agreement()
-
-
 def test_unpublish_of_what_was_rolled_back_says_so() -> None:
     cluster, trainer, _ = trained()
     rollback(cluster, trainer, 1)
@@ -520,19 +322,6 @@ def test_latest_is_not_older_than_a_forgotten_version_that_a_rollback_made_the_n
     cluster.run()
     assert again.number == 3
     assert keeper.member.version == 1
-
-
-def test_a_rollback_wakes_who_asked_for_the_one_before_the_newest_though_the_newest_is_lost_before_and_after() -> None:
-    cluster, trainer, _ = trained("keeper", to=5)
-    rollback(cluster, trainer, 3)
-    assert model_of(cluster).history.lost == (2, 3)
-    asked = cluster.fetcher("late").fetch("latest-1", timeout_s=100)
-    cluster.run()
-    assert not asked.done, "2 is lost"
-    rollback(cluster, trainer, 2)
-    assert model_of(cluster).history.lost == (2,)
-    cluster.run()
-    assert asked.number == 1
 
 
 def test_a_call_by_selector_whose_version_was_rolled_back_while_its_worker_was_away_goes_on() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.errors import GroupAborted, LeaseLost, StateError
+from tensorhub.errors import LeaseLost, StateError
 from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
 from tests.worker.test_member import published
@@ -77,14 +77,6 @@ def test_a_handle_that_is_registered_afterwards_has_nothing_to_tell() -> None:
     assert run(cluster, trainer.replicate()).number == 5
 
 
-def test_one_that_was_not_confirmed_before_has_nothing_to_tell() -> None:
-    cluster, trainer, _ = published()
-    trainer.worker.disconnect()
-    late = cluster.handle("trainer", "late")
-    lose_state(cluster)
-    assert run(cluster, late.publish(1)).number == 1
-
-
 @pytest.mark.parametrize("phase", ["queued", "asked", "hook", "held", "fencing", "pulling", "voted"])
 def test_a_fill_that_runs_ends_and_the_handle_goes_on(phase: str) -> None:
     cluster, trainer, (reader,) = published("reader")
@@ -124,71 +116,6 @@ def test_a_publish_that_runs_ends_and_can_be_made_again() -> None:
     assert run(cluster, trainer.publish(1)).number == 1
 
 
-@pytest.mark.parametrize("what", ["publish", "fill"])
-def test_a_doubt_that_nobody_can_resolve_any_more(what: str) -> None:
-    cluster, trainer, (reader,) = published("reader")
-    handle = reader
-    asked = reader.replicate(timeout_s=3) if what == "fill" else reader.publish(2, timeout_s=3)
-    if what == "fill":
-        cluster.run(until=lambda: reader.pull is not None and reader.pull.ended)
-    cluster.run(until=lambda: state_of(handle) is not HandleState.EMPTY or cluster.unstored)
-    handle.worker.disconnect()
-    cluster.advance(9)
-    assert getattr(asked.error, "memory", "") == "in_doubt"
-    assert state_of(handle) is HandleState.IN_DOUBT
-    lose_state(cluster)
-    assert state_of(handle) is (HandleState.TORN if what == "fill" else HandleState.EMPTY)
-    says_so(run(cluster, handle.update()))
-    says_so(run(cluster, trainer.publish(1)))
-
-
-def test_a_leave_that_runs_ends_well() -> None:
-    """The owner needs nobody for that, and nobody to tell."""
-    cluster, trainer, (reader,) = published("reader")
-    trainer.worker.asks.retain(1)
-    cluster.run()
-    reader.replicate()
-    cluster.run("read")
-    asked = trainer.unpublish()
-    cluster.run("read")
-    assert not asked.has_ended()
-    lose_state(cluster)
-    assert asked.has_ended()
-    says_so(run(cluster, trainer.publish(1)))
-
-
-def test_a_fence_is_over_before_its_owner_is_told() -> None:
-    """Who is told that nobody reads the memory may write it (G2)."""
-    cluster, trainer, _ = published()
-    trainer.hold_access()
-    lose_state(cluster)
-    assert trainer.member.has_pending_work
-    asked = trainer.update()
-    cluster.run()
-    assert not asked.has_ended()
-    trainer.end_access()
-    says_so(run(cluster, asked))
-
-
-def test_every_rank_of_a_group_is_told_and_they_stay_in_step() -> None:
-    cluster = StepwiseCluster()
-    ranks = cluster.group("trainer", 3)
-    cluster.run()
-    for handle in ranks:
-        handle.publish(7)
-    cluster.run()
-    early = ranks[0].update(at_least=8)  # one has called already
-    cluster.run()
-    lose_state(cluster)
-    says_so(early)
-    for handle in ranks[1:]:
-        says_so(run(cluster, handle.publish(8)))
-    calls = [handle.publish(8) for handle in ranks]
-    cluster.run()
-    assert [call.number for call in calls] == [8, 8, 8]
-    cluster.check_agreement()
-
-
 def test_a_coordinator_with_its_state_makes_no_such_noise() -> None:
     cluster, trainer, (reader,) = published("reader")
     cluster.restart()
@@ -199,20 +126,6 @@ def test_a_coordinator_with_its_state_makes_no_such_noise() -> None:
     trainer.unpublish()
     cluster.run()
     assert run(cluster, trainer.publish(2)).number == 2
-
-
-def test_two_losses_are_told_of_once_by_who_called_in_between_twice() -> None:
-    cluster, trainer, (reader,) = published("reader")
-    lose_state(cluster)
-    says_so(run(cluster, trainer.publish(1)))
-    run(cluster, trainer.publish(1))
-    lose_state(cluster)
-    for handle in (trainer, reader):
-        says_so(run(cluster, handle.update(timeout_s=1)))
-    again = reader.update(timeout_s=1)
-    cluster.advance(2)
-    assert again.done
-    assert not isinstance(again.error, LeaseLost | GroupAborted)
 
 
 def test_a_fetch_that_runs_ends() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import pytest
-
 from tensorhub.coordinator import Connected, Coordinator, Received, Send, Tick, limits
 from tensorhub.coordinator.registrations import ANSWER_S_MAX
 from tensorhub.messages import FromCoordinator, Join, Register, RegisterAgain, Registered
@@ -107,19 +105,3 @@ def test_very_many_are_told_in_several_steps() -> None:
         ranks.now = ranks.core.next_deadline() or ranks.now
         told.append(ranks.step(Tick()))
     assert told == [limits.WOKEN_PER_STEP, limits.WOKEN_PER_STEP, 1]
-
-
-def test_no_more_wait_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "WAIT_FOR_MANIFESTS_MAX", 2)
-    ranks = Ranks(5)
-    for number in range(5):
-        ranks.register(number)
-    assert list(ranks.answers()) == [(0, True), (3, True), (4, True)]
-    ranks.now = LEASE_S / 8
-    ranks.step(Tick())
-    assert list(ranks.answers()) == [(1, True), (2, True)]
-    ranks.register(1, 2)
-    assert list(ranks.answers()) == [(1, True)]
-    for number in (2, 3, 4):  # those who were told wait no more
-        ranks.register(number, 3)
-    assert list(ranks.answers()) == [(4, True)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from tensorhub.coordinator import CloseSession, Connected, Received, Send, Tick
+from tensorhub.coordinator import CloseSession, Connected, Received, Send
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import GroupAborted, RegistrationError, StateError
 from tensorhub.messages import (
@@ -16,11 +14,8 @@ from tensorhub.messages import (
     Join,
     Leave,
     Register,
-    RegisterAgain,
-    Registered,
     Welcome,
 )
-from tensorhub.model.manifest import id_of
 from tensorhub.testing import DEVICE, MANIFEST, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState, Location
 from tensorhub.worker import registration_session
@@ -202,22 +197,6 @@ def test_a_rank_that_missed_the_change_of_epoch_learns_of_it() -> None:
     assert [call.number for call in calls] == [1, 1, 1]
 
 
-def test_a_call_that_waits_for_its_connection_takes_its_key_from_the_new_epoch() -> None:
-    cluster = StepwiseCluster()
-    first, second = cluster.group("trainer", 2)
-    cluster.run()
-    first.worker.disconnect()
-    queued = first.publish(1)
-    second.worker.crash()
-    cluster.run()
-    newcomer = cluster.handle("spare", "trainer", 1, 2)
-    cluster.run()
-    other = newcomer.publish(1)
-    first.worker.connect()
-    cluster.run()
-    assert (queued.number, other.number) == (1, 1)
-
-
 def test_a_changed_epoch_ends_the_calls_of_the_old_one() -> None:
     cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
@@ -245,46 +224,6 @@ def test_registrations_that_do_not_fit(rank: int, world_size: int, text: str) ->
     cluster.run()
     assert isinstance(odd.registration_error, RegistrationError)
     assert text in str(odd.registration_error)
-
-
-def test_a_key_is_taken_once_also_across_a_lost_connection() -> None:
-    """The coordinator counts only what it has decided; a rank also counts what it has called."""
-    cluster, trainer, reader = published()
-    trainer.unpublish()
-    cluster.run()
-    first = reader.replicate()
-    cluster.run()
-    reader.worker.disconnect()
-    reader.worker.connect()
-    cluster.run()
-    trainer.publish(2)
-    cluster.run()
-    assert first.number == 2
-    trainer.unpublish()
-    cluster.run()
-    trainer.publish(3)
-    cluster.run()
-    second = reader.update()
-    cluster.run()
-    assert second.number == 3
-    assert first.key != second.key
-
-
-def test_a_call_that_was_given_up_while_nobody_heard_it_ends_on_the_other_ranks_at_the_next_connection() -> None:
-    cluster = StepwiseCluster()
-    first, second = cluster.group("reader", 2)
-    cluster.run()
-    mine, theirs = first.replicate(timeout_s=60), second.replicate(timeout_s=60)
-    cluster.run()
-    first.worker.disconnect()
-    first.cancel("enough")
-    cluster.advance(4)
-    assert mine.has_ended()
-    assert not theirs.has_ended()
-    first.worker.connect()
-    cluster.run()
-    with pytest.raises(GroupAborted, match="rank 0: enough"):
-        _ = theirs.number
 
 
 # -- what a peer must not do
@@ -380,54 +319,3 @@ def test_a_coordinator_that_has_restarted_asks_for_manifests(monkeypatch: pytest
     assert asked.number == 1
     assert (trainer.member.version, reader.member.version) == (1, 1)
     cluster.check_agreement()
-
-
-def test_what_is_held_may_be_named_by_another_manifest_than_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either may be unknown; nothing is registered before both are there."""
-    monkeypatch.setattr(registration_session, "TOLD_UNASKED_BYTES", 0)
-    cluster, trainer, _ = published()
-    content = trainer.member.content
-    assert content is not None
-    cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
-    mine, held = b"a manifest of its own", content.held(told=False)
-
-    def said(manifest: bytes, ident: str, other: str) -> object:
-        named = replace(held, manifest_id=other)
-        register = Register(1, "odd", "actor", "odd", 0, 0, 1, True, False, *DEVICE, "", 8192, 2, manifest, named, ident)
-        return answers(cluster, 77, register)[0]
-
-    answers(cluster, 77, Join("x", Location(), (), 1, 0))
-    assert said(b"", id_of(mine), held.manifest_id) == RegisterAgain(1, whole=True)
-    assert said(mine, id_of(mine), "unknown") == RegisterAgain(1, whole=True)
-    assert "odd" not in cluster.coordinator.cluster.members
-    assert isinstance(said(mine, "not its id", held.manifest_id), Registered)
-    assert cluster.coordinator.cluster.manifests.find("not its id") is None
-    cluster.coordinator.check_invariants()
-
-
-def test_who_waits_for_the_manifest_of_what_it_holds_hears_when_another_has_told_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(registration_session, "TOLD_UNASKED_BYTES", 0)
-    cluster, trainer, _ = published()
-    content = trainer.member.content
-    assert content is not None
-    cluster.restart()
-    mine = b"a manifest of its own"
-
-    def said(session: int, request: int, *, told: bool) -> list[object]:
-        name, held = f"odd{session}", content.held(told=told)
-        rank = (name, "actor", name, 0, 0, 1, True, False, *DEVICE, "", 8192, 2)
-        return answers(cluster, session, Register(request, *rank, mine, held, id_of(mine)))
-
-    for session in (77, 78):
-        cluster.coordinator.step(Connected(session, f"x.{session}", "worker"), cluster.now)
-        answers(cluster, session, Join("x", Location(), (), 1, 0))
-    assert said(77, 1, told=False) == [RegisterAgain(1, whole=True)]
-    assert said(78, 1, told=False) == []
-    assert isinstance(said(77, 2, told=True)[0], Registered)
-    due = cluster.coordinator.next_deadline()
-    assert due is not None
-    assert due <= cluster.now
-    heard = [a.message for a in cluster.coordinator.step(Tick(), cluster.now) if isinstance(a, Send) and a.session == 78]
-    assert heard == [RegisterAgain(1, whole=False)]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
-
 from tensorhub.coordinator import readers as rules
-from tensorhub.coordinator.entities import RankPart, Worker
-from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.entities import RankPart
 from tensorhub.messages import Flow, Progress
 from tensorhub.scheduler.choice import Load
 from tensorhub.scheduler.links import Distance
@@ -17,7 +14,6 @@ from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.testing.sim.memory import CHUNK_BYTES, make_manifest
 from tensorhub.types import Location
-from tests.coordinator.layout_world import World
 
 CHUNKS = 64
 FAST, SLOW = 3.0, 3 / 8  # chunks in a second: 0.8 GB/s, which is a little less than is supposed, and 0.1
@@ -146,24 +142,6 @@ def test_nobody_is_sent_behind_a_slow_reader_and_that_takes_little_of_its_source
     chain.finish()
 
 
-def test_the_next_version_has_the_slow_one_at_the_end() -> None:
-    chain = slow_in_the_midst()
-    chain.finish()
-    chain.trainer.unpublish()
-    chain.cluster.run()
-    chain.trainer.publish(2)
-    chain.cluster.run()
-    for name in "abcd":
-        chain.calls[name] = chain.handles[name].update()
-        chain.settle()
-    assert chain.sources() == {"a": "t", "b": "a", "c": "a", "d": "c"}
-    chain.says("a", 16, per_s=FAST)
-    chain.says("c", 16, per_s=FAST)
-    assert chain.sources() == {"a": "t", "b": "d", "c": "a", "d": "c"}
-    chain.cluster.run()
-    assert {call.number for call in chain.calls.values()} == {2}
-
-
 def test_of_two_that_share_a_source_one_leaves_it_for_an_idle_one_that_has_more() -> None:
     chain = Chain("ab", only="a")
     chain.is_taken_for("a", 3)
@@ -179,15 +157,6 @@ def test_of_two_that_share_a_source_one_leaves_it_for_an_idle_one_that_has_more(
     chain.finish()
 
 
-def test_no_move_more_often_than_once_in_a_while() -> None:
-    chain = slow_in_the_midst()
-    chain.says("c", 4, per_s=SLOW)
-    (lease,) = chain.part("c").leases
-    chain.says("c", 5, per_s=FAST)
-    assert chain.sources()["b"] == "a"  # it is not asked for again yet
-    assert lease in chain.part("c").leases
-
-
 def test_nobody_moves_to_what_is_filled_from_it_nor_to_what_has_failed_it() -> None:
     """All that is left is behind `c` itself, so it stays."""
     chain = slow_in_the_midst()
@@ -197,25 +166,6 @@ def test_nobody_moves_to_what_is_filled_from_it_nor_to_what_has_failed_it() -> N
     chain.says("d", 20, per_s=FAST)
     chain.says("c", 4, per_s=SLOW)
     assert chain.sources() == {"a": "t", "b": "a", "c": "b", "d": "c"}
-
-
-def test_nobody_moves_to_what_has_less() -> None:
-    chain = slow_in_the_midst()
-    chain.part("c").attempts.failures[chain.trainer.worker.incarnation] = 1
-    chain.says("c", 17, per_s=SLOW)
-    assert chain.sources()["c"] == "b"
-    chain.passes(rules.COMPARE_S)
-    chain.says("a", 30, per_s=FAST)
-    chain.says("c", 18, per_s=SLOW)
-    assert chain.sources()["c"] == "a"
-
-
-def test_a_reader_that_finds_its_source_gone_after_a_move_has_another_one() -> None:
-    chain = slow_in_the_midst()
-    chain.says("c", 4, per_s=SLOW)
-    chain.handles["a"].worker.crash()
-    chain.calls.pop("a")
-    chain.finish()
 
 
 HERE_AND_THERE = [Location("there" if name in "bcd" else "here", f"rack {name}", f"host {name}") for name in "tabcd"]
@@ -265,92 +215,6 @@ def test_who_fills_host_memory_in_another_site_makes_way_for_the_readers_of_its_
     chain.finish()
 
 
-def test_of_a_source_with_very_many_readers_nobody_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "YIELDING_MAX", 1)
-    chain = with_a_seed("a")
-    chain.says("a", 8, per_s=FAST / 2)
-    assert chain.sources() == {"x": "t", "a": "t"}
-    chain.finish()
-
-
-def test_who_takes_a_part_of_a_source() -> None:
-    """A slow reader and a seed in another site take nothing of it. Every reader takes a part of a slow source."""
-    chain = with_a_seed("a")
-    chain.handles["t"] = chain.trainer
-    (lease,) = chain.part("a").leases.values()
-    assert (lease.holding.load, lease.holding.load_without(lease)) == (Load(1, 0, 1), Load(0, 0, 1))
-    chain.is_taken_for("a", 3)
-    assert (lease.holding.load, lease.holding.load_without(lease)) == (Load(0, 0, 2), Load(0, 0, 1))
-    chain.is_taken_for("t", 1)
-    assert (lease.holding.load, lease.holding.load_without(lease)) == (Load(2, 1, 0), Load(1, 1, 0))
-    chain.finish()
-
-
-def test_who_makes_way_has_read_something_before_it_does_so_again() -> None:
-    """Each move costs it the chunks that are on their way: it would never have one where readers come and go."""
-    chain = with_a_seed("")
-    for name, moves in (("a", True), ("b", False)):
-        chain.call(name)
-        chain.says(name, 8, per_s=FAST / 2)
-        assert chain.sources()["x"] == (name if moves else "t")
-        chain.handles[name].cancel()
-        chain.settle()
-        del chain.calls[name]
-        assert chain.sources() == {"x": "t"}
-    chain.says("x", 1, per_s=FAST / 4)
-    chain.call("c")
-    chain.says("c", 8, per_s=FAST / 2)
-    assert chain.sources() == {"x": "c", "c": "t"}
-    chain.finish()
-
-
-def test_whose_worker_is_stalled_by_its_update_makes_way_for_nobody() -> None:
-    chain = with_a_seed("a", prefetches=False)
-    chain.says("a", 8, per_s=FAST / 2)
-    assert chain.sources() == {"x": "t", "a": "t"}
-    chain.call("b")
-    assert chain.sources()["b"] == "a"
-    chain.finish()
-
-
-def test_of_two_that_fill_host_memory_in_other_sites_one_reads_from_the_other() -> None:
-    """They share what is between the sites, so that each counts for the other."""
-    chain = with_a_seed("")
-    (lease,) = chain.part("x").leases.values()
-    assert (lease.yields, lease.holding.traffic.yielding, lease.holding.load.readers) == (True, 1, 0)
-    chain.prefetch("y")
-    assert chain.sources() == {"x": "t", "y": "x"}
-    chain.finish()
-    assert lease.holding.traffic.yielding == 0
-
-
-def test_of_two_seeds_of_a_site_one_brings_the_version_there_and_the_other_goes_on_when_it_dies() -> None:
-    """Both serve while they fill."""
-    chain = Chain("xyz", [Location("here" if name == "t" else "there", host=f"host {name}") for name in "txyz"], only="")
-    chain.prefetch("x")
-    chain.prefetch("y")
-    chain.call("z")
-    assert chain.sources() == {"x": "t", "y": "x", "z": "y"}
-    chain.handles["x"].worker.crash()
-    del chain.calls["x"]
-    chain.finish()
-    added = [line for line in chain.cluster.log if "<- AddSource" in line]
-    assert [line.split()[1] for line in added] == ["y"]
-    assert ":t(" in added[0]
-
-
-def test_who_is_filled_behind_a_slow_one_is_as_slow_until_it_has_everything() -> None:
-    chain = Chain("abcd", HERE_AND_THERE, only="ab")
-    chain.is_taken_for("b", 3)
-    chain.call("c")
-    assert chain.sources()["c"] == "b"
-    holding = chain.part("c").holding
-    assert holding is not None
-    assert (holding.slowness, holding.load.slowness) == (3, 3)
-    chain.finish()
-    assert holding.slowness == 0
-
-
 def test_who_waits_for_its_source_is_not_slow() -> None:
     """`a` has shown more before, and waits for the trainer now: so does `b`, which has as much."""
     chain = Chain("ab")
@@ -372,41 +236,6 @@ def test_a_move_is_told_as_one() -> None:
     told = [line for line in chain.cluster.log if "Source" in line]
     assert any("c <- AddSource" in line for line in told)
     assert any("c <- DropSource" in line for line in told)
-
-
-def test_nothing_is_kept_of_a_source_that_is_lost_and_serves_on() -> None:
-    world = World()
-    trainer, reader = world.arrive("t"), world.arrive("r")
-    world.publish([trainer], 1)
-    world.fill([reader])
-    (lease,) = world.part(reader).leases.values()
-    world.lose(trainer)
-    flow = Flow(lease.id, CHUNK_BYTES, 1.0)
-    world.say(reader, Progress(world.operation(reader).key, 0, 1, CHUNK_BYTES, (flow,)))
-    assert lease.flow == flow
-    assert world.core.cluster.slowness._met.keys() <= world.core.cluster.workers.keys()
-
-
-def test_a_worker_is_weighed_once_for_all_that_one_message_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each change of mind costs as much as all that it reads: thousands of them in one message cost many seconds."""
-    chain = slow_in_the_midst()
-    weighed = list[Worker]()
-    weigh = Readers._weigh
-
-    def counted(self: Readers, worker: Worker) -> None:
-        weighed.append(worker)
-        weigh(self, worker)
-
-    monkeypatch.setattr(Readers, "_weigh", counted)
-    (lease,) = chain.part("b").leases.values()
-    rates, flows, flow = [FAST, SLOW] * 32, list[Flow](), lease.flow
-    for rate in rates:
-        flow = Flow(lease.id, flow.nbytes + int(rate * CHUNK_BYTES), flow.seconds + 1.0)
-        flows.append(flow)
-    chain.handles["b"].worker.say(Progress(chain.part("b").operation.key, 0, 5, 5 * CHUNK_BYTES, tuple(flows)))
-    chain.settle()
-    assert [worker.name for worker in weighed] == ["b", "a"]
-    assert lease.flow == flow
 
 
 def test_of_equals_the_publisher_is_read_last_and_released_at_once() -> None:

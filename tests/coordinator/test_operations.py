@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.errors import CoordinatorUnavailable, GroupAborted
+from tensorhub.errors import GroupAborted
 from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
-from tests.coordinator.test_resumption import publish, published, restart, until
+from tests.coordinator.test_resumption import publish, published
 
 
 def holding_one(world_size: int) -> tuple[StepwiseCluster, list[SimHandle]]:
@@ -83,26 +83,6 @@ def test_a_rank_that_is_restarted_before_it_has_called_ends_the_call_of_those_th
     end_well(cluster, [*ranks[:2], spare], 2)
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["stored", "not stored"])
-def test_a_rank_that_is_restarted_once_all_have_voted_does_not_undo_it(kept: bool) -> None:
-    """The decision is on its way to the store: the others keep what is committed, and the newcomer starts empty."""
-    cluster, ranks = holding_one(3)
-    calls = [handle.update() for handle in ranks]
-    until(cluster, lambda: bool(cluster.unstored), kinds="up down do read")
-    spare = replace(cluster, ranks[2])
-    while any(choice.kind != "store" for choice in cluster.choices()):
-        cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
-    assert not any(call.done for call in calls[:2])
-    if not kept:
-        cluster.fail_store()
-    cluster.run()
-    if kept:
-        assert [call.number for call in calls[:2]] == [2, 2]
-    else:
-        assert [type(call.error) for call in calls[:2]] == [CoordinatorUnavailable] * 2
-    end_well(cluster, [*ranks[:2], spare], 2)
-
-
 def test_a_rank_that_is_restarted_in_the_midst_of_a_publish_leaves_the_number_unused() -> None:
     cluster = StepwiseCluster()
     ranks = cluster.group("trainer", 3)
@@ -150,49 +130,6 @@ def _call(handle: SimHandle, what: str) -> CallRecord:
     selector, _, at_least = arguments.partition(", at_least=")
     number = int(at_least) if at_least else None
     return handle.update(selector.strip("'") if "'" in selector else int(selector), at_least=number)
-
-
-@pytest.mark.parametrize("kept", [True, False], ids=["recorded", "not recorded"])
-@pytest.mark.parametrize("what", ["publish", "update"])
-def test_a_doubt_is_resolved_by_the_next_call_after_a_coordinators_restart(what: str, kept: bool) -> None:
-    """All ranks are in doubt when it comes back, and all are told the same."""
-    cluster, trainers = published(2)
-    ranks = cluster.group("reader", 2)
-    cluster.run()
-    asked = [handle.publish(2, 3) if what == "publish" else handle.update("latest", 3) for handle in ranks]
-    until(cluster, lambda: bool(cluster.unstored), kinds="up down do read")
-    for handle in ranks:
-        handle.worker.disconnect()
-    cluster.restart(kept=kept)
-    cluster.advance(9)
-    assert [getattr(call.error, "memory", "") for call in asked] == ["in_doubt", "in_doubt"]
-    assert [handle.member.state for handle in ranks] == [HandleState.IN_DOUBT] * 2
-    calls = [handle.update() for handle in ranks]
-    restart(cluster)
-    cluster.run()
-    newest = 2 if what == "publish" and kept else 1
-    assert [(call.number, call.changed) for call in calls] == [(newest, not kept)] * 2
-    cluster.check_agreement()
-    assert [handle.member.version for handle in trainers] == [1, 1]
-
-
-def test_one_rank_in_doubt_and_one_that_has_heard_agree_after_a_restart() -> None:
-    cluster, _ = published(2)
-    ranks = cluster.group("reader", 2)
-    cluster.run()
-    calls = [handle.replicate(timeout_s=3) for handle in ranks]
-    until(cluster, lambda: bool(cluster.unstored), kinds="up down do read")
-    deaf = Choice("down", ranks[1].worker.name)
-    cluster.run(deaf)
-    assert calls[0].number == 1
-    ranks[1].worker.disconnect()
-    cluster.advance(8)
-    assert ranks[1].member.state is HandleState.IN_DOUBT
-    barrier = [handle.update() for handle in ranks]
-    restart(cluster)
-    cluster.run()
-    assert [(call.number, call.changed) for call in barrier] == [(1, False)] * 2
-    assert [handle.member.version for handle in ranks] == [1, 1]
 
 
 def test_a_group_of_eight_in_every_order_of_its_ranks_calls() -> None:

@@ -12,7 +12,7 @@ from tensorhub.layouts.published import Published
 from tensorhub.messages import GetPart, ManifestReply, Need, Outcome, Register, Registered, Start, Write
 from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS
-from tensorhub.types import Medium, OpKind, Purpose
+from tensorhub.types import Medium, Purpose
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 from tests.coordinator.test_layouts_over_time import back, held_by
@@ -125,24 +125,6 @@ def test_who_may_leave_some_unread_is_no_origin() -> None:
     assert world.version.state is VersionState.UNAVAILABLE
 
 
-def test_one_layout_of_two_origins_is_two() -> None:
-    """Chunks of one are none of the other: nobody follows across them."""
-    world, trainers, _ = held()
-    first = begin(world, "x", "own/x")
-    world.ready(first, A, B)
-    finish(world, [first], trainers)
-    leave(world, *trainers)
-    second = begin(world, "s", "own/s")
-    (start,) = second.take(Start)
-    world.ready(second, OF_R)
-    assert start.publication in (reader_of(world, "own/r0"), reader_of(world, "own/x"))
-    world.vote(second, root(OF_R))
-    world.tell(second, OF_R)
-    origins: dict[str, str] = dict(list(world.version.others))
-    assert origins["own/s"] == start.publication
-    assert origins["own/x"] == world.version.holdings.described_as
-
-
 def reader_of(world: World, layout_id: str) -> str:
     (found,) = [layout.described_as for (of, _), layout in world.version.others.items() if of == layout_id]
     return found
@@ -196,29 +178,6 @@ def test_after_a_restart_an_origin_is_one_again_though_nobody_else_comes_back() 
     assert [world.sources(trainer) for trainer in trainers] == [[("r0", "all of it", 0)]] * 2
 
 
-def test_who_reads_only_what_was_published_is_woken_once_that_is_back_too() -> None:
-    """Which ranks held it is known, and it is available in another layout: neither changes then."""
-    world, trainers, (reader,) = held()
-    info = world.version.info
-    copies = world.group("c", [cut(0), cut(1)])
-    world.fill(copies)
-    for copy in copies:
-        world.ready(copy)
-    for copy in copies:
-        world.vote(copy)
-    assert all(outcome.committed for copy in copies for outcome in copy.take(Outcome))
-    world = world.restarted()
-    back(world, reader, held_by(reader, info))
-    world.lose(*(back(world, trainer, held_by(trainer, info, is_publisher=True)) for trainer in trainers))
-    one_rank = world.arrive("f", 0, 1, "", serves=False)
-    world.fill([one_rank], kind=OpKind.FETCH)
-    first, _ = [back(world, copy, held_by(copy, info, is_publisher=True)) for copy in copies]
-    assert world.version.state is VersionState.AVAILABLE
-    assert not one_rank.take(Start)
-    world.answer_questions(first, held_by(first, info, is_publisher=True))  # now the layout of its group is known
-    assert len(one_rank.take(Start)) == 1
-
-
 def test_after_a_restart_what_describes_no_origin_is_not_believed() -> None:
     world, _, (reader,) = held()
     info = world.version.info
@@ -236,20 +195,6 @@ def test_who_reads_what_was_published_looks_at_no_other_way() -> None:
     world.fill(copies)
     operation = world.operation(copies[0])
     assert ways.find(world.core.cluster, world.version, operation) == ways.Way(world.version.holdings, None)
-
-
-def test_a_rank_that_holds_it_in_other_chunks_than_its_mates_will_fills_it_anew() -> None:
-    """All ranks of a group say where they read to, in one layout of one origin."""
-    world, trainers, _ = held()
-    readers = filling(world, "s", ranks=2)
-    finish(world, readers, trainers)
-    leave(world, *trainers, readers[1])
-    world.fill(readers)
-    for reader in readers:
-        start = reader.take(Start)[-1]
-        assert start.publication == reader_of(world, "own/r0")
-        world.ready(reader, OF_R)
-    assert [world.sources(reader) for reader in readers] == [[("r0", "all of it", 0)]] * 2
 
 
 def several(site: str = "here") -> tuple[World, list[Rank]]:
@@ -274,14 +219,6 @@ def test_what_some_rank_of_a_group_has_is_no_origin_for_the_group() -> None:
     assert holding.layout.is_described
     assert holding.layout not in found
     assert len(found) == 2
-
-
-def test_a_group_goes_on_with_what_some_rank_has_though_all_of_it_is_nearer_in_other_chunks() -> None:
-    world, mine = several("there")
-    world.fill(mine)
-    assert [rank.take(Start)[-1].publication for rank in mine] == [world.version.holdings.described_as] * 2
-    world.ready(mine[1], A, B)
-    assert world.sources(mine[1]) == [("u1", "", 0)]
 
 
 @pytest.mark.parametrize("site", ["here", "there"])

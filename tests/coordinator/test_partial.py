@@ -12,7 +12,7 @@ from tensorhub.coordinator.source_choice import PATCHES_MAX
 from tensorhub.coordinator.states import LeaseState, VersionState
 from tensorhub.errors import VersionUnavailable
 from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
-from tensorhub.types import HandleState, Location
+from tensorhub.types import Location
 
 
 def version_of(cluster: StepwiseCluster, number: int = 1) -> Version:
@@ -98,19 +98,6 @@ def test_two_halves_complete_each_other_when_the_only_source_is_lost() -> None:
     assert late.member.version == 1
 
 
-def test_the_first_that_has_everything_is_a_source_for_the_others() -> None:
-    cluster, trainer, readers, asked = readers_of_a_trainer(False, True, False)
-    lose(cluster, trainer, readers)
-    _, second, third = readers
-    while not asked[0].done:
-        choices = [choice for choice in cluster.choices() if choice != Choice("read", second.name)]
-        cluster.do(next(choice for choice in choices if choice != Choice("read", third.name)))
-    assert version_of(cluster).state is VersionState.AVAILABLE
-    assert (second.member.state, third.member.state) == (HandleState.FILLING, HandleState.FILLING)
-    cluster.run()
-    assert [each.number for each in asked] == [1, 1, 1]
-
-
 def test_a_chunk_that_one_of_many_has_comes_to_all_of_them() -> None:
     """Nobody reads from more than a few; what each has goes round, also what the one has that is nobody's best source."""
     count = 3 * PATCHES_MAX
@@ -125,15 +112,6 @@ def test_a_chunk_that_one_of_many_has_comes_to_all_of_them() -> None:
     assert all(reader.cells == truth for reader in readers)
 
 
-def test_a_fetch_takes_part_and_is_nobodys_source() -> None:
-    cluster, trainer, readers, asked = readers_of_a_trainer(False, True, False, fetch=True)
-    lose(cluster, trainer, readers)
-    assert sources_of(cluster, readers[2]) == ["r0", "r1"]
-    assert sources_of(cluster, readers[0]) == ["r1"]
-    cluster.run()
-    assert [each.number for each in asked] == [1, 1, 1]
-
-
 def test_what_nobody_has_is_waited_for_until_the_deadline() -> None:
     cluster, trainer, _, asked = readers_of_a_trainer(False, False)
     trainer.worker.crash()
@@ -142,18 +120,6 @@ def test_what_nobody_has_is_waited_for_until_the_deadline() -> None:
         with pytest.raises(VersionUnavailable, match="has lost its last source") as caught:
             _ = each.number
         assert caught.value.memory == "torn"
-
-
-def test_a_complete_source_that_is_back_is_read_by_those_that_lack_something() -> None:
-    cluster, trainer, readers, asked = readers_of_a_trainer(False, False)
-    lose(cluster, trainer, readers, crash=False)
-    assert [sources_of(cluster, reader) for reader in readers] == [["r1"], ["r0"]]
-    trainer.worker.connect()
-    cluster.advance(1.0)
-    trainer.worker.connect()  # as a new incarnation, which announces what it holds
-    cluster.run()
-    assert [each.number for each in asked] == [1, 1]
-    assert trainer.member.version == 1
 
 
 def test_whoever_leaves_on_purpose_is_not_waited_for() -> None:
@@ -167,11 +133,3 @@ def test_whoever_leaves_on_purpose_is_not_waited_for() -> None:
     for each in asked:
         with pytest.raises(VersionUnavailable, match="its last holder has left on purpose"):
             _ = each.number
-
-
-def test_a_patch_that_dies_is_replaced_and_the_others_go_on() -> None:
-    cluster, trainer, readers, asked = readers_of_a_trainer(False, True, True)
-    lose(cluster, trainer, readers)
-    readers[1].worker.crash()
-    cluster.advance(30)
-    assert [asked[0].number, asked[2].number] == [1, 1]

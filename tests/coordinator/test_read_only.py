@@ -4,37 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator import Connected, Disconnected, Persisted, Received, Silent, Tick, limits as real, operations
-from tensorhub.coordinator.entities import Model, Operation
-from tensorhub.coordinator.limits import IDLE_S, NOTED_PER_STEP, TIMERS_PER_STEP, WOKEN_PER_STEP
+from tensorhub.coordinator import Connected, Disconnected, Received, Silent, Tick, limits as real
+from tensorhub.coordinator.limits import IDLE_S, NOTED_PER_STEP
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError
 from tensorhub.messages import (
     WATCHES_MAX,
-    AddSource,
     Announce,
     Describe,
     Dismissed,
-    DropSource,
-    Fenced,
     Fill,
     Heartbeat,
     HeartbeatAck,
     Join,
-    LeaveGranted,
-    LeaveRequest,
     Outcome,
-    Prepared,
-    ReadFailed,
     Refused,
     Register,
     Registered,
-    Rollback,
     Unwatch,
     Watch,
     Welcome,
 )
-from tensorhub.testing import CHUNKS
-from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose
 from tests.coordinator.test_limits import Desk, refusal
 
@@ -137,106 +126,6 @@ def test_a_name_that_was_watched_before_there_was_such_a_model_is_announced() ->
 # ------------------------------------------------------------------------------------------------------ many calls
 
 
-def test_however_many_readers_wait_a_workers_step_looks_at_a_few_and_each_has_its_turn(looked: list[Operation]) -> None:
-    """A step of a trainer was once as long as all that waits: half a minute for two read-only sessions' calls."""
-    lobby, many = Lobby(), 3 * WOKEN_PER_STEP
-    lobby.reader(1)
-    for number in range(many):
-        lobby.asks(1, str(number))
-    lobby.connect(2)
-    lobby.register(2, "t")  # some are looked at now, in vain; the others still wait for that when there is something
-    looked.clear()
-    lobby.core.step(Received(2, lobby.publication("t")), lobby.now)
-    (record,) = lobby.core.cluster.records
-    lobby.core.step(Persisted(record), lobby.now)
-    assert len(looked) <= 2 * WOKEN_PER_STEP + 4
-    assert lobby.ticks() >= 2
-    assert {operation.key.group for operation in looked} == {"t", *(f"read-only-{number}" for number in range(many))}
-    assert lobby.readers("t") == [many]
-    assert not [*lobby.core.cluster.models["m"].waiting.unbound, *lobby.core.cluster.woken]
-
-
-def test_readers_whose_source_leaves_are_moved_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each weighs all sources: where a thousand held the version, 256 of them made a step of `unpublish` take 3.5 s."""
-    monkeypatch.setattr(real, "WOKEN_PER_STEP", 1)
-    lobby = Lobby()
-    for session, name in ((2, "t"), (3, "r"), (4, "s")):
-        lobby.connect(session)
-        lobby.register(session, name)
-    lobby.publish(2, "t", 1, 0)
-    lobby.reader(1)
-    keys = [lobby.asks(1, str(number)) for number in range(4)]
-    for session, name in ((3, "r"), (4, "s")):
-        key = OpKey("m", name, lobby.core.cluster.models["m"].groups[name].epoch, 0)
-        lobby.say(session, Fill(key, 0, name, OpKind.REPLICATE, "latest", None, 1, False, False, 1000.0))
-        lobby.say(session, Prepared(key, 0))
-    assert lobby.readers("t", "r", "s") == [4, 0, 0]
-    before = len(lobby.heard[1])
-    lobby.say(2, LeaveRequest(1, "t", 1, 10.0, False, False))
-    assert lobby.heard[1][before:] == []
-    assert lobby.ticks() == len(keys)
-    moves = [type(heard) for heard in lobby.heard[1][before:]]
-    assert moves == [AddSource, DropSource] * len(keys)
-    assert lobby.readers("r", "s") == [2, 2]
-    dropped = [heard for heard in lobby.heard[1] if isinstance(heard, DropSource)]
-    for drop in dropped:
-        lobby.say(1, ReadFailed(drop.key, 0, drop.lease, "dropped", ""))
-    assert isinstance(lobby.heard[2][-1], LeaveGranted)
-
-
-def test_what_is_held_is_worked_out_once_for_all_calls_that_a_rollback_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks at all holders of all versions."""
-    worked_out = list[str]()
-
-    def held_text(model: Model) -> str:
-        worked_out.append(model.name)
-        return "held now"
-
-    monkeypatch.setattr(operations, "held_text", held_text)
-    lobby = Lobby()
-    lobby.connect(2)
-    lobby.register(2, "t")
-    lobby.publish(2, "t", 1, 0)
-    lobby.reader(1)
-    for number in range(5):
-        lobby.asks(1, str(number))
-    lobby.say(2, Rollback(1, "back", "m", 0))
-    ended = [heard.error.message for heard in lobby.heard[1] if isinstance(heard, Outcome) and heard.error is not None]
-    assert len(ended) == 5
-    assert all(text.endswith("held now") for text in ended)
-    assert worked_out == ["m"]
-
-
-def test_readers_that_have_voted_keep_no_version_that_nobody_holds() -> None:
-    """Their publisher has left: the digests of their source count."""
-    lobby = Lobby()
-    lobby.connect(2)
-    lobby.register(2, "t", manifest=make_manifest(CHUNKS, "xxh3-64").encode())
-    lobby.reader(1)
-    for number in range(1, 6):
-        lobby.publish(2, "t", number, number - 1)
-        lobby.say(1, Prepared(lobby.asks(1, str(number)), 0, b"wrong"))
-        lobby.say(2, LeaveRequest(number, "t", number, 10.0, False, False))
-        lobby.say(2, Fenced("t", number))
-    assert sorted(lobby.core.cluster.models["m"].versions) == [4, 5]
-    outcomes = [(heard.committed, heard.by_source) for heard in lobby.heard[1] if isinstance(heard, Outcome)]
-    assert len(outcomes) >= 3
-    assert set(outcomes) == {(True, True)}
-
-
-def test_calls_that_are_over_at_once_end_in_several_steps() -> None:
-    lobby, many = Lobby(), 3 * TIMERS_PER_STEP
-    lobby.reader(1)
-    for number in range(many):
-        lobby.asks(1, str(number), timeout_s=5.0)
-    lobby.say(1, Heartbeat(1))
-    lobby.now += 6.0
-    lobby.step(Received(1, Heartbeat(1)))
-    assert len(lobby.core.cluster.undecided) >= many - TIMERS_PER_STEP
-    assert lobby.ticks() >= 2
-    assert not lobby.core.cluster.undecided
-
-
 def test_of_readers_that_are_lost_at_once_a_step_takes_as_many_as_have_not_much() -> None:
     lobby = Lobby()
     for session in (1, 2, 3):
@@ -323,21 +212,6 @@ def test_readers_have_half_of_the_sessions_and_the_one_that_was_idle_longest_mak
     assert "Options.sessions_max" in lobby.closed[6]  # all are taken
 
 
-def test_read_only_workers_that_come_and_go_leave_workers_their_places() -> None:
-    lobby = Lobby(Options(sessions_max=4))
-    for session in range(1, 40):
-        lobby.reader(session)
-        lobby.step(Disconnected(session))
-    assert len(lobby.core.cluster.workers) == 2
-    lobby.reader(50, incarnation="read-only-39")  # it is back within its lease
-    welcome = lobby.heard[50][-1]
-    assert isinstance(welcome, Welcome)
-    assert welcome.known
-    for session in range(100, 102):
-        lobby.connect(session)
-        assert lobby.is_open(session)
-
-
 # ----------------------------------------------------------------------------------------------------------- idle
 
 
@@ -362,21 +236,6 @@ def test_a_reader_that_wants_nothing_is_closed_and_quiet_watchers_stay() -> None
     assert list(lobby.closed) == [4, 3, 5]
     lobby.reader(11, incarnation="read-only-4")  # and may come back
     assert isinstance(lobby.heard[11][-1], Welcome)
-
-
-def test_a_thousand_quiet_readers_of_one_address_stay() -> None:
-    lobby = Lobby()
-    for session in range(1, 1001):
-        lobby.core.step(Connected(session, f"read-only-{session}", "worker", True), lobby.now)
-        lobby.core.step(Received(session, Join(f"r{session}", Location(), (), 1, 0)), lobby.now)
-        lobby.core.step(Received(session, Watch("actor")), lobby.now)
-    for _ in range(24):
-        lobby.now += 5
-        for session in range(1, 1001):
-            lobby.core.step(Received(session, Heartbeat(1)), lobby.now)
-        lobby.step(Tick())
-    assert len(lobby.core.cluster.sessions) == 1000
-    assert not lobby.closed
 
 
 def test_an_observer_stays_as_long_as_it_beats_and_waits_for_something() -> None:

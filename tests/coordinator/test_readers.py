@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from tensorhub.coordinator.states import LeaseState
 from tensorhub.errors import (
     TransportUnavailable,
     VersionUnavailable,
@@ -15,10 +14,9 @@ from tensorhub.messages import (
     Flow,
     Heartbeat,
     Progress,
-    ReadFailed,
 )
 from tensorhub.scheduler import choice as source_choice
-from tensorhub.scheduler.links import SUPPOSED_BYTES_PER_S, Distance
+from tensorhub.scheduler.links import Distance
 from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState, Location
 from tests.coordinator.test_fills import trainer_and_reader
@@ -68,52 +66,6 @@ class Readers:
         """What a link within the site is taken to carry."""
         known = self.cluster.coordinator.cluster
         return known.links.rates(known.now)[SITE]
-
-
-def test_a_reader_that_had_a_whole_source_for_itself_tells_what_a_link_carries() -> None:
-    readers = Readers(1)
-    readers.flows(0, 25_000_000, 1.0)
-    assert readers.rate == 25e6
-
-
-def test_only_what_came_since_the_last_word_counts() -> None:
-    """A link that has become ten times as slow is found so at once."""
-    readers = Readers(1)
-    readers.flows(0, 500_000_000, 1.0)
-    assert readers.rate == 500e6
-    readers.flows(0, 550_000_000, 2.0)
-    assert readers.rate == 50e6
-
-
-def test_readers_that_share_a_source_tell_of_all_that_it_gives() -> None:
-    """Fetches have one source only, since they are none themselves."""
-    readers = Readers(4, fetch=True)
-    assert len(readers.trainer.serving) == 4
-    for number in range(4):
-        readers.flows(number, 50_000_000, 1.0)
-    assert readers.rate == 200e6
-
-
-def test_who_waits_for_its_source_does_not_tell_of_its_link() -> None:
-    readers = Readers(2)
-    first, second = readers.handles
-    assert [lane.reader for lane in first.serving] == [second]
-    readers.flows(1, 1000, 1.0)
-    assert readers.rate == SUPPOSED_BYTES_PER_S[SITE]
-    readers.flows(0, 25_000_000, 1.0)
-    assert readers.rate == 25e6
-
-
-def test_wild_words_change_nothing() -> None:
-    readers = Readers(1)
-    readers.tells(0, Flow("nobody's", 1, 1.0), Flow("", 2**64 - 1, 10.0**9))
-    readers.flows(0, 1, 0.0)
-    assert readers.rate == SUPPOSED_BYTES_PER_S[SITE]
-    readers.flows(0, 2**64 - 1, 1.0)
-    readers.flows(0, 0, 10.0)
-    assert readers.rate == SUPPOSED_BYTES_PER_S[SITE]
-    readers.cluster.run()
-    assert readers.asked[0].number == 1
 
 
 def test_a_lost_source_is_replaced_and_nothing_verified_is_read_again() -> None:
@@ -168,28 +120,6 @@ def test_the_only_source_is_tried_again_after_a_while_that_grows() -> None:
     cluster.run()
     assert asked.number == 1
     assert waits == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0], abs=0.04)
-
-
-def test_two_ranks_failing_sources_are_each_tried_again_in_time() -> None:
-    cluster = StepwiseCluster()
-    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
-    cluster.run()
-    for handle in trainers:
-        handle.publish(1)
-    cluster.run()
-    calls = [handle.replicate() for handle in readers]
-    while any(handle.pull is None for handle in readers):
-        cluster.do(next(c for c in cluster.choices() if c.kind != "read"))
-    for times, handle in ((4, readers[0]), (1, readers[1])):
-        for _ in range(times):
-            assert handle.pull is not None
-            while not handle.pull.grants:
-                for choice in [c for c in cluster.choices() if c.kind != "read"]:
-                    cluster.do(choice)
-                cluster.advance(0.01, run=False)
-            handle.source_ended(next(iter(handle.pull.grants)), "stalled")
-    cluster.advance(5)
-    assert [call.number for call in calls] == [1, 1]
 
 
 def test_what_has_failed_less_is_read_first() -> None:
@@ -288,23 +218,6 @@ def test_nothing_is_overwritten_while_its_only_source_is_suspected() -> None:
     assert asked.error.memory == "intact"
 
 
-def test_a_source_given_up_unheard_is_not_taken_for_another_one() -> None:
-    """The reader's word is lost with its connection, and the coordinator speaks of that lease once more."""
-    cluster, trainer, reader = trainer_and_reader()
-    asked = reader.replicate()
-    cluster.run(until=lambda: reader.pull is not None)
-    assert reader.pull is not None
-    (lease,) = reader.pull.grants
-    reader.worker.disconnect()
-    reader.source_ended(lease, "lost")
-    cluster.run(until=lambda: not cluster.choices())
-    reader.worker.connect()
-    cluster.advance(1.0)
-    assert asked.number == 1
-    assert sum(f"-> ReadFailed key=reader@1.2#0 rank=0 lease={lease} " in line for line in cluster.log) == 1
-    assert reader.cells == trainer.cells
-
-
 @pytest.mark.parametrize(("transports", "sources"), [(("tcp",), 3), (("cma", "tcp"), 1)])
 def test_readers_that_copy_out_of_memory_need_no_chain(
     monkeypatch: pytest.MonkeyPatch, transports: tuple[str, ...], sources: int
@@ -358,40 +271,6 @@ def test_a_cut_that_was_lost_on_the_way_is_repeated() -> None:
     assert cluster.coordinator.cluster.leases == {}
 
 
-def test_a_cut_that_was_lost_on_the_way_is_repeated_to_a_source_that_fills_itself() -> None:
-    """What such a source holds it restates with its call, and not with its registration."""
-    cluster, _, middle = published()
-    reader = cluster.handle("behind")
-    middle.replicate(timeout_s=60)
-    cluster.run(until=lambda: middle.pull is not None and len(middle.pull.missing) != 2)
-    reader.replicate(timeout_s=60)
-    cluster.run("read")
-    (lease,) = [each for each in cluster.coordinator.cluster.leases.values() if each.holding.member.worker.name == "reader"]
-    assert lease.part.member.worker.name == "behind"
-    reader.worker.crash()
-    while lease.state is LeaseState.ACTIVE:
-        cluster.advance(1, run=False)
-        while steps := [step for step in cluster.choices() if step.kind == "up"]:
-            cluster.do(steps[0])
-    assert lease.state is LeaseState.FENCING
-    middle.worker.disconnect()  # before it has answered
-    middle.worker.connect()
-    cluster.run("read")
-    assert middle.pull is not None
-    assert lease.id not in cluster.coordinator.cluster.leases
-
-
-def test_a_source_lost_together_with_its_reader_leaves_no_lease() -> None:
-    cluster, trainer, reader = published()
-    reader.replicate(timeout_s=60)
-    cluster.run(until=lambda: reader.pull is not None)
-    trainer.worker.crash()
-    reader.worker.crash()
-    cluster.advance(30)
-    assert cluster.coordinator.cluster.leases == {}
-    assert cluster.coordinator.cluster.workers == {}
-
-
 def test_a_lost_source_whose_reader_has_no_other_may_still_serve_it() -> None:
     """R11: LOST only removes it from counts; immutable bytes may still be read."""
     cluster, trainer, reader = published()
@@ -425,51 +304,3 @@ def test_a_reader_is_sent_to_a_source_in_its_own_rack() -> None:
     cluster.run()
     asked = [line for line in cluster.log if "reader <- Start" in line]
     assert [":near(" in line for line in asked] == [True]
-
-
-def test_of_several_failed_sources_each_is_tried_again_in_its_own_time() -> None:
-    """A source is avoided for 0.05 s after its first failure, and for 0.1 s after its second one."""
-    cluster, trainer, reader = trainer_and_reader()
-    other = cluster.handle("other")
-    cluster.run()
-    other.replicate()
-    cluster.run()
-    start = cluster.now
-    asked = reader.replicate()
-    core = cluster.coordinator.cluster
-
-    def let_all_but_reads_happen() -> None:
-        cluster.run("read")
-
-    def read() -> str | None:
-        """Whom it is sent to now."""
-        let_all_but_reads_happen()
-        return next((lease.holding.member.worker.name for lease in core.leases.values()), None)
-
-    def fails(at_s: float) -> None:
-        """The read that runs fails, so long after the start."""
-        cluster.advance(start + at_s - cluster.now, run=False)
-        (lease,) = core.leases.values()
-        assert asked.key is not None
-        reader.worker.say(ReadFailed(asked.key, 0, lease.id, "lost", ""))
-        let_all_but_reads_happen()
-
-    def at(at_s: float) -> str | None:
-        cluster.advance(start + at_s - cluster.now, run=False)
-        return read()
-
-    assert read() == "other"
-    fails(0.0)  # until 0.05
-    assert read() == "trainer"
-    fails(0.02)  # until 0.07
-    assert at(0.04) is None
-    assert at(0.051) == "other"
-    fails(0.06)  # until 0.16
-    assert at(0.065) is None
-    assert at(0.071) == "trainer"  # its time comes first, although the other one failed after it
-    fails(0.08)  # until 0.18
-    assert at(0.15) is None
-    assert at(0.161) == "other"
-    cluster.run()
-    assert asked.number == 1
-    assert trainer.member.version == 1

@@ -15,9 +15,8 @@ from tensorhub.testing import CHUNKS
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import OpKind, VersionInfo
 from tests.coordinator.layout_world import MANIFEST, Rank, World
-from tests.coordinator.test_bridges import cut, filling
+from tests.coordinator.test_bridges import cut
 from tests.coordinator.test_layouts_over_time import back, held_by
-from tests.coordinator.test_origins import OF_R, held, leave
 from tests.coordinator.test_selection_digests import copied
 
 ANOTHER = make_manifest(CHUNKS + 1, "xxh3-64").encode()
@@ -115,41 +114,3 @@ def test_who_goes_on_with_other_tensors_than_were_published_is_refused(manifest:
     else:
         assert [error is not None and error.kind for error in errors] == ["ManifestMismatch", "GroupAborted"]
         assert not world.version.manifests
-
-
-def test_who_goes_on_with_what_he_reads_of_another_layout_names_a_manifest_of_his_own() -> None:
-    """Although the version was published in his layout: nobody has it in that any more."""
-    world, trainers, (holder,) = held()
-    leave(world, *trainers)
-    world.manifest = ANOTHER
-    fillers = world.group("f", [cut(0), cut(1)])
-    key, info = world.fill(fillers), world.version.info
-    for filler in fillers:
-        world.ready(filler, OF_R)
-    world.manifest = MANIFEST
-    world = world.restarted()
-    back(world, holder, held_by(holder, info))
-    world.manifest = ANOTHER
-    fillers = [back(world, filler, None) for filler in fillers]
-    for filler in fillers:
-        begun = Begun(key, info.version, info.content_id, id_of(ANOTHER), True, filler.publication)
-        call = (OpKind.UPDATE, "latest", None, filler.generation, False, False, 1000.0, (key,), begun)
-        world.say(filler, BegunWith(filler.name, ANOTHER))
-        world.say(filler, Fill(world.key(filler), filler.rank, filler.name, *call))
-    assert [filler.take(Outcome) for filler in fillers] == [[], []]
-    for filler in fillers:
-        assert [start.publication for start in filler.take(Start)] == [filler.publication]
-
-
-def test_what_is_recorded_names_the_manifest_and_the_coordinates_of_each_shard() -> None:
-    world, _, _ = copied()
-    (publication,) = [entry for entry in world.stored if isinstance(entry, Publication)]
-    ids = [id_of(MANIFEST) + id_of(cut(rank)[1][-1]) for rank in range(2)]
-    assert publication.manifest_ids.hex() == "".join(ids)
-    plain = world.arrive("plain")
-    world.publish([plain], 2)
-    publication = next(entry for entry in reversed(world.stored) if isinstance(entry, Publication))
-    assert publication.manifest_ids.hex() == id_of(MANIFEST) + "0" * 32
-    assert world.version.recorded(0) == (id_of(MANIFEST), "")
-    assert world.version.recorded(1) is None
-    filling(world)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.coordinator.readers import REFUSALS_MAX
-from tensorhub.messages import AddSource, Deregister, DropSource, LeaveGranted
+from tensorhub.messages import AddSource
 from tensorhub.testing import CHUNKS, StepwiseCluster
 from tensorhub.testing.sim.layouts import Layout, described
 from tensorhub.types import Location
 from tests.coordinator.layout_world import Rank, World
-from tests.coordinator.test_bridges import cut, filling, finish, published
+from tests.coordinator.test_bridges import cut, filling, published
 
 RETRY_S = 2.0  # at most, until it is tried again
 
@@ -59,47 +59,6 @@ def test_nobody_waits_in_the_second_half_of_his_time() -> None:
     world, _, reader, near = neighbours()
     world.pass_time(501.0)
     world.lose_source(reader, world.lease(reader, near), "refused")
-    assert granted(reader) == {"t0", "t1"}
-
-
-@pytest.mark.parametrize("how", ["it is closed", "its connection ends"])
-def test_who_waits_for_a_neighbour_that_goes_reads_elsewhere_when_it_would_have_tried_again(how: str) -> None:
-    world, _, reader, near = neighbours()
-    world.lose_source(reader, world.lease(reader, near), "refused")
-    rank = world.ranks[near]
-    if how == "it is closed":
-        world.say(rank, Deregister(next(world.numbers), rank.name, abandon=True))
-    else:
-        world.cut_off(rank)
-    world.pass_time(RETRY_S, silent=[rank])
-    assert granted(reader) == {"t0", "t1"}
-
-
-def test_whose_source_leaves_while_he_waits_for_a_neighbour_moves_there_when_he_tries_it_again() -> None:
-    """He would hold up who leaves for all of its grace."""
-    world, trainers = published()
-    near = [*filling(world, "first", site="there"), *filling(world, "third", site="there")]
-    finish(world, near, trainers)
-    (reader,) = filling(world, site="there")
-    ((refuses, _, _),) = world.sources(reader)
-    world.lose_source(reader, world.lease(reader, refuses), "refused")
-    (leaves,) = [rank for rank in near if rank.name != refuses]
-    assert granted(reader) == {leaves.name}
-    world.leave(leaves)
-    assert not granted(reader)
-    world.pass_time(RETRY_S)
-    assert granted(reader) == {refuses}
-    (told,) = reader.take(DropSource)
-    world.lose_source(reader, world.core.cluster.leases[told.lease], "dropped")
-    assert leaves.take(LeaveGranted)
-
-
-def test_a_neighbour_that_has_failed_otherwise_since_comes_last() -> None:
-    world, _, reader, near = neighbours()
-    world.lose_source(reader, world.lease(reader, near), "refused")
-    world.pass_time(RETRY_S)
-    assert granted(reader) == {near}
-    world.lose_source(reader, world.lease(reader, near), "lost")
     assert granted(reader) == {"t0", "t1"}
 
 

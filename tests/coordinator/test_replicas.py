@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.coordinator import limits, replicas
+from tensorhub.coordinator import limits
 from tensorhub.errors import IntegrityError
 from tensorhub.messages import Digests, Outcome, Register, Retain, Revoked, Start, TellDigests
 from tensorhub.model.manifest import Manifest, id_of
@@ -112,15 +112,6 @@ def copy_of(world: World, shard: int) -> Rank:
     return copy
 
 
-def test_a_copy_of_a_shard_is_filled_though_its_group_has_lost_another_one() -> None:
-    world, trainers = hsdp()
-    world.say(trainers[0], Retain(1, "m", 1))
-    world.lose(trainers[0])
-    (start,) = copy_of(world, 2).take(Start)
-    assert [grant.source for grant in start.grants] == ["t2"]
-    assert not copy_of(world, 0).take(Start)
-
-
 def test_a_copy_of_a_shard_begins_once_that_one_is_there() -> None:
     """After a restart, of which the rank that has another shard does not come back."""
     world, trainers = hsdp()
@@ -164,17 +155,6 @@ def test_of_three_that_have_the_same_part_the_last_may_differ() -> None:
     assert "ranks 0 and 2 of group 't'" in error_of(reader)
 
 
-def test_who_does_not_need_them_is_not_concerned() -> None:
-    world, trainers = hsdp()
-    (reader,) = filling(world, needs=[A])
-    for trainer, value in zip(trainers, (b"a", b"one", b"a", b"other"), strict=True):
-        world.tell(trainer, value=value)
-    world.tell(trainers[2], A)
-    world.vote(reader, root(A))
-    world.tell(trainers[0], A)
-    assert reader.take(Outcome)[0].committed
-
-
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_vote_waits_until_all_of_a_class_have_told_their_digests(differs: bool) -> None:
     world, trainers = hsdp()
@@ -192,25 +172,6 @@ def test_a_vote_waits_until_all_of_a_class_have_told_their_digests(differs: bool
         assert reader.take(Outcome)[0].committed
 
 
-@pytest.mark.parametrize("how", ["tells nothing", "is lost", "is cut off"])
-def test_no_vote_waits_for_one_of_a_class_that_cannot_tell(how: str) -> None:
-    world, trainers = hsdp()
-    (reader,) = filling(world)
-    for trainer in (*trainers[:1], *trainers[2:]):
-        world.tell(trainer)
-    if how == "is lost":
-        world.lose(trainers[1])
-    elif how == "is cut off":
-        world.cut_off(trainers[1])
-    else:
-        world.say(trainers[1], Digests("t1", trainers[1].generation, CHUNKS, (), b"", True))
-    world.vote(reader, root(A), root(B))
-    world.tell(trainers[0], A)
-    world.tell(trainers[1 if how == "tells nothing" else 3], B)
-    (outcome,) = reader.take(Outcome)
-    assert (outcome.committed, outcome.by_source) == (True, False)
-
-
 def test_a_publisher_where_nobody_has_read_a_selection_leaves_it_to_its_equal() -> None:
     world, trainers = hsdp()
     for trainer in trainers:
@@ -223,15 +184,6 @@ def test_a_publisher_where_nobody_has_read_a_selection_leaves_it_to_its_equal() 
     assert (asked.selection, asked.shard) == (B.selection, B.shard)
     world.tell(trainers[3], B)
     assert reader.take(Outcome)[0].committed
-
-
-def test_what_a_long_error_would_cost_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "MANIFEST_BYTES_MAX", 10)
-    world, trainers = hsdp()
-    (reader,) = filling(world)
-    for trainer, value in zip(trainers, (b"a", b"one", b"a", b"other"), strict=True):
-        world.tell(trainer, value=value)
-    assert "chunk 0 is the first of 2" in error_of(reader)
 
 
 @pytest.mark.parametrize("forgotten", [0, 1])

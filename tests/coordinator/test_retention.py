@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator import Received, Tick, limits
+from tensorhub.coordinator import Tick, limits
 from tensorhub.coordinator.entities import Model
-from tensorhub.coordinator.states import WorkerState
-from tensorhub.errors import CoordinatorUnavailable, GroupAborted, RetentionError, VersionUnavailable
-from tensorhub.messages import Heartbeat
-from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
+from tensorhub.errors import CoordinatorUnavailable, RetentionError, VersionUnavailable
+from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.types import LATEST, HandleState, Selector
-from tensorhub.worker.calls import Fence
 
 
 def model_of(cluster: StepwiseCluster) -> Model:
@@ -211,78 +208,6 @@ def test_who_cancels_stays_published(when: str) -> None:
     cluster.check_agreement()
 
 
-def test_a_cancel_that_crosses_the_refusal_is_answered_by_what_is_known_then() -> None:
-    """The answer to the newest request counts: another worker holds the version by then."""
-    cluster, trainer, (reader,) = retained(1, "reader")
-    asked = trainer.unpublish(timeout_s=1)
-    cluster.run()
-    cluster.now += 1
-    cluster.time_passes()  # the refusal is on its way down
-    trainer.cancel()  # and this on its way up
-    got = reader.replicate()
-    cluster.run(("up", "trainer"), ("down", "trainer"))
-    assert got.number == 1
-    cluster.run()
-    assert asked.error is None
-    assert trainer.member.version is None
-    cluster.check_agreement()
-
-
-def test_who_cancels_a_withdrawal_that_waits_for_readers_cuts_them() -> None:
-    cluster, trainer, (reader,) = retained(0, "reader")
-    got = reader.replicate(1)
-    cluster.run(until=lambda: reader.pull is not None)
-    asked = trainer.unpublish()
-    cluster.run("read")
-    assert not asked.has_ended()
-    trainer.cancel()
-    cluster.run("read")
-    cluster.advance(0.01, run=False)
-    cluster.run("read")
-    assert asked.has_ended()
-    assert asked.error is None
-    cluster.run()
-    assert isinstance(got.error, VersionUnavailable)
-
-
-def test_a_holder_that_loses_its_connection_while_it_waits_stays_published() -> None:
-    """It knows that its version is retained (R4); nothing was fenced, so it is what it was."""
-    cluster, trainer, _ = retained(1)
-    asked = trainer.unpublish(timeout_s=5)
-    cluster.run()
-    trainer.worker.disconnect()
-    waits(cluster, asked)
-    cluster.advance(5)
-    assert isinstance(asked.error, RetentionError)
-    assert (asked.error.retryable, asked.error.memory) == (True, "intact")
-    assert (trainer.member.state, trainer.member.version) == (HandleState.READY, 1)
-    trainer.worker.connect()
-    cluster.run()
-    assert model_of(cluster).withdrawals == {}
-    cluster.check_agreement()
-    fill(cluster, cluster.handle("late"))
-
-
-def test_a_waiting_holder_that_restates_itself_goes_on_waiting() -> None:
-    """It hears late how an earlier call of its group ended, and says again what it holds."""
-    cluster, trainer, (reader,) = retained(1, "reader")
-    update = trainer.update("latest", at_least=9)
-    cluster.run()
-    trainer.cancel()
-    cluster.run(("down", "trainer"))
-    cluster.advance(3, run=False)
-    cluster.run(("down", "trainer"))
-    assert update.has_ended()
-    asked = trainer.unpublish()
-    cluster.run()
-    assert sum(" Register " in line and line.split()[1] == "trainer" for line in cluster.log) == 2
-    assert not asked.has_ended()
-    fill(cluster, reader)
-    assert asked.error is None
-    assert asked.has_ended()
-    cluster.check_agreement()
-
-
 # ---------------------------------------------------------------------------------------------------------- cut off
 
 
@@ -299,45 +224,6 @@ def test_an_owner_that_is_cut_off_may_go_when_its_lease_is_over() -> None:
     assert trainer.member.state is HandleState.EMPTY
 
 
-def test_what_a_stopped_coordinator_reads_late_counts_only_while_the_owner_stays() -> None:
-    """Nothing is counted on whose owner has taken it back without a word, however late its last heartbeat was read."""
-    cluster, trainer, _ = retained(1)
-    trainer.worker.beat()
-    cluster.run()
-    link = trainer.worker.link
-    assert link is not None
-    trainer.worker.disconnect()
-    trainer.unpublish()
-    cluster.now += cluster.options.lease_s - 0.1  # the coordinator was stopped, and has not seen that connection end
-    cluster.step(Received(link.session, Heartbeat(0)))
-    (worker,) = cluster.coordinator.cluster.workers.values()
-    states = [worker.state]
-    while states[-1] is WorkerState.LIVE:
-        assert not trainer.todo
-        cluster.advance(0.1, run=False)
-        states.append(worker.state)
-    assert len(states) > 1
-    cluster.advance(7, run=False)
-    assert any(isinstance(action, Fence) for action in trainer.todo)
-
-
-@pytest.mark.parametrize("what", ["unpublish", "close"])
-def test_a_wish_that_is_heard_only_when_it_was_given_up_takes_nothing_from_anybody(what: str) -> None:
-    cluster, trainer, (reader,) = retained(1, "reader")
-    fill(cluster, reader)
-    asked = trainer.unpublish(3) if what == "unpublish" else trainer.close(3)
-    cluster.advance(6, run=False)  # its question is under way all that time
-    assert trainer.member.state is HandleState.READY  # it has stayed
-    cluster.run()  # only now it is let go
-    assert isinstance(asked.error, RetentionError)
-    assert trainer.member.state is HandleState.READY
-    cluster.check_agreement()
-    again = reader.unpublish()
-    cluster.run()
-    assert again.error is None  # the trainer counts
-    assert again.has_ended()
-
-
 @pytest.mark.parametrize("why", ["its lease is over", "it is not retained", "abandoned", "abandoned, connected"])
 def test_who_goes_at_once(why: str) -> None:
     cluster, trainer, _ = retained(0 if why == "it is not retained" else 1)
@@ -345,50 +231,6 @@ def test_who_goes_at_once(why: str) -> None:
         trainer.worker.disconnect()
     cluster.advance(20 if "lease" in why else 0)
     ends(cluster, trainer.close(abandon=True) if "abandoned" in why else trainer.unpublish())
-
-
-@pytest.mark.parametrize("stays", [True, False])
-def test_who_comes_back_while_it_waits_asks_anew(stays: bool) -> None:
-    cluster, trainer, (reader,) = retained(1, "reader")
-    if not stays:
-        fill(cluster, reader)
-    trainer.worker.disconnect()
-    asked = trainer.unpublish(timeout_s=30)
-    cluster.advance(3)
-    assert not asked.has_ended()
-    trainer.worker.connect()
-    cluster.run()
-    assert asked.has_ended() is not stays
-    cluster.advance(30)
-    assert isinstance(asked.error, RetentionError) is stays
-    assert trainer.member.version == (1 if stays else None)
-    cluster.check_agreement()
-
-
-def test_a_waiting_holder_survives_its_coordinator() -> None:
-    cluster, trainer, (reader,) = retained(1, "reader")
-    asked = trainer.unpublish()
-    cluster.run()
-    cluster.restart()
-    for worker in cluster.workers.values():
-        worker.connect()
-    waits(cluster, asked)
-    fill(cluster, reader)
-    ends(cluster, asked)
-    cluster.check_agreement()
-
-
-def test_a_waiting_holder_whose_content_nobody_knows_any_more_goes() -> None:
-    cluster, trainer, (other,) = retained(1, "other")
-    asked = trainer.unpublish()
-    cluster.run()
-    trainer.worker.disconnect()
-    cluster.run()
-    other.worker.asks.rollback(0)
-    cluster.run()
-    trainer.worker.connect()
-    ends(cluster, asked)
-    cluster.check_agreement()
 
 
 # --------------------------------------------------------------------------------------------- what holders are told
@@ -429,23 +271,6 @@ def test_a_holder_that_is_away_is_waited_for_until_it_is_told_or_lost(comes_back
     assert not knows(trainer)
 
 
-def test_who_asks_again_for_a_pin_is_answered_once_all_know() -> None:
-    cluster, trainer, (reader,) = retained(0, "reader")
-    pin, first = reader.worker.asks.pin(1)
-    cluster.run(("down", "trainer"))
-    reader.worker.disconnect()
-    reader.worker.connect()  # and says it again
-    cluster.run(("down", "trainer"))
-    assert reader.worker.asks.answers == {}
-    cluster.run()
-    (answer,) = reader.worker.asks.answers.items()
-    assert answer[0] != first
-    assert answer[1] is None
-    assert knows(trainer)
-    assert set(model_of(cluster).pins) == {pin}
-    assert model_of(cluster).notices.unanswered == []
-
-
 def test_new_holders_know_from_the_beginning_and_of_a_version_in_its_place() -> None:
     cluster, trainer, (reader,) = retained(1, "reader")
     fill(cluster, reader)
@@ -458,25 +283,6 @@ def test_new_holders_know_from_the_beginning_and_of_a_version_in_its_place() -> 
     assert knows(reader)
     republish(cluster, trainer, 2)
     assert (knows(trainer), knows(reader)) == (True, False)
-
-
-def test_a_publisher_in_doubt_knows_when_it_learns_the_outcome() -> None:
-    cluster, trainer, _ = retained(0)
-    trainer.unpublish()
-    trainer.worker.asks.retain(1)
-    cluster.run()
-    asked = trainer.publish(2, timeout_s=1)
-    cluster.run(("down", "trainer"))
-    trainer.worker.disconnect()
-    cluster.advance(6)
-    assert asked.has_ended()
-    assert trainer.member.state is HandleState.IN_DOUBT
-    leave = trainer.unpublish(timeout_s=10)
-    trainer.worker.connect()
-    waits(cluster, leave)
-    cluster.advance(11)
-    assert isinstance(leave.error, RetentionError)
-    assert trainer.member.version == 2
 
 
 # ----------------------------------------------------------------------------------------------------------- update
@@ -533,111 +339,6 @@ def test_very_many_holders_are_told_some_in_each_step_and_count_once_they_know(m
     for holding in reliable:
         holding.told = False
     assert not any(map(cluster.coordinator._retentions.is_reliable, reliable))
-
-
-def test_a_rank_counts_once_all_ranks_of_its_group_know_that_they_stay() -> None:
-    """Its replica stops serving when the first of them leaves, and who does not know may leave unasked."""
-    cluster = StepwiseCluster()
-    ranks, user = cluster.group("writers", 2), cluster.handle("user")
-    publish(cluster, *ranks, latest=0)
-    user.worker.asks.retain(1)
-    cluster.run(("up", ranks[1].worker.name))
-    members, is_reliable = cluster.coordinator.cluster.members, cluster.coordinator._retentions.is_reliable
-    holdings = [holding for rank in ranks if (holding := members[rank.id].holding) is not None]
-    assert [holding.kept for holding in holdings] == [True, False]
-    assert not any(map(is_reliable, holdings))
-    cluster.run()
-    assert all(map(is_reliable, holdings))
-
-
-def test_a_rank_does_not_count_while_another_one_has_yet_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All first ranks are told before all second ones; and these may leave unasked as long as they are not told."""
-    monkeypatch.setattr(limits, "NOTICES_PER_STEP", 1)
-    cluster = StepwiseCluster()
-    ranks, mates, user = cluster.group("writers", 2), cluster.group("others", 2), cluster.handle("user")
-    publish(cluster, *ranks, latest=0)
-    for mate in mates:
-        mate.replicate()
-    cluster.run()
-    user.worker.asks.retain(1)
-    cluster.run(*(("down", rank.worker.name) for rank in (*mates, ranks[1])))
-    members, is_reliable = cluster.coordinator.cluster.members, cluster.coordinator._retentions.is_reliable
-    first, second = (members[rank.id].holding for rank in ranks)
-    assert first is not None
-    assert second is not None
-    assert (first.told, first.kept, second.told) == (True, True, False)
-    assert not is_reliable(first)
-    cluster.run()
-    cluster.step(Tick())
-    cluster.run()
-    assert is_reliable(first)
-
-
-def test_an_answer_to_an_earlier_telling_does_not_count() -> None:
-    """Told to keep it, not to, and to keep it again: its first answer comes when it has yet to hear the last word."""
-    cluster, trainer, (user,) = retained(0, "user")
-    user.worker.asks.retain(1)
-    cluster.run(("up", "trainer"))
-    for latest in (0, 1):
-        user.worker.asks.retain(latest)
-        cluster.run(("up", "trainer"), ("down", "trainer"))
-    cluster.do(Choice("up", "trainer"))
-    holding = cluster.coordinator.cluster.members[trainer.id].holding
-    assert holding is not None
-    assert (holding.told, holding.kept) == (True, False)
-    cluster.run()
-    assert (holding.told, holding.kept) == (True, True)
-    assert model_of(cluster).notices.unanswered == []
-
-
-def test_the_other_ranks_hear_who_must_stay() -> None:
-    """Rank 1 was replaced and holds nothing; its shard is left with a spot group."""
-    cluster, (first, second), _ = newer(2, world_size=2)
-    spot = cluster.group("spot", 2, spot=True)
-    cluster.run()
-    ends(cluster, *[handle.replicate(1) for handle in spot])
-    second.worker.crash()
-    cluster.advance(11)
-    fresh = cluster.handle("fresh", "old", 1, 2)
-    cluster.run()
-    calls = [handle.update("latest") for handle in (first, fresh)]
-    cluster.advance(61)
-    assert isinstance(calls[0].error, RetentionError)
-    assert isinstance(calls[1].error, GroupAborted)
-    assert list(calls[1].error.causes) == [0]
-    assert first.member.version == 1
-
-
-def test_a_rank_stays_for_the_other_shards_of_its_replica() -> None:
-    """With rank 0 its replica would stop to serve, and rank 1 is the last to hold its shard."""
-    cluster, old, _ = newer(2, world_size=2)
-    pair = cluster.group("pair", 2)
-    cluster.run()
-    ends(cluster, *[handle.replicate(1) for handle in pair])
-    pair[1].worker.crash()
-    cluster.advance(11)
-    asked = old[0].unpublish()
-    waits(cluster, asked)
-    assert model_of(cluster).versions[1].has_live_source()
-
-
-def test_the_last_other_holder_leaves_between_start_and_write() -> None:
-    cluster, (old,), _ = newer(2)
-    keeper = cluster.handle("keeper")
-    cluster.run()
-    fill(cluster, keeper, version=1)
-    asked = old.update("latest", hold=True)
-    cluster.run("hook")
-    gone = keeper.unpublish()
-    cluster.run("hook")
-    assert gone.error is None
-    assert gone.has_ended()
-    cluster.run()
-    assert old.hook_calls == 1
-    assert not asked.has_ended()
-    cluster.advance(61)
-    assert isinstance(asked.error, RetentionError)
-    assert old.member.version == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- pins
@@ -727,43 +428,6 @@ def test_a_pin_outlives_its_coordinator_as_long_as_its_worker_may_come_back() ->
     cluster.run()
     assert asked.has_ended()
     cluster.restart()
-    assert model_of(cluster).pins == {}
-
-
-def test_a_worker_that_was_taken_for_dead_pins_again() -> None:
-    cluster, trainer, (evaluator,) = retained(0, "evaluator")
-    pin = ask_pin(cluster, evaluator)
-    evaluator.worker.disconnect()
-    cluster.advance(11)
-    for _ in range(2):  # the first time it is dismissed
-        evaluator.worker.connect()
-        cluster.run()
-    assert model_of(cluster).pins[pin].incarnation == evaluator.worker.incarnation
-    evaluator.worker.disconnect()
-    cluster.advance(11)
-    trainer.unpublish()
-    for _ in range(2):
-        cluster.run()
-        evaluator.worker.connect()
-    cluster.run()
-    assert model_of(cluster).pins == {}
-    assert isinstance(list(evaluator.worker.asks.answers.values())[-1], VersionUnavailable)
-
-
-def test_an_unpin_that_is_not_recorded_is_asked_again() -> None:
-    cluster, _, (evaluator,) = retained(0, "evaluator")
-    pin = ask_pin(cluster, evaluator)
-    request = evaluator.worker.asks.unpin(pin)
-    cluster.run(until=lambda: cluster.unstored)
-    cluster.fail_store()
-    cluster.run()
-    assert isinstance(evaluator.worker.asks.answers[request], CoordinatorUnavailable)
-    assert pin in model_of(cluster).pins
-    for _ in range(2):
-        evaluator.worker.asks.pins[pin] = ("actor", 1)
-        request = evaluator.worker.asks.unpin(pin)
-        cluster.run()
-        assert evaluator.worker.asks.answers[request] is None
     assert model_of(cluster).pins == {}
 
 

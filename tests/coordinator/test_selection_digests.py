@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
-from tensorhub.coordinator.entities import Operation
 from tensorhub.coordinator.testimonies import ANSWER_S
 from tensorhub.errors import IntegrityError
 from tensorhub.messages import (
@@ -213,37 +211,6 @@ def test_a_copy_whose_bytes_differ_is_quarantined() -> None:
     assert copies[1].take(Revoked)
 
 
-def test_a_middleman_of_the_reader_s_own_layout_leads_to_whom_it_has_read_from() -> None:
-    world, trainers = published()
-    (first,) = filling(world, "first")
-    (second,) = filling(world, "second")
-    world.tell(trainers[0], A)
-    world.tell(trainers[1], B)
-    world.vote(second, root(A), root(B, b"other"))
-    compared(world, second, 3, [Stray(1, Origin("first0", first.generation))], rereads=True)
-    (question,) = first.take(DigestAgain)
-    assert (question.chunk, question.selection, question.shard) == (1, B.selection, 1)
-    origin = Origin("t1", trainers[1].generation)
-    world.say(first, DigestedAgain(question.inquiry, "first0", False, list_of(1, b"other"), origin))
-    (question,) = trainers[1].take(DigestAgain)
-    assert (question.chunk, question.selection) == (1, B.selection)
-
-
-@pytest.mark.parametrize(("value", "is_right"), [(b"a", True), (b"other", False)])
-def test_a_holder_of_another_layout_whose_chunk_is_in_no_selection_is_condemned(value: bytes, is_right: bool) -> None:
-    """Who reads in the same layout says only which chunk of both grids it is, and not of which selection."""
-    world, trainers = published()
-    first = filling(world, "first")
-    finish(world, first, trainers)
-    (second,) = filling(world, "second")
-    world.lose_source(second, world.lease(second, "first0"), "corrupt", 4)
-    (question,) = first[0].take(DigestAgain)
-    assert (question.chunk, question.selection) == (4, "")
-    world.say(first[0], DigestedAgain(question.inquiry, "first0", False, list_of(1, value)))
-    assert bool(first[0].take(Revoked)) != is_right
-    assert world.part(second).proof.exonerated == ({"first0"} if is_right else set())
-
-
 def test_a_chunk_without_its_digest_is_asked_for_in_the_selection_s_numbers() -> None:
     world, trainers = published()
     (reader,) = filling(world)
@@ -259,67 +226,3 @@ def test_once_a_root_is_known_the_publisher_is_not_needed() -> None:
     finish(world, filling(world), trainers)
     world.lose(*trainers)
     finish(world, filling(world, "late"))
-
-
-def test_what_is_said_of_another_selection_than_is_compared_changes_nothing() -> None:
-    world, trainers = published()
-    (reader,) = filling(world)
-    world.vote(reader, root(A, b"wrong"), root(B))
-    for trainer, need in zip(trainers, (A, B), strict=True):
-        world.tell(trainer, need)
-    (compare,) = reader.take(Compare)
-    key, part, holding = world.operation(reader).key, world.part(reader), world.member(reader).holding
-    assert compare.shard == A.shard
-    assert holding is not None
-    world.say(reader, Compared(key, 0, B.chunks, (), False, B.selection, B.shard))
-    assert (part.proof.comparisons, part.proof.page, holding.verified) == (0, 0, True)
-    world.say(reader, Compared(key, 0, A.chunks, (), True, A.selection, A.shard))
-    assert (part.proof.comparisons, part.proof.page, holding.verified) == (1, None, False)
-
-
-def test_all_who_need_a_selection_hear_of_its_digests() -> None:
-    """And nobody else is looked at, though it waits as well."""
-    world, trainers = published()
-    (first,) = filling(world, "r", site="r")
-    second, third = filling(world, "s", site="s", ranks=2)
-    others = replace(A, selection="other"), replace(B, selection="other")
-    (other,) = world.group("o", [("own/o", ())], site="o")
-    world.fill([other])
-    world.ready(other, *others)
-    for reader, needs in ((first, (A, B)), (second, (A, B)), (other, others)):
-        world.vote(reader, *map(root, needs))
-    for trainer, need in zip(trainers, (A, B), strict=True):
-        world.tell(trainer, need)
-    assert first.take(Outcome)[0].committed
-    assert (world.part(second).voted, world.part(third).voted, world.part(other).voted) == (True, False, False)
-    for trainer, need in zip(trainers, others, strict=True):
-        world.tell(trainer, need)
-    assert other.take(Outcome)[0].committed
-    world.vote(third, root(A), root(B))
-    assert [reader.take(Outcome)[0].committed for reader in (second, third)] == [True, True]
-
-
-def test_digests_settle_nobody_who_does_not_wait_for_them(monkeypatch: pytest.MonkeyPatch, looked: list[Operation]) -> None:
-    """A rank may read of thousands of shards, and each of these is told by itself."""
-    world, trainers = published()
-    (reading,) = filling(world, "r", site="r")
-    (voting,) = filling(world, "s", site="s")
-    world.vote(voting, root(A), root(B))
-    looked.clear()
-    monkeypatch.setattr(world.core, "check_waits", lambda: None)  # that settles all
-    world.tell(trainers[0], A)
-    assert not looked
-    assert list(world.part(voting).proof.claim) == [B], "the other one is agreed, all the same"
-    world.tell(trainers[1], B)
-    assert [operation.group.name for operation in looked] == ["s"]
-    assert voting.take(Outcome)[0].committed
-    assert world.part(reading).reads
-
-
-def test_operations_that_have_ended_are_not_kept_for_their_digests() -> None:
-    world, _ = published()
-    filling(world, "stays", site="its")
-    for number in range(20):
-        world.lose(*filling(world, f"r{number}", site=f"s{number}"))
-    for testimony in world.version.selections.values():
-        assert len(testimony.needed_by) <= 2  # who stays, and who was there last

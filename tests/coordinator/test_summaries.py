@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensorhub.coordinator import Received, limits
+from tensorhub.coordinator import limits
 from tensorhub.coordinator.views import describe, summarize
-from tensorhub.messages import Describe, Description, Leave, Progress, Refused
+from tensorhub.messages import Describe, Description, Refused
 from tensorhub.testing import Choice, StepwiseCluster
 from tensorhub.types import ModelSummary, VersionSummary
 from tests.coordinator.test_answers import ask, observed
@@ -130,66 +130,6 @@ def test_what_is_recorded_waits_for_the_store() -> None:
     trainer.publish(1)
     cluster.run(until=lambda: cluster.unstored)
     assert waits(cluster) == [("publish", "store", 1, "trainer")]
-
-
-def test_a_reader_of_which_nothing_comes_stands_still_since_its_last_bytes() -> None:
-    cluster, _, reader = reading()
-    cluster.advance(4, run=False)
-    assert waits(cluster) == [("replicate", "chunks", 1, "reader")]
-    assert summary(cluster).calls[0].longest_s == pytest.approx(4)
-    assert reader.last_call is not None
-    assert reader.last_call.key is not None
-    reader.worker.say(Progress(reader.last_call.key, 0, 0, 5))
-    cluster.run("read")
-    assert summary(cluster).calls[0].longest_s == 0
-    cluster.advance(2, run=False)
-    reader.worker.say(Progress(reader.last_call.key, 0, 0, 5))  # nothing has come since
-    cluster.run("read")
-    assert summary(cluster).calls[0].longest_s == pytest.approx(2)
-
-
-def test_a_version_and_the_turn_to_write_end_a_standstill() -> None:
-    cluster, trainer = observed()
-    first, second = cluster.group("reader", 2)
-    trainers = cluster.group("trainers", 2)
-    cluster.run()
-    calls = [handle.replicate(hold=True) for handle in (first, second)]
-    cluster.run()
-    cluster.advance(3)
-    assert stands(cluster) == ("version", 3)
-    for handle in trainers:
-        handle.publish(1)
-    hooks, reads = [[Choice(kind, each.name) for each in (first, second)] for kind in ("hook", "read")]
-    cluster.run(*hooks, *reads)
-    assert stands(cluster) == ("before_write", 0)
-    cluster.advance(2, run=False)
-    cluster.run(hooks[1], *reads)
-    cluster.advance(1, run=False)
-    assert stands(cluster) == ("before_write", 3)  # of the other rank
-    cluster.run(*reads)
-    assert stands(cluster) == ("chunks", 0)
-    cluster.run()
-    assert [call.number for call in calls] == [1, 1]
-    assert trainer.member.version is None
-
-
-def test_a_vote_ends_a_standstill() -> None:
-    cluster, (_, reader) = published_by_digests("reader")
-    reader.replicate()
-    cluster.run(Choice("read", reader.name))
-    cluster.advance(2, run=False)
-    assert stands(cluster) == ("chunks", 2)
-    cluster.run(Choice("up", "trainer"), Choice("down", "trainer"))
-    assert stands(cluster) == ("digests", 0)
-
-
-def test_reads_that_are_cut_off_do_not_run() -> None:
-    cluster, _, reader = reading()
-    lost = cluster.coordinator.cluster.members[reader.id].worker
-    assert lost.session is not None
-    cluster.coordinator.step(Received(lost.session, Leave("")), cluster.now)  # its source is yet to say that it is cut off
-    assert summary(cluster).reads == 1
-    assert [each.readers for each in versions(cluster).values()] == [0]
 
 
 def test_a_reader_whose_source_is_lost_waits_for_a_source() -> None:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tensorhub.coordinator import Digested, Send, entities, limits
+from tensorhub.coordinator import Digested, entities, limits
 from tensorhub.errors import IntegrityError, OperationTimeout, StateError
 from tensorhub.messages import (
     DIGESTS_BYTES_MAX,
@@ -15,21 +15,13 @@ from tensorhub.messages import (
     Compared,
     Digests,
     FromWorker,
-    Held,
-    Message,
-    Origin,
     Prepared,
-    Register,
-    Stray,
-    digests_bytes_max,
 )
-from tensorhub.model.digests import pack, root_of, runs_of, unpack, width_in
-from tensorhub.protocol import codec
+from tensorhub.model.digests import pack, root_of
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, Choice, SimHandle, StepwiseCluster
 from tensorhub.testing.sim import misdeeds
 from tensorhub.testing.sim.memory import digest_of, make_manifest
-from tensorhub.types import HandleState, Location, OpKey, Options
-from tensorhub.worker.chunk_reports import tell
+from tensorhub.types import HandleState, Location
 
 HERE = Location(host="here")
 
@@ -111,84 +103,6 @@ def test_a_liar_is_found_behind_an_honest_middleman_who_is_not_blamed() -> None:
     assert liar.member.state is HandleState.EMPTY
     assert not [line for line in cluster.log if "Revoked" in line and "liar" not in line]
     assert any("not as published" not in line and "Compared" in line for line in cluster.log)
-
-
-def test_a_middleman_that_has_not_voted_leads_to_whom_it_has_read_from() -> None:
-    """It is asked before it has compared anything itself: it names its source, and stays what it is."""
-    cluster, (_, liar, middle, reader) = published("liar", "middle", "reader")
-    liar.replicate()
-    cluster.run()
-    assert misdeeds.lie(liar)
-    wrong = next(n for n, cell in enumerate(liar.cells) if "?" in cell)
-    middle.replicate()
-    reads = [Choice("read", each.name) for each in (middle, reader)]
-    cluster.run(*reads)
-    while middle.pull is None or wrong in middle.pull.missing:
-        cluster.do(reads[0])
-    holding = cluster.coordinator.cluster.members[middle.id].holding
-    assert holding is not None
-    reader.replicate()
-    cluster.run(*reads)
-    readers = cluster.coordinator.cluster.members[reader.id].group.operation
-    assert readers is not None
-    stray = Stray(wrong, Origin(middle.id, holding.generation))
-    cluster.coordinator._corruption_checks.trace(readers.parts[0], stray)
-    cluster.run()
-    cluster.advance(3.0)
-    assert liar.member.state is HandleState.EMPTY
-    assert [middle.member.version, reader.member.version] == [1, 1]
-
-
-def test_who_copies_what_his_own_prefetch_has_read_from_a_liar_is_not_blamed() -> None:
-    cluster, (trainer, liar, middle, reader) = published("liar", "middle", "reader")
-    liar.replicate()
-    cluster.run()
-    assert misdeeds.lie(liar)
-    wrong = next(n for n, cell in enumerate(liar.cells) if "?" in cell)
-    middle.prefetch()
-    copy = middle.copy
-    reads = [Choice("read", each.name) for each in (copy, middle)]
-    cluster.run(*reads)
-    while copy.pull is None or wrong in copy.pull.missing:
-        cluster.do(reads[0])
-    held = cluster.coordinator.cluster.members[liar.id].holding
-    assert held is not None
-    middle.replicate()
-    cluster.run(reads[0])
-    compared = next(line for line in cluster.log if "middle -> Compared" in line)
-    assert f"Stray chunk={wrong} origin=Origin generation={held.generation}" in compared
-    reader.replicate()
-    cluster.run()
-    cluster.advance(3.0)
-    assert liar.member.state is HandleState.EMPTY
-    assert [middle.member.version, reader.member.version] == [1, 1]
-    assert middle.cells == reader.cells == truth_of(trainer)
-
-
-def test_whatever_others_have_said_in_its_place_a_publisher_is_not_blamed() -> None:
-    """It was away when somebody's word stood in for its own; its bytes are what it has published."""
-    cluster, (trainer, reader) = published("reader")
-    content, testimony = trainer.member.content, list_of(cluster)
-    assert content is not None
-    testimony.begin(CHUNKS)
-    testimony.values[:], testimony.missing = b"x" * 8 * CHUNKS, 0
-    testimony.root = root_of(testimony.values)
-    testimony.finish()
-    reader.replicate()
-    cluster.run(Choice("read", reader.name))
-    operation = cluster.coordinator.cluster.members[reader.id].group.operation
-    assert operation is not None
-    stray = Stray(0, Origin(trainer.id, content.generation))
-    cluster.coordinator._corruption_checks.trace(operation.parts[0], stray)
-    for action in cluster.coordinator.cluster.take_actions():
-        assert isinstance(action, Send)
-        cluster._send_down(action.session, action.message)
-    cluster.run(Choice("read", reader.name))
-    assert [line for line in cluster.log if "trainer -> DigestedAgain" in line]
-    holding = cluster.coordinator.cluster.members[trainer.id].holding
-    assert holding is not None
-    assert not holding.trust.condemned
-    assert trainer.member.version == 1
 
 
 def test_a_publisher_makes_what_is_missing_when_somebody_votes() -> None:
@@ -290,20 +204,6 @@ def test_lists_are_bounded_and_roots_are_kept() -> None:
     assert late.member.version == 1  # by the root alone
 
 
-def test_a_list_is_told_again_where_only_its_root_is_known() -> None:
-    cluster, (_, liar, reader) = published("liar", "reader")
-    liar.replicate()
-    cluster.run()
-    cluster.coordinator.cluster.forget_list(list_of(cluster))
-    list_of(cluster).answered.clear()
-    misdeeds.lie(liar)
-    reader.replicate()
-    cluster.run()
-    cluster.advance(3.0)
-    assert reader.member.version == 1
-    assert list_of(cluster).is_there
-
-
 def compares(cluster: StepwiseCluster, *names: str) -> list[Compare]:
     """What these workers were sent to compare, and have not taken."""
     links = [cluster.workers[name].link for name in names]
@@ -351,41 +251,6 @@ def test_pages_together_are_the_list() -> None:
     assert (testimony.is_there, testimony.nbytes, testimony.digest(0)) == (False, 0, b"")
 
 
-def test_pages_fit_the_frames_that_there_are() -> None:
-    """Who was sent one that did not lost its connection, and again when it was back."""
-    least = 65_536  # as `Options.frame_bytes_max` may be
-    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"), options=Options(frame_bytes_max=least))
-    cluster.handle("trainer").publish(1)
-    cluster.run()
-    testimony, chunks = list_of(cluster), DIGESTS_BYTES_MAX // 8
-    testimony.begin(chunks)
-    testimony.values[:] = pack(range(chunks), 8)
-    testimony.missing, testimony.root = 0, b"root"
-    testimony.finish()
-    assert b"".join(testimony.pages) == pack(range(chunks), 8)
-    key, most = OpKey("m" * 255, "g" * 255, 2**63, 2**63), digests_bytes_max(least)
-    said: list[Message] = [Compare(key, 0, 2**63, page, last=False) for page in testimony.pages]
-    sparse = [(2**24 - 2 * number, number) for number in range(chunks, 0, -1)]
-    said += tell("r" * 64, 2**63, 2**24, 8, sparse, last=True, page_bytes=most)
-    assert max(len(codec.encode(message)) for message in said) <= least
-
-
-def test_nothing_is_agreed_by_a_list_that_is_forgotten_meanwhile() -> None:
-    """As it is where others need its room: a part of it says nothing of the rest."""
-    cluster, (_, other, reader) = published("other", "reader")
-    other.replicate()
-    cluster.run()
-    asked = reader.replicate()
-    cluster.run(Choice("read", reader.name))
-    assert asked.key is not None
-    tell_it(cluster, reader, Prepared(asked.key, 0))
-    cluster.coordinator.cluster.forget_list(list_of(cluster))
-    tell_it(cluster, reader, Compared(asked.key, 0, CHUNKS - 1, ()))
-    operation = cluster.coordinator.cluster.members[reader.id].group.operation
-    assert operation is not None
-    assert not operation.parts[0].voted
-
-
 def test_a_rank_that_never_agrees_is_not_asked_for_ever() -> None:
     cluster, (_, other, reader) = published("other", "reader")
     other.replicate()
@@ -411,22 +276,6 @@ def test_a_rank_that_never_agrees_is_not_asked_for_ever() -> None:
         _ = asked.number
 
 
-def test_lists_and_runs() -> None:
-    assert unpack(pack([1, 2**64 - 1], 8), 8) == [1, 2**64 - 1]
-    assert unpack(pack([1, 2**255], 32), 32) == [1, 2**255]
-    assert runs_of([0, 1, 4, 6, 7]) == [(0, 2), (4, 1), (6, 2)]
-    assert [width_in(make_manifest(2, name).encode()) for name in ("none", "xxh3-64")] == [0, 8]
-    assert [width_in(junk) for junk in (b"", b"\xdc", b"\xff" * 70, b"\x93\x02\x90\x90")] == [0] * 4
-
-
-def test_what_is_told_has_a_bounded_size() -> None:
-    dense = list(tell("r", 1, 70_000, 8, [(n, n) for n in range(70_000)], last=True))
-    assert [(len(m.runs), len(m.digests), m.last) for m in dense] == [(1, 2**19, False), (1, 8 * 70_000 - 2**19, True)]
-    sparse = list(tell("r", 1, 10_000, 8, [(2 * n, n) for n in range(5000)], last=False))
-    assert [(len(m.runs), m.last) for m in sparse] == [(4096, False), (904, False)]
-    assert [m.last for m in tell("r", 1, 0, 8, [], last=True)] == [True]
-
-
 def test_a_vote_that_names_no_root_is_compared_too() -> None:
     """As that of a fetch by name, which has not all chunks: also where no root is known to compare it with."""
     cluster, (trainer, reader) = published("reader")
@@ -441,65 +290,6 @@ def test_a_vote_that_names_no_root_is_compared_too() -> None:
     assert list_of(cluster).root == root_of(pack([digest_of(cell) for cell in truth_of(trainer)], 8))
 
 
-def test_who_finds_nothing_wrong_in_a_list_of_another_root_is_not_believed() -> None:
-    cluster, (_, other, reader) = published("other", "reader")
-    other.replicate()
-    cluster.run()
-    asked = reader.replicate()
-    cluster.run(Choice("read", reader.name))
-    assert asked.key is not None
-    tell_it(cluster, reader, Prepared(asked.key, 0, b"other"))
-    tell_it(cluster, reader, Compared(asked.key, 0, CHUNKS, ()))
-    operation = cluster.coordinator.cluster.members[reader.id].group.operation
-    assert operation is not None
-    assert not operation.parts[0].voted
-
-
-def test_who_takes_a_publishers_place_is_not_its_publisher() -> None:
-    """Nor where it says so."""
-    cluster, (trainer, first) = published("first")
-    truth = truth_of(trainer)
-    first.replicate()
-    cluster.run(Choice("up", "trainer"))
-    content = trainer.member.content
-    assert content is not None
-    shard, info = trainer.member.shard, content.version
-    trainer.worker.crash()
-    thief = cluster.worker("thief", HERE)
-    cluster.run()
-    members = cluster.coordinator.cluster.members
-    before = members[trainer.id]
-    held = Held(info.version, info.content_id, 7, info.world_size, info.nbytes, content.manifest.encode(), published=True)
-    register = Register(
-        request=99,
-        registration="stolen",
-        model="actor",
-        group=shard.group,
-        rank=0,
-        shard=0,
-        world_size=1,
-        serves=True,
-        spot=False,
-        medium=before.said.medium,
-        purpose=before.said.purpose,
-        layout_id=before.said.layout_id,
-        nbytes=before.said.nbytes,
-        chunks=CHUNKS,
-        manifest=before.said.manifest,
-        held=held,
-    )
-    thief.say(register)
-    cluster.do(Choice("up", "thief"))
-    assert "stolen" in members
-    publisher = list_of(cluster).publisher
-    assert publisher is not None
-    assert publisher.member.registration == trainer.id
-    cluster.run()
-    cluster.advance(cluster.options.lease_s + 1.0)
-    assert (first.member.version, first.cells) == (1, truth)
-    assert not list_of(cluster).root  # the digests of its source have counted
-
-
 def only_a_root_is_known(*names: str) -> tuple[StepwiseCluster, list[SimHandle]]:
     """The named ones hold version 1, of which the coordinator knows the root, and its publisher has left."""
     cluster, (trainer, *holders, reader) = published(*names, "reader")
@@ -511,55 +301,6 @@ def only_a_root_is_known(*names: str) -> tuple[StepwiseCluster, list[SimHandle]]
     cluster.coordinator.cluster.forget_list(list_of(cluster))
     list_of(cluster).answered.clear()
     return cluster, [*holders, reader]
-
-
-def test_a_holder_that_says_nothing_does_not_hold_others_up() -> None:
-    cluster, (mute, honest, liar, reader) = only_a_root_is_known("mute", "honest", "liar")
-    assert misdeeds.lie(liar)
-    mute.digests.tell = lambda question: None  # type: ignore[method-assign]
-    asked = reader.replicate()
-    cluster.run()
-    assert said(cluster, "TellDigests")[-1] == "mute"
-    cluster.advance(20.0)
-    assert asked.number == 1
-    assert (reader.cells, honest.member.version) == (honest.cells, 1)
-
-
-def test_words_of_several_are_not_mixed_where_a_root_is_known() -> None:
-    """Else who says the last of them would be accused of what another one has said."""
-    cluster, (liar, honest, _) = only_a_root_is_known("liar", "honest")
-    testimonies, cut = cluster.coordinator._testimonies, list_of(cluster)
-    for handle in (liar, honest):
-        content = handle.member.content
-        assert content is not None
-        if handle is liar:  # as if it had come back as its publisher
-            cut.publisher = cluster.coordinator.cluster.members[liar.id].holding
-            testimonies.told(
-                cluster.coordinator.cluster.members[liar.id].worker,
-                Digests(liar.id, content.generation, CHUNKS, ((0, 1),), b"x" * 8, False),
-            )
-    assert not any(cut.known)
-
-
-def test_the_first_word_of_a_chunk_counts_and_all_of_a_root() -> None:
-    cluster, (trainer, reader) = published("reader")
-    content = trainer.member.content
-    assert content is not None
-    for value in (b"x", b"y"):
-        tell_it(cluster, trainer, Digests(trainer.id, content.generation, CHUNKS, ((0, 1),), value * 8, False))
-    assert list_of(cluster).values[:8] == b"x" * 8
-    tell_it(
-        cluster, trainer, Digests(trainer.id, content.generation, CHUNKS, ((1, CHUNKS - 1),), b"x" * 8 * (CHUNKS - 1), True)
-    )
-    root = list_of(cluster).root
-    assert root == root_of(b"x" * 8 * CHUNKS)
-    asked = reader.replicate()
-    cluster.run(Choice("read", reader.name))
-    assert asked.key is not None
-    tell_it(cluster, reader, Prepared(asked.key, 0, root[:-1] + bytes([root[-1] ^ 1])))
-    operation = cluster.coordinator.cluster.members[reader.id].group.operation
-    assert operation is not None
-    assert not operation.parts[0].voted
 
 
 def test_a_list_of_another_root_is_not_taken_and_convicts_who_says_it() -> None:

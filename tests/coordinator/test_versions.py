@@ -8,7 +8,7 @@ from tensorhub.errors import (
     VersionConflict,
     VersionUnavailable,
 )
-from tensorhub.testing import CallRecord, StepwiseCluster
+from tensorhub.testing import StepwiseCluster
 from tensorhub.types import HandleState
 from tests.coordinator.test_fills import trainer_and_reader
 
@@ -100,53 +100,6 @@ def test_at_least_waits_for_that_number() -> None:
     cluster.run()
     trainer.publish(3)
     cluster.run()
-    assert asked.number == 3
-
-
-def test_at_least_is_waited_for_by_who_holds_an_older_version_and_by_its_whole_group() -> None:
-    """What is held, and any newer version below that number, is not enough."""
-    cluster = StepwiseCluster()
-    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
-    cluster.run()
-    calls: list[CallRecord] = []
-    for number in range(1, 5):
-        for handle in trainers:
-            if handle.member.state is HandleState.READY:
-                handle.unpublish()
-        cluster.run()
-        for handle in trainers:
-            handle.publish(number)
-        cluster.run()
-        if number == 1:
-            for handle in readers:
-                handle.replicate()
-            cluster.run()
-            calls = [handle.update("latest", at_least=4) for handle in readers]
-            cluster.run()
-        assert [call.has_ended() for call in calls] == [number == 4] * 2
-        assert [handle.member.version for handle in readers] == [4 if number == 4 else 1] * 2
-    assert [(call.number, call.changed) for call in calls] == [(4, True), (4, True)]
-
-
-@pytest.mark.parametrize("what", ["connection", "coordinator"])
-def test_at_least_is_not_forgotten_with_a_connection_or_a_coordinator(what: str) -> None:
-    cluster, trainer, reader = trainer_and_reader()
-    reader.replicate()
-    cluster.run()
-    asked = reader.update("latest", at_least=3)
-    cluster.run()
-    if what == "coordinator":
-        cluster.restart()
-    for worker in (reader.worker, trainer.worker):
-        worker.disconnect()
-        worker.connect()
-    cluster.run()
-    for number in (2, 3):
-        trainer.unpublish()
-        cluster.run()
-        assert not asked.has_ended()
-        trainer.publish(number)
-        cluster.run()
     assert asked.number == 3
 
 

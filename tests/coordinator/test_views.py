@@ -15,11 +15,11 @@ from tensorhub.messages import (
 )
 from tensorhub.runtime.worker.coordinator_client import joined
 from tensorhub.testing import StepwiseCluster
-from tensorhub.types import ModelInfo, ReplicaView, ShardView, WorkerView
-from tests.coordinator.test_answers import OBSERVER as WATCHER, ask as ask_one, observed
+from tensorhub.types import ModelInfo
+from tests.coordinator.test_answers import ask as ask_one, observed
 from tests.coordinator.test_availability import publish
 from tests.coordinator.test_withdrawals import reading
-from tests.runtime.control.test_describing import OBSERVER, Unlooked, ask, many_models, pages
+from tests.runtime.control.test_describing import OBSERVER, many_models, pages
 
 
 def test_describe_shows_versions_replicas_leases_and_workers() -> None:
@@ -83,40 +83,6 @@ def test_pages_have_every_model_once_and_no_page_is_large(monkeypatch: pytest.Mo
     assert [len(page.models) for page in found] == [2, 7, 7, 7, 7, 1]
 
 
-def test_a_name_that_is_forgotten_leaves_no_gap() -> None:
-    """Between two pages the last model of the first one goes, and others come."""
-    cluster = StepwiseCluster()
-    names = many_models(cluster.coordinator, 600)
-    cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
-    first = ask(cluster, Describe(1, None))
-    last = first.models[-1].model
-    core = cluster.coordinator.cluster
-    core.models[last].retain = 0
-    core.forget_if_unused(core.models[last])
-    core.model("a-new-one")
-    second = ask(cluster, Describe(2, None, last))
-    place = names.index(last) + 1
-    assert [model.model for model in second.models] == names[place : place + limits.DESCRIBED_MAX]
-
-
-def test_one_models_leases_are_found_without_looking_at_the_others() -> None:
-    cluster = StepwiseCluster()
-    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
-    reader.replicate()
-    cluster.run(until=lambda: reader.pull is not None)
-    core = cluster.coordinator.cluster
-    core.leases = Unlooked(core.leases)
-    cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
-    (model,) = ask(cluster, Describe(1, "actor")).models
-    assert [(lease.reader, lease.source) for lease in model.leases] == [("reader", "trainer")]
-    lost = core.members[reader.shard.registration].worker  # also what a lost reader reads is found without
-    cluster.coordinator.step(Received(lost.session or 0, Leave("")), cluster.now)
-    assert {lease.state.value for lease in dict.values(core.leases)} <= {"fencing"}
-
-
 # ---------------------------------------------------------------------------------------------- parts of one model
 
 
@@ -160,39 +126,6 @@ def test_pages_of_workers_are_what_describe_lists() -> None:
     assert [lease for page in pages for lease in page.leases] == list(whole.leases)
     uncounted = tuple(replace(view, summary=None) for view in whole.versions)
     assert all((page.versions, page.summary) == (uncounted, None) for page in pages)
-
-
-def test_a_page_has_only_the_shards_of_its_workers() -> None:
-    cluster = StepwiseCluster()
-    trainers = cluster.group("trainer", 3)
-    cluster.run()
-    for handle in trainers:
-        handle.publish(1)
-    cluster.run()
-    cluster.coordinator.step(Connected(WATCHER, "observer.1", "observer"), cluster.now)
-    (page,) = part(cluster, Describe(1, "actor", trainers[0].worker.name, workers_max=1)).models
-    (replica,) = page.replicas
-    assert [shard.worker for shard in replica.shards] == [trainers[1].worker.name]
-    assert replica.state == "ready"
-
-
-def test_workers_of_one_name_are_told_apart_by_their_incarnations() -> None:
-    cluster, _ = observed()
-    for number in range(3):
-        worker = cluster.worker(f"w{number}")
-        cluster.handle(f"w{number}")
-        cluster.run()
-        cluster.coordinator.cluster.workers[worker.incarnation].name = "same"
-    met: list[WorkerView] = []
-    for _ in range(4):
-        after, incarnation = (met[-1].name, met[-1].incarnation) if met else (None, None)
-        answer = part(cluster, Describe(1, "actor", after, incarnation, workers_max=1))
-        met += answer.models[0].workers
-        assert answer.is_cut is (len(met) < 4)
-    assert [worker.name for worker in met] == ["same"] * 3 + ["trainer"]
-    assert len({worker.incarnation for worker in met}) == 4
-    (page,) = part(cluster, Describe(1, "actor", "same")).models
-    assert [worker.name for worker in page.workers] == ["trainer"]
 
 
 def test_one_version_has_its_replicas_its_reads_and_who_holds_or_reads_it() -> None:
@@ -261,17 +194,6 @@ def test_a_large_model_is_told_in_parts_which_together_are_the_whole(rows: int, 
     assert trainer.member.version is None
 
 
-def test_a_part_costs_as_much_however_many_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "DESCRIBED_ROWS_MAX", 5)
-    cluster = several()
-    answer = part(cluster, Describe(1, "actor"))
-    (info,) = answer.models
-    assert answer.is_cut
-    assert len(info.workers) == 3  # each with a shard: after five rows no other worker is told
-    everything = part(cluster, Describe(1, None))
-    assert (everything.models, everything.more, everything.is_cut) == ((info,), True, True)
-
-
 @pytest.mark.parametrize("rows", [1, 1024])
 def test_what_no_worker_has_is_told_with_the_last_one(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease of a lost reader, until its source has cut it off; and that memory is torn."""
@@ -293,13 +215,3 @@ def test_what_no_worker_has_is_told_with_the_last_one(rows: int, monkeypatch: py
         ("trainer", "ready", 1),
     ]
     assert [worker.name for worker in info.workers] == ["other", "trainer"]
-
-
-def test_what_is_told_of_a_replica_twice_counts_as_it_was_told_last() -> None:
-    shards = [ShardView(rank, "w", "filling", chunks, 9, 0) for rank, chunks in ((0, 1), (1, 2), (1, 3), (2, 4))]
-    views = [
-        ReplicaView("g", 1, state, "device", "use", "", False, tuple(mine), "r")
-        for state, mine in (("filling", shards[:2]), ("ready", shards[2:]))
-    ]
-    info = joined([ModelInfo("m", 0, 1, 0, (), (view,), (), ()) for view in views])
-    assert [(view.state, view.shards) for view in info.replicas] == [("ready", (shards[0], *shards[2:]))]
