@@ -118,9 +118,9 @@ class Access:
 
 
 def admitted(cluster: Cluster, session: Session, message: messages.FromWorker) -> messages.FromWorker | None:
-    """The message of a read-only session as far as it counts. None: it is refused, and a sender that waits hears so.
+    """The message of a read-only session, as much of it as counts. None: it is refused, and a sender that waits hears so.
 
-    The host memory of a read-only worker counts as none, and what it reports of its sources is not believed.
+    The host memory of a read-only worker counts as none, and its reports about its sources are not believed.
     """
     match message:
         case messages.Join():

@@ -29,7 +29,7 @@ class Publication:
     manifest_ids: Annotated[bytes, Length(2**25)] = b""  # as of `Version`
 
     def decision(self) -> Decision:
-        """The same as its group's commit record."""
+        """This publication as the commit record of its group."""
         return Decision(self.key, self.model, self.number, self.content_id, self.nbytes, self.world_size)
 
 
@@ -135,7 +135,7 @@ class Durable:
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Durable:
-        """What these entries come to, in their order. A store that keeps tables gives the same."""
+        """The sum of these entries, in their order. A store that keeps tables gives an equal result."""
         publications: dict[tuple[str, int], Publication] = {}
         decisions: dict[tuple[str, str], Decision] = {}
         models: dict[str, ModelRecord] = {}
@@ -210,10 +210,10 @@ DOOR = -1  # in the place of a session: connections that have not come to their 
 
 @dataclass(frozen=True, slots=True)
 class LookFor:
-    """Nothing was heard over this session for too long: say `events.Silent` if nothing of it lies unread here. `DOOR`: say
-    so if nobody waits to be let in, who may be a worker that comes back.
+    """Nothing was heard over this session for too long: say `events.Silent` if no message of the session lies unread.
+    `DOOR`: say so if no connection waits to be let in: it may be a worker that comes back.
 
-    If something does, nothing need be said: it is passed on in its turn, and the core asks again.
+    If a message lies unread, the shell need not answer: it passes the message on in its turn, and the core asks again.
     """
 
     cause: int
@@ -222,7 +222,7 @@ class LookFor:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker was taken for dead: whoever runs the cluster wants to know which one, and why."""
+    """A worker is taken for dead. Operators want to know which worker, and why."""
 
     cause: int
     worker: str

@@ -1,7 +1,7 @@
 """All that a coordinator knows, in one place: its connections and its entities. Components act through it.
 
-Responsible for noting what a step has changed, and for collecting what is to be done. The rules are in the components, and
-`entities` says what each entity is. `access` decides which session is admitted.
+Responsible for noting the changes of a step, and for collecting its actions. The rules are in the components, and `entities`
+describes each entity. `access` decides which session is admitted.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ LOST_KEPT_MAX = 4096
 
 
 class Cluster:
-    """All entities, and the one place through which components act. A plain value store: no rules here."""
+    """All entities, and the place through which components act. A plain value store: no rules here."""
 
     def __init__(self, ident: str, epoch: int, options: Options, ids: Callable[[], str]) -> None:
         self.id = ident  # names the durable state
@@ -244,7 +244,7 @@ class Cluster:
             self.reckon_all_of(entity)
 
     def reckon(self, *holdings: Holding) -> None:
-        """Have them counted anew, before anybody asks: something has changed on which that depends."""
+        """Have these holdings counted again before the next question: their counts depend on something that has changed."""
         for holding in holdings:
             version = holding.version
             self.noted[version] = None
@@ -253,7 +253,7 @@ class Cluster:
                 holding.layout.uncounted[holding] = None
 
     def count(self) -> None:
-        """Count what has changed. Where there is more to read from, wake who lacks that."""
+        """Count the holdings that have changed. Where there is more to read from, wake the operations that lack a source."""
         while self.uncounted:
             version, model = self.uncounted.popitem()
             for layout in version.layouts:
@@ -299,7 +299,9 @@ class Cluster:
             self.woken[operation.key] = operation
 
     def wake_all(self, waiting: dict[OpKey, Operation]) -> None:
-        """What they wait for may be there. They leave where they wait: who is woken again and again is looked at once."""
+        """The thing that these operations wait for may be there. They leave the list in which they wait, so that an
+        operation that is woken repeatedly is looked at once.
+        """
         for operation in waiting.values():
             self.wake(operation)
         waiting.clear()
@@ -329,9 +331,9 @@ class Cluster:
         manifest: bytes,
         parts: tuple[bytes, ...] | None = None,
     ) -> None:
-        """Keep this manifest of a shard in a layout, and its parts (None: whoever says this does not know them), as far as
-        they are not known already. Other parts than were published with it are not kept. Who waits until all is described is
-        woken.
+        """Keep this manifest of a shard in a layout, and its parts (None: the sender does not know them), unless they are
+        known already. Parts that differ from the published ones are not kept. Once every shard is described, the
+        operations that wait for that are woken.
         """
         if not version.is_kept:
             return
@@ -349,12 +351,12 @@ class Cluster:
     def _are_as_published(
         self, version: Version, layout: LayoutHoldings[Holding], shard: int, parts: tuple[bytes, ...]
     ) -> bool:
-        """Whether these are that shard's parts, as far as is known; of other layouts nothing is recorded."""
+        """Whether these are the recorded parts of that shard. Nothing is recorded of layouts that were not published."""
         recorded = version.recorded(shard) if layout is version.holdings else None
         return recorded is None or recorded[1] == (self.manifests.name(parts[-1]) if parts else "")
 
     def ids_of(self, layout: LayoutHoldings[Holding]) -> bytes:
-        """`Version.manifest_ids`, of what is published in that layout."""
+        """`Version.manifest_ids` of the shards that are published in that layout."""
         said = [(layout.manifests[shard], *layout.parts.get(shard, ())[-1:]) for shard in layout]
         ids = [[bytes.fromhex(self.manifests.name(blob)) for blob in blobs] for blobs in said]
         return b"".join([b"".join(each).ljust(2 * ID_BYTES, b"\0") for each in ids])
@@ -398,7 +400,9 @@ class Cluster:
         return layout
 
     def forget_layouts(self, version: Version) -> None:
-        """Those in which nobody holds or fills it any more, and what only they needed."""
+        """Forget the layouts in which no rank holds or fills the version any more, and the selections that only they
+        needed.
+        """
         used = layouts_used(version)
         for key, layout in [(key, each) for key, each in version.others.items() if id(each) not in used]:
             self.manifests.release(*layout.unlearn())
@@ -412,7 +416,7 @@ class Cluster:
         self.selections -= 1
 
     def unlearn(self, version: Version) -> None:
-        """Forget the manifests and lists of a version that is retired, or that nobody holds any of."""
+        """Forget the manifests and lists of a version that is retired, or that no rank holds."""
         if version.manifests:
             self.note(version)
         for layout in version.layouts:
@@ -464,7 +468,7 @@ class Cluster:
     # -- looking up
 
     def model(self, name: str) -> Model:
-        """The model of this name; it begins to exist when somebody first names it for writing or waiting."""
+        """The model of this name. It begins to exist when a worker first names it for writing or waiting."""
         model = self.models.get(name)
         if model is None:
             model = self.models[name] = Model(name)
@@ -473,7 +477,7 @@ class Cluster:
         return model
 
     def models_after(self, name: str | None) -> Iterator[Model]:
-        """All models, or those whose names come after that one, by name."""
+        """All models, or those whose names come after that name, by name."""
         start = 0 if name is None else bisect_right(self.model_names, name)
         return (self.models[self.model_names[place]] for place in range(start, len(self.model_names)))
 
@@ -489,8 +493,9 @@ class Cluster:
         return name in self.models or len(self.models) < limits.MODELS_MAX
 
     def counts_on(self, worker: Worker) -> bool:
-        """Whether the worker knows that it is counted on. It may have been cut off a lease after what it answered last was
-        said, whatever lay unread here meanwhile, and then it keeps nothing for others (R4). A timer may be late to notice.
+        """Whether the worker knows that it is counted on. The worker may cut itself off one lease after the newest word
+        of the coordinator that it has answered, whatever lies unread here, and then it keeps nothing for other workers
+        (R4). A timer may be late to notice.
         """
         return worker.state is WorkerState.LIVE and self.now < worker.answers + self.options.lease_s
 
@@ -519,7 +524,9 @@ class Cluster:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether the first lease after a restart still runs, or whoever came back within it still says what it holds."""
+        """Whether the first lease after a restart still runs, or a worker that came back within it still announces its
+        holdings.
+        """
         return ("recovery", "") in self.timers
 
     def operations(self) -> Iterator[Operation]:
@@ -530,7 +537,7 @@ class Cluster:
 
 
 def layouts_used(version: Version) -> set[int]:
-    """The identities of the layouts in which somebody holds or fills it, and of their origins."""
+    """The identities of the layouts in which a rank holds or fills the version, and of their origins."""
     parts = [part for operation in version.bound.values() for part in operation.parts.values()]
     used = {id(layout) for part in parts for layout in (part.in_layout, part.origin)}
     for layout in version.layouts:

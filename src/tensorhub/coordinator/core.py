@@ -1,8 +1,8 @@
 """The coordinator: `step(event, now) -> actions`. Pure: no clock, no I/O, no randomness of its own.
 
-Theory of operation. First a step records what happened (`_handle`). Then it works out what follows (`_settle`): operations
-go on as far as they can, versions become available or unavailable, watchers and owners are told. So the order of the facts
-within a step does not matter, and each consequence has one place.
+Theory of operation. First a step records the event (`_handle`). Then it works out the consequences (`_settle`): operations
+go on, versions become available or unavailable, watchers and owners are told. So the order of the facts within a step does
+not matter, and each consequence has one place.
 
 Not responsible for weights (the coordinator never touches a byte of them), for protecting memory (owners do, R3), or for
 durability (the shell makes entries durable, and says so with `Persisted`).
@@ -60,8 +60,8 @@ RECOVERED_PER_MODEL_MAX = 64  # newest versions of each model that holders may a
 class Coordinator(Stateful[CoordinatorState]):
     """One coordinator, with all that it knows.
 
-    `cluster`: the id of its durable state. `epoch`: larger than the epochs of all earlier coordinators on that state.
-    `ids`: mints ids that nobody else ever mints. `durable`: what the store held at the start.
+    `cluster`: the id of its durable state. `epoch`: larger than the epochs of all earlier coordinators on that state. `ids`:
+    mints ids that are unique in the cluster. `durable`: the content of the store at the start.
     """
 
     machine = "coordinator"
@@ -190,7 +190,7 @@ class Coordinator(Stateful[CoordinatorState]):
     # ------------------------------------------------------------------------------------------------- entry points
 
     def step(self, event: Event, now: float) -> list[Action]:
-        """Take one event at time `now` (seconds; it never goes back). Return what is to be done, in order."""
+        """Take one event at time `now` (seconds; it never goes back). Return the actions, in order."""
         cluster, before = self.cluster, self.cluster.now
         cluster.now = max(now, before)
         cluster.cause += 1
@@ -215,7 +215,7 @@ class Coordinator(Stateful[CoordinatorState]):
         invariants.check(self.cluster)
 
     def check_touched(self) -> None:
-        """The same for what the last step has changed. This costs as much as that step, however large the cluster is."""
+        """`check_invariants` for the entities that the last step has changed. This costs as much as that step."""
         invariants.check_noted(self.cluster)
 
     def check_waits(self) -> None:
@@ -235,15 +235,18 @@ class Coordinator(Stateful[CoordinatorState]):
     # ------------------------------------------------------------------------------------------------------ events
 
     def _notice_gap(self, due: float, before: float) -> None:
-        """A step that comes long after a deadline, and after the step at `before`: this coordinator was stopped, or starved,
-        and has heard nobody. (Deadlines that wait for their turn are no gap: it hears others between its steps.)
+        """A step that comes long after a deadline, and after the step at `before`, shows that this coordinator was
+        stopped or starved, and has heard no worker. (Deadlines that wait for their turn are no gap: the coordinator
+        handles other events between them.)
         """
         cluster = self.cluster
         if cluster.now - max(due, before) > cluster.options.lease_s * GAP:
             cluster.listens_since = cluster.now
 
     def _run_timers(self) -> None:
-        """Do what is due. If very much is due, do a part of it: the rest is due at once, and has the next steps."""
+        """Handle the deadlines that have passed. If very many have, this step handles some of them, and the next steps
+        the rest.
+        """
         for _ in range(limits.TIMERS_PER_STEP):
             name = None if self.cluster.has_done_much() else self.cluster.timers.pop_due(self.cluster.now)
             if name is None:
@@ -252,7 +255,7 @@ class Coordinator(Stateful[CoordinatorState]):
             self._due[kind](key)
 
     def _recovery_over(self) -> None:
-        """Whoever has not come back within the first lease after a restart is lost."""
+        """A worker that has not come back within the first lease after a restart is lost."""
         over_at = self._membership.recovery_ends_at
         if self.cluster.now < over_at:
             self.cluster.timers.set("recovery", "", over_at)

@@ -1,7 +1,8 @@
-"""How an operation ends (G4, R6): recorded first where that is needed, then the same for all ranks, and remembered.
+"""How an operation ends (G4, R6): recorded first where that is needed, then equal for all ranks, and remembered.
 
-Responsible for what each rank hears, at once or when it asks late. Not responsible for when all ranks have voted
-(`operations`), nor for what a commit or an abort means for versions and memory (the operation's handler).
+Responsible for the outcome that each rank hears, at once or when it asks late. Not responsible for the moment at which all
+ranks have voted (`operations`), nor for the effects of a commit or an abort on versions and memory (the handler of the
+operation).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tensorhub.types import OpKey, OpKind, VersionInfo
 
 
 class OperationHandler(Protocol):
-    """The steps of an operation, in their order. None of them ends it: where it cannot go on, they say what is to blame."""
+    """The steps of an operation, in their order. None of them ends it: a step that cannot go on returns the blame."""
 
     def called(self, part: RankPart) -> Blame | None:
         """One more rank has called, and its part is a part of the operation."""
@@ -42,12 +43,12 @@ class OperationHandler(Protocol):
         """It is decided: make true what it was for."""
 
     def abort(self, operation: Operation) -> None:
-        """It is decided: undo what was begun."""
+        """It is decided: undo the begun work."""
 
 
 @dataclass(eq=False, repr=False)
 class Decisions:
-    """Ends operations and keeps what was decided; nobody else does."""
+    """Ends operations and keeps the decisions; no other component does."""
 
     _cluster: Cluster
     _retentions: Retentions
@@ -119,9 +120,9 @@ class Decisions:
         return (model is not None and group in model.groups) or any((k.model, k.group) == (model_name, group) for k in keys)
 
     def abort(self, operation: Operation, blame: Blame, *, also_late: bool = False) -> None:
-        """End an operation on all ranks. The rank to blame gets its own error, the others GroupAborted with the cause.
+        """End an operation on all ranks. The rank to blame gets its own error, all other ranks GroupAborted with the cause.
 
-        A rank that has not called yet joins the others in their next operation, or (`also_late`) finds this one ended.
+        A rank that has not called yet joins its group in the next operation, or (`also_late`) finds this one ended.
         """
         self._cluster.become(operation, OperationState.ABORTED, str(blame.error))
         self._handlers[operation.kind].abort(operation)
@@ -138,7 +139,9 @@ class Decisions:
         self._close(operation, outcomes)
 
     def _close(self, operation: Operation, outcomes: dict[int, Outcome]) -> None:
-        """The operation is over: its ranks hear how, its group may begin the next one, and nothing waits for this one."""
+        """The operation is over: its ranks hear the outcome, its group may begin the next operation, and nothing waits
+        for this one.
+        """
         group, name = operation.group, operation.name
         current = group.model.groups.get(group.name)
         for rank in operation.parts:  # also if another worker has taken a lost rank's place: it asks for the same key
@@ -201,7 +204,7 @@ class Decisions:
         self._cluster.tell(member, outcome if retained is None else replace(outcome, retained=retained))
 
     def _recorded(self, model: Model, key: OpKey) -> VersionInfo | None:
-        """The version that an operation has committed to, by what is durable; it may be forgotten, or rolled back."""
+        """The version that an operation has committed to, by the durable entries; it may be forgotten, or rolled back."""
         decision = self._cluster.decisions.get((key.model, key.group))
         if decision is None or decision.key != key:
             return None

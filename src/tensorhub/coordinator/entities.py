@@ -117,7 +117,9 @@ class Worker(_Moving[WorkerState]):
         self.strided = frozenset(endpoint.transport for endpoint in endpoints if endpoint.strides)
 
     def reaches(self, other: Worker, *, across: bool = False) -> frozenset[str]:
-        """The transports of both that reach from where one is to where the other is. `across`: and from layout to layout."""
+        """The transports of both workers that reach from the location of one to the location of the second. `across`:
+        between layouts.
+        """
         common = self.strided & other.strided if across else self.transports & other.transports
         return common if self.location.host == other.location.host else common - SAME_HOST_TRANSPORTS
 
@@ -220,8 +222,9 @@ class Group:
 
     @property
     def reads_as(self) -> str:
-        """The layout in which it reads what was published in another one. What the first who reads so says of it holds for
-        all others, so read-only workers have layouts of their own: full workers do not depend on their word.
+        """The layout in which the group reads a version that was published in another layout. The words of the first
+        reader about such a layout hold for all its readers. So read-only workers have layouts of their own: full workers
+        do not depend on the words of read-only workers.
         """
         layout_id = self.layout_id or ""
         return READ_ONLY + layout_id if self.name.startswith(READ_ONLY) else layout_id
@@ -291,12 +294,12 @@ class Version(_Moving[VersionState]):
 
     @property
     def manifests(self) -> dict[int, bytes]:
-        """As it was published, by shard; empty once nobody holds or fills any of it."""
+        """The published manifests by shard; empty once no rank holds or fills the version."""
         return self.holdings.manifests
 
     @property
     def layouts(self) -> Iterator[LayoutHoldings[Holding]]:
-        """All in which somebody holds it, or may."""
+        """All layouts in which a rank may hold the version."""
         yield self.holdings
         yield from self.others.values()
 
@@ -305,19 +308,20 @@ class Version(_Moving[VersionState]):
         return (self.layout_id, self.info.world_size) == (group.layout_id, group.world_size)
 
     def described_as(self, origin_id: str) -> list[LayoutHoldings[Holding]]:
-        """Those whose shards are what that description says. None: nobody who is there has said that."""
+        """The layouts whose shards have that description. None, if no connected worker has described them."""
         return [layout for layout in self.layouts if layout.described_as == origin_id] if origin_id else []
 
     def selections_of(self, layout: LayoutHoldings[Holding], shard: int, selection: str, of: int) -> list[Testimony]:
-        """What is known of a selection that others read of that shard of a layout, or by which the shard was read itself, of
-        the class `of` of its origin. It may be both: equal names mean equal bytes. None: nobody needs that.
+        """The digests of a selection that readers need of that shard of a layout, or by which the shard was read itself,
+        of the class `of` of its origin. It may be both: equal names mean equal bytes. Empty: no reader needs that
+        selection.
         """
         keys = [(layout.described_as, layout.class_of(shard), selection)] if layout.described_as else []
         keys.append((layout.origin_id, of, selection))
         return [self.selections[key] for key in keys if key in self.selections]
 
     def recorded(self, shard: int) -> tuple[str, str] | None:
-        """The ids of that shard's manifest and of its last part ("": none), as it was published. None: nobody has said."""
+        """The recorded ids of the manifest of that shard and of its last part ("": none). None: the record does not say."""
         first, second, end = (ID_BYTES * (2 * shard + place) for place in range(3))
         parts_id = self.manifest_ids[second:end]
         return (self.manifest_ids[first:second].hex(), parts_id.hex() if any(parts_id) else "") if parts_id else None
@@ -332,7 +336,7 @@ class Version(_Moving[VersionState]):
         return self.holdings.have_sources()
 
     def can_be_read(self) -> bool:
-        """The same, of workers that are heard of now."""
+        """`has_live_source`, counting only workers that are heard now."""
         return self.holdings.copies() > 0
 
     @property
@@ -342,12 +346,12 @@ class Version(_Moving[VersionState]):
 
     @property
     def is_held(self) -> bool:
-        """The same as `has_live_source`, or whether it can be read out of another layout, in which it was read."""
+        """Whether `has_live_source`, or whether the version can be read out of another layout in which it was read."""
         return self.has_live_source() or any(o.is_described and o.have_sources() for o in self.others.values())
 
     @property
     def abandoned(self) -> bool:
-        """Whether the last who held it as it was published has left on purpose, and it cannot be read."""
+        """Whether the last holder of the published layout has left on purpose, and the version cannot be read."""
         return self.holdings.abandoned and not self.is_held
 
     def __repr__(self) -> str:
@@ -380,7 +384,7 @@ class Replica(_Moving[ReplicaState]):
 
 @dataclass(slots=True, eq=False)
 class Traffic:
-    """Who reads a holding, and how far it is from a complete holding. `readers` changes it."""
+    """The readers of a holding, and how far it is from a complete holding. `readers` changes it."""
 
     active_readers: int = 0  # ACTIVE leases on it
     yielding: int = 0  # how many of these yield (`waiting.yields`)
@@ -391,7 +395,7 @@ class Traffic:
 
 @dataclass(slots=True, eq=False)
 class Trust:
-    """What is known against the bytes of a holding."""
+    """Evidence against the bytes of a holding."""
 
     by_source: bool = False  # no publisher has confirmed all of it: see `Proof`
     quarantined: bool = False  # its bytes are not the published ones: no source, and counted nowhere, until it is fenced
@@ -442,7 +446,7 @@ class Holding:
 
     @property
     def peers(self) -> Holders[Holding]:
-        """All holders of the same shard in the same layout, as of what is counted."""
+        """All holders of this shard in this layout, by the last count."""
         return self.layout[self.shard]
 
     @property
@@ -453,7 +457,7 @@ class Holding:
 
     @property
     def slowness(self) -> int:
-        """How many times slower than from others everything comes from there, as a power of two."""
+        """How many times slower than the median everything comes from there, as a power of two."""
         return max(self.traffic.behind, self.member.worker.slowness)
 
     @property
@@ -461,7 +465,7 @@ class Holding:
         return self.load_without(None)
 
     def load_without(self, lease: ReadLease | None) -> Load:
-        """The same without that one. Every reader shares a slow source's uplink."""
+        """The load without that lease. Every reader shares the uplink of a slow source."""
         yielding = 0 if self.member.worker.slowness else self.traffic.yielding - (lease is not None and lease.yields)
         return Load(self.traffic.active_readers - (lease is not None) - yielding, self.slowness, yielding)
 
@@ -508,7 +512,7 @@ class Holding:
 
     @property
     def is_stranded(self) -> bool:
-        """Whether it lacks something, and a source to have it from. What is verified lacks nothing, agreed or not."""
+        """Whether the holding lacks chunks, and a source for them. A verified holding lacks nothing, agreed or not."""
         return not self.verified and not self.fillers
 
     @property
@@ -536,8 +540,8 @@ class Inquiry:
 
 @dataclass(slots=True, eq=False)
 class Testimony(DigestList):
-    """The digests of one shard's chunks, as their publisher has made them (R8), and who can tell them; or of those of a
-    selection of the shards of one class.
+    """The digests of the chunks of one shard, as their publisher has made them (R8), and the workers that can tell them;
+    or the digests of a selection of the shards of one class.
     """
 
     version: Version
@@ -664,7 +668,7 @@ class RankPart(_Moving[PartState]):
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether those whom it would read from have left on purpose, once it is bound."""
+        """Whether its sources have left on purpose, once it is bound."""
         return (self.origin or self.layout).abandoned
 
     @property
@@ -685,7 +689,7 @@ class RankPart(_Moving[PartState]):
 
     @property
     def reads(self) -> bool:
-        """Whether it lacks chunks, as far as is known."""
+        """Whether it lacks chunks."""
         return self.state is PartState.READING
 
     @property
@@ -763,12 +767,12 @@ class Operation(_Moving[OperationState]):
 
     @property
     def is_forsaken(self) -> bool:
-        """Whether it asks for a number whose last holder has left on purpose, so that it ends once nothing serves it."""
+        """Whether it asks for a number whose last holder has left on purpose, so that it ends once no source is left."""
         return self.calls_number and any(part.is_abandoned for part in self.parts.values())
 
     @property
     def is_staged(self) -> bool:
-        """Whether it fills memory that nobody else knows of, and its ranks overwrite nothing before it is committed."""
+        """Whether it fills memory that other workers do not read, and its ranks overwrite nothing before the commit."""
         call = next(iter(self.parts.values())).call
         return isinstance(call, Fill) and call.staged
 
@@ -792,8 +796,9 @@ class Operation(_Moving[OperationState]):
 
     @property
     def resumes(self) -> Begun | None:
-        """What it goes on with that began under a former coordinator: the same content for all ranks. Who begins anew reads
-        it in the way of those who do not: they may have missed that all were to.
+        """The fill with which it goes on that began under a former coordinator: equal content for all ranks. If some
+        ranks begin anew and some do not, it goes on as the latter do: they may have missed that all ranks were to begin
+        anew.
         """
         begun = (part.begun for part in self.parts.values() if part.begun is not None)
         return min(begun, key=lambda each: each.anew, default=None)
@@ -915,8 +920,8 @@ class Model:
         return sorted((v for v in self.versions.values() if v.visible), key=lambda v: -v.number)
 
     def newest_visible(self, skip: int = 0) -> Version | None:
-        """The newest visible version, or the one `skip` places before it. None, too, where that one is lost for good: after
-        a rollback it may be one that was forgotten, and none older may stand for it (G3).
+        """The newest visible version, or the one `skip` places before it. None, too, where that version is lost for good:
+        after a rollback it may be a forgotten version, and no older version may stand for it (G3).
         """
         numbers = [number for number, version in self.versions.items() if version.visible]
         numbers += self.history.lost
@@ -924,7 +929,7 @@ class Model:
 
     @property
     def is_newest_lost(self) -> bool:
-        """Whether nobody holds or remembers the newest version of this lineage."""
+        """Whether the newest version of this lineage is neither held nor remembered."""
         return bool(self.history.lost) and self.newest_visible() is None
 
     def retained(self) -> set[int]:

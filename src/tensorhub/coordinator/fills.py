@@ -1,10 +1,10 @@
 """Fill: bind to a version with a live source, write when every rank is ready, find sources until all is verified (R7, R12).
 
-A fill is a replicate, an update, a prefetch or a fetch. A fetch fills memory that serves nobody: it makes no replica and no
-holding, only leases. A staged update fills memory that nobody else knows of: what its ranks held before counts until all
-ranks have voted, and the new replica begins with the commit.
+A fill is a replicate, an update, a prefetch or a fetch. A fetch fills memory that serves no reader: it makes no replica and
+no holding, only leases. A staged update fills staging memory: the previous holdings of its ranks count until all ranks have
+voted, and the new replica begins with the commit.
 
-Not responsible for which source a reader gets (`readers`), nor for how an operation ends (`decisions`).
+Not responsible for the source of a reader (`readers`), nor for the end of an operation (`decisions`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Fills:
         return [h for h in old if h.version is not version and self._retentions.must_stay(h)]
 
     def _must_wait(self, operation: Operation, version: Version) -> bool:
-        """Whether something has to stay; then `handovers` finds others who take it over."""
+        """Whether a holding has to stay; then `handovers` finds workers that take it over."""
         staying = self.staying(operation, version)
         if [id(h) for h in staying] != [id(h) for h in operation.staying]:
             operation.staying = staying
@@ -81,9 +81,9 @@ class Fills:
         return bool(staying)
 
     def _is_read_on(self, operation: Operation, version: Version) -> bool:
-        """R7: whether what `version` is to overwrite has running readers without another source. They have the same
-        grace as the readers of memory that is unpublished. Read-only readers have none here: the coordinator does not know
-        them, and they must not delay a worker.
+        """R7: whether a holding that `version` is to overwrite has running readers without another source. These readers
+        have the grace of the readers of memory that is unpublished. Read-only readers have no grace here, since they must
+        not delay a worker.
         """
         old = [part.member.holding for part in operation.parts.values() if part.member.holding is not None]
         if operation.is_staged or not any(h.version is not version and h.is_read_alone for h in old):
@@ -110,10 +110,11 @@ class Fills:
     # -- an operation's steps
 
     def called(self, part: RankPart) -> Blame | None:
-        """A group binds once its last rank has called, so that it gets the newest version there is.
+        """A group binds once its last rank has called, so that it gets the newest version.
 
-        After a coordinator's restart only ranks that had begun together go on together. A rank that calls anew (it gave up,
-        or is another process; R6) may ask for what is newest now (G3): what the others have begun is over then.
+        After a restart of the coordinator only ranks that had begun together go on together. A rank that calls anew (it gave
+        up, or is another process; R6) may ask for a newer version (G3): then the fill that the remaining ranks have begun is
+        over.
         """
         operation = part.operation
         begun = {p.rank: p.begun for p in operation.parts.values() if p.begun is not None}
@@ -143,11 +144,11 @@ class Fills:
         return self._testimonies.settle(operation) or refusals.outlived(operation) or self._feed(operation)
 
     def _must_go_over(self, operation: Operation) -> bool:
-        """Whether the way in which it is read cannot be gone on with, and there is another one: its ranks call again.
+        """Whether the way in which it is read cannot be gone on with, and there is another way: its ranks call again.
 
         A lost source that still serves is read on, and a rank that is not ready yet plans on, unless its call would end at
-        once. In its first lease a coordinator waits for who may come back. A copy of one shard is an attempt, after which
-        another one is made.
+        once. In its first lease a coordinator waits for workers that may come back. A copy of one shard is an attempt, after
+        which another attempt is made.
         """
         parts = operation.parts.values()
         if ways.serve(operation):
@@ -261,7 +262,7 @@ class Fills:
                 self._holdings.completed(part.holding)
 
     def abort(self, operation: Operation) -> None:
-        """Nobody reads any more; what was written to is torn."""
+        """All reads end; memory that was written to is torn."""
         replica = next((p.holding.replica for p in operation.parts.values() if p.holding is not None), None)
         for part in operation.parts.values():
             self._readers.release_all(part, "operation aborted")
@@ -351,8 +352,8 @@ class Fills:
     # -- writing
 
     def _start(self, operation: Operation) -> None:
-        """Tell all ranks to start. Start is Write, too, if nothing can keep a rank from writing: none has a hook, and what
-        some hold is overwritten by what has the same manifest.
+        """Tell all ranks to start. Start is Write, too, if nothing can keep a rank from writing: no rank has a hook, and
+        a shard is overwritten by a shard with an equal manifest only.
         """
         fillers = [part for part in operation.parts.values() if part.needs_bytes]
         fresh = [part for part in fillers if not part.has_written]
@@ -392,7 +393,7 @@ class Fills:
         self._cluster.tell(part.member, start)
 
     def _write_if_ready(self, operation: Operation) -> Blame | None:
-        """Nothing is overwritten before every rank is ready and everything that they need is there at the same time."""
+        """Nothing is overwritten before every rank is ready and a source for every shard is there."""
         version = operation.bound
         if operation.is_forsaken and not ways.serve(operation):
             return refusals.abandoned(operation)
@@ -407,8 +408,9 @@ class Fills:
         return None
 
     def _first_grants(self, part: RankPart, sources: dict[int, list[Source]]) -> tuple[Grant, ...]:
-        """What was chosen before the write began is still the best: what a write changes is of other versions. Ranks that
-        bridge may read from the same shards, and each chooses again: the one before it has a share of its sources now.
+        """A choice that was made before the write began is still the best: a write changes holdings of other versions
+        only. Ranks that bridge may read from one shard, and each rank chooses again: the rank before it has a share of
+        its sources now.
         """
         chosen = sources.get(part.rank)  # none, if it has written before
         if chosen is None or part.bridges:
@@ -482,7 +484,7 @@ def _holds_in(member: Member, way: Way) -> bool:
 
 
 def _is_alike(part: RankPart) -> bool:
-    """Whether what it fills has the same manifest as what it has registered."""
+    """Whether the rank fills a shard with the manifest that it has registered."""
     return (
         not part.bridges
         and part.member.said.manifest != b""

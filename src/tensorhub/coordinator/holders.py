@@ -1,6 +1,6 @@
-"""Who holds one shard of a version: counted, and in order, so that nobody has to look at all of them.
+"""The holders of one shard of a version: counted, and in order, so that no step has to look at all of them.
 
-Responsible for counts and orders. Not responsible for when they change (`Shards`).
+Responsible for counts and orders. Not responsible for the moment at which they change (`Shards`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Holders(Generic[H]):
         return self._counts[holding], self._fed.standing(holding), self._stranded.standing(holding)
 
     def after(self, holding: H | None) -> Iterator[H]:
-        """All others, beginning with the next one, round about."""
+        """All holders but this one, beginning with the next one, as a ring."""
         place = bisect_right(self._there, holding.number, key=_number) if holding is not None else 0
         for at in (*range(place, len(self._there)), *range(place)):
             if self._there[at] is not holding:

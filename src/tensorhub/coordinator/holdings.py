@@ -23,7 +23,7 @@ from tensorhub.messages import Fenced, LeaveGranted, LeaveRequest, Revoked
 
 @dataclass(eq=False, repr=False)
 class Holdings:
-    """Changes holdings and replicas; nobody else does."""
+    """Changes holdings and replicas; no other component does."""
 
     _cluster: Cluster
     _feeding: Feeding
@@ -67,7 +67,7 @@ class Holdings:
     # -- the end
 
     def order_out(self, holding: Holding, reason: str) -> None:
-        """Its version is retired: nobody reads it any more, and its owner is to fence and forget it."""
+        """The version is retired: the holding has no readers any more, and its owner is to fence and forget it."""
         self.leave(holding, reason)
         self._readers.cut_readers(holding, reason, moved=False)
         owner = holding.member
@@ -102,13 +102,15 @@ class Holdings:
         self._end(holding, cut=False)
 
     def quarantine(self, holding: Holding) -> None:
-        """Its bytes have changed: nobody reads it any more. It stays its owner's holding until the owner takes it back."""
+        """The bytes of the holding have changed: it has no readers any more. It stays the holding of its owner until the
+        owner takes it back.
+        """
         holding.trust.quarantined = True
         self.leave(holding, "its bytes have changed", on_purpose=False)
         self._readers.cut_readers(holding, "the source's bytes have changed", moved=True)
 
     def tear(self, holding: Holding) -> None:
-        """Its fill was broken off: nobody may read it, its owner changes the generation by itself."""
+        """The fill of the holding was broken off: it is no source, and its owner changes the generation by itself."""
         self.leave(holding, "fill broken off", on_purpose=False)
         self._readers.cut_readers(holding, "the source's own fill was broken off", moved=True)
 
@@ -165,7 +167,7 @@ class Holdings:
         return replica
 
     def new_or_torn_replica(self, version: Version, member: Member) -> Replica:
-        """The same; where a fill of this group was broken off, what that has left."""
+        """A new replica; or the torn replica that a broken fill of this group has left."""
         torn = next((r for r in member.group.replicas if r.state is ReplicaState.TORN), None)
         if torn is None:
             return self.new_replica(version, member)
@@ -189,7 +191,7 @@ class Holdings:
 
 @dataclass(eq=False, repr=False)
 class Withdrawals:
-    """Changes withdrawals; nobody else does."""
+    """Changes withdrawals; no other component does."""
 
     _cluster: Cluster
     _readers: Readers
@@ -218,7 +220,7 @@ class Withdrawals:
         return filling is not None or member.holding is not None
 
     def _tell_again(self, holding: Holding) -> None:
-        """Whom it is to cut: the first time may have been lost, or the answer."""
+        """Tell the owner again which readers to cut: the first message may have been lost, or its answer."""
         for lease in holding.readers.values():
             if lease.state is LeaseState.FENCING:
                 self._readers.tell_to_cut(lease)
@@ -260,7 +262,7 @@ class Withdrawals:
         self._cluster.touch(member.group.model)  # it stays: perhaps no copy is needed any more
 
     def member_gone(self, member: Member) -> None:
-        """Nobody waits for its answer any more."""
+        """No rank waits for the answer any more."""
         withdrawal = member.group.model.withdrawals.get(member.registration)
         if withdrawal is not None:
             self._forget(withdrawal)

@@ -72,7 +72,9 @@ def check(cluster: Cluster) -> None:
 
 
 def check_noted(cluster: Cluster) -> None:
-    """The same, of what the last step has noted only. What is forgotten by now must be forgotten everywhere."""
+    """`check` for the entities that the last step has noted. An entity that is forgotten by now must be forgotten
+    everywhere.
+    """
     for about in with_neighbours(cluster.noted):
         match about:
             case Worker():
@@ -97,7 +99,7 @@ def check_noted(cluster: Cluster) -> None:
 
 
 def with_neighbours(noted: Iterable[Noted]) -> dict[Noted, None]:
-    """What was noted, and what is checked along with it because its promises are about that."""
+    """The noted entities, and the entities whose promises are about them."""
     found: dict[Noted, None] = dict.fromkeys(noted)
     for about in list(found):
         match about:
@@ -173,7 +175,7 @@ def _member(cluster: Cluster, member: Member) -> None:
 
 
 def _is_fed(holding: Holding) -> bool:
-    """Whether it has everything, or is filled, perhaps through others, by one that has."""
+    """Whether the holding is complete, or its chain of sources ends at a complete holding."""
     todo, seen = [holding], {holding: None}
     while todo:
         further = [lease.holding for lease in todo.pop().fillers if not lease.dropping and lease.holding not in seen]
@@ -307,7 +309,7 @@ def _candidate(cluster: Cluster, version: Version, layout: LayoutHoldings[Holdin
 
 
 def _counted(version: Version, there: Holders[Holding]) -> None:
-    """What is kept of a shard's holdings is what a look at all of them says."""
+    """The counts of a shard equal a count of all its holdings."""
     kept = (there.complete, there.sources, there.live_sources)
     counts = tuple(map(sum, zip(*(holding.counted.counts for holding in there), strict=True))) or (0, 0, 0)
     demand(kept == counts, f"a shard's holdings are counted: {kept}, {counts}", version)
@@ -479,8 +481,9 @@ def _lease(cluster: Cluster, lease: ReadLease) -> None:
 
 
 def _cyclic(start: Holding) -> bool:
-    """Whether it is filled from itself. By patches it may be: an owner that lacks a chunk says so, and keeps nobody waiting
-    who could have it elsewhere, so that no chunk waits for itself. Through every other lease a reader must get everything.
+    """Whether the holding is filled from itself. By partial copies it may be: an owner that lacks a chunk says so, and
+    delays no reader that could have the chunk elsewhere, so that no chunk waits for itself. Through every other lease a
+    reader must get everything.
     """
     todo, seen = [start], {id(start)}
     while todo:

@@ -1,8 +1,8 @@
-"""What one worker can make a coordinator keep, and what all of them can (G10).
+"""How much one worker, and all workers together, can make a coordinator keep (G10).
 
-The limits are far above what any cluster needs: they bound what a defect, or an intruder with the secret, costs. Whoever
-reaches one is refused with an error that names it; docs/limits.md lists those that a user can meet. How many workers there
-may be at a time is an option: `Options.sessions_max`.
+The limits are far above the needs of any cluster: they bound the cost of a defect, or of an intruder with the secret. A
+worker that reaches a limit is refused with an error that names the limit; docs/limits.md lists the limits that a user can
+meet. The number of workers is an option: `Options.sessions_max`.
 """
 
 from __future__ import annotations

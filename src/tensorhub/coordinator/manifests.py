@@ -13,7 +13,7 @@ from tensorhub.model.manifest import id_of
 
 
 class Manifests:
-    """Whoever keeps one says so with `keep`, and with `release` when it does not any more."""
+    """A component that needs a manifest calls `keep`, and `release` when it does not need the manifest any more."""
 
     def __init__(self) -> None:
         self.nbytes = 0  # of all that are kept
@@ -33,7 +33,7 @@ class Manifests:
         return self.nbytes + self.new_bytes(*manifests) <= limits.MANIFEST_BYTES_MAX
 
     def keep(self, manifest: bytes) -> bytes:
-        """The equal one that is kept already, or this one, from now on."""
+        """The equal manifest that is kept already; or this manifest, which is kept from now on."""
         if not manifest:
             return manifest
         known, count = self._kept.get(manifest, (manifest, 0))
@@ -53,7 +53,7 @@ class Manifests:
         return self._ids[kept]
 
     def name(self, manifest: bytes) -> str:
-        """The same of any."""
+        """The id of any manifest."""
         return self._ids.get(manifest) or id_of(manifest)
 
     def find(self, manifest_id: str) -> bytes | None:

@@ -1,7 +1,7 @@
-"""Workers and ranks: who is there, who is suspected, who is lost (G9, R11), and who belongs to which group.
+"""Workers, ranks and groups: which workers are live, suspect or lost (G9, R11), and which ranks a group has.
 
-Not responsible for what may be registered (`registrations`), for what a worker announces when it comes back (both
-`registrations`), nor for what a lost rank's operation or memory means: `operations` and `holdings` are told.
+Not responsible for registrations and announcements (`registrations`), nor for the effects of a lost rank on its operation
+(`operations`) and its memory (`holdings`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OWN_LAYOUT = "own/"  # begins the layout id of a rank that says nothing of the o
 
 @dataclass(eq=False, repr=False)
 class Membership:
-    """Changes sessions, workers, members and groups; nobody else does."""
+    """Changes sessions, workers, members and groups; no other component does."""
 
     _cluster: Cluster
     _retentions: Retentions
@@ -126,9 +126,10 @@ class Membership:
                 cluster.wake_all(member.holding.version.starving)
 
     def heard(self, worker: Worker, answers: float) -> None:
-        """Any message renews the lease. The worker counts only while it answers what was said less than a lease ago.
+        """Any message renews the lease. The worker counts only while it answers a word of the coordinator that is younger
+        than a lease.
 
-        `answers`: when that was said; later than now, it is taken for now.
+        `answers`: the time of that word; a time in the future is taken for now.
         """
         cluster = self._cluster
         cluster.noted[worker] = None
@@ -197,8 +198,8 @@ class Membership:
             self._look_for(worker, "restate")
 
     def _look_for(self, worker: Worker, timer: str) -> None:
-        """No verdict is given by a timer alone: the coordinator may be behind with reading, or with letting in who comes
-        back. Other connections can be in the way there, but for so long only.
+        """A timer alone decides nothing: the coordinator may be behind with reading, or with letting in workers that come
+        back. Other connections may delay that, but for a bounded time only.
         """
         cluster, lease_s = self._cluster, self._cluster.options.lease_s
         cluster.timers.set(timer, worker.incarnation, cluster.now + lease_s * LOOKS_APART)
@@ -213,8 +214,8 @@ class Membership:
                 cluster.look_for(DOOR)
 
     def silent(self, sessions: Iterable[int]) -> None:
-        """Nothing of these lay unread when that was asked. Whoever was heard since is not silent. If much ends with the
-        first of them, the others are asked about again.
+        """No message of these sessions lay unread when the shell was asked. A worker that was heard since is not silent.
+        If much ends with the first of them, the shell is asked about the rest again.
         """
         for number in sessions:
             if self._cluster.has_done_much():
@@ -235,7 +236,9 @@ class Membership:
                     self.remove(member, f"rank {member.rank} of group {member.group.name!r} was not announced again")
 
     def give_up_gone(self) -> None:
-        """Nobody was at the door when that was asked: whoever was missed then is lost. Some of them in each step."""
+        """No connection was at the door when the shell was asked: the workers that were missed then are lost. Each step
+        handles some of them.
+        """
         while self._gone and not self._cluster.has_done_much():
             incarnation = next(iter(self._gone))
             del self._gone[incarnation]
@@ -262,7 +265,7 @@ class Membership:
         return min(self._listened_since(worker.heard_at) + lease_s / 2, worker.answers + lease_s)
 
     def _listened_since(self, when: float) -> float:
-        """Silence before the coordinator's own gap is none: nobody was listening."""
+        """Silence before the gap of the coordinator itself is no silence of the worker."""
         return max(when, self._cluster.listens_since)
 
     def _set_deadline(self, worker: Worker) -> None:
@@ -401,17 +404,19 @@ class Membership:
 
     @property
     def recovered_at(self) -> float:
-        """Whoever has not come back by then is lost."""
+        """A worker that has not come back by then is lost."""
         return self._cluster.listens_since + self._cluster.options.lease_s
 
     @property
     def recovery_ends_at(self) -> float:
-        """Who has come back at the last moment has another lease to say what it holds: else that would be lost with it."""
+        """A worker that comes back at the last moment has another lease to announce its holdings: else they would be lost
+        with it.
+        """
         return self.recovered_at + (self._cluster.options.lease_s if self._cluster.arriving else 0.0)
 
     def recovery_over(self) -> None:
-        """Whose mates are not back is waited for no longer. What such a rank holds counts once they are. Whoever waits for a
-        lost source may go over to another way now.
+        """Ranks that are not back are waited for no longer. The holding of a rank of their group counts once they are
+        back. An operation that waits for a lost source may go over to another way now.
         """
         for member in self._cluster.members.values():
             if member.unheard:
@@ -477,7 +482,7 @@ class Membership:
             self._change_epoch(group)
 
     def _wake_askers(self, member: Member) -> None:
-        """Others may be asked instead of it."""
+        """Other workers may be asked instead of it."""
         for version in member.group.model.versions.values():
             if version.starving and is_asked(version, member.registration):
                 self._cluster.wake_all(version.starving)
@@ -496,7 +501,7 @@ class Membership:
             group.model.steady.pop(group.name, None)
 
     def _change_epoch(self, group: Group) -> None:
-        """Its ranks hear of that once, however many of the others a step takes away."""
+        """The ranks of the group hear the new epoch once, however many ranks a step removes."""
         self._cluster.note(group)
         group.renumber(self._cluster.mint_epoch())
         self._cluster.renumbered[group] = None

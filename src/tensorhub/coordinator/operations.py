@@ -200,7 +200,7 @@ class Operations:
 
     @staticmethod
     def _waits(member: Member, message: Publish | Fill | Abandon | Resolve) -> bool:
-        """Whether this is about a later operation than the one that is being recorded: then it waits for that decision."""
+        """Whether this is about an operation after the one that is being recorded: then it waits for that decision."""
         operation, key = member.group.operation, message.key
         if operation is None or operation.state is not OperationState.PREPARED:
             return False
@@ -273,8 +273,8 @@ class Operations:
                 self._cluster.wake(group.operation)
 
     def written(self, record: int, failure: str | None) -> None:
-        """The store has an entry, or (`failure`) cannot take it. If it is an operation's, that is its decision, and what was
-        said of later operations meanwhile is heard now.
+        """The store has an entry, or (`failure`) cannot take it. An entry of an operation is its decision; messages about
+        later operations that came meanwhile are handled now.
         """
         self._testimonies.recorded(record, failed=failure is not None)
         decided = self._decisions.recorded(record) if failure is None else self._decisions.not_recorded(record, failure)
@@ -323,12 +323,12 @@ class Operations:
 
 
 def _key_of(group: Group, key: OpKey) -> OpKey:
-    """The same key, in the group's own names: they are kept once, however often they are said."""
+    """An equal key in the names of the group: the names are kept once, however often a worker says them."""
     return OpKey(group.model.name, group.name, key.epoch, key.sequence)
 
 
 def _in_names_of(group: Group, call: Publish | Fill) -> Publish | Fill:
-    """The same call as it is kept: of the keys that it names, which are all of this group, only the numbers are its own."""
+    """The call as it is kept: all keys that it names are of this group, so only their numbers are kept with the call."""
     if isinstance(call, Publish):
         return replace(call, key=_key_of(group, call.key))
     former = tuple(_key_of(group, key) for key in call.former)
@@ -366,7 +366,7 @@ class Deadlines:
             self._cluster.timers.cancel("operation", operation.name)
 
     def passed(self, operation: Operation) -> Blame:
-        """What was waited for in vain."""
+        """The blame for the missed deadline."""
         late = min(_impatient(operation), key=lambda part: part.deadline)
         what = f"{operation.kind} of {operation.group.model.name!r}"
         if not operation.gathered:
@@ -451,7 +451,7 @@ class Deadlines:
 
 
 def _rounded(seconds: float) -> str:
-    """What was left of a call's time when its rank asked, for people."""
+    """The rest of the time of a call when its rank asked, for people."""
     return f"{round(seconds, 1 if seconds > 1 else 3):g}"
 
 
@@ -475,7 +475,7 @@ def _corrupt(what: str, part: RankPart) -> IntegrityError:
 
 
 def _gone(starving: list[RankPart]) -> str:
-    """Which shards nobody has all of, of those that these ranks read: for an error."""
+    """The shards that these ranks read and that no rank holds as a whole: for an error."""
     shards = set[int]()
     for part in starving:
         if part.origin is not None and part.needs is not None:

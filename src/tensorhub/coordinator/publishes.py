@@ -115,7 +115,9 @@ class Publishes:
 
 
 def _unlike(operation: Operation) -> Blame | None:
-    """Who reads across layouts verifies chunks of all ranks in one way. Other digests would look like other bytes."""
+    """A reader across layouts verifies chunks of all ranks in one way. Digests of another kind would look like wrong
+    bytes.
+    """
     kinds: dict[str, int] = {}
     for part in operation.parts.values():
         kinds.setdefault(head_of(part.member.said.manifest)[0], part.rank)
@@ -134,7 +136,7 @@ ROLLBACKS_PER_MODEL_MAX = 64  # that wait
 
 @dataclass(eq=False, repr=False)
 class Lineages:
-    """Changes models' lineages; nobody else does."""
+    """Changes the lineages of models; no other component does."""
 
     _cluster: Cluster
     _versions: Versions

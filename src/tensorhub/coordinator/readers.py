@@ -1,7 +1,8 @@
-"""Who reads from whom: read leases, and what becomes of readers whose source leaves.
+"""Read leases: which reader reads from which source, and where a reader goes when its source leaves.
 
-Leases schedule and count; they protect nothing (R3): only an owner's own fence does. Not responsible for which source is
-best (`source_choice`), for what it means that a reader has none (`operations`), nor for when a source leaves (`holdings`).
+Leases schedule and count; they protect nothing (R3): only the fence of an owner does. Not responsible for the ranking of
+sources (`source_choice`), for the effects of a missing source (`operations`), nor for the moment at which a source leaves
+(`holdings`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ YIELDING_MAX = 8  # readers of a source of which some yield to the others; among
 
 @dataclass(eq=False, repr=False)
 class Readers:
-    """Changes leases; nobody else does."""
+    """Changes leases; no other component does."""
 
     _cluster: Cluster
     _feeding: Feeding
@@ -37,7 +38,7 @@ class Readers:
     # -- granting
 
     def grant(self, part: RankPart) -> list[Grant]:
-        """New leases on the best sources for this reader, as far as there are candidates now."""
+        """New leases on the best sources for this reader; fewer, where there is no candidate now."""
         return [self.lend(part, *source) for source in self._choice.sources(part)]
 
     def lend(self, part: RankPart, need: Need | None, holding: Holding) -> Grant:
@@ -139,8 +140,8 @@ class Readers:
                 self._cluster.note(lease, lease.holding.member)
 
     def assign_sources(self, part: RankPart) -> list[Grant]:
-        """New leases for a reader whose leases do not bring it everything: on a source or, while nobody holds the whole
-        shard, on other readers' partial copies. They wait together for what all of them lack (R9).
+        """New leases for a reader whose leases do not bring it everything: on a source or, while no rank holds the whole
+        shard, on partial copies of other readers. Such readers wait together for the chunks that all of them lack (R9).
         """
         for lease in list(part.leases.values()):
             if waiting.is_dry(lease) or (lease.holding.leaving and part.member.worker.read_only):
@@ -157,7 +158,7 @@ class Readers:
         return [] if is_fed else self.grant(part)
 
     def _bridge(self, part: RankPart) -> list[Grant]:
-        """The same for a reader that bridges: what it lacks of each class, and of its own layout."""
+        """`assign_sources` for a reader that bridges: the needs that it lacks of each class, and of its own layout."""
         lacking, own, origin = _unfed(part), part.layout.of(part.shard), part.origin
         grants = [self.lend(part, *source) for source in self._choice.sources(part, lacking)] if lacking else []
         if origin is None or part.is_abandoned or waiting.can_be_whole(part) or not waiting.needs_source(part):
@@ -183,7 +184,9 @@ class Readers:
             self.release(lease, why)
 
     def failed(self, part: RankPart, lease_id: str, reason: str, detail: str) -> ReadLease | None:
-        """The reader gave this source up. It gets another one, or after a while the same. Returns the lease that is over."""
+        """The reader gave this source up. It gets another source, or after a while this one again. Returns the lease that
+        is over.
+        """
         lease = part.leases.get(lease_id) or self._cluster.leases.get(lease_id)
         if lease is None or lease.part is not part:
             return None
@@ -226,7 +229,7 @@ class Readers:
             self._cluster.timers.set("retry", operation.name, min(later))
 
     def move_again(self, operation: Operation) -> None:
-        """Who reads where somebody leaves may have found nobody else then, and may try such a source now."""
+        """The readers of a source that leaves may have found no other source then, and may try a failed source now."""
         for lease in [each for part in operation.parts.values() for each in part.leases.values() if each.holding.leaving]:
             self.move(lease)
 
@@ -287,8 +290,8 @@ class Readers:
     # -- another source
 
     def move(self, lease: ReadLease) -> None:
-        """Give the reader another source, if there is one, and let it leave this one. A read-only reader is given it in its
-        turn: there may be many of them, and each looks at all sources.
+        """Give the reader another source, if there is one, and let it leave this source. A read-only reader is given its
+        source in its turn: there may be many of them, and each looks at all sources.
         """
         if lease.part.member.worker.read_only:
             self._cluster.wake(lease.part.operation)
@@ -306,10 +309,10 @@ class Readers:
             self._leave_for(lease, [self.lend(part, *source) for source in sources], "the source leaves")
 
     def improve(self, part: RankPart) -> None:
-        """A reader reads on. If its source is slow or shared, the reader may have the rest much earlier from another one.
-        Readers that yield leave the source to this one, and read at the end of its chain instead.
+        """A reader reads on. If its source is slow or shared, the reader may have the rest much earlier from another source.
+        Readers that yield leave the source to this reader, and read at the end of its chain instead.
 
-        That is asked once in a while, since each move costs a new connection.
+        Each move costs a new connection, so the question has a minimal interval.
         """
         now = self._cluster.now
         lease = next(iter(part.leases.values()), None)
@@ -339,7 +342,7 @@ class Readers:
             self._swap(part, found)
 
     def _swap(self, part: RankPart, holding: Holding) -> None:
-        """It reads from that one instead."""
+        """The reader reads from that source instead."""
         (lease,) = part.leases.values()
         lease.dropping = True  # what reads from the other one is not filled through this any more
         self._tell_to_add(part, self.lend(part, None, holding))
@@ -394,13 +397,13 @@ class Readers:
 
 
 def grant_of(holding: Holding, lease: str, complete: bool, selection: str = "", shard: int = 0) -> Grant:
-    """What is told to who reads there."""
+    """The grant, as its reader is told it."""
     worker, member = holding.member.worker, holding.member
     where = worker.name, worker.incarnation, member.registration, holding.generation, worker.endpoints, worker.location
     return Grant(lease, *where, complete, selection, shard)
 
 
 def _unfed(part: RankPart) -> list[Need]:
-    """What a reader that bridges lacks, and nobody of whom it reads already is fed with."""
+    """The needs of a bridging reader that none of its sources is fed with."""
     fed = [lease.need for lease in part.leases.values() if lease.holding.is_fed and not lease.dropping]
     return [] if None in fed else [need for need in waiting.lacking(part) if need not in fed]

@@ -55,7 +55,7 @@ def misfit(operation: Operation, version: Version) -> Blame | None:
 
 
 def unnamed(operation: Operation, version: Version) -> Blame | None:
-    """Which rank goes on with a shard whose manifest is not known, since there was no room to keep it."""
+    """The rank that goes on with a shard whose manifest is not known, since there was no room to keep it."""
     for part in operation.parts.values():
         published = ways.as_published(version, operation)
         known = not published or version.manifests.get(part.shard) or named(part)
@@ -87,7 +87,7 @@ def abandoned(operation: Operation) -> Blame:
 
 
 def must_go_over(operation: Operation, version: Version) -> Blame:
-    """Its ranks call again by themselves. (Only a rank whose caller has given up meanwhile shows this error.)"""
+    """The ranks call again by themselves. (Only a rank whose caller has given up meanwhile shows this error.)"""
     text = f"version {version.number} of {operation.group.model.name!r}: what this call has read is gone; call again"
     return Blame(GroupAborted(text), again=True)
 
@@ -160,9 +160,11 @@ def nothing_available(operation: Operation, least: int, held: int | None) -> Ver
 
 
 def held_text(model: Model, operation: Operation | None = None) -> str:
-    """For an error: which versions of a model are held, by how many, and which one the selector "available" gets.
+    """For an error: which versions of a model are held, by how many replicas, and which version the selector "available"
+    gets.
 
-    Who makes the call `operation` is not told to fetch what it holds. Without it, the caller is taken to read any layout.
+    The ranks of `operation` are not told to fetch the version that they hold. Without it, the caller is taken to read any
+    layout.
     """
     told, held = _told(model, operation), _readable(model)
     gets = next((v for v in held if v.can_be_read() or not _reads_one_shard(operation)), None)
@@ -183,7 +185,7 @@ def _told(model: Model, operation: Operation | None) -> str:
 
 
 def _lacking(model: Model) -> str:
-    """Of the newest version of which somebody holds some shards of a layout: of which ones nobody does."""
+    """The missing shards of the newest version of which some shards of a layout are held."""
     for version in _not_retired(model):
         for layout in version.layouts:
             missing = [str(shard) for shard in layout if not layout.of(shard).live_sources]

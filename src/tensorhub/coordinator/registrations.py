@@ -170,7 +170,9 @@ class Announcements:
 
 
 def _may_be_origin(version: Version, member: Member, said: bytes) -> bool:
-    """Whether that describes who holds what. A few bytes may say very many shards, and copies are laid out for as many."""
+    """Whether that describes which rank holds which shard. A few bytes may name very many shards, and a copy is laid out
+    for as many.
+    """
     try:
         shards = len(Published.decode(said, limits.ANNOUNCED_SHARDS_MAX).shards)
     except ProtocolError:
@@ -200,8 +202,8 @@ class ManifestQuestions:
         return f"<ManifestQuestions: {len(self._waiting)} asked, {self._count} wait>"
 
     def with_manifests(self, message: Register) -> tuple[Register, Parts, Parts] | None:
-        """With the manifests themselves, the parts, and those of what is held, of which the last describes its origin if it
-        has one. None: one of them has to be asked for.
+        """The message with its manifests, its parts, and the parts of its holding, of which the last describes the origin
+        if the holding has one. None: one of them has to be asked for.
         """
         find, held = self._cluster.manifests.find, message.held
         mine = message.manifest or (find(message.manifest_id) if message.manifest_id else b"")
@@ -235,7 +237,7 @@ class ManifestQuestions:
         return tuple([blob for blob in found if blob]) if all(found) else None
 
     def ask(self, session: int, message: Register) -> None:
-        """This Register names what is not known. Sooner or later the rank is told to say it again."""
+        """This Register names a manifest that is not known. Sooner or later the rank is told to say the message again."""
         named = [each.manifest_id for each in (message, message.held) if each is not None and each.manifest_id]
         find = self._cluster.manifests.find
         whole = any(find(ident) is None for ident in named)  # also where it was said now: it is not kept; so below
@@ -257,7 +259,7 @@ class ManifestQuestions:
         cluster.send(session, again)
 
     def _missing(self, message: Register) -> Iterator[tuple[str, bool]]:
-        """The ids of what is neither said nor known, and whether each is a part's."""
+        """The ids that are neither said nor known, and whether each id is a part's."""
         find, held = self._cluster.manifests.find, message.held
         said = {id_of(blob) for blob in message.parts}
         for each in (message,) if held is None else (message, held):
@@ -268,13 +270,13 @@ class ManifestQuestions:
                     yield ident, True
 
     def came(self, *idents: str) -> None:
-        """What names these was taken: whoever waits for them need not wait longer."""
+        """A message that names these ids was accepted: the ranks that wait for them need not wait longer."""
         for ident in idents:
             if ident in self._waiting and self._cluster.manifests.find(ident) is not None:
                 self._cluster.timers.set("manifest", ident, self._cluster.now)
 
     def due(self, ident: str) -> None:
-        """That is there, or was waited for long enough. A few are told so, and the others in the next steps."""
+        """The manifest is there, or was waited for long enough. Some ranks are told so, and the rest in the next steps."""
         waiting, is_known = self._waiting[ident], self._cluster.manifests.find(ident) is not None
         for _ in range(min(len(waiting), limits.WOKEN_PER_STEP)):
             session, again, is_part = waiting.popleft()

@@ -31,14 +31,14 @@ from tensorhub.types import SAME_HOST_TRANSPORTS
 
 @dataclass(eq=False, repr=False)
 class Feeding:
-    """Changes who is fed; nobody else does."""
+    """Changes which holdings are fed; no other component does."""
 
     _cluster: Cluster
     # Who is fed no more in this step. What is filled from it seems to be fed until `settle`.
     dry: dict[Holding, None] = field(default_factory=dict, init=False)
 
     def feed(self, holding: Holding | None) -> None:
-        """What a holding has, or is filled from, has changed: so may have what is filled from it."""
+        """The chunks or the sources of a holding have changed: so may its downstream holdings."""
         if holding is None:
             return
         self._cluster.reckon(holding)
@@ -59,7 +59,9 @@ class Feeding:
             self._spread(filled)
 
     def settle(self) -> None:
-        """Whoever is fed no more may have found another source by now. If not, what is filled from it is not fed either."""
+        """A holding that lost its feed may have found another source by now. If not, its downstream holdings are not fed
+        either.
+        """
         while self.dry:
             holding, _ = self.dry.popitem()
             if holding.is_fed:
@@ -82,7 +84,9 @@ class Feeding:
                 todo += [reader for reader in _filled(each) if not reader.bridges or is_filled_by(reader, _is_fed)]
 
     def _become_fed(self, holding: Holding, *, is_so: bool) -> None:
-        """Who reads there needs another source from now on, or needs none any more; who lacks one may read what is fed."""
+        """The readers of this holding need another source from now on, or need none any more; a reader without a source
+        may read a fed holding.
+        """
         holding.is_fed = is_so
         if is_so:
             holding.layout.has_grown = True
@@ -92,7 +96,7 @@ class Feeding:
             self._cluster.wake(lease.part.operation)
 
     def follow(self, holding: Holding) -> dict[Holding, None]:
-        """What is filled from it. That may be long, so it counts as work of this step."""
+        """The downstream holdings. There may be many, so they count as work of this step."""
         found = _filled_by(holding)
         self._cluster.followed += len(found)
         return found
@@ -111,7 +115,7 @@ def _filled(holding: Holding) -> list[Holding]:
 
 
 def _filled_by(holding: Holding) -> dict[Holding, None]:
-    """It, and what is filled from it, directly or through others: each after one that fills it."""
+    """The holding and all its downstream holdings, in topological order."""
     todo, seen = [holding], {holding: None}
     for each in todo:
         for reader in _filled(each):
@@ -125,7 +129,7 @@ _is_fed = attrgetter("is_fed")
 
 
 def _is_surely_fed(holding: Holding) -> bool:
-    """Patches may form cycles: what is fed through them may be fed by what is asked about."""
+    """Partial copies may form cycles: a holding that is fed through them may be fed by the holding in question."""
     return holding.verified or (holding.is_fed and not holding.peers.patches)
 
 
@@ -142,7 +146,7 @@ class SourceChoice:
     _feeding: Feeding
 
     def sources(self, part: RankPart, needs: Sequence[Need] | None = None) -> list[Source]:
-        """From whom it reads best; if it bridges, as far as it needs that (None: all). Empty: there is no candidate now, or
+        """The best sources of a reader; if it bridges, for these needs (None: all). Empty: there is no candidate now, or
         only in other sites, and a neighbour is tried again soon.
         """
         version = part.operation.bound
@@ -203,9 +207,9 @@ class SourceChoice:
         return refuses
 
     def faster(self, part: RankPart, factor: float, gain_s: float) -> Holding | None:
-        """A source from which this reader would have the rest so many times sooner, and as much sooner, than from the one
-        that it has, if one of the first few is. It is as near at least. It has more than the reader, unless nothing is to be
-        gained.
+        """A source from which this reader would have the rest so many times sooner, and as much sooner, than from its
+        present source, if one of the first few candidates is. It is at least as near. It has more than the reader, unless
+        the gain may be zero.
         """
         there, own, has = part.layout.of(part.shard), part.holding, part.attempts.progress[0]
         (lease,), rest, rates = part.leases.values(), _rest(part), self._cluster.links.rates(self._cluster.now)
@@ -237,14 +241,14 @@ class SourceChoice:
         return found if now_s > factor * then_s and now_s >= then_s + gain_s else None
 
     def _is_out_of_question(self, holding: Holding, part: RankPart) -> bool:
-        """Whether no reader leaves its source for that one: it is farther, or has failed this one."""
+        """Whether no reader leaves its source for that holding: it is farther, or has failed this reader."""
         if holding.member.worker.incarnation in part.attempts.failures or not self._reachable(holding, part):
             return True
         return any(_is_nearer(lease.holding, holding, part) for lease in part.leases.values())
 
     def partial_holdings(self, part: RankPart, there: Holders[Holding]) -> list[Holding]:
-        """Partial copies that it may read and does not read yet. Every reader reads from the next one in the list, so that a
-        chunk that one of them has comes to all of them; the others are the best ones.
+        """Partial copies that the part may read and does not read yet. Every reader reads from the next copy in the list,
+        so that a chunk of one copy comes to all readers; the further copies are the best ones.
         """
         if part.is_abandoned:
             return []  # its last holder left on purpose: nobody waits for it (R12)
@@ -272,7 +276,7 @@ class SourceChoice:
         *,
         stranded: bool = False,
     ) -> Holding | None:
-        """That one of these from which it would have everything first."""
+        """The holding from which the part would have everything first."""
         reader, rates = part.member.worker, self._cluster.links.rates(self._cluster.now)
         return there.best(reader.location, reader.transports, _wanted(there, need), rates, refuses, stranded=stranded)
 
@@ -290,7 +294,7 @@ class SourceChoice:
 
 
 def _holders(part: RankPart, version: Version, need: Need | None) -> list[Holders[Holding]]:
-    """Those of whom it reads this: of its own shard in its own layout, or of the shards of a class."""
+    """The holders from which the part reads this: of its own shard in its own layout, or of the shards of a class."""
     if need is None or part.origin is None:
         layout = part.layout if part.bridges else version.holdings
         return [layout.of(part.shard)]
@@ -298,7 +302,9 @@ def _holders(part: RankPart, version: Version, need: Need | None) -> list[Holder
 
 
 def _wanted(there: Holders[Holding], need: Need | None) -> Wanted:
-    """What a reader of that shard reads. (The grid is the publisher's; others count their own, and a copy none.)"""
+    """The size of a shard that a reader reads. (The grid is the publisher's; readers of another layout count their own
+    grid.)
+    """
     if need is not None:
         return Wanted(need.nbytes, need.nbytes / need.chunks)
     return Wanted(there.nbytes, there.nbytes / max(1, there.chunks))

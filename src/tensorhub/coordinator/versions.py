@@ -1,7 +1,7 @@
 """The versions of a model: numbers and marks, visibility, selectors.
 
-Responsible for G3 (what `latest` means) and R1, R2, R12. Not responsible for who reads whom, or for durability itself:
-a number counts as used once its publication is on its way to the store.
+Responsible for G3 (the meaning of `latest`) and R1, R2, R12. Not responsible for sources, or for durability itself: a number
+counts as used once its publication is on its way to the store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tensorhub.types import LATEST, PREVIOUS, OpKind, Selector, VersionInfo
 
 @dataclass(eq=False, repr=False)
 class Versions:
-    """Changes versions and marks; nobody else does."""
+    """Changes versions and marks; no other component does."""
 
     _cluster: Cluster
 
@@ -89,7 +89,7 @@ class Versions:
         del model.versions[version.number]
 
     def retire(self, version: Version, model: Model, why: str) -> None:
-        """It is no more, whoever may still hold it."""
+        """The version is no more, although ranks may still hold it."""
         self._cluster.become(version, VersionState.RETIRED, why)
         self._cluster.unlearn(version)
         del model.versions[version.number]
@@ -114,8 +114,8 @@ class Versions:
     ) -> Version | None:
         """The visible version that a selector means; None: the call waits for it.
 
-        Raises VersionUnavailable for a number that is not visible, and for what is no selector: it fails at once. The
-        error says what `operation` can have.
+        Raises VersionUnavailable at once for a number that is not visible, and for an unknown selector. The error says which
+        versions `operation` can have.
         """
         if isinstance(selector, int):
             version = model.versions.get(selector)
@@ -132,10 +132,11 @@ class Versions:
         return version
 
     def available(self, operation: Operation, at_least: int | None) -> Version | None:
-        """The newest version of which a complete copy can be read now, and that is not older than what a rank holds.
+        """The newest version of which a complete copy can be read now, and that is not older than the version that a rank
+        holds.
 
         None: the call waits. Nothing was published yet, or a silent worker that has a complete copy may come back. Raises
-        VersionUnavailable at once if there is no complete copy of what was published.
+        VersionUnavailable at once if there is no complete copy of any published version.
         """
         least, held = self._least(operation, at_least)
         version, waits = self._newest_readable(operation, least)
@@ -148,7 +149,7 @@ class Versions:
         raise nothing_available(operation, least, held)
 
     def has_other_available(self, operation: Operation, at_least: int | None) -> bool:
-        """Whether "available" names another version now than the one that the operation is bound to."""
+        """Whether "available" now names a version to which the operation is not bound."""
         version, _ = self._newest_readable(operation, self._least(operation, at_least)[0])
         return version is not None and version is not operation.bound
 
@@ -178,7 +179,7 @@ class Versions:
         return None, waits
 
     def _may_come_back(self, version: Version) -> bool:
-        """After a restart: whether a group whose last recorded commit is this version is not back with every rank yet."""
+        """After a restart: whether a group that has recorded a commit of this version is not back with every rank yet."""
         if not self._cluster.is_recovering:
             return False
         decisions = self._cluster.decisions.values()
@@ -270,8 +271,8 @@ class Versions:
                 self._cluster.send(session, Announce(model.name, info))
 
     def _refresh_others(self, model: Model) -> bool:
-        """Forget layouts in which nobody holds anything any more. Whether others can read what they could not, or the other
-        way round: the version's state does not tell that while it can be read in another layout or out of one.
+        """Forget layouts in which no rank holds the version any more. Whether other groups can read it now, or cannot any
+        more: the state of the version does not tell that while it can be read in another layout or out of one.
         """
         changed = False
         for version in model.versions.values():

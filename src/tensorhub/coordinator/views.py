@@ -96,7 +96,7 @@ class Answers:
         self._cluster.answer(session, message.request, error)
 
     def part(self, session: int, message: GetPart) -> None:
-        """What is kept under that id."""
+        """The part of a layout that is kept under that id."""
         blob = self._cluster.manifests.find(message.part_id)
         if blob is None:
             error = VersionUnavailable("that part of a layout is not known, or not any more: nobody holds its version")
@@ -105,7 +105,7 @@ class Answers:
             self._cluster.send(session, ManifestReply(message.request, blob))
 
     def publication(self, session: int, message: GetPublication) -> None:
-        """What was published where, of the version that a selector means now."""
+        """The description of the version that a selector means now."""
         model = self._model(session, message, message.model)
         if model is None:
             return
@@ -325,7 +325,7 @@ def describe(
 
 @dataclass(slots=True)
 class _Rows:
-    """What is told of workers."""
+    """The rows about workers."""
 
     model: Model
     version: int | None

@@ -24,7 +24,7 @@ def yields(part: RankPart, holding: Holding) -> bool:
 
 
 def lasts(lease: ReadLease) -> bool:
-    """Whether all that it is for comes through it, as far as is known."""
+    """Whether everything that the lease is for comes through it."""
     return lease.holding.is_fed and not (lease.dropping or lease.partial)
 
 
@@ -34,7 +34,7 @@ def is_dry(lease: ReadLease) -> bool:
 
 
 def is_spare(lease: ReadLease) -> bool:
-    """Whether its reader does without it: others that last bring everything."""
+    """Whether its reader does without it: its other lasting leases bring everything."""
     part = lease.part
     if part.bridges:
         return not lacking(part, without=lease)
@@ -65,12 +65,12 @@ def _lacks_source(part: RankPart) -> bool:
 
 
 def needs_source(part: RankPart) -> bool:
-    """Whether it has no such source, or none that it has can bring it everything: nobody holds all of it."""
+    """Whether the reader has no such source, or no rank holds all of the shard."""
     return part.reads and (_lacks_source(part) or not can_be_whole(part))
 
 
 def can_be_whole(part: RankPart) -> bool:
-    """Whether somebody holds all that it reads, committed or not."""
+    """Whether all that the part reads is held as a whole, committed or not."""
     if part.layout.is_whole(part.shard):
         return True
     origin, needs = part.origin, part.needs
@@ -140,6 +140,6 @@ def awaits_agreement(operation: Operation) -> bool:
 
 
 def is_of_available(operation: Operation) -> bool:
-    """Whether its ranks ask for "available", which depends on who is heard of."""
+    """Whether its ranks ask for "available", which depends on the workers that are heard."""
     call = next(iter(operation.parts.values())).call
     return isinstance(call, Fill) and call.selector == AVAILABLE
