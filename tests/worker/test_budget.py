@@ -12,27 +12,6 @@ from tensorhub.worker.budget import OUTRANKS, Budget
 P = Purpose
 
 
-def test_what_fits_is_reserved_and_freed() -> None:
-    budget = Budget(100)
-    assert budget.plan("a", P.PREFETCH, 60) == ()
-    budget.reserve("a", P.PREFETCH, 60)
-    budget.reserve("b", P.RETENTION, 40)
-    assert budget.reserved_bytes == 100
-    budget.free("a")
-    budget.free("a")
-    assert budget.reserved_bytes == 40
-    assert budget.reservation("a") is None
-
-
-def test_a_second_reservation_replaces_the_first() -> None:
-    budget = Budget(100)
-    budget.reserve("a", P.SEED, 90)
-    assert budget.plan("a", P.SEED, 100) == ()
-    budget.reserve("a", P.SEED, 100)
-    budget.reserve("a", P.SEED, 10)
-    assert budget.reserved_bytes == 10
-
-
 def test_what_can_never_fit_says_how_much_is_needed() -> None:
     budget = Budget(100)
     for ask in (budget.plan, budget.reserve):
