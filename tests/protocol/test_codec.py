@@ -6,6 +6,7 @@ import dataclasses
 import math
 import tracemalloc
 import typing
+from functools import partial
 from typing import Annotated, Any
 
 import msgpack
@@ -22,6 +23,8 @@ from tests.protocol.strategies import MESSAGES, any_message, values
 
 KEY = OpKey("actor", "g", 1, 2)
 FILL = m.Fill(KEY, 0, "r", OpKind.UPDATE, 7, None, 3, False, False, 60.0)
+fill = partial(dataclasses.replace, FILL)
+wrong: Any = lambda value: value  # noqa: E731 - a value of another type than its field's
 
 
 def raw(*items: object) -> bytes:
@@ -65,7 +68,7 @@ def test_the_wire_form_is_what_it_was() -> None:
 
 
 def test_an_int_is_good_where_a_float_is_meant() -> None:
-    again = decode(encode(dataclasses.replace(FILL, timeout_s=60)), FROM_WORKER)
+    again = decode(encode(fill(timeout_s=60)), FROM_WORKER)
     assert isinstance(again, m.Fill)
     assert type(again.timeout_s) is float
 
@@ -77,7 +80,7 @@ def test_values_at_their_bounds_go_through() -> None:
         m.ReaderCut("i" * 64),
         m.Heartbeat(2**64 - 1),
         m.Proof(b"m" * 32),
-        dataclasses.replace(FILL, rank=2**20, timeout_s=1e9, at_least=-(2**63)),
+        fill(rank=2**20, timeout_s=1e9, at_least=-(2**63)),
         m.ChunksFollow(1, ((-(2**63), 2**64 - 1),) * 1024),
     ):
         assert decode(encode(message), ANYTHING) == message
@@ -94,15 +97,15 @@ BREACHES = [
     (m.Heartbeat(10**5000), "Heartbeat.sequence", "bits"),
     (m.Heartbeat(True), "Heartbeat.sequence", "whole number"),
     (m.Proof(b"m" * 33), "Proof.mac", "32"),
-    (dataclasses.replace(FILL, timeout_s=math.nan), "Fill.timeout_s", "finite"),
-    (dataclasses.replace(FILL, timeout_s=math.inf), "Fill.timeout_s", "finite"),
-    (dataclasses.replace(FILL, timeout_s=-0.1), "Fill.timeout_s", "from 0"),
-    (dataclasses.replace(FILL, timeout_s=1e9 + 1), "Fill.timeout_s", "1000000000"),
-    (dataclasses.replace(FILL, timeout_s=10**400), "Fill.timeout_s", "bits"),
-    (dataclasses.replace(FILL, at_least=2**64), "Fill.at_least", str(2**64 - 1)),
-    (dataclasses.replace(FILL, selector="s" * 513), "Fill.selector", "512"),
-    (dataclasses.replace(FILL, key=OpKey("a", "g", -1, 0)), "Fill.key.epoch", "from 0"),
-    (dataclasses.replace(FILL, rank=2**20 + 1), "Fill.rank", str(2**20)),
+    (fill(timeout_s=math.nan), "Fill.timeout_s", "finite"),
+    (fill(timeout_s=math.inf), "Fill.timeout_s", "finite"),
+    (fill(timeout_s=-0.1), "Fill.timeout_s", "from 0"),
+    (fill(timeout_s=1e9 + 1), "Fill.timeout_s", "1000000000"),
+    (fill(timeout_s=10**400), "Fill.timeout_s", "bits"),
+    (fill(at_least=2**64), "Fill.at_least", str(2**64 - 1)),
+    (fill(selector="s" * 513), "Fill.selector", "512"),
+    (fill(key=OpKey("a", "g", -1, 0)), "Fill.key.epoch", "from 0"),
+    (fill(rank=2**20 + 1), "Fill.rank", str(2**20)),
     (m.Join("w", Location(host="h"), (Endpoint("t", "a"),) * 17, 1, 0), "Join.endpoints", "16"),
     (m.Join("w", Location(host="h"), (Endpoint("t" * 513, "a"),), 1, 0), "Join.endpoints.transport", "512"),
     (m.ChunksFollow(1, ((0, 0),) * 1025), "ChunksFollow.chunks", "1024"),
@@ -136,23 +139,23 @@ def _unchecked(message: m.Message) -> bytes | None:
 
 
 WRONG_TYPES: list[Any] = [
-    m.Watch(typing.cast(Any, b"actor")),
-    m.Watch(typing.cast(Any, None)),
-    m.Proof(typing.cast(Any, "mac")),
-    m.Heartbeat(typing.cast(Any, 1.0)),
-    m.Heartbeat(typing.cast(Any, "1")),
-    m.Deregister(1, "r", typing.cast(Any, 1)),
-    dataclasses.replace(FILL, selector=typing.cast(Any, True)),
-    dataclasses.replace(FILL, selector=typing.cast(Any, None)),
-    dataclasses.replace(FILL, at_least=typing.cast(Any, "7")),
-    dataclasses.replace(FILL, kind=typing.cast(Any, "destroy")),
-    dataclasses.replace(FILL, kind=typing.cast(Any, 3)),
-    dataclasses.replace(FILL, key=typing.cast(Any, None)),
-    dataclasses.replace(FILL, timeout_s=typing.cast(Any, "soon")),
-    m.ChunksFollow(1, typing.cast(Any, 5)),
-    m.ChunksFollow(1, typing.cast(Any, ((1, 2, 3),))),
-    m.ChunksFollow(1, typing.cast(Any, (1,))),
-    m.Announce("a", typing.cast(Any, 5)),
+    m.Watch(wrong(b"actor")),
+    m.Watch(wrong(None)),
+    m.Proof(wrong("mac")),
+    m.Heartbeat(wrong(1.0)),
+    m.Heartbeat(wrong("1")),
+    m.Deregister(1, "r", wrong(1)),
+    fill(selector=wrong(True)),
+    fill(selector=wrong(None)),
+    fill(at_least=wrong("7")),
+    fill(kind=wrong("destroy")),
+    fill(kind=wrong(3)),
+    fill(key=wrong(None)),
+    fill(timeout_s=wrong("soon")),
+    m.ChunksFollow(1, wrong(5)),
+    m.ChunksFollow(1, wrong(((1, 2, 3),))),
+    m.ChunksFollow(1, wrong((1,))),
+    m.Announce("a", wrong(5)),
 ]
 
 
