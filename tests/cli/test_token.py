@@ -6,13 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy
 import pytest
-from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
 import tensorhub
-from tensorhub import sync
 from tensorhub.cli.app import app
 from tensorhub.protocol.secret import read_token_file
 from tests.cli.processes import environment
@@ -88,19 +85,6 @@ def test_without_a_token_there_is_none(
     done = run("token", "read-only", *given)
     assert (done.exit_code, done.stdout) == (code, "")
     assert done.stderr.startswith(says)
-
-
-def test_a_read_only_token_shows_the_status_and_does_not_publish(file: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    assert run("token", "read-only", "--token-file", str(file), "--out", str(mine)).exit_code == 0
-    weights = tmp_path / "w.safetensors"
-    save_file({"w": numpy.zeros(3)}, weights)
-    with sync.serve(token=file) as coordinator:
-        given = ("--address", coordinator.address, "--token-file", str(mine))
-        assert run("status", *given).exit_code == 0
-        done = run("publish", str(weights), "--model", "m", *given)
-        assert (done.exit_code, done.stdout) == (1, "")
-        assert "error: AuthenticationFailed: this token is read-only: register" in done.stderr
 
 
 def test_a_crash_shows_no_token(file: Path) -> None:
