@@ -235,10 +235,6 @@ class Interpreter:
         """There is no memory for what an OpenGeneration was to open."""
         self._unopened = error
 
-    def pull_stopped(self, now: float) -> None:
-        """StopPull has ended: nothing is read or copied any more."""
-        self.add(self.member.pull_stopped(now))
-
     # --------------------------------------------------------------------------------------------------- its end
 
     def give_up(self, now: float, gives_up_at: float = inf) -> list[Say]:

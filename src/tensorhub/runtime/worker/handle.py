@@ -338,7 +338,7 @@ class Handle(CallersHandle):
                 await self._mapped.free()
             case calls.StopPull():
                 await self._filler.stop()
-                self.interpreter.pull_stopped(clock.now())
+                self.apply(self.member.pull_stopped(clock.now()))
             case calls.RegistrationConfirmed():
                 self._answered(None)
             case calls.RegistrationFailed():

@@ -259,7 +259,7 @@ class HandleShell:
         if self.pull is not None and not self.pull.ended:
             self.todo.appendleft(action)  # its lanes' ends are waited for
         else:
-            self.interpreter.pull_stopped(self.cluster.now)
+            self.apply(self.member.pull_stopped(self.cluster.now))
 
     def _make_room(self, nbytes: int) -> None:
         self.room = room = self.worker.copies.make_room(self.staging_id, Purpose.USE, nbytes)
