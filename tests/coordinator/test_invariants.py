@@ -15,7 +15,7 @@ from tensorhub.coordinator.entities import Group, Holding, Member, Noted, Operat
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.testing import StepwiseCluster
-from tensorhub.testing.search import run_seed
+from tensorhub.testing.simulated import run_seed
 
 Step = Callable[[Coordinator, Event, float], list[Action]]
 Thing = Noted | Holding | RankPart | Withdrawal

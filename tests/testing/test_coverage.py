@@ -16,8 +16,8 @@ from tensorhub.coordinator.states import WorkerState
 from tensorhub.machine import IllegalTransition, counting_transitions
 from tensorhub.scheduler.pull import Pull
 from tensorhub.testing.coverage import MACHINES, transitions
-from tensorhub.testing.search import run_seed
 from tensorhub.testing.sim.recovery_paths import RECOVERY_PATHS
+from tensorhub.testing.simulated import run_seed
 from tensorhub.types import LeaseId, Location
 
 PURE = ("coordinator", "worker", "scheduler")

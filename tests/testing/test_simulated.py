@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from tensorhub.testing import Fault, GuaranteeBroken, SimulatedCluster
-from tensorhub.testing.search import run_seed
 from tensorhub.testing.sim import sites
 from tensorhub.testing.sim.network import Partitions
+from tensorhub.testing.simulated import run_seed
 from tensorhub.types import HandleState, Purpose
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.testing.search import run_seed
+from tensorhub.testing.simulated import run_seed
 
 ROOT = Path(__file__).parents[2]
 SEEDS = 40  # about 14 s of one core

@@ -26,7 +26,7 @@ from tensorhub.cli import common
 from tensorhub.cli.child_processes import AsyncChildProcess, ChildEnded, closing_all
 from tensorhub.cli.simulate_results import COMPLETE_FROM, LEAST, Results, SeedResult, lacking
 
-SEARCH = "tensorhub.testing.search"
+SEARCH = "tensorhub.testing.simulated"
 SEEDS_END = 2**63  # seeds are below this
 EVENTS = 1000
 START_S_MAX = 300.0  # for a child's imports: two seconds on a quiet machine, many times that on a busy one

@@ -13,14 +13,13 @@ from tensorhub.testing.drivers.hosted import WorkerCrashed
 from tensorhub.testing.drivers.stepwise import Choice, StepwiseCluster
 from tensorhub.testing.drivers.virtual import VirtualLoop
 from tensorhub.testing.running import RunningCluster
-from tensorhub.testing.search import SeedReport, run_seed
 from tensorhub.testing.serving import ServedSource
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import Fault
 from tensorhub.testing.sim.handle import BrokenHook, CallRecord
 from tensorhub.testing.sim.memory import CHUNK_BYTES, CHUNKS, DEVICE, MANIFEST
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
-from tensorhub.testing.simulated import SimulatedCluster, simulate
+from tensorhub.testing.simulated import SeedReport, SimulatedCluster, run_seed, simulate
 
 __all__ = [
     "CHUNKS",

@@ -12,11 +12,14 @@ import contextlib
 import importlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from tensorhub.errors import StateError
+from tensorhub.machine import counting_transitions
 from tensorhub.testing.drivers.healing import Healing
 from tensorhub.testing.drivers.timed import TimedCluster
 from tensorhub.testing.drivers.users import Users
@@ -25,14 +28,32 @@ from tensorhub.testing.running import RunningCluster, running
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault
 from tensorhub.testing.sim.layouts import draw_layouts
+from tensorhub.testing.sim.recovery_paths import RECOVERY_PATHS
 from tensorhub.testing.sim.sites import draw_sites
 from tensorhub.types import Options
+
+# `tensorhub simulate` takes these from the module that it searches with.
+__all__ = ["RECOVERY_PATHS", "Fault", "SeedReport", "SimulatedCluster", "run_seed", "simulate"]
 
 SEED_VARIABLE = "TENSORHUB_SEED"
 EVENTS_LEAST = 1000  # of a seed that is to have all of these
 VERSIONS_LEAST = 3  # that are published in each seed
 GIVEN_UP = 100  # times as many events as were asked for: nothing more comes of this seed
 ASKED_BEFORE_S = 3.0  # things still go wrong, while fills run that have to end well
+
+
+@dataclass(frozen=True)
+class SeedReport:
+    """What one seed's run did. Can be pickled."""
+
+    seed: int
+    events: int  # messages, chunks and timers that were delivered
+    groups: int
+    versions: int  # whose publish has returned
+    faults: Counter[str] = field(default_factory=Counter)  # by kind: that really happened
+    transitions: Counter[str] = field(default_factory=Counter)  # like "replica: filling -> ready"
+    paths: Counter[str] = field(default_factory=Counter)  # ways of recovery that were really taken
+    end_hash: str = ""  # of everything that happened, in its order
 
 
 class SimulatedCluster(TimedCluster):
@@ -117,6 +138,27 @@ class SimulatedCluster(TimedCluster):
         StateError (the loop's time is not virtual, a kind of fault that only a user can commit).
         """
         return running(self.seed, self.allowed, self.options_given, spared, seconds_max)
+
+
+def run_seed(seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000) -> SeedReport:
+    """Run one seed to its end.
+
+    `faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at least while faults happen. Raises
+    GuaranteeBroken, with the last lines of the trace, and at the end one line that runs this seed again.
+    """
+    with counting_transitions() as transitions:
+        cluster = SimulatedCluster(seed, faults=faults, events=events)
+        cluster.run()
+    return SeedReport(
+        seed=seed,
+        events=cluster.timeline.events,
+        groups=len(cluster.users.groups),
+        versions=len(cluster.users.published),
+        faults=Counter({str(kind): times for kind, times in cluster.injector.happened.items()}),
+        transitions=transitions,
+        paths=cluster.timeline.paths,
+        end_hash=cluster.end_hash,
+    )
 
 
 def simulate(
