@@ -17,10 +17,9 @@ import xxhash
 
 from benches.comparison.threads import in_threads
 from tensorhub.memory.addresses import address_of, bytes_at
-from tensorhub.transport.cma import process as cma
+from tensorhub.transport import cma, segments as shm
 from tensorhub.transport.nixl.agents import Exposures, make_agent
 from tensorhub.transport.one_sided import Piece, cut_up
-from tensorhub.transport.shm import segments as shm
 from tensorhub.types import RegistrationId
 
 Kind = Literal["cma", "shm", "nixl"]

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tensorhub.memory.addresses import address_of
-from tensorhub.transport.rdma.fabric import Fabric
 from tensorhub.transport.rdma.messages import QueueCard
 from tensorhub.transport.rdma.ports import usable_ports
-from tensorhub.transport.rdma.queues import Queue, ReaderQueue
+from tensorhub.transport.rdma.queues import Fabric, Queue, ReaderQueue
 from tensorhub.transport.rdma.verbs import register, verbs
 
 PIECE_BYTES = 2**20

@@ -23,15 +23,14 @@ from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.data.source_lane import Opened
 from tensorhub.transport import built_in, sockets, unix
 from tensorhub.transport.base import Cutter, Destination, ReadRight, Transport
-from tensorhub.transport.cma.reader import CmaTransport
+from tensorhub.transport.cma import CmaTransport
 from tensorhub.transport.generation_words import GenerationWords
-from tensorhub.transport.nixl.owner import NixlOwner
-from tensorhub.transport.nixl.reader import NixlTransport
+from tensorhub.transport.nixl.transport import NixlOwner, NixlTransport
 from tensorhub.transport.rdma.reader import RdmaTransport
 from tensorhub.transport.registry import Local
-from tensorhub.transport.shm.reader import ShmTransport
-from tensorhub.transport.shm.segments import Segment
-from tensorhub.transport.tcp.reader import TcpTransport
+from tensorhub.transport.segments import Segment
+from tensorhub.transport.shm import ShmTransport
+from tensorhub.transport.tcp import TcpTransport
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
 
 REGISTRATION, SECRET = RegistrationId("registration"), b"bench"
@@ -188,11 +187,11 @@ class Puller:
         def open_channel(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
             right = ReadRight(LeaseId("l"), Incarnation("source"), REGISTRATION, generation, content)
             channel = self._transport.open(grant.endpoints[0], right, destination, cutter)
-            return Opened(self._transport.name, channel, self._args.lanes or self._transport.lanes)
+            return Opened(self._transport.name, channel, self._args.lanes or self._transport.lanes, self._args.batch)
 
         grant = Grant("l", "s", "source", REGISTRATION, generation, (self._endpoint,), Location(), True)
         started, before_s = time.monotonic(), cpu_s()
-        async with PullRunner(memory, owner, REGISTRATION, 1, open_channel, batch_bytes=self._args.batch) as runner:
+        async with PullRunner(memory, owner, REGISTRATION, 1, open_channel) as runner:
             runner.add_source(grant)
             event = await runner.next_event()
             if not isinstance(event, AllVerified):

@@ -34,7 +34,7 @@ from tensorhub.runtime.data.lanes import AllVerified, PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.data.source_lane import Opened
 from tensorhub.transport import built_in, sockets, unix
-from tensorhub.transport.base import Cutter, Destination, Keeping, ReadRight
+from tensorhub.transport.base import Cutter, Destination, ReadRight
 from tensorhub.transport.generation_words import GenerationWords
 from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
@@ -151,8 +151,7 @@ def reader(args: argparse.Namespace, address: str, pipe: Connection) -> dict[str
                 if number:  # the first round only warms up
                     found[way.name][mode].append((wall, cpu_s() + ask("cpu") - before))
     pipe.send("stop")
-    if isinstance(transport, Keeping):
-        transport.close()
+    transport.close()
     return found
 
 

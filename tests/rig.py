@@ -28,24 +28,22 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.loop_thread import LoopThread
 from tensorhub.runtime.worker.handle import Handle
 from tensorhub.runtime.worker.worker import Worker
-from tensorhub.transport import built_in
+from tensorhub.transport import built_in, cma
 from tensorhub.transport.base import (
     Arrival,
     Channel,
     Cutter,
     Destination,
-    Keeping,
     Lacking,
     ReadFailure,
     ReadRight,
     Transport,
 )
-from tensorhub.transport.cma import process as cma
-from tensorhub.transport.nixl.reader import NixlTransport
+from tensorhub.transport.nixl.transport import NixlTransport
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.rdma.reader import RdmaTransport
 from tensorhub.transport.registry import Registry
-from tensorhub.transport.tcp.reader import TcpTransport
+from tensorhub.transport.tcp import TcpTransport
 from tensorhub.types import Endpoint, Location, Options, parse_address
 from tests.runtime import data_rig
 from tests.runtime.data_rig import KINDS, busy_threads
@@ -306,8 +304,7 @@ class _GatedTransport(Transport):
         """Nothing is kept for so long here."""
 
     def close(self) -> None:
-        if isinstance(self._inner, Keeping):
-            self._inner.close()
+        self._inner.close()
 
 
 @contextlib.contextmanager
@@ -318,9 +315,7 @@ def gated(arrivals: int, *, heeds_cuts: bool = True, transport: str = "tcp") -> 
     `transport` only.
     """
     gate, usual, kinds = Gate(arrivals), built_in.TRANSPORTS, {**KINDS, "rdma": RdmaTransport, "nixl": NixlTransport}
-    registry = Registry()
-    registry.add(transport, lambda local: _GatedTransport(kinds[transport](local), gate, heeds_cuts), 90)
-    built_in.TRANSPORTS = registry
+    built_in.TRANSPORTS = Registry({transport: lambda local: _GatedTransport(kinds[transport](local), gate, heeds_cuts)})
     try:
         yield gate
     finally:
@@ -331,13 +326,13 @@ def gated(arrivals: int, *, heeds_cuts: bool = True, transport: str = "tcp") -> 
 @contextlib.contextmanager
 def damaging() -> Iterator[None]:
     """Workers that connect in this block read over tcp, where a byte of all that they receive is another one in the end."""
-    usual, registry, receives = built_in.TRANSPORTS, Registry(), BlockingConnection.receive_into
+    usual, receives = built_in.TRANSPORTS, BlockingConnection.receive_into
+    registry = Registry({"tcp": TcpTransport})
 
     def damages(connection: BlockingConnection, buffers: Sequence[memoryview]) -> None:
         receives(connection, buffers)
         buffers[0][0] ^= 1
 
-    registry.add("tcp", TcpTransport, 90)
     built_in.TRANSPORTS, BlockingConnection.receive_into = registry, damages  # type: ignore[method-assign, assignment]
     try:
         yield

@@ -23,20 +23,17 @@ from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.secret import read_only_secret, read_only_token
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport import unix
+from tensorhub.transport import segments as shm, unix
 from tensorhub.transport.base import Cutter, NotShared, Unusable
-from tensorhub.transport.cuda_ipc.owner import CudaIpcOwner
-from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport
+from tensorhub.transport.cuda_ipc import CudaIpcOwner, CudaIpcTransport
 from tensorhub.transport.dialect import Find
 from tensorhub.transport.registry import Local
-from tensorhub.transport.shm import segments as shm
-from tensorhub.transport.shm.owner import ShmOwner
-from tensorhub.transport.shm.reader import ShmTransport
+from tensorhub.transport.shm import ShmOwner, ShmTransport
 from tensorhub.types import UNMAPPED_UID, Incarnation, Options
 from tests.cuda.double import Double
 from tests.rig import BEST, OPTIONS, WAIT_S, cluster, connect, holds, tensors, write
-from tests.runtime.data.test_cuda_ipc_channel import Target
-from tests.runtime.data.test_shm_channel import Destination, mappings
+from tests.runtime.data.test_shm_channel import mappings
+from tests.runtime.data_rig import Nowhere
 
 pytestmark = [
     pytest.mark.anyio,
@@ -104,10 +101,8 @@ def opened(source: ServedSource, secret: bytes) -> None:
     """Open the best channel that there is for what the source has."""
     local = Local(Incarnation("reader"), (secret,), Options(connect_timeout_s=WAIT_S, stall_timeout_s=WAIT_S))
     transport = ShmTransport(local) if source.device is None else CudaIpcTransport(local)
-    device: Any = source.device
-    destination: Any = Destination() if device is None else Target(device)
     with closing(transport):
-        transport.open(source.endpoint, source.right, destination, Cutter()).close()
+        transport.open(source.endpoint, source.right, Nowhere(device=source.device), Cutter()).close()
 
 
 def asked(source: ServedSource, secret: bytes) -> NotThisWay:
@@ -170,8 +165,8 @@ READS = """
 import os, sys
 import numpy as np
 from tensorhub import sync
-from tensorhub.transport.cuda_ipc.owner import CudaIpcOwner
-from tensorhub.transport.shm.owner import ShmOwner
+from tensorhub.transport.cuda_ipc import CudaIpcOwner
+from tensorhub.transport.shm import ShmOwner
 from tensorhub.types import Options
 
 def reads(address, uid):

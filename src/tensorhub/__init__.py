@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tensorhub.model.read_plan import PlannedSource, ReadPlan
     from tensorhub.protocol.secret import read_only_token
     from tensorhub.runtime.sigterm import leave_on_sigterm
-    from tensorhub.transport.shm.segments import shared_empty_like
+    from tensorhub.transport.segments import shared_empty_like
     from tensorhub.types import FetchReport, Location, ModelInfo, ModelSummary, Options, SourceReport, VersionInfo
 
 __version__ = "0.1.0"
@@ -105,7 +105,7 @@ _MODULE_OF = dict.fromkeys(__all__, "errors") | {
     "leave_on_sigterm": "runtime.sigterm",
     "read_only_token": "protocol.secret",
     "serve": "api.embedded",
-    "shared_empty_like": "transport.shm.segments",
+    "shared_empty_like": "transport.segments",
     "source": "layouts.views",
 }
 

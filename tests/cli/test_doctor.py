@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from tensorhub.cli.app import app
 from tensorhub.cuda import cupy_device
-from tensorhub.transport import unix
-from tensorhub.transport.cma import process as cma
+from tensorhub.transport import cma, unix
 from tensorhub.transport.nixl import agents as nixl
 from tensorhub.transport.rdma import ports as rdma
 from tensorhub.transport.rdma.ports import Port

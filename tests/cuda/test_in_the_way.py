@@ -18,8 +18,7 @@ from tensorhub.cuda.cupy_device import failures
 from tensorhub.cuda.device import DeviceBytes
 from tensorhub.errors import StateError, VersionUnavailable
 from tensorhub.memory.tensors import RegisteredMemory
-from tensorhub.transport.cuda_ipc import reader as cuda_ipc_reader
-from tensorhub.transport.shm import segments as shm
+from tensorhub.transport import segments as shm, unix
 from tests.cuda.double import Double
 from tests.rig import OPTIONS, cluster
 
@@ -147,7 +146,7 @@ async def test_gpu_memory_of_a_process_that_has_ended_is_left_with_one_warning(
             raise StateError(f"its memory cannot be opened on {self.name}: cudaErrorMapBufferObjectFailed: {advice}")
 
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
-    monkeypatch.setattr(cuda_ipc_reader, "this_process", lambda: b"another process.")
+    monkeypatch.setattr(unix, "is_this_process", lambda descriptor: False)
     source = Double()
     block = bytearray(2 * MIB)
     source.bytes_of(block)

@@ -27,9 +27,9 @@ from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
 from tensorhub.testing.strided_target import bytes_of
-from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport
+from tensorhub.transport.cuda_ipc import CudaIpcTransport
 from tensorhub.transport.registry import Local
-from tensorhub.transport.tcp.reader import TcpTransport
+from tensorhub.transport.tcp import TcpTransport
 from tensorhub.types import Incarnation, Options
 from tests.rig import cluster
 

@@ -45,28 +45,24 @@ from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.data.source_lane import Opened, SourceLane
 from tensorhub.scheduler.requests import Requests
-from tensorhub.transport import read_server
+from tensorhub.transport import cma, cma as cma_messages, cuda_ipc, read_server, shm, tcp as tcp_owner
 from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
-from tensorhub.transport.cma import messages as cma_messages, process as cma
-from tensorhub.transport.cma.owner import CmaOwner
-from tensorhub.transport.cuda_ipc import messages as cuda_ipc
-from tensorhub.transport.cuda_ipc.owner import CudaIpcOwner
+from tensorhub.transport.cma import CmaOwner
+from tensorhub.transport.connected import ReadClient
+from tensorhub.transport.cuda_ipc import CudaIpcOwner
 from tensorhub.transport.dialect import Find, FindRegions, RegionsAre
 from tensorhub.transport.generation_words import GenerationWords
 from tensorhub.transport.one_sided import OneSidedChannel
 from tensorhub.transport.owner import Lane
 from tensorhub.transport.peers import Peer, Peers
 from tensorhub.transport.rdma import messages as rdma
-from tensorhub.transport.rdma.fabric import Fabric
 from tensorhub.transport.rdma.owner import RdmaOwner
-from tensorhub.transport.read_client import ReadClient
+from tensorhub.transport.rdma.queues import Fabric
 from tensorhub.transport.read_server import ReadServer
 from tensorhub.transport.registry import Local
-from tensorhub.transport.shm import messages as shm
-from tensorhub.transport.shm.owner import ShmOwner
+from tensorhub.transport.shm import ShmOwner
 from tensorhub.transport.streaming_digest import FIRST_SEND_BYTES
-from tensorhub.transport.tcp import owner as tcp_owner
-from tensorhub.transport.tcp.reader import TcpChannel
+from tensorhub.transport.tcp import TcpChannel
 from tensorhub.types import ContentId, Incarnation, LeaseId, Location, Options, RegistrationId
 from tests.fuzz.source import Source
 
@@ -141,7 +137,7 @@ def locators(data: bytes) -> None:
     words.set(RIGHT.registration, RIGHT.generation)
 
     def make(client: ReadClient, destination: Destination) -> OneSidedChannel:
-        return OneSidedChannel(client, cma.Process(words.header), destination)
+        return OneSidedChannel(client, cma.Process(words.header), destination, None)
 
     _read(source, memory, make, lambda: _places(source, theirs.chunks, words.address(RIGHT.registration)), 2**17)
 
@@ -161,14 +157,13 @@ def _read(
 
         def open_channel(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
             peer = Peer(connection, "", RIGHT.incarnation, b"", is_local=True)
-            return Opened("any", make(ReadClient(peers, peer, RIGHT, cutter), destination))
+            return Opened("any", make(ReadClient(peers, peer, RIGHT, cutter), destination), batch_bytes=batch_bytes)
 
-        runner = PullRunner(
-            memory.chunks, owner, REGISTRATION, GENERATION, open_channel, batch_bytes=source.choice((1, 20, 10**6))
-        )
+        batch_bytes = source.choice((1, 20, 10**6))
+        runner = PullRunner(memory.chunks, owner, REGISTRATION, GENERATION, open_channel)
         runner._wakeup = _Nobody()  # type: ignore[assignment]  # no loop waits here
         lease, origin = LeaseId(GRANT.lease), Origin(GRANT.registration, GRANT.generation)
-        lane = SourceLane(GRANT, lease, origin, Requests(runner._pull, lease), batch_bytes=runner._batch_bytes)
+        lane = SourceLane(GRANT, lease, origin, Requests(runner._pull, lease))
         runner._pull.add_source(lane.lease, source.flag())
         runner._lanes[lane.lease] = lane
         theirs.sendall(answers())

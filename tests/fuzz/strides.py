@@ -23,12 +23,12 @@ from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.data.source_lane import Opened, SourceLane
 from tensorhub.scheduler.requests import Requests
+from tensorhub.transport import tcp as tcp_owner
 from tensorhub.transport.base import Cutter, Destination
+from tensorhub.transport.connected import ReadClient
 from tensorhub.transport.peers import Peer, Peers
-from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local
-from tensorhub.transport.tcp import owner as tcp_owner
-from tensorhub.transport.tcp.reader import TcpChannel
+from tensorhub.transport.tcp import TcpChannel
 from tensorhub.types import Incarnation, LeaseId, Options
 from tests.fuzz.lanes import ANSWERS, CONTENT, GENERATION, GRANT, REGISTRATION, RIGHT, _connected, _Nobody
 from tests.fuzz.source import Source
@@ -61,18 +61,15 @@ def strides(data: bytes) -> None:
 
         def open_channel(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
             client = ReadClient(peers, Peer(connection, "", RIGHT.incarnation, b"", is_local=True), RIGHT, cutter)
-            return Opened("any", TcpChannel(client, destination))
+            return Opened("any", TcpChannel(client, destination), batch_bytes=batch_bytes)
 
         batch_bytes = source.choice((1, 60, 10**6))
-        runner = PullRunner(
-            memory, owner, REGISTRATION, GENERATION, open_channel, selections={name: part}, batch_bytes=batch_bytes
-        )
+        runner = PullRunner(memory, owner, REGISTRATION, GENERATION, open_channel, selections={name: part})
         runner._wakeup = _Nobody()  # type: ignore[assignment]  # no loop waits here
         lease = LeaseId(grant.lease)
         lane = SourceLane(
             grant, lease, Origin(grant.registration, grant.generation), Requests(runner._pull, lease), part.chunks
         )
-        lane.batch_bytes = batch_bytes
         runner._pull.add_source(lease, source.flag(), part.chunks)
         runner._lanes[lease] = lane
         theirs.sendall(b"".join(_answers(source)))

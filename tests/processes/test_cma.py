@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tensorhub.transport.cma import process as cma
+from tensorhub.transport import cma
 from tests.processes.child_processes import ChildProcesses, Process
 from tests.processes.stories import memory_is_taken_back_in_mid_read
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tensorhub.messages import PROTOCOL_VERSION
 from tensorhub.protocol.tags import TAGS
-from tensorhub.transport.cma.messages import DIALECT as CMA
-from tensorhub.transport.cuda_ipc.messages import DIALECT as CUDA_IPC
-from tensorhub.transport.nixl.messages import DIALECT as NIXL
+from tensorhub.transport.cma import DIALECT as CMA
+from tensorhub.transport.cuda_ipc import DIALECT as CUDA_IPC
+from tensorhub.transport.nixl.agents import DIALECT as NIXL
 from tensorhub.transport.rdma.messages import DIALECT as RDMA
-from tensorhub.transport.shm.messages import DIALECT as SHM
+from tensorhub.transport.shm import DIALECT as SHM
 
 NUMBERS = """
     ClientHello=1 ServerHello=2 Proof=3 Join=16 Heartbeat=17 Leave=18 Register=19 Deregister=20 Publish=21 Fill=22

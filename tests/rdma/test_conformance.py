@@ -8,8 +8,8 @@ import pytest
 
 from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport.rdma.fabric import Fabric
 from tensorhub.transport.rdma.ports import usable_ports
+from tensorhub.transport.rdma.queues import Fabric
 from tensorhub.transport.rdma.reader import RdmaTransport
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options

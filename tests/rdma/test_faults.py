@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tensorhub.errors import TransportUnavailable
-from tensorhub.runtime.data import served_lanes as lanes_module
 from tensorhub.testing.conformance import Target, content
 from tensorhub.testing.serving import ServedSource
 from tensorhub.testing.strided_target import SIZES
 from tensorhub.transport.base import Arrival, Cutter, ReadFailure, Unusable
-from tensorhub.transport.owner import Lane
 from tensorhub.transport.rdma import reader as rdma_reader
-from tensorhub.transport.rdma.fabric import Fabric
 from tensorhub.transport.rdma.messages import QueueCard
-from tensorhub.transport.rdma.ports import Move, find_ports, usable_ports
-from tensorhub.transport.rdma.queues import ReaderQueue, _event_descriptors
+from tensorhub.transport.rdma.ports import Move, usable_ports
+from tensorhub.transport.rdma.queues import Fabric, ReaderQueue, _event_descriptors
 from tensorhub.transport.rdma.reader import RdmaChannel, RdmaTransport
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options
@@ -113,18 +106,6 @@ def rest_of(channel: RdmaChannel) -> Callable[[], object]:
 # ------------------------------------------------------------------------------------------------------ in mid-read
 
 
-def test_a_generation_that_changes_in_mid_read_is_not_named(
-    transport: RdmaTransport, make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = make_source()
-    channel, target = in_mid_read(transport, source, monkeypatch)
-    source.take_back()
-    found = failure(rest_of(channel))
-    assert (found.reason, found.detail) == ("refused", "the memory has changed its generation")
-    assert target.holds(0) == content(0)
-    channel.close()
-
-
 def test_a_region_that_is_deregistered_in_mid_read(
     transport: RdmaTransport, make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,21 +171,6 @@ def test_a_link_is_used_again_and_made_anew_when_its_source_has_ended_it(make_so
     transport.fabric.close()
 
 
-def test_a_resting_link_gives_its_place_to_who_needs_it(
-    transport: RdmaTransport, make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lanes_module, "REST_S", 0.0)
-    source = make_source()
-    channel = read_all(transport, source)
-    link, lane = channel._link, Lane(channel._connection)
-    while any(each.rests_from is None for each in source.owner._lanes):
-        pass  # it has answered, and does not know yet that nothing else is asked
-    source.owner.add_lane(lane)
-    assert source.owner.admit(lane, Incarnation("another"), 1, 1) == ""
-    source.owner.remove_lane(lane)
-    assert read_all(transport, source)._link is not link
-
-
 def test_what_was_registered_is_not_registered_again(
     transport: RdmaTransport, make_source: Callable[..., ServedSource]
 ) -> None:
@@ -227,25 +193,6 @@ def test_what_was_registered_is_not_registered_again(
 # ------------------------------------------------------------------------------------------------- ports and limits
 
 
-def test_several_ports_take_turns(make_source: Callable[..., ServedSource]) -> None:
-    source = make_source()
-    used: set[str] = set()
-    for ports in ("rxe0", "rxe1", "rxe1:1:1,rxe0"):
-        transport = transport_on(ports)
-        used.add(read_all(transport, source)._link.queue.port.device)
-        transport.close()
-        transport.fabric.close()
-    assert used == {"rxe0", "rxe1"}
-
-
-def test_ports_that_do_not_reach_each_other(make_source: Callable[..., ServedSource]) -> None:
-    """One side has an address of IPv4, the other one of a link."""
-    source, transport = make_source("rxe0"), transport_on("rxe0:1:0")
-    with pytest.raises(Unusable, match=r"no RDMA port here \(rxe0:1:0 \(fe80::.*\) is on one network.*Options.rdma_ports"):
-        opened(transport, source)
-    transport.fabric.close()
-
-
 def test_a_way_that_leads_nowhere_is_found_before_anything_is_asked_for(
     make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,51 +210,6 @@ def test_a_way_that_leads_nowhere_is_found_before_anything_is_asked_for(
     read_all(transport, source)
     transport.close()
     transport.fabric.close()
-
-
-def test_a_port_that_is_down(make_source: Callable[..., ServedSource]) -> None:
-    source, transport = make_source("rxe1"), transport_on("rxe1")
-    subprocess.run(["ip", "link", "set", "rd1", "down"], check=True)
-    try:
-        assert ["DOWN" in port.fault for port in find_ports()] == [False, True]
-        with pytest.raises(TransportUnavailable, match="rxe1:1: the port is DOWN: check its cable"):
-            usable_ports("rxe1")
-        with pytest.raises(Unusable, match=r"the RDMA port rxe1:1.* is down"):
-            opened(transport, source)
-    finally:
-        subprocess.run(["ip", "link", "set", "rd1", "up"], check=True)
-    read_all(transport, source)
-    transport.close()
-    transport.fabric.close()
-
-
-UNPRIVILEGED = """
-import json, os, resource, sys
-from tensorhub.testing.conformance import Target
-from tensorhub.transport.rdma import ports as rdma
-from tensorhub.transport.rdma.fabric import Fabric
-from tensorhub.transport.rdma.ports import usable_ports
-
-os.setgid(65534), os.setuid(65534)
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-fabric, target = Fabric(usable_ports("rxe0")), Target()
-device = fabric.device(fabric.ports[0])
-said = [rdma.memlock_fault(2**20)]
-try:
-    for span in target.spans:
-        device.keys(target, *span)
-except OSError as error:
-    said.append(error.strerror)
-print(json.dumps(said))
-"""
-
-
-def test_a_limit_that_is_too_small_is_named() -> None:
-    ran = subprocess.run([sys.executable, "-c", UNPRIVILEGED], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    said = json.loads(ran.stdout)
-    assert len(said) == 2
-    assert all("RLIMIT_MEMLOCK, which is 65536 bytes: raise it by `ulimit -l unlimited`" in text for text in said)
 
 
 def test_nothing_is_left_when_all_is_closed(make_source: Callable[..., ServedSource]) -> None:

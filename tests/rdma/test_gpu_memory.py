@@ -14,8 +14,8 @@ from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import staging
 from tensorhub.transport.rdma import verbs
-from tensorhub.transport.rdma.fabric import Fabric
 from tensorhub.transport.rdma.ports import usable_ports
+from tensorhub.transport.rdma.queues import Fabric
 from tensorhub.transport.rdma.reader import RdmaTransport
 from tensorhub.transport.registry import Local
 from tensorhub.transport.staging import PIECE_BYTES

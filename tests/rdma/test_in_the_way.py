@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,8 @@ from tensorhub.api.hub import Hub
 from tensorhub.errors import TransportUnavailable, VersionUnavailable
 from tensorhub.transport import built_in
 from tensorhub.transport.rdma.reads import WINDOW_BYTES
-from tensorhub.transport.tcp.reader import TcpTransport
+from tensorhub.transport.registry import Registry
+from tensorhub.transport.tcp import TcpTransport
 from tensorhub.types import FetchReport
 from tests.processes.child_processes import Failed, child_processes
 from tests.rig import OPTIONS, Cluster, cluster, connect, gated, holds, tensors, until, worker_of
@@ -158,7 +158,7 @@ async def test_a_port_that_goes_down_in_mid_read(comes_back: bool, caplog: pytes
     source = {"w": np.random.default_rng(7).integers(0, 256, size, np.uint8)}
     memory = {"w": np.zeros(size, np.uint8)}
     with gated(3, transport="rdma") as gate:
-        built_in.TRANSPORTS.add("tcp", TcpTransport, 95)
+        built_in.TRANSPORTS = Registry({**built_in.TRANSPORTS.built_in, "tcp": TcpTransport})
         async with (
             cluster(options=options) as made,
             connect(made.address, "trainer", options, transports=transports) as trainer,
@@ -218,11 +218,3 @@ def test_a_limit_of_locked_memory_that_is_too_small(who: str, tmp_path: Path) ->
     warned = [line for line in (tmp_path / "reader").read_text().splitlines() if "transport_unusable" in line]
     assert len(warned) == 2  # one of each hub
     assert all(re.search(whose + LIMIT, line) for line in warned)
-
-
-def test_doctor_says_how_much_may_be_locked() -> None:
-    command = [*LIMITED, sys.executable, "-m", "tensorhub", "doctor"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert f"rdma: available: RLIMIT_MEMLOCK is {4 * MIB} bytes, and all memory that is published or filled counts" in said
-    assert "raise it by `ulimit -l unlimited`, LimitMEMLOCK=infinity (systemd)" in said
-    assert f"memory that may be registered: {4 * MIB} bytes" in said

@@ -4,34 +4,39 @@ them is left.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from types import FrameType
 
 import anyio
 
+from tensorhub.cuda.device import Device, Spread
 from tensorhub.layouts.reading import Part
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant
 from tensorhub.model.manifest import Digest, Manifest, TensorDescription, build_manifest
+from tensorhub.model.strips import Strip
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.lanes import AllVerified, PullEvent, PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.data.source_lane import Opened
-from tensorhub.transport import sockets
-from tensorhub.transport.base import Channel, Cutter, Destination, Keeping, ReadRight, Transport
-from tensorhub.transport.cma import process as cma
-from tensorhub.transport.cma.owner import CmaOwner
-from tensorhub.transport.cma.reader import CmaTransport
+from tensorhub.transport import cma, sockets
+from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight, Transport
+from tensorhub.transport.cma import CmaOwner, CmaTransport
 from tensorhub.transport.parallel import ParallelChannel
 from tensorhub.transport.registry import Local
-from tensorhub.transport.tcp.reader import TcpTransport
+from tensorhub.transport.tcp import TcpTransport
 from tensorhub.types import (
     ContentId,
     Endpoint,
@@ -142,8 +147,9 @@ class Node:
             if connections > 1:
                 opens = partial(way.open, grant.endpoints[0], right, destination)
                 channel: Channel = ParallelChannel(opens, connections, destination.sizes, cutter)
-                return Opened(way.name, channel, connections, waits=True)
-            return Opened(way.name, way.open(grant.endpoints[0], right, destination, cutter), lanes or way.lanes)
+                return Opened(way.name, channel, connections, batch_bytes, waits=True)
+            channel = way.open(grant.endpoints[0], right, destination, cutter)
+            return Opened(way.name, channel, lanes or way.lanes, batch_bytes)
 
         return PullRunner(
             self.memory,
@@ -151,7 +157,6 @@ class Node:
             self.registration,
             self.generation,
             open_channel,
-            batch_bytes=batch_bytes,
             **more,  # type: ignore[arg-type]
         )
 
@@ -168,8 +173,7 @@ async def serving(*nodes: Node) -> AsyncIterator[None]:
             tasks.cancel_scope.cancel()
     for node in nodes:
         for way in node.ways:
-            if isinstance(way, Keeping):
-                way.close()
+            way.close()
         node.owner.check_invariants()
         assert "0 lanes" in repr(node.owner)
         assert "0 accesses" in repr(node.owner)
@@ -225,6 +229,59 @@ def received(peer: socket.socket) -> bytes:
         return peer.recv(65536)
     except OSError:
         return b""
+
+
+class Nowhere:
+    """A destination of one chunk or so, into which nothing is to be written."""
+
+    is_digested = False
+    is_strided = False
+
+    def __init__(self, *sizes: int, device: Device | None = None) -> None:
+        self.sizes = sizes or (8,)
+        self.device = device
+
+    def strips(self, chunk: int) -> tuple[Strip, ...]:
+        raise AssertionError("it is not strided")
+
+    def incoming(self, chunk: int) -> Generator[list[memoryview]]:
+        raise AssertionError("it is not strided")
+
+    def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> Mapping[int, int]:
+        raise AssertionError("it is not strided")
+
+    def buffer(self, chunk: int) -> memoryview:
+        return memoryview(bytearray(self.sizes[chunk]))
+
+    def address(self, chunk: int) -> int:
+        raise AssertionError("nothing is read")
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        raise AssertionError("nothing is registered")
+
+
+def answers(
+    listener: socket.socket, *says: Callable[[BlockingConnection], object], incarnation: str = "source"
+) -> threading.Thread:
+    """A source, in a thread, that answers its reader's first requests so, whatever they are, and then waits for the reader
+    to go.
+    """
+
+    def run() -> None:
+        listener.setblocking(True)
+        with BlockingConnection(listener.accept()[0], stall_timeout_s=30) as connection:
+            connection.handshake(ServerHandshake("owner", incarnation, [SECRET], bytes(NONCE_BYTES)), 30)
+            for say in says:
+                connection.receive(FROM_READER)
+                say(connection)
+            with contextlib.suppress(ConnectionLost):
+                while connection.receive(FROM_READER) is not None:
+                    pass
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
 
 
 class Proxy:

@@ -10,11 +10,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tensorhub.transport.rdma.fabric import Fabric
 from tensorhub.transport.rdma.messages import QueueCard
 from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.ports import Move, Port
-from tensorhub.transport.rdma.queues import Queue, ReaderQueue
+from tensorhub.transport.rdma.queues import Fabric, Queue, ReaderQueue
 from tensorhub.transport.rdma.verbs import Device, Keys, Landing, Registered, Spanned
 
 GID = bytes(10) + b"\xff\xff\x0a\x00\x00\x01"

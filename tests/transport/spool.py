@@ -17,10 +17,9 @@ from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunksLie, StillWaiting
 from tensorhub.model.accesses import Access
 from tensorhub.transport.base import Arrival, Channel, Destination, Lacking, ReadFailure
-from tensorhub.transport.connected import ConnectedTransport
+from tensorhub.transport.connected import ConnectedTransport, ReadClient
 from tensorhub.transport.dialect import Dialect, Find
 from tensorhub.transport.owner import OwnerSession, OwnerSide, ServedReader
-from tensorhub.transport.read_client import ReadClient
 from tensorhub.types import Length, Location
 
 

@@ -13,28 +13,25 @@ from tensorhub.testing import conformance
 from tensorhub.testing.checking import ConformanceBroken, Source
 from tensorhub.testing.conformance import CHECKS, transport_conformance
 from tensorhub.testing.serving import ServedSource
+from tensorhub.transport import cma, segments as shm, unix
 from tensorhub.transport.base import (
     Arrival,
     Channel,
     Cutter,
     Destination,
-    Keeping,
     Lacking,
     ReadFailure,
     ReadRight,
     Transport,
 )
-from tensorhub.transport.cma import process as cma
-from tensorhub.transport.cma.reader import CmaTransport
-from tensorhub.transport.cuda_ipc import reader as cuda_ipc_reader
-from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport
+from tensorhub.transport.cma import CmaTransport
+from tensorhub.transport.cuda_ipc import CudaIpcTransport
 from tensorhub.transport.nixl import agents as nixl
-from tensorhub.transport.nixl.reader import NixlTransport
+from tensorhub.transport.nixl.transport import NixlTransport
 from tensorhub.transport.parallel import ParallelChannel
 from tensorhub.transport.registry import Local
-from tensorhub.transport.shm import segments as shm
-from tensorhub.transport.shm.reader import ShmTransport
-from tensorhub.transport.tcp.reader import TcpTransport
+from tensorhub.transport.shm import ShmTransport
+from tensorhub.transport.tcp import TcpTransport
 from tensorhub.types import Endpoint, Incarnation, Location, Options
 from tests.cuda.double import Double
 from tests.runtime.data_rig import busy_threads
@@ -60,7 +57,7 @@ class Parallel(TcpTransport):
 def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in's memory is opened, as another process' is."""
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
-    monkeypatch.setattr(cuda_ipc_reader, "this_process", lambda: b"another process.")
+    monkeypatch.setattr(unix, "is_this_process", lambda descriptor: False)
 
 
 def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
@@ -83,8 +80,7 @@ def kept_until_the_end(transport: Transport) -> Iterator[None]:
     try:
         yield
     finally:
-        if isinstance(transport, Keeping):
-            transport.close()
+        transport.close()
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -108,7 +104,9 @@ def test_a_transport_keeps_the_rule(kind: str, backend: str, check: str) -> None
 
 
 def test_all_of_it_in_one_call() -> None:
-    transport_conformance(*ways("tcp", "asyncio"))
+    transport, make = ways("tcp", "asyncio")
+    with kept_until_the_end(transport):
+        transport_conformance(transport, make)
 
 
 # --------------------------------------------------------------------------------- what the suite says of bad transports

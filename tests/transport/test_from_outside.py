@@ -13,7 +13,7 @@ import tensorhub
 from tensorhub.errors import TransportUnavailable
 from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport.base import Keeping, Transport, Unusable
+from tensorhub.transport.base import Transport, Unusable
 from tensorhub.transport.built_in import TRANSPORTS
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options
@@ -38,7 +38,6 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def transport() -> Iterator[Transport]:
     (made,) = TRANSPORTS.make(LOCAL, ["spool"])
     yield made
-    assert isinstance(made, Keeping)
     made.close()
     assert not busy_threads()
 

@@ -156,15 +156,6 @@ def test_each_thread_opens_a_line_and_no_line_is_asked_for_everything() -> None:
     assert all(line.is_closed for line in lines.made)
 
 
-def test_no_line_is_opened_when_everything_is_asked_for() -> None:
-    lines, channel, _ = channel_of(2)
-    channel.submit([0])
-    with first_line_held(lines, channel) as held:
-        assert channel.receive(1) == Arrival((), 0.0, 0.0)
-        assert lines.tried == 1
-        assert named(held.let_go()) == [0]
-
-
 def test_a_line_is_asked_only_for_chunks_that_come_by_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """By one that has become slow everybody would wait for what it was asked for before."""
     now = [0.0]
@@ -208,17 +199,6 @@ def test_chunks_of_a_line_that_ends_come_by_another_line() -> None:
     answer = channel.receive(1)
     assert isinstance(answer, Arrival)
     assert (named(answer), answer.discarded_bytes, lines.tried) == ([12], 0, 2)  # told once; and no line is opened again
-
-
-def test_chunks_of_a_line_that_ends_are_asked_for_first() -> None:
-    lines, channel, _ = channel_of(2)
-    channel.submit(range(12))
-    with first_line_held(lines, channel) as held:
-        assert named(channel.receive(1)) == [6]
-        assert lines.made[1].asked == [[6, 7, 8]]
-        lines.made[0].fails = ReadFailure("lost", "broken")
-        assert named(held.let_go()) == [7]
-    assert lines.made[1].asked[1] == [0, 1, 2, 3, 4, 5, 9, 10, 11]
 
 
 def test_chunks_of_a_line_are_asked_of_others_once_it_is_closed() -> None:
@@ -310,61 +290,6 @@ def test_a_cut_ends_every_line_also_one_that_is_being_opened() -> None:
     channel.close()
 
 
-def test_a_line_that_opens_when_everything_is_asked_for_is_not_waited_at() -> None:
-    """Nothing would come by it: the end of a fetch would wait until it counts as stalled."""
-    lines, channel, _ = channel_of(2)
-    channel.submit(range(2))
-    opening, opens = threading.Event(), threading.Event()
-
-    def wait(its: Cutter) -> None:
-        opening.set()
-        assert opens.wait(WAIT_S)
-
-    with first_line_held(lines, channel) as held:
-        lines.before = wait
-        second = held.call()
-        assert opening.wait(WAIT_S)
-        assert named(held.let_go()) == [0]
-        held.hold()  # it takes the last chunk
-        opens.set()
-        assert second.result(WAIT_S) == Arrival((), 0.0, 0.0)
-        assert named(held.let_go()) == [1]
-    channel.close()
-    assert [line.asked for line in lines.made] == [[[0], [1]], []]
-    assert all(line.is_closed for line in lines.made)  # it is sound, and its transport may keep it
-
-
-def test_a_line_that_is_opened_after_the_cut_is_cut_as_well() -> None:
-    """A connection that nobody answers would hold its thread for long."""
-    lines, channel, cutter = channel_of(2)
-    are_cut: list[bool] = []
-
-    def refuse(its: Cutter) -> None:
-        are_cut.append(its.is_cut)
-        raise ReadFailure("unreachable", "the read was given up")
-
-    lines.before = refuse
-    channel.submit(range(12))
-    with first_line_held(lines, channel) as held:
-        cutter.cut()
-        with pytest.raises(ReadFailure):
-            held.let_go()
-    assert channel.receive(1) == Arrival((), 0.0, 0.0)
-    assert are_cut == [True]
-
-
-def test_a_line_that_is_cut_is_not_logged_as_lost(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "tensorhub.worker")
-    lines, channel, cutter = channel_of(2)
-    channel.submit(range(12))
-    with first_line_held(lines, channel) as held:
-        channel.receive(1)
-        cutter.cut()
-        with pytest.raises(ReadFailure):
-            held.let_go()  # the second line is cut as well
-    assert "connection_lost" not in caplog.text
-
-
 def test_a_closed_channel_leaves_no_reference_cycle() -> None:
     """Else the destination, which the caller may want to let go, would stay until cycles are collected."""
     _, channel, cutter = channel_of(2)
@@ -379,26 +304,6 @@ def test_a_closed_channel_leaves_no_reference_cycle() -> None:
     opener = weakref.ref(opens)
     del opens
     assert opener() is None
-
-
-def test_a_line_is_waited_for_as_long_as_something_is_left_for_it() -> None:
-    lines, channel, _ = channel_of(2)
-    channel.submit(range(2))
-    opening, opens, are_cut = threading.Event(), threading.Event(), list[bool]()
-
-    def wait(its: Cutter) -> None:
-        opening.set()
-        assert opens.wait(WAIT_S)
-        are_cut.append(its.is_cut)
-
-    with first_line_held(lines, channel) as held:
-        lines.before = wait
-        second = held.call()
-        assert opening.wait(WAIT_S)
-        assert named(held.let_go()) == [0]  # all that anybody was asked for; another chunk is left
-        opens.set()
-        assert named(second.result(WAIT_S)) == [1]
-    assert are_cut == [False]
 
 
 def test_a_line_that_opens_too_late_is_not_waited_for() -> None:

@@ -17,7 +17,7 @@ from tensorhub.transport import peers as peers_module, sockets
 from tensorhub.transport.base import Cutter, ReadFailure, ReadRight
 from tensorhub.transport.peers import Peer, Peers
 from tensorhub.transport.registry import Local
-from tensorhub.transport.tcp.owner import DIALECT
+from tensorhub.transport.tcp import DIALECT
 from tensorhub.types import Incarnation, LeaseId, Options
 from tests.rig import cluster, holds, tensors, worker_of, write
 from tests.runtime.data_rig import CONTENT, SECRET, WAIT_S, Node, finish, manifest_of, open_sockets, serving, until

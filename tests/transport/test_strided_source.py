@@ -15,14 +15,13 @@ from tensorhub.layouts.reading import Selection
 from tensorhub.memory.addresses import address_of
 from tensorhub.memory.strided import Stream, blocks
 from tensorhub.model.strips import Strip, straight
-from tensorhub.transport import dialect
+from tensorhub.transport import cma, dialect
 from tensorhub.transport.base import Destination
-from tensorhub.transport.cma import process as cma
+from tensorhub.transport.connected import ReadClient
 from tensorhub.transport.dialect import FindRegions, RegionsAre
-from tensorhub.transport.read_client import ReadClient
-from tensorhub.transport.shm.reader import Mapped
-from tensorhub.transport.shm.segments import MappedSegment, Segment
-from tensorhub.transport.strided_source import StridedSource
+from tensorhub.transport.one_sided import StridedSource
+from tensorhub.transport.segments import MappedSegment, Segment
+from tensorhub.transport.shm import Mapped
 
 NEVER = (1, 2**62, 2**63 - 2**20)  # addresses of nothing
 
@@ -47,7 +46,7 @@ def places(client: Client) -> StridedSource:
 
 def test_only_the_pages_that_are_needed_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialect, "REGIONS_MAX", 4)
-    monkeypatch.setattr("tensorhub.transport.strided_source.REGIONS_MAX", 4)
+    monkeypatch.setattr("tensorhub.transport.one_sided.REGIONS_MAX", 4)
     client = Client(Selection(((straight(1, 0, 8), Strip(9, 3, 1, 0, 2, (), 5)),)), range(1000, 1012))
     source = places(client)
     assert client.asked == [0, 8]

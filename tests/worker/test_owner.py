@@ -208,7 +208,6 @@ def test_results_of_an_older_generation_are_dropped() -> None:
     owner.close(R)
     owner.open(R, 2, C, SIZES, complete=False)
     assert not owner.mark_available(R, 1, [(0, 5)])
-    assert not owner.complete(R, 1)
     assert owner.set_digest(R, 1, 0, 5) is None
     assert owner.digests(R, 1) is None
     assert owner.begin(R, 2, C, (0, 1, 2, 3), 100) == Wait()
@@ -270,7 +269,7 @@ def test_a_selection_may_be_read_once_all_of_the_memory_is_there() -> None:
     owner.mark_available(R, 1, [(0, 10), (1, 11), (2, 12)])
     assert owner.begin(R, 1, C, (0, 1, 2), 100, S) == Wait()
     assert owner.has(R, 1, 9, S) == ()
-    owner.complete(R, 1)
+    owner.mark_available(R, 1, [(3, 13)])
     access = owner.begin(R, 1, C, (0, 1, 2), 6, S)
     assert isinstance(access, Access)
     assert (access.chunks, access.rest, access.selection, access.digests) == ((0,), (1, 2), S, (None,))

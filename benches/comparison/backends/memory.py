@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tensorhub.transport.cma import process as cma
+from tensorhub.transport import cma
 from tensorhub.transport.one_sided import Piece, cut_up
 
 from ..backends.base import Setting, Side

@@ -9,9 +9,8 @@ from dataclasses import asdict
 from tensorhub.cli.common import JsonOption
 from tensorhub.cli.descriptors import descriptors
 from tensorhub.cuda import cupy_device
-from tensorhub.transport import unix
+from tensorhub.transport import cma, unix
 from tensorhub.transport.built_in import TRANSPORTS
-from tensorhub.transport.cma import process as cma
 from tensorhub.transport.nixl import agents as nixl
 from tensorhub.transport.rdma import ports as rdma
 from tensorhub.transport.registry import Local

@@ -184,7 +184,7 @@ class ChunkMemory:
         _device_of(self).relay(source, scattered=self._rows(chunks))
 
     def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> dict[int, int]:
-        """See `transport.base.Scattering`."""
+        """See `transport.base.Destination`."""
         digested = strided_device.together(chunks, self.sizes, at) if self.is_digested else []
         made = _device_of(self).relay(at, gathered, digested, self._rows(chunks))
         return dict(zip(chunks, made, strict=True)) if digested else {}

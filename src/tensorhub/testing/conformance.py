@@ -24,7 +24,7 @@ from typing import Final
 
 import xxhash
 
-from tensorhub.cuda.device import Device, DeviceBytes
+from tensorhub.cuda.device import Device, DeviceBytes, Spread
 from tensorhub.memory.addresses import address_of
 from tensorhub.model.strips import Strip
 from tensorhub.testing.checking import (
@@ -74,6 +74,9 @@ class Target:
         raise ConformanceBroken("each chunk of this destination is one piece")
 
     def incoming(self, chunk: int) -> Generator[list[memoryview]]:
+        raise ConformanceBroken("each chunk of this destination is one piece")
+
+    def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> Mapping[int, int]:
         raise ConformanceBroken("each chunk of this destination is one piece")
 
     def address(self, chunk: int) -> int:

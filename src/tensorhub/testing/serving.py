@@ -19,8 +19,8 @@ from tensorhub.testing.strided_target import SIZES, bytes_of
 from tensorhub.transport import sockets, unix
 from tensorhub.transport.base import ReadRight
 from tensorhub.transport.owner import OwnerSide
-from tensorhub.transport.shm.segments import Segment
-from tensorhub.transport.tcp.owner import TcpOwner
+from tensorhub.transport.segments import Segment
+from tensorhub.transport.tcp import TcpOwner
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, RegistrationId
 
 CHUNK_BYTES = max(SIZES)

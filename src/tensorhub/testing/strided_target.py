@@ -104,10 +104,6 @@ class StridedTarget:
                 self._pass_point()
                 yield views
 
-    def scatter(self, chunks: Sequence[int], source: int) -> None:
-        self._pass_point()
-        self.memory.scatter(chunks, source)
-
     def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> Mapping[int, int]:
         self._pass_point()
         return self.memory.take_in(chunks, at, gathered)

@@ -36,7 +36,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Final, Literal, NamedTuple, Protocol
 
 from tensorhub.cuda.device import Device, Spread
 from tensorhub.layouts.reading import Selection
@@ -95,8 +95,8 @@ class ReadRight:
 class Destination(Protocol):
     """Where chunks go.
 
-    A *strided* one has chunks of several pieces of memory, which is the host's, or (`Scattering`) a
-    device's. Only transports with `strides` are given it.
+    A *strided* one has chunks of several pieces of memory, which is the host's or a device's. Only transports with
+    `strides` are given it.
     """
 
     is_digested: bool  # their digests are XXH3-64, and will be compared
@@ -123,6 +123,12 @@ class Destination(Protocol):
         is asked for, the last one has been filled. Nothing is written once the generator is closed.
         """
 
+    def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> Mapping[int, int]:
+        """Of a strided destination on a device: have the device gather these rows at that address, digest what is there, of
+        these chunks one behind the other, and copy it to where it belongs. Returns the digests: none, if this memory has
+        none.
+        """
+
     def buffer(self, chunk: int) -> memoryview:
         """The writable bytes of one chunk, exactly its size."""
 
@@ -133,19 +139,6 @@ class Destination(Protocol):
     def spans(self) -> Sequence[tuple[int, int]]:
         """The whole destination as ascending (address, bytes), for transports that register memory.
         A chunk lies in one.
-        """
-
-
-@runtime_checkable
-class Scattering(Protocol):
-    """A strided destination on a device."""
-
-    def scatter(self, chunks: Sequence[int], source: int) -> None:
-        """Copy the bytes at that address of the device, of these chunks one behind the other, to where they belong."""
-
-    def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> Mapping[int, int]:
-        """As `scatter`, once the device has gathered these rows there, and digested the chunks.
-        Returns their digests: none, if this memory has none.
         """
 
 
@@ -209,26 +202,23 @@ class Transport(Protocol):
         """
         return None
 
+    def sweep(self) -> None:
+        """Let go of things that were kept between reads and not used for a while. Called now and then, by any thread."""
+        return
+
+    def close(self) -> None:
+        """Let go of all that no channel uses, and keep nothing from now on. No channel is opened after this. For any
+        thread.
+        """
+        return
+
 
 def can_fill(transport: Transport, destination: Destination) -> bool:
     """Whether a transport reads into a destination. The bytes for a strided destination are in
     several pieces at the source as well, or belong to a selection.
     """
-    is_placed = destination.device is None or isinstance(destination, Scattering)
-    if destination.is_strided and not (transport.strides and is_placed):
-        return False
-    return ("host" if destination.device is None else "device") in transport.fills
-
-
-@runtime_checkable
-class Keeping(Protocol):
-    """What a transport implements as well if it keeps something between reads, such as connections. For any thread."""
-
-    def sweep(self) -> None:
-        """Let go of things that were not used for a while. Called now and then."""
-
-    def close(self) -> None:
-        """Let go of all that no channel uses, and keep nothing from now on. No channel is opened after this."""
+    place: Place = "host" if destination.device is None else "device"
+    return place in transport.fills and (transport.strides or not destination.is_strided)
 
 
 class Cutter:

@@ -54,9 +54,6 @@ class Dialect:
         self.from_reader: Vocabulary[Any] = Vocabulary(f"a reader by {transport}", from_reader, self.numbers)
         self.from_owner: Vocabulary[Any] = Vocabulary(f"an owner read by {transport}", from_owner, self.numbers)
 
-    def __repr__(self) -> str:
-        return f"<Dialect of {self.transport}: {len(self.numbers)} messages>"
-
     def request(self, request: int, message: object) -> TransportRequest:
         """What a reader sends to say this."""
         return TransportRequest(request, self.transport, self.from_reader.encode(message))

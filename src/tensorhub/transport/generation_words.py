@@ -65,9 +65,6 @@ class GenerationWords:
         ctypes.memmove(self._pages[0], nonce, NONCE_BYTES)
         self.header = Header(os.getpid(), ctypes.addressof(self._pages[0]), nonce)
 
-    def __repr__(self) -> str:
-        return f"<GenerationWords of {len(self._places)} registrations>"
-
     def _add_page(self) -> None:
         mapping = self._allocate(mmap.PAGESIZE)
         first = len(self._pages) * _PAGE_WORDS

@@ -45,18 +45,14 @@ class NotOpen(Exception):
     """The memory is not open under that generation. The reader is refused."""
 
 
-class Endable(Protocol):
-    """What can be ended from any thread."""
-
-    def shutdown(self) -> None: ...
-
-
 class Lane:
     """One reader's connection at its owner, as the worker's other parts see it."""
 
     __slots__ = ("address", "connection", "is_local", "is_stopped", "lease", "not_given", "reader", "rests_from", "secret")
 
-    def __init__(self, connection: Endable, *, is_local: bool = False, not_given: str = "", address: str = "") -> None:
+    def __init__(
+        self, connection: BlockingConnection, *, is_local: bool = False, not_given: str = "", address: str = ""
+    ) -> None:
         self.connection = connection
         self.address = address  # from which the reader has connected
         self.not_given = not_given  # why its process may not map this process' memory; "": it may, if its token allows it

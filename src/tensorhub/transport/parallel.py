@@ -67,9 +67,6 @@ class ParallelChannel:
             cutter.detach()  # else the two would hold each other, and the destination
             raise
 
-    def __repr__(self) -> str:
-        return f"<ParallelChannel of {len(self._lines)} lines, {len(self._queue)} chunks wait for one>"
-
     def submit(self, chunks: Sequence[int]) -> None:
         with self._lock:
             self._queue = deque(sorted([*self._queue, *chunks]))

@@ -1,7 +1,7 @@
-"""A reader's connections to owners. Each connection is proved once, and kept for the next read.
+"""What a transport keeps for its next reads: connections to owners, each proved once, and other things.
 
 Responsible for connecting and for the handshake, for which connection may be used again, and for
-how many are kept and for how long. Not responsible for their messages (`read_client`).
+how many are kept and for how long. Not responsible for their messages (`connected`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from tensorhub.errors import TensorHubError
 from tensorhub.protocol.blocking import BlockingConnection
@@ -20,9 +21,53 @@ from tensorhub.transport import sockets, unix
 from tensorhub.transport.base import Cutter, ReadFailure, ReadRight
 from tensorhub.transport.dialect import Dialect
 from tensorhub.transport.generation_words import Header
-from tensorhub.transport.kept import KEPT_S
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, RegistrationId
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+KEPT_S = 60.0  # without use
+
+
+class Kept(Generic[K, V]):
+    """Values by key, each with when it was used last. For all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._kept: dict[K, tuple[float, V]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, key: K, is_good: Callable[[V], bool]) -> V | None:
+        """The value there, if it is good; else it goes."""
+        with self._lock:
+            _, value = self._kept.pop(key, (0.0, None))
+            if value is None or not is_good(value):
+                return None
+            self.put(key, value)
+        return value
+
+    def put(self, key: K, value: V) -> None:
+        with self._lock:
+            self._kept[key] = time.monotonic(), value
+
+    def find_or_make(self, key: K, is_good: Callable[[V], bool], make: Callable[[], V]) -> V:
+        """The kept value, or a new one. One thread at a time makes one."""
+        with self._lock:
+            value = self.find(key, is_good)
+            if value is None:
+                value = make()
+                self.put(key, value)
+        return value
+
+    def sweep(self, kept_s: float) -> None:
+        """Drop values that were not used for so long."""
+        before = time.monotonic() - kept_s
+        with self._lock:
+            self._kept = {key: each for key, each in self._kept.items() if each[0] > before}
+
 
 KEPT_MAX = 32  # of each transport; beyond it, the connection that was used longest ago is closed
 
@@ -47,9 +92,6 @@ class Peer:
     header: Header | None = None  # of the owner's process, once it was found (cma)
     registration: RegistrationId | None = None  # for which it was found: another one may be on a GPU
     link: Closable | None = None  # the queue pair that was made over the connection (rdma)
-
-    def __repr__(self) -> str:
-        return f"<Peer {self.incarnation} at {self.address}{'' if self.is_sound else ', not sound'}>"
 
     def close(self) -> None:
         """End it, with all that was set up over it."""

@@ -31,7 +31,7 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.transport.base import NotShared, Unusable
 from tensorhub.transport.owner import CannotServe, Lane, NotOpen, OpenMemory, OwnedMemory, OwnerSession, OwnerSide
 from tensorhub.transport.streaming_digest import FIRST_SEND_BYTES, GilWatch
-from tensorhub.transport.tcp.owner import TcpSession
+from tensorhub.transport.tcp import TcpSession
 from tensorhub.types import ContentId, RegistrationId
 
 FIRST_LOCATE_BYTES = 16 * 2**20  # of one answer without sending, at most: the reader copies while the next digests are made
@@ -77,8 +77,6 @@ class ReadServer:
             self._answer(asked, session)
         elif session.refusal:
             self.connection.send(ReadRefused(asked.request, session.refusal))
-        elif asked.selection and not self._sides[asked.transport].strides:
-            self.connection.send(NotThisWay(asked.request, NOT_STRIDED, is_usual=True))
         else:
             self._serve(asked, session, strides=self._sides[asked.transport].strides)
 

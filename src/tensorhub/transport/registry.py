@@ -9,10 +9,10 @@ Responsible for names and order. Not responsible for which transport a given pai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple
+from typing import Any
 
 from tensorhub.errors import TransportUnavailable
 from tensorhub.transport.base import Transport
@@ -46,30 +46,17 @@ class MeantTransportUnavailable(TransportUnavailable):
 TransportFactory = Callable[[Local], Transport]  # raises TransportUnavailable, saying what is missing
 
 
-class _BuiltIn(NamedTuple):
-    place: int
-    name: str
-    factory: TransportFactory
-    only_by_name: bool
-
-
 class Registry:
-    """Names of transports, best first, each with what makes it."""
+    """Names of transports, each with its factory. The built-in ones are in order of preference."""
 
-    def __init__(self) -> None:
-        self._built_in: list[_BuiltIn] = []  # ascending by (place, name)
-
-    def add(self, name: str, factory: TransportFactory, place: int, *, only_by_name: bool = False) -> None:
-        """Register a built-in transport. A lower `place` is preferred. `only_by_name`: it is made only if it is wanted."""
-        if any(known.name == name for known in self._built_in):
-            raise ValueError(f"transport {name!r} is registered already")
-        self._built_in.append(_BuiltIn(place, name, factory, only_by_name))
-        self._built_in.sort(key=lambda entry: entry[:2])
+    def __init__(self, built_in: Mapping[str, TransportFactory], only_by_name: Collection[str] = ()) -> None:
+        """`only_by_name`: these are made only if they are wanted."""
+        self.built_in = built_in
+        self._only_by_name = only_by_name
 
     def names(self) -> tuple[str, ...]:
         """Every name that can be asked for, built-in ones first, best first."""
-        built_in = tuple(each.name for each in self._built_in)
-        return built_in + tuple(sorted(set(_entry_points()) - set(built_in)))
+        return (*self.built_in, *sorted(_entry_points().keys() - self.built_in.keys()))
 
     def make(
         self,
@@ -89,14 +76,14 @@ class Registry:
             return tuple(self._make_one(name, named) for name in dict.fromkeys(wanted))
         made: list[Transport] = []
         reasons: list[str] = []
-        for each in self._built_in:
-            if each.only_by_name:
+        for name, factory in self.built_in.items():
+            if name in self._only_by_name:
                 continue
             try:
-                made.append(each.factory(local))
+                made.append(factory(local))
             except TransportUnavailable as reason:
-                reasons.append(f"{each.name}: {reason}")
-                missing(each.name, reason)
+                reasons.append(f"{name}: {reason}")
+                missing(name, reason)
         if not made:
             raise TransportUnavailable(f"no transport works here ({'; '.join(reasons) or 'none is known'})")
         return tuple(made)
@@ -114,22 +101,17 @@ class Registry:
         return found
 
     def _make_one(self, name: str, local: Local) -> Transport:
-        factory = next((each.factory for each in self._built_in if each.name == name), None)
-        if factory is None:
-            point = _entry_points().get(name)
-            if point is None:
-                raise TransportUnavailable(f"there is no transport {name!r}; there are {', '.join(self.names())}")
-            factory = _load(point)
+        if name in self.built_in:
+            return self.built_in[name](local)
+        point = _entry_points().get(name)
+        if point is None:
+            raise TransportUnavailable(f"there is no transport {name!r}; there are {', '.join(self.names())}")
+        try:
+            factory: TransportFactory = point.load()
+        except Exception as error:
+            raise TransportUnavailable(f"transport {point.name!r} ({point.value}) cannot be loaded: {error}") from error
         return factory(local)
 
 
 def _entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-
-
-def _load(point: EntryPoint) -> TransportFactory:
-    try:
-        factory: TransportFactory = point.load()
-    except Exception as error:
-        raise TransportUnavailable(f"transport {point.name!r} ({point.value}) cannot be loaded: {error}") from error
-    return factory

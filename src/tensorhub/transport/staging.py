@@ -33,9 +33,15 @@ class Staging:
         self.buffers = tuple([device.pinned(self.piece_bytes) for _ in range(buffers)])
         self._queue = device.queue()
         self._next = 0  # the buffer for the next piece that goes out
+        self._room: DeviceBytes | None = None
 
-    def __repr__(self) -> str:
-        return f"<Staging for {self.device.name}: {len(self.buffers)} x {self.piece_bytes} bytes>"
+    def room(self, nbytes: int) -> int:
+        """The address of so many bytes on the device, in which chunks of several pieces are in one piece for a moment.
+        StateError: there is no such memory.
+        """
+        if self._room is None or self._room.nbytes < nbytes:
+            self._room = self.device.allocate(nbytes)
+        return self._room.address
 
     def outgoing(self, places: Sequence[Place]) -> Generator[memoryview]:
         """The bytes at these places, in order, in pieces. When the caller asks for the next piece, all buffers but two may
@@ -110,9 +116,6 @@ class Packing:
         self.buffers = tuple([memoryview(mmap.mmap(-1, self.piece_bytes)) for _ in range(buffers)])
         self._next = 0
 
-    def __repr__(self) -> str:
-        return f"<Packing: {len(self.buffers)} x {self.piece_bytes} bytes>"
-
     def outgoing(self, made: Iterable[Block], nbytes: int) -> Generator[memoryview]:
         """So many bytes of these blocks, in pieces. When the caller asks for the next piece, all buffers but one may be in
         use.
@@ -140,9 +143,6 @@ class Rooms:
         self._nbytes = nbytes
         self._free: list[DeviceBytes] = []
 
-    def __repr__(self) -> str:
-        return f"<Rooms of {self._nbytes} bytes on {self._device.name}>"
-
     @contextmanager
     def taken(self) -> Iterator[int]:
         """The address of memory that has no other use within the block. StateError: there is none."""
@@ -164,9 +164,6 @@ class Pinned:
     def __init__(self, staging: Staging | Packing) -> None:
         self.staging = staging
         self.spans = sorted([(address_of(buffer), buffer.nbytes) for buffer in staging.buffers])
-
-    def __repr__(self) -> str:
-        return f"<Pinned: {self.staging!r}>"
 
 
 def _bytes_of(piece: Sequence[Place]) -> int:

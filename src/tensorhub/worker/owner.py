@@ -214,16 +214,6 @@ class Owner:
         origins = self._memories[access.registration].origins
         return [None if origins is None else origins[chunk] for chunk in access.chunks]
 
-    def complete(self, registration: RegistrationId, generation: int) -> bool:
-        """Let others read every chunk. False: an older generation's, dropped."""
-        memory = self._at(registration, generation)
-        if memory is None:
-            return False
-        memory.available = bytearray(b"\1") * len(memory.own.sizes)
-        memory.missing = 0
-        memory.story.tell("completed", generation)
-        return True
-
     def set_digest(
         self, registration: RegistrationId, generation: int, chunk: int, digest: int, selection: str = ""
     ) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,6 @@ import pytest
 import tensorhub
 from tensorhub.errors import TransportUnavailable
 from tensorhub.messages import Grant
-from tensorhub.model.strips import Strip
 from tensorhub.runtime.data.channels import FAILURES_MAX, LEFT_S, Channels
 from tensorhub.runtime.data.source_lane import Opened
 from tensorhub.transport import built_in
@@ -21,7 +20,6 @@ from tensorhub.transport.base import (
     Channel,
     Cutter,
     Destination,
-    Keeping,
     Lacking,
     ReadFailure,
     ReadRight,
@@ -33,10 +31,11 @@ from tensorhub.transport.dialect import Dialect
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.parallel import ParallelChannel
 from tensorhub.transport.registry import Local, Registry
-from tensorhub.transport.tcp.reader import TcpTransport
+from tensorhub.transport.tcp import TcpTransport
 from tensorhub.types import ContentId, Endpoint, Incarnation, Location, Options
 from tests.conftest import has_rdma
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, connect, holds, tensors
+from tests.runtime.data_rig import Nowhere
 
 pytestmark = pytest.mark.anyio
 ENOUGH = 2**40  # bytes that are left to read
@@ -78,8 +77,7 @@ class Faulty(Transport):
         """Nothing is kept for so long here."""
 
     def close(self) -> None:
-        if isinstance(self._inner, Keeping):
-            self._inner.close()
+        self._inner.close()
 
 
 class _Failing:
@@ -104,9 +102,7 @@ class _Failing:
 @contextlib.contextmanager
 def having(**factories: Callable[[Local], Transport]) -> Iterator[None]:
     """Workers that connect in this block have these, best first."""
-    usual, built_in.TRANSPORTS = built_in.TRANSPORTS, Registry()
-    for place, (name, factory) in enumerate(factories.items()):
-        built_in.TRANSPORTS.add(name, factory, place)
+    usual, built_in.TRANSPORTS = built_in.TRANSPORTS, Registry(factories)
     try:
         yield
     finally:
@@ -176,27 +172,8 @@ class _Nothing:
     def close(self) -> None: ...
 
 
-class Nowhere:
-    is_digested = False
-    sizes = (8, 5)
-    device = None
-    is_strided = False
-
-    def strips(self, chunk: int) -> tuple[Strip, ...]:
-        raise AssertionError("it is not strided")
-
-    def incoming(self, chunk: int) -> Generator[list[memoryview]]:
-        raise AssertionError("it is not strided")
-
-    def buffer(self, chunk: int) -> memoryview:
-        return memoryview(b"")
-
-    def address(self, chunk: int) -> int:
-        return 0
-
-    @property
-    def spans(self) -> Sequence[tuple[int, int]]:
-        raise AssertionError("nothing is registered")
+class InPieces(Nowhere):
+    is_strided = True
 
 
 def grant(*offered: str, host: str = "there") -> Grant:
@@ -205,7 +182,7 @@ def grant(*offered: str, host: str = "there") -> Grant:
 
 
 def chosen(channels: Channels, granted: Grant) -> str:
-    return channels.opener(ContentId("c"))(granted, Nowhere(), Cutter(), ENOUGH).transport
+    return channels.opener(ContentId("c"))(granted, Nowhere(8, 5), Cutter(), ENOUGH).transport
 
 
 def channels_of(*ways: Way) -> Channels:
@@ -235,7 +212,7 @@ def opened(options: Options, site: str, *, strided: bool = False, left: int = EN
         channels.become(Incarnation("reader"))
     granted = replace(grant("tcp"), location=Location(site=site, host="there"))
     opens = channels.opener(ContentId("c"))
-    found = opens(granted, InPieces() if strided else Nowhere(), Cutter(), left)
+    found = opens(granted, InPieces(8, 5) if strided else Nowhere(8, 5), Cutter(), left)
     assert way.opened == 1  # the first one; threads that help open the others
     return found
 
@@ -287,12 +264,8 @@ def test_what_cannot_be_used_is_tried_again_later_and_each_time_twice_as_late(
     way.says = None
     assert chosen(channels, grant("rdma")) == "rdma"
     assert chosen(channels, grant("rdma", "tcp")) == "tcp"  # that it opens is not all: a read has to end well
-    channels.opener(ContentId("c"))(grant("rdma"), Nowhere(), Cutter(), ENOUGH).ended(None)
+    channels.opener(ContentId("c"))(grant("rdma"), Nowhere(8, 5), Cutter(), ENOUGH).ended(None)
     assert chosen(channels, grant("rdma", "tcp")) == "rdma"
-
-
-class InPieces(Nowhere):
-    is_strided = True
 
 
 def test_what_is_read_in_pieces_is_read_by_a_transport_that_can() -> None:
@@ -300,12 +273,12 @@ def test_what_is_read_in_pieces_is_read_by_a_transport_that_can() -> None:
     ways[2].strides = True
     channels = channels_of(*ways)
     opener = channels.opener(ContentId("c"))
-    assert opener(grant("ours", "rdma", "tcp"), InPieces(), Cutter(), ENOUGH).transport == "tcp"
+    assert opener(grant("ours", "rdma", "tcp"), InPieces(8, 5), Cutter(), ENOUGH).transport == "tcp"
     assert [way.opened for way in ways] == [0, 0, 1]
     with pytest.raises(ReadFailure, match=r"of these, tcp can read across layouts"):
-        opener(grant("ours", "rdma"), InPieces(), Cutter(), ENOUGH)
+        opener(grant("ours", "rdma"), InPieces(8, 5), Cutter(), ENOUGH)
     with pytest.raises(ReadFailure, match=r"refused: it is granted for a selection that this rank does not read"):
-        opener(replace(grant("tcp"), selection="unknown"), InPieces(), Cutter(), ENOUGH)
+        opener(replace(grant("tcp"), selection="unknown"), InPieces(8, 5), Cutter(), ENOUGH)
 
 
 @pytest.mark.skipif(has_rdma(), reason="this machine has an RDMA device")

@@ -11,24 +11,20 @@ import anyio.to_thread
 import pytest
 
 from tensorhub.api.hub import Hub
-from tensorhub.errors import TransportUnavailable
 from tensorhub.messages import ChunksFollow, ChunksLie, TransportReply
-from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.protocol.codec import FROM_READER
-from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime.data import lanes as lanes_module, receive_sizer
+from tensorhub.runtime.data import lanes as lanes_module, source_lane as lane_module
 from tensorhub.runtime.data.source_lane import SourceFailed
-from tensorhub.transport import generation_words
-from tensorhub.transport.cma import process as cma
-from tensorhub.transport.cma.messages import DIALECT, MemoryIs
+from tensorhub.transport import cma, generation_words
+from tensorhub.transport.cma import DIALECT, MemoryIs
 from tensorhub.transport.generation_words import GenerationWords, Header
-from tests.rig import cluster, connect, holds, tensors, worker_of
-from tests.runtime.data_rig import SECRET, SIZES, Node, finish, manifest_of, next_event, serving
+from tests.rig import cluster, holds, tensors, worker_of
+from tests.runtime.data_rig import SIZES, Node, answers, finish, manifest_of, next_event, serving
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here())),
 ]
+TOTAL = sum(SIZES)
 MANY = (10, 300 * 4096 + 5, 1, 100 * 4096)
 
 
@@ -42,7 +38,7 @@ def helped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also small fills are helped, and each thread takes a little at a time."""
     monkeypatch.setattr(lanes_module, "HELP_BYTES", 1)
     for most in ("FIRST_BYTES", "CACHED_BYTES", "LARGE_BYTES"):
-        monkeypatch.setattr(receive_sizer, most, 8192)
+        monkeypatch.setattr(lane_module, most, 8192)
 
 
 # ------------------------------------------------------------------------------------------------- several threads
@@ -83,24 +79,12 @@ async def test_a_source_with_several_threads_fails_once(helped: None) -> None:
 # ------------------------------------------------------------------------------------------------- sources that lie
 
 
-def answers(a: Node, *said: Callable[[GenerationWords], TransportReply | ChunksLie | ChunksFollow]) -> threading.Thread:
-    """A source that says this, one after the other, to whatever it is asked; then it waits for the reader to go."""
+def lying(a: Node, *said: Callable[[GenerationWords], TransportReply | ChunksLie | ChunksFollow]) -> threading.Thread:
+    """A source that says this, one after the other, to whatever it is asked."""
     words = GenerationWords()
     words.set(a.registration, a.generation)
-
-    def run() -> None:
-        a.listener.setblocking(True)
-        with BlockingConnection(a.listener.accept()[0], stall_timeout_s=30) as connection:
-            connection.handshake(ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30)
-            for make in said:
-                connection.receive(FROM_READER)
-                connection.send(make(words))
-            while connection.receive(FROM_READER) is not None:
-                pass
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread
+    says = [lambda connection, make=make: connection.send(make(words)) for make in said]
+    return answers(a.listener, *says, incarnation=a.incarnation)
 
 
 def header(words: GenerationWords) -> TransportReply:
@@ -138,7 +122,7 @@ async def test_a_source_that_lies_is_left(
     """Nothing that it says makes a byte count, or be written where it was not asked for."""
     manifest = manifest_of(digest="none")
     a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False)
-    source = answers(a, header, *said(a))
+    source = lying(a, header, *said(a))
     async with b.runner(transport="cma", batch_bytes=1) as runner:
         runner.add_source(a.grant())
         failed = await next_event(runner)
@@ -149,28 +133,6 @@ async def test_a_source_that_lies_is_left(
     a.listener.close()
     b.listener.close()
     assert not any(map(any, b.arrays[1:]))
-
-
-async def test_what_is_read_while_the_generation_changes_is_discarded() -> None:
-    """The owner says where it lies, then fences, and writes."""
-    manifest = manifest_of(digest="none")
-    a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False)
-
-    def fenced(words: GenerationWords) -> ChunksLie:
-        words.set(a.registration, 0)
-        return lie(a, 0)(words)
-
-    source = answers(a, header, fenced)
-    async with b.runner(transport="cma", batch_bytes=1) as runner:
-        runner.add_source(a.grant())
-        failed = await next_event(runner)
-        assert isinstance(failed, SourceFailed)
-        assert (failed.reason, "changed its generation" in failed.detail) == ("refused", True)
-        report = runner.report()
-        assert (report.bytes_read, report.bytes_verified) == (SIZES[0], 0)  # discarded bytes are counted, too
-    await anyio.to_thread.run_sync(source.join)
-    a.listener.close()
-    b.listener.close()
 
 
 # -------------------------------------------------------------------------------------------- where it cannot be done
@@ -217,25 +179,6 @@ async def test_another_way_is_taken_and_the_reason_logged_once(
         ("WARNING", True)
     ]
     assert says in said[0].getMessage()
-
-
-async def test_a_machine_without_it_says_why_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "tensorhub.worker")
-    monkeypatch.setattr(cma, "fault_here", lambda: "process_vm_readv is forbidden here")
-    async with cluster("trainer", "reader") as c:
-        source = await c.hubs[0].register("m", tensors(1))
-        await source.publish(1)
-        weights = await c.hubs[1].register("m", tensors())
-        assert [source.transport for source in (await weights.replicate()).sources] == ["tcp"]
-        with pytest.raises(TransportUnavailable, match="is forbidden here"):
-            async with connect(c.address, transports=("cma",)):
-                pass
-    unavailable = "event='transport_unavailable' transport='cma' "
-    said = [record.getMessage() for record in caplog.records if unavailable in record.getMessage()]
-    assert len(said) == 2
-    assert all("reason='process_vm_readv is forbidden here'" in text for text in said)
 
 
 async def test_nobody_is_told_addresses_over_another_hosts_connection(monkeypatch: pytest.MonkeyPatch) -> None:

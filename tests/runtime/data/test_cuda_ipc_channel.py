@@ -6,8 +6,9 @@ import gc
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import anyio.to_thread
 import pytest
@@ -15,32 +16,27 @@ import pytest
 import tensorhub
 from tensorhub.cuda import cupy_device
 from tensorhub.cuda.device import HANDLE_BYTES, Allocation
-from tensorhub.messages import TRANSPORT_BYTES_MAX, ChunksLie, NotThisWay, TransportReply
-from tensorhub.model.strips import Strip
+from tensorhub.messages import TRANSPORT_BYTES_MAX, ChunksLie, NotThisWay
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.protocol.codec import FROM_READER
-from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.transport import unix
+from tensorhub.transport import cuda_ipc as ipc, segments as shm, unix
 from tensorhub.transport.base import Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
-from tensorhub.transport.cuda_ipc import allocations as ipc, reader as cuda_ipc_reader
-from tensorhub.transport.cuda_ipc.allocations import Imports
-from tensorhub.transport.cuda_ipc.messages import ALLOCATIONS_MAX, DIALECT, AllocationsAre
-from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport, OnDevice
+from tensorhub.transport.cuda_ipc import ALLOCATIONS_MAX, DIALECT, AllocationsAre, CudaIpcTransport, Imports, OnDevice
 from tensorhub.transport.one_sided import Piece
 from tensorhub.transport.registry import Local
-from tensorhub.transport.shm import segments as shm
-from tensorhub.transport.shm.segments import Segment
+from tensorhub.transport.segments import Segment
+from tensorhub.transport.shm import Mapped
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tests.cuda.double import Double
 from tests.cuda.own import Own
 from tests.cuda.shards import Columns, Rows
 from tests.rig import all_of, cluster
+from tests.runtime.data_rig import SECRET, Nowhere, answers
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(shm.fault_here() is not None, reason=str(shm.fault_here())),
 ]
-SECRET = b"secret"
+IS_THIS_PROCESS = unix.is_this_process
 RIGHT = ReadRight(LeaseId("l"), Incarnation("source"), RegistrationId("r"), 5, ContentId("c"))
 
 
@@ -52,7 +48,7 @@ def anyio_backend() -> str:
 @pytest.fixture(autouse=True)
 def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
-    monkeypatch.setattr(cuda_ipc_reader, "this_process", lambda: b"another process.")
+    monkeypatch.setattr(unix, "is_this_process", lambda descriptor: False)
 
 
 # ---------------------------------------------------------------------------------------------------- when it is chosen
@@ -80,7 +76,7 @@ async def test_a_gpu_reads_a_gpu_and_its_handle_is_opened_once() -> None:
 @pytest.mark.parametrize("is_beside", [False, True])
 async def test_a_gpu_reads_columns_of_gpus_that_have_rows(monkeypatch: pytest.MonkeyPatch, is_beside: bool) -> None:
     if is_beside:  # another GPU of this process
-        monkeypatch.setattr(cuda_ipc_reader, "this_process", ipc.this_process)
+        monkeypatch.setattr(unix, "is_this_process", IS_THIS_PROCESS)
     theirs = Double()
     theirs.is_beside = is_beside
     source, readers = Rows(theirs), [Columns(theirs), Columns(theirs)]
@@ -100,7 +96,7 @@ async def test_a_gpu_reads_columns_of_gpus_that_have_rows(monkeypatch: pytest.Mo
 
 
 def test_a_forked_child_is_another_process() -> None:
-    program = """import os; from tensorhub.transport.cuda_ipc.allocations import this_process
+    program = """import os; from tensorhub.transport.cuda_ipc import this_process
 before = this_process(); assert len(before) == 16
 child = os.fork()
 assert (this_process() == before) == bool(child)
@@ -141,39 +137,13 @@ def test_allocations_are_named_once_and_closed_with_their_last_use() -> None:
     assert imports.open(device, found[:1]) == opened[:1]
     assert sorted(device.opened) == sorted([first.address, second.address])
     imports.sweep(kept_s=0)  # a channel uses them still
-    assert (repr(imports), len(device.opened)) == ("<Imports: 0 allocations>", 2)
+    assert (len(imports), len(device.opened)) == (0, 2)
     del opened
     gc.collect()
     assert device.opened == []
 
 
 # ------------------------------------------------------------------------------------------------------ sources that lie
-
-
-class Target:
-    is_digested = False
-    sizes = (8,)
-    is_strided = False
-
-    def strips(self, chunk: int) -> tuple[Strip, ...]:
-        raise AssertionError("it is not strided")
-
-    def incoming(self, chunk: int) -> Generator[list[memoryview]]:
-        raise AssertionError("it is not strided")
-
-    def __init__(self, device: Double) -> None:
-        self.device = device
-        self._bytes = device.allocate(8)
-
-    def buffer(self, chunk: int) -> memoryview:
-        raise AssertionError("the CPU has no view of it")
-
-    def address(self, chunk: int) -> int:
-        return self._bytes.address
-
-    @property
-    def spans(self) -> Sequence[tuple[int, int]]:
-        return ((self._bytes.address, self._bytes.nbytes),)
 
 
 @pytest.fixture
@@ -187,87 +157,63 @@ def listener() -> Iterator[socket.socket]:
 def said_by(listener: socket.socket, device: Double, say: Callable[[BlockingConnection], object]) -> Channel:
     """A channel to a source that answers so to the question for its allocations."""
 
-    def serve() -> None:
-        accepted, _ = listener.accept()
-        with BlockingConnection(accepted, stall_timeout_s=5) as connection:
-            connection.handshake(ServerHandshake("owner", Incarnation("source"), [SECRET], bytes(NONCE_BYTES)), 5)
-            connection.receive(FROM_READER)
-            say(connection)
-            connection.receive(FROM_READER)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
+    thread = answers(listener, say)
     endpoint = Endpoint("cuda_ipc", unix.address_of(listener))
     transport = CudaIpcTransport(Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=5, stall_timeout_s=1)))
     try:
-        return transport.open(endpoint, RIGHT, Target(device), Cutter())
-    except NotShared:
-        transport.close()  # it has kept the connection
-        raise
+        return transport.open(endpoint, RIGHT, Nowhere(device=device), Cutter())
     finally:
+        transport.close()  # it may have kept the connection
         thread.join(10)
 
 
 HANDLE = bytes(HANDLE_BYTES)
+TELLS = AllocationsAre(b"p" * 16, ((1, 2, HANDLE),), (0, 4096))
 
 
-def allocations(*named: tuple[int, int, bytes], words: tuple[int, int] = (0, 4096)) -> TransportReply:
-    return DIALECT.reply(0, AllocationsAre(b"p" * 16, named, words))
-
-
-async def test_what_cannot_be_opened_is_said_with_the_reason(listener: socket.socket) -> None:
+@pytest.mark.parametrize(
+    ("said", "error", "text"),
+    [
+        (NotThisWay(0, "expandable", is_usual=False), Unusable, "expandable"),
+        (NotThisWay(0, "read-only", is_usual=True), NotShared, "read-only"),
+        (TELLS, Unusable, "its memory cannot be opened"),
+        (replace(TELLS, words=(0, 2**40)), Unusable, "is said to have"),
+        (replace(TELLS, allocations=((1, 2, b"short"),)), ReadFailure, "a handle has 64 bytes"),
+        (ChunksLie(0, ((0, 0, 0),), 0), ReadFailure, "a ChunksLie is no message of cuda_ipc"),
+    ],
+)
+async def test_what_cannot_be_opened_is_said_with_the_reason(
+    listener: socket.socket, said: Any, error: type[Exception], text: str
+) -> None:
     device, segment = Double(), Segment(4096)
 
-    def refuses(connection: BlockingConnection) -> None:
-        connection.send(NotThisWay(0, "expandable", is_usual=False))
+    def say(connection: BlockingConnection) -> None:
+        is_told = isinstance(said, AllocationsAre)
+        connection.send(DIALECT.reply(0, said) if is_told else said)
+        if is_told:
+            connection.send_descriptors([segment.descriptor])
 
-    def withholds(connection: BlockingConnection) -> None:
-        connection.send(NotThisWay(0, "read-only", is_usual=True))
-
-    def lies(connection: BlockingConnection) -> None:
-        connection.send(allocations((1, 2, HANDLE)))
-        connection.send_descriptors([segment.descriptor])
-
-    def stretches(connection: BlockingConnection) -> None:
-        connection.send(allocations((1, 2, HANDLE), words=(0, 2**40)))
-        connection.send_descriptors([segment.descriptor])
-
-    def cuts(connection: BlockingConnection) -> None:
-        connection.send(allocations((1, 2, b"short")))
-        connection.send_descriptors([segment.descriptor])
-
-    def strays(connection: BlockingConnection) -> None:
-        connection.send(ChunksLie(0, ((0, 0, 0),), 0))
-
-    for say, error, text in (
-        (refuses, Unusable, "expandable"),
-        (withholds, NotShared, "read-only"),
-        (lies, Unusable, "its memory cannot be opened"),
-        (stretches, Unusable, "is said to have"),
-        (cuts, ReadFailure, "a handle has 64 bytes"),
-        (strays, ReadFailure, "a ChunksLie is no message of cuda_ipc"),
-    ):
-        with pytest.raises(error, match=text):
-            await anyio.to_thread.run_sync(said_by, listener, device, say)
+    with pytest.raises(error, match=text):
+        await anyio.to_thread.run_sync(said_by, listener, device, say)
     assert device.opened == []
 
 
-PRETENDER = """import contextlib
+PRETENDER = """import contextlib, sys
 from tensorhub.errors import TensorHubError
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.transport import unix
-from tensorhub.transport.cuda_ipc.messages import DIALECT, AllocationsAre
-from tensorhub.transport.shm.segments import Segment
+from tensorhub.transport.cuda_ipc import DIALECT, AllocationsAre
+from tensorhub.transport.segments import Segment
 listener = unix.listen()
 listener.setblocking(True)
 print(unix.address_of(listener), flush=True)
 accepted, _ = listener.accept()
 words = Segment(4096)
-said = AllocationsAre(b"another process.", ((4096, 2**40, bytes(64)),), (0, 4096))
+said = AllocationsAre(bytes.fromhex(sys.argv[1]), ((4096, 2**40, bytes(64)),), (0, 4096))
 with contextlib.suppress(TensorHubError, OSError), BlockingConnection(accepted, stall_timeout_s=5) as connection:
-    connection.handshake(ServerHandshake("owner", "source", [b"secret"], bytes(NONCE_BYTES)), 5)
+    connection.handshake(ServerHandshake("owner", "source", [b"a secret of the test"], bytes(NONCE_BYTES)), 5)
     connection.receive(FROM_READER)
     connection.send(DIALECT.reply(0, said))
     connection.send_descriptors([words.descriptor])
@@ -275,29 +221,33 @@ with contextlib.suppress(TensorHubError, OSError), BlockingConnection(accepted, 
 """
 
 
-def test_who_only_says_that_it_is_this_process_is_not_read_by_its_addresses() -> None:
+def test_who_only_says_that_it_is_this_process_is_not_read_by_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be anything: a copy from there would end this process. (Each reader is told its name.)"""
+    monkeypatch.setattr(unix, "is_this_process", IS_THIS_PROCESS)
     device = Double()
     transport = CudaIpcTransport(Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=60, stall_timeout_s=1)))
-    with subprocess.Popen([sys.executable, "-c", PRETENDER], stdout=subprocess.PIPE, text=True) as pretender:
+    with subprocess.Popen(
+        [sys.executable, "-c", PRETENDER, ipc.this_process().hex()], stdout=subprocess.PIPE, text=True
+    ) as pretender:
         assert pretender.stdout is not None
         endpoint = Endpoint("cuda_ipc", pretender.stdout.readline().strip())
         with pytest.raises(Unusable, match="its memory cannot be opened"):
-            transport.open(endpoint, RIGHT, Target(device), Cutter())
+            transport.open(endpoint, RIGHT, Nowhere(device=device), Cutter())
         assert pretender.wait(60) == 0
 
 
 def test_only_what_was_opened_is_read() -> None:
     device, segment = Double(), Segment(4096)
     theirs, mine = device.bytes_of(bytearray(b"12345678")), device.allocate(8)
-    source = OnDevice(device, [(1000, 8, theirs.address)], shm.MappedSegment(segment.descriptor, 4096), 50_000)
+    words = Mapped([(50_000, shm.MappedSegment(segment.descriptor, 4096))])
+    source = OnDevice(device, [(1000, 8, theirs.address)], words)
 
     def read(there: int, word: int) -> bool:
         source.copy([Piece(mine.address, there, 8)])
         return source.is_unchanged(word, 5)
 
     for there, word in ((999, 50_000), (1001, 50_000), (1000, 49_999), (1000, 50_000 + 4089)):
-        with pytest.raises(OSError, match=r"it is in nothing|its word is not"):
+        with pytest.raises(OSError, match="it is in nothing"):
             read(there, word)
     segment.bytes_at(8, 8)[:] = (5).to_bytes(8, "little")
     assert not read(1000, 50_000)

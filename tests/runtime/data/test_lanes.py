@@ -11,7 +11,7 @@ import pytest
 
 from tensorhub.model.manifest import Digest
 from tensorhub.runtime.data.source_lane import SourceFailed
-from tensorhub.types import ContentId, Incarnation, RegistrationId
+from tensorhub.types import Incarnation, RegistrationId
 from tests.runtime.data_rig import (
     CHUNKS,
     KINDS,
@@ -181,51 +181,6 @@ async def test_a_read_under_another_right_fails_with_the_reason(
         assert isinstance(failed, SourceFailed)
         assert (failed.lease, failed.reason) == ("from-a", reason)
         assert not runner.report().bytes_read
-
-
-async def test_another_content_is_refused(transport: str) -> None:
-    manifest = manifest_of()
-    a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False)
-    a.owner.open(a.registration, 7, ContentId("other"), a.memory, complete=True)
-    async with serving(a, b), b.runner(transport=transport) as runner:
-        runner.add_source(a.grant())
-        failed = await next_event(runner)
-        assert isinstance(failed, SourceFailed)
-        assert (failed.reason, "another content" in failed.detail) == ("refused", True)
-
-
-async def test_a_silent_source_is_given_up_and_one_that_waits_itself_is_not(transport: str) -> None:
-    manifest = manifest_of()
-    a = Node("a", manifest, filled=True).open(complete=False)
-    b = Node("b", manifest, filled=False).open(complete=False)
-    async with serving(a, b):
-        async with b.runner(transport=transport, stall_timeout_s=0.01) as runner:  # a says only every 0.2 s that it lives
-            runner.add_source(a.grant())
-            failed = await next_event(runner)
-            assert isinstance(failed, SourceFailed)
-            assert failed.reason == "stalled"
-        async with b.runner(transport=transport) as runner:
-            runner.add_source(a.grant("patient"))
-            a.make_available(*range(CHUNKS))
-            await finish(runner)
-
-
-async def test_each_chunk_comes_from_a_source_that_has_it(transport: str) -> None:
-    manifest = manifest_of()
-    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
-    async with serving(a.open(complete=False), b.open(complete=False), c), c.runner(transport=transport) as runner:
-        a.make_available(0, 5, 6)
-        b.make_available(1, 2, 3, 7, 8, 9, 10)
-        runner.add_source(a.grant(complete=False))
-        runner.add_source(b.grant(complete=False))
-        await until(lambda: runner.report().chunks_verified == CHUNKS - 1)
-        a.make_available(4)  # which is waited for at the sources, in turns
-        await finish(runner)
-        report = runner.report()
-    assert c.arrays == a.arrays
-    of_a = sum(a.memory.sizes[chunk] for chunk in (0, 4, 5, 6))
-    assert [source.bytes_read for source in report.sources] == [of_a, TOTAL - of_a]
-    assert (report.reread_bytes, report.retries) == (0, 0)
 
 
 async def test_a_source_that_never_gets_what_it_lacks_is_given_up(transport: str) -> None:

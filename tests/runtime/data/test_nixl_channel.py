@@ -5,12 +5,8 @@ Without NIXL, by a stand-in within the process; with it (marked) the same storie
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
-import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import anyio.to_thread
 import numpy as np
@@ -19,28 +15,23 @@ import pytest
 import tensorhub
 from tensorhub import Hub
 from tensorhub.messages import ChunksLie, NotThisWay, ReadRefused, TransportReply
-from tensorhub.model.strips import Strip
-from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.protocol.codec import FROM_READER
-from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import sockets
 from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.nixl import agents as nixl
-from tensorhub.transport.nixl.messages import AGENT_BYTES_MAX, DIALECT, ON_HOST, AgentIs
-from tensorhub.transport.nixl.owner import NixlOwner
-from tensorhub.transport.nixl.reader import NixlTransport
+from tensorhub.transport.nixl.agents import AGENT_BYTES_MAX, DIALECT, ON_HOST, AgentIs
+from tensorhub.transport.nixl.transport import NixlOwner, NixlTransport
 from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tests.cuda.double import Double
 from tests.cuda.own import Own
 from tests.rig import cluster, connect, holds, nothing_left, tensors, worker_of, write
+from tests.runtime.data_rig import SECRET, Nowhere, answers
 from tests.runtime.fake_nixl import Fabric, fabric
 
 __all__ = ["fabric"]
 
-SECRET = b"secret"
 RIGHT = ReadRight(LeaseId("l"), Incarnation("source"), RegistrationId("r"), 5, ContentId("c"))
 REAL = pytest.param(
     "real",
@@ -142,40 +133,6 @@ async def test_gpus_are_read(fabric: Fabric, on_host: str, monkeypatch: pytest.M
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.parametrize("on_host", ["neither", "source", "reader"])
-@pytest.mark.usefixtures("library")
-async def test_where_ucx_cannot_read_gpus_they_are_read_by_tcp(
-    on_host: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The real one takes a stand-in's memory for what it is: for its UCX, there is no GPU there."""
-    if "fabric" in request.fixturenames:
-        request.getfixturevalue("fabric").knows_gpus = False
-    caplog.set_level("INFO")
-    source, target = Own(Double(), 1), Own(Double(), 0)
-    async with cluster() as c:
-        for settings in ("all", None):
-            if settings is None:
-                monkeypatch.delenv("UCX_TLS", raising=False)
-                monkeypatch.setattr(nixl, "has_rdma", lambda: False)
-            else:
-                monkeypatch.setenv("UCX_TLS", settings)
-            caplog.clear()
-            async with (
-                connect(c.address, "trainer", transports=["nixl", "tcp"]) as trainer,
-                connect(c.address, "reader", transports=["nixl", "tcp"]) as reader,
-            ):
-                published = await source.register(trainer, on_host=on_host == "source")
-                await published.publish(1 if settings else 2)
-                report = await (await target.register(reader, on_host=on_host == "reader")).replicate()
-                assert [each.transport for each in report.sources] == ["tcp"]
-                assert target.holds(1)
-                await published.close()
-            (chosen,) = [each.getMessage() for each in caplog.records if "transport_chosen" in each.getMessage()]
-            assert ("must know CUDA" if settings else "there is no RDMA device here") in chosen
-
-
-@pytest.mark.anyio
 async def test_a_read_only_token_is_told_of_no_agent(fabric: Fabric) -> None:
     token = "a token of the test"
     async with (
@@ -208,54 +165,7 @@ async def test_without_rdma_another_host_is_not_read_unless_somebody_asks_for_it
             assert [each.transport for each in report.sources] == [used]
 
 
-def test_what_a_machine_has(tmp_path: Path) -> None:
-    assert not nixl.has_rdma(tmp_path / "nothing")
-    assert not nixl.has_rdma(tmp_path)
-    (tmp_path / "mlx5_0").mkdir()
-    assert nixl.has_rdma(tmp_path)
-
-
-@pytest.mark.anyio
-async def test_who_names_it_and_lacks_it_hears_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl._api", None)
-    async with cluster() as c:
-        with pytest.raises(tensorhub.TransportUnavailable, match=r"pip install '\.\[nixl\]'"):
-            async with connect(c.address, transports=("nixl",)):
-                pass
-
-
-def test_a_source_without_it_says_so(fabric: Fabric) -> None:
-    source, transport = ServedSource(SECRET), NixlTransport(local())
-    with pytest.raises(Unusable, match="its transports are others"):
-        transport.open(source.endpoint, source.right, Nowhere(), Cutter())
-    transport.close()
-    source.close()
-
-
 # ------------------------------------------------------------------------------------------------------ sources that lie
-
-
-class Nowhere:
-    is_digested = False
-    sizes = (8,)
-    device = None
-    is_strided = False
-
-    def strips(self, chunk: int) -> tuple[Strip, ...]:
-        raise AssertionError("it is not strided")
-
-    def incoming(self, chunk: int) -> Generator[list[memoryview]]:
-        raise AssertionError("it is not strided")
-
-    def buffer(self, chunk: int) -> memoryview:
-        return memoryview(bytearray(8))
-
-    def address(self, chunk: int) -> int:
-        raise AssertionError("nothing is read")
-
-    @property
-    def spans(self) -> Sequence[tuple[int, int]]:
-        raise AssertionError("nothing is registered")
 
 
 def metadata(name: str, places: int = 1) -> bytes:
@@ -277,31 +187,18 @@ LIES: dict[str, tuple[object, type[Exception], str]] = {
 }
 
 
-def says(listener: socket.socket, say: Callable[[BlockingConnection], object]) -> threading.Thread:
-    def run() -> None:
-        with BlockingConnection(listener.accept()[0], stall_timeout_s=5) as connection:
-            connection.handshake(ServerHandshake("owner", RIGHT.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 5)
-            connection.receive(FROM_READER)
-            say(connection)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", LIES)
 async def test_a_source_that_lies_is_left_and_nothing_stays(fabric: Fabric, name: str) -> None:
     message, kind, text = LIES[name]
     async with nothing_left():
         with sockets.listen("127.0.0.1") as listener:
-            listener.setblocking(True)
-            thread = says(listener, lambda connection: connection.send(message) if message is not None else None)  # type: ignore[arg-type]
+            thread = answers(listener, lambda c: c.shutdown() if message is None else c.send(message))  # type: ignore[arg-type]
             transport, endpoint = NixlTransport(local()), Endpoint("nixl", sockets.address_of(listener))
             with pytest.raises(kind, match=text):
                 await anyio.to_thread.run_sync(transport.open, endpoint, RIGHT, Nowhere(), Cutter())
-            await anyio.to_thread.run_sync(thread.join)
             transport.close()
+            await anyio.to_thread.run_sync(thread.join)
     assert not fabric.agents
 
 
@@ -314,14 +211,9 @@ def test_a_word_that_is_none(fabric: Fabric, at: int, kind: type[Exception], tex
     exposures = nixl.Exposures()
     exposed = exposures.of(RIGHT.registration, [(memory.ctypes.data, memory.nbytes)], memory)
 
-    def say(connection: BlockingConnection) -> None:
-        connection.send(said)
-        connection.receive(FROM_READER)  # until it goes
-
     with sockets.listen("127.0.0.1") as listener:
-        listener.setblocking(True)
         said = agent(exposed.name, exposed.metadata, memory.ctypes.data + at)
-        thread = says(listener, say)
+        thread = answers(listener, lambda connection: connection.send(said))
         transport = NixlTransport(local())
         with pytest.raises(kind, match=text):
             transport.open(Endpoint("nixl", sockets.address_of(listener)), RIGHT, Nowhere(), Cutter())

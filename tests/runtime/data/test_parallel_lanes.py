@@ -6,16 +6,17 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from unittest.mock import create_autospec
 
 import anyio
 import pytest
 
+from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.served_lanes import ServedLanes
 from tensorhub.runtime.data.source_lane import SourceFailed
-from tensorhub.transport.base import Arrival, Lacking
 from tensorhub.transport.owner import Lane
-from tensorhub.transport.tcp.reader import TcpChannel, TcpTransport
+from tensorhub.transport.tcp import TcpTransport
 from tensorhub.types import READ_ONLY, Incarnation
 from tests.runtime.data_rig import CHUNK_BYTES, WAIT_S, Node, finish, manifest_of, next_event, serving, until
 
@@ -71,38 +72,6 @@ async def test_all_connections_are_used_and_kept_for_the_next_read() -> None:
         assert repr(way._peers) == f"<Peers, {CONNECTIONS} kept>"
 
 
-async def test_what_came_in_vain_by_a_connection_that_broke_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    receive, told = TcpChannel.receive, [7]
-
-    def receive_with_more(self: TcpChannel, bytes_max: int) -> Arrival | Lacking:
-        answer = receive(self, bytes_max)
-        return answer._replace(discarded_bytes=told.pop()) if isinstance(answer, Arrival) and told else answer
-
-    monkeypatch.setattr(TcpChannel, "receive", receive_with_more)
-    a, b = nodes()
-    a.make_available(*range(CHUNKS))
-    async with serving(a, b), b.runner() as runner:
-        runner.add_source(a.grant())
-        await finish(runner)
-        report = runner.report()
-    assert report.bytes_read == TOTAL + 7
-
-
-async def test_others_bring_what_a_connection_that_broke_was_asked_for() -> None:
-    a, b = nodes()
-    async with serving(a, b):
-        async with reading(a, b) as runner:
-            await until(lambda: leases(a) == {"from-a": CONNECTIONS})
-            for lane in list(a.owner._lanes)[1:]:
-                a.owner.stop(lane)
-            await until(lambda: leases(a) == {"from-a": 1})
-            a.make_available(*range(CHUNKS))
-        report = runner.report()
-    assert b.arrays == a.arrays
-    assert (report.bytes_read, report.reread_bytes, report.retries) == (TOTAL, 0, 0)
-    assert [source.outcome for source in report.sources] == ["used"]
-
-
 async def test_a_source_that_ends_all_connections_is_lost() -> None:
     a, b = nodes()
     async with serving(a, b), b.runner(connections=CONNECTIONS, batch_bytes=TOTAL) as runner:
@@ -141,17 +110,12 @@ async def test_further_connections_give_way_to_other_readers() -> None:
 # ------------------------------------------------------------------------------------------------------ who gives way
 
 
-class Ends:
-    def shutdown(self) -> None:
-        """A connection that nobody serves."""
-
-
 def lanes_of(*served: tuple[str, str]) -> tuple[ServedLanes, list[Lane]]:
     """Connections of these (reader, lease), each being answered."""
     made = []
     places = ServedLanes(threading.Condition())
     for reader, lease in served:
-        lane = Lane(Ends())
+        lane = Lane(create_autospec(BlockingConnection))
         lane.reader, lane.lease = Incarnation(reader), lease
         places.add(lane)
         made.append(lane)
@@ -160,7 +124,7 @@ def lanes_of(*served: tuple[str, str]) -> tuple[ServedLanes, list[Lane]]:
 
 def ask(places: ServedLanes, reader: str, readers_max: int, of_one_max: int) -> bool:
     """Whether there is a place for another connection of that reader."""
-    lane = Lane(Ends())
+    lane = Lane(create_autospec(BlockingConnection))
     places.add(lane)
     with places._changed:
         return not places.admit(lane, Incarnation(reader), readers_max, of_one_max)

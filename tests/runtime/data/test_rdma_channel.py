@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -17,8 +15,7 @@ from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunksLie, Locate, NotThisWay, ReadRefused, TransportReply
 from tensorhub.model.manifest import TensorDescription, build_manifest
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.protocol.codec import FROM_OWNER, FROM_READER
-from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.runtime.data import acceptor
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.testing.conformance import CHECKS, Target, content
@@ -46,11 +43,10 @@ from tensorhub.transport.rdma.reader import RdmaTransport
 from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tests.cuda.double import Double
-from tests.runtime.data_rig import busy_threads
+from tests.runtime.data_rig import SECRET, answers, busy_threads
 from tests.transport import fabric as fabric_module
 from tests.transport.fabric import GID, PORT, FakeFabric, OwnRdma, open_queues
 
-SECRET = b"a secret of the test"
 LARGEST = max(range(len(SIZES)), key=lambda chunk: SIZES[chunk])
 RIGHT = ReadRight(LeaseId("l"), Incarnation("source"), RegistrationId("r"), 5, ContentId("c"))
 
@@ -121,13 +117,6 @@ def test_a_link_is_used_again(transport: RdmaTransport, source: ServedSource) ->
     assert "1 kept" in repr(transport)
 
 
-def test_a_worker_that_is_not_read_by_rdma_says_so(transport: RdmaTransport) -> None:
-    source = ServedSource(SECRET)
-    with pytest.raises(Unusable, match="not to be read this way"):
-        read_all(transport, source)
-    source.close()
-
-
 def test_whose_token_is_revoked_is_cut_off_though_he_asks_for_nothing(
     transport: RdmaTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,24 +184,6 @@ def test_every_way_between_host_and_gpu(
         assert device is None or device.pinned_bytes == (0 if is_reached else 4 * small_pieces)
 
 
-def test_a_piece_stays_until_it_is_taken(monkeypatch: pytest.MonkeyPatch, small_pieces: int) -> None:
-    """All are announced that have a buffer, but for one, which the GPU fills meanwhile."""
-    device, buffers = gpu(is_reached=False), list[bytearray]()
-
-    def pinned(self: Double, nbytes: int) -> memoryview:
-        buffers.append(bytearray(nbytes))
-        return memoryview(buffers[-1])
-
-    monkeypatch.setattr(Double, "pinned", pinned)
-    with closing(ServedSource(SECRET, side=OwnRdma(FakeFabric()), device=device)) as source:
-        source.fill(LARGEST, content(LARGEST))
-        answers = asks(source, Pair(source.right.registration, 1, 0, CARD), locate(source, 2, LARGEST), count=5)
-        pieces = [answer for answer in answers if isinstance(answer, PieceStaged)]
-        assert [type(answer).__name__ for answer in answers] == ["Paired", "ChunksFollow", *["PieceStaged"] * 3]
-        assert [bytes(each) for each in buffers[:3]] == [content(LARGEST)[at : at + 1000] for at in (0, 1000, 2000)]
-        assert len({piece.address for piece in pieces}) == 3
-
-
 def test_a_gpu_without_pinned_memory_is_read_in_another_way(
     transport: RdmaTransport, monkeypatch: pytest.MonkeyPatch, small_pieces: int
 ) -> None:
@@ -229,22 +200,6 @@ def test_a_gpu_without_pinned_memory_is_read_in_another_way(
         pytest.raises(Unusable, match="the memory to read into: out of memory"),
     ):
         transport.open(source.endpoint, source.right, Target(gpu(is_reached=False)), Cutter())
-
-
-def test_no_more_is_read_ahead_than_the_lane_takes(
-    transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rdma_reader, "GROUP_BYTES", 1)
-    monkeypatch.setattr(rdma_reader, "WINDOW_BYTES", 1)
-    target = Target()
-    channel = transport.open(source.endpoint, source.right, target, Cutter())
-    channel.submit(range(5))  # all are located by one answer
-    named = len(channel.receive(1).chunks)
-    assert target.is_untouched(4)
-    while named < 5:
-        named += len(channel.receive(1).chunks)
-    assert target.holds(4) == content(4)
-    channel.close()
 
 
 def test_another_process_than_the_one_that_was_asked_is_found_out(
@@ -293,17 +248,10 @@ def listener() -> Iterator[socket.socket]:
     made.close()
 
 
-def lies(listener: socket.socket, answers: list[Callable[[BlockingConnection, Any], object]]) -> None:
-    with BlockingConnection(listener.accept()[0], stall_timeout_s=5) as connection:
-        connection.handshake(ServerHandshake("owner", RIGHT.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 5)
-        for answer in answers:
-            answer(connection, connection.receive(FROM_READER))
-
-
-def says(message: object) -> Callable[[BlockingConnection, Any], object]:
+def says(message: object) -> Callable[[BlockingConnection], object]:
     """Words of the dialect are, like any other's, about the request that was made last, which is 0."""
     said: Any = DIALECT.reply(0, message) if type(message) in DIALECT.numbers else message
-    return lambda connection, _: connection.send(said)
+    return lambda connection: connection.send(said)
 
 
 def elsewhere(port: Port) -> PortsAre:
@@ -337,17 +285,17 @@ LIES: dict[str, tuple[list[Any], type[Exception], str]] = {
         ReadFailure,
         "a Pair is answered with ChunksPinned",
     ),
-    "the end": ([says(PORTS)], ReadFailure, "closed|gone"),
+    "the end": ([says(PORTS), lambda connection: connection.shutdown()], ReadFailure, "closed|gone"),
 }
 
 
 @pytest.mark.parametrize("name", LIES)
 def test_a_source_that_lies_is_left_and_nothing_stays(transport: RdmaTransport, listener: socket.socket, name: str) -> None:
-    answers, kind, text = LIES[name]
-    thread = threading.Thread(target=lies, args=(listener, answers))
-    thread.start()
+    said, kind, text = LIES[name]
+    thread = answers(listener, *said)
     with pytest.raises(kind, match=text):
         transport.open(Endpoint("rdma", sockets.address_of(listener)), RIGHT, Target(), Cutter())
+    transport.close()
     thread.join()
 
 

@@ -6,8 +6,7 @@ import ctypes
 import gc
 import os
 import socket
-import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import anyio.to_thread
@@ -17,26 +16,21 @@ import torch
 import tensorhub
 from tensorhub.errors import TensorHubError
 from tensorhub.messages import ChunksLie, NotThisWay
-from tensorhub.model.strips import Strip
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.protocol.codec import FROM_READER
-from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.transport import unix
+from tensorhub.transport import connected, segments as shm, unix
 from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.one_sided import Piece
 from tensorhub.transport.registry import Local
-from tensorhub.transport.shm import reader as shm_reader, segments as shm
-from tensorhub.transport.shm.messages import DIALECT, SEGMENTS_MAX, SegmentsAre
-from tensorhub.transport.shm.reader import Mapped, ShmTransport
-from tensorhub.transport.shm.segments import MappedSegment, Segment
+from tensorhub.transport.segments import MappedSegment, Segment
+from tensorhub.transport.shm import DIALECT, SEGMENTS_MAX, Mapped, SegmentsAre, ShmTransport
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tests.rig import cluster, nothing_left
+from tests.runtime.data_rig import SECRET, Nowhere, answers
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(shm.fault_here() is not None, reason=str(shm.fault_here())),
 ]
-SECRET = b"secret"
 RIGHT = ReadRight(LeaseId("l"), Incarnation("source"), RegistrationId("r"), 5, ContentId("c"))
 
 
@@ -99,7 +93,7 @@ async def test_each_version_is_read_out_of_one_mapping(monkeypatch: pytest.Monke
 
 
 async def test_mappings_that_nobody_reads_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm_reader, "KEPT_S", 0.0)
+    monkeypatch.setattr(connected, "KEPT_S", 0.0)
     segment = Segment(4096)
     transport = ShmTransport(local())
     mapped = transport._map(segment.descriptor, 4096)
@@ -162,29 +156,6 @@ def local() -> Local:
     return Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=5, stall_timeout_s=1))
 
 
-class Destination:
-    is_digested = False
-    sizes = (8,)
-    device = None
-    is_strided = False
-
-    def strips(self, chunk: int) -> tuple[Strip, ...]:
-        raise AssertionError("it is not strided")
-
-    def incoming(self, chunk: int) -> Generator[list[memoryview]]:
-        raise AssertionError("it is not strided")
-
-    def buffer(self, chunk: int) -> memoryview:
-        return memoryview(bytearray(8))
-
-    def address(self, chunk: int) -> int:
-        raise AssertionError("nothing is read")
-
-    @property
-    def spans(self) -> Sequence[tuple[int, int]]:
-        raise AssertionError("nothing is registered")
-
-
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
     made = unix.listen()
@@ -193,55 +164,37 @@ def listener() -> Iterator[socket.socket]:
     made.close()
 
 
-def lies(listener: socket.socket, say: Callable[[BlockingConnection], object]) -> None:
-    with BlockingConnection(listener.accept()[0], stall_timeout_s=5) as connection:
-        connection.handshake(ServerHandshake("owner", RIGHT.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 5)
-        connection.receive(FROM_READER)
-        say(connection)
+def hands_over(
+    said: tuple[tuple[int, int], ...], descriptors: int, *, is_sealed: bool = True
+) -> Callable[[BlockingConnection], object]:
+    """Says this of its segments, and hands over so many descriptors of one page."""
 
-
-def unsealed(connection: BlockingConnection) -> None:
-    descriptor = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
-    try:
+    def say(connection: BlockingConnection) -> None:
+        segment = Segment(4096)
+        descriptor = segment.descriptor if is_sealed else os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, 4096)
-        connection.send(DIALECT.reply(0, SegmentsAre(((4096, 4096),))))
-        connection.send_descriptors([descriptor])
-    finally:
-        os.close(descriptor)
+        connection.send(DIALECT.reply(0, SegmentsAre(said)))
+        if descriptors:
+            connection.send_descriptors([descriptor] * descriptors)
+        else:
+            connection.shutdown()
+        if not is_sealed:
+            os.close(descriptor)
+
+    return say
 
 
-def too_many(connection: BlockingConnection) -> None:
-    segment = Segment(4096)
-    connection.send(DIALECT.reply(0, SegmentsAre(((4096, 4096),))))
-    connection.send_descriptors([segment.descriptor] * 3)
-
-
-def too_few(connection: BlockingConnection) -> None:
-    segment = Segment(4096)
-    connection.send(DIALECT.reply(0, SegmentsAre(((4096, 4096),) * SEGMENTS_MAX)))
-    connection.send_descriptors([segment.descriptor])
-
-
-def other_size(connection: BlockingConnection) -> None:
-    segment = Segment(4096)
-    connection.send(DIALECT.reply(0, SegmentsAre(((4096, 8192),))))
-    connection.send_descriptors([segment.descriptor])
-
-
+PAGE = ((4096, 4096),)
 LIES: dict[str, tuple[Callable[[BlockingConnection], object], type[Exception], str]] = {
-    "unsealed": (unsealed, Unusable, "not sealed"),
-    "another size": (other_size, Unusable, "said to have 8192 bytes"),
-    "too many": (too_many, ReadFailure, "descriptors are said to follow"),
-    "too few": (too_few, ReadFailure, "descriptors are said to follow"),
-    "none": (
-        lambda c: c.send(DIALECT.reply(0, SegmentsAre(((4096, 4096),)))),
-        ReadFailure,
-        "descriptors are said to follow",
-    ),
+    "unsealed": (hands_over(PAGE, 1, is_sealed=False), Unusable, "not sealed"),
+    "another size": (hands_over(((4096, 8192),), 1), Unusable, "said to have 8192 bytes"),
+    "too many": (hands_over(PAGE, 3), ReadFailure, "descriptors are said to follow"),
+    "too few": (hands_over(PAGE * SEGMENTS_MAX, 1), ReadFailure, "descriptors are said to follow"),
+    "none": (hands_over(PAGE, 0), ReadFailure, "descriptors are said to follow"),
     "withheld": (lambda c: c.send(NotThisWay(0, "user 7", False)), Unusable, "user 7"),
     "withheld as usual": (lambda c: c.send(NotThisWay(0, "read-only", True)), NotShared, "read-only"),
     "something else": (lambda c: c.send(ChunksLie(0, ((0, 0, 0),), 0)), ReadFailure, "a ChunksLie is no message of shm"),
-    "the end": (lambda c: None, ReadFailure, "closed"),
+    "the end": (lambda c: c.shutdown(), ReadFailure, "closed"),
 }
 
 
@@ -249,14 +202,13 @@ LIES: dict[str, tuple[Callable[[BlockingConnection], object], type[Exception], s
 async def test_a_source_that_lies_is_left_and_nothing_stays(listener: socket.socket, name: str) -> None:
     say, kind, text = LIES[name]
     async with nothing_left():
-        thread = threading.Thread(target=lies, args=(listener, say))
-        thread.start()
+        thread = answers(listener, say)
         transport, endpoint = ShmTransport(local()), Endpoint("shm", unix.address_of(listener))
         with pytest.raises(kind, match=text):
-            await anyio.to_thread.run_sync(transport.open, endpoint, RIGHT, Destination(), Cutter())
-        await anyio.to_thread.run_sync(thread.join)
+            await anyio.to_thread.run_sync(transport.open, endpoint, RIGHT, Nowhere(), Cutter())
         assert f"{int(kind is NotShared)} kept" in repr(transport._peers)  # it has answered what it was asked
         transport.close()
+        await anyio.to_thread.run_sync(thread.join)
 
 
 def test_who_does_not_listen_here_is_not_reached_this_way() -> None:

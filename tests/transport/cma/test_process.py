@@ -21,8 +21,8 @@ from tensorhub.memory.addresses import address_of
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.model.manifest import TensorDescription, build_manifest
 from tensorhub.runtime.data.serving import SharedOwner
-from tensorhub.transport.cma import process as cma
-from tensorhub.transport.cma.process import Process
+from tensorhub.transport import cma
+from tensorhub.transport.cma import Process
 from tensorhub.transport.generation_words import WORD_BYTES, GenerationWords
 from tensorhub.transport.one_sided import CALL_BYTES, CALL_PIECES_MAX, Piece, cut_up
 from tensorhub.types import ContentId, RegistrationId

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tensorhub.errors import StateError
 from tensorhub.transport.rdma import verbs
 from tests.cuda.double import Double
 
@@ -100,13 +99,3 @@ def test_gpu_memory_that_cannot_be_reached_is_tried_once(made: list[dict[str, An
     assert made[1:] == []
     del memory
     assert gone() is None  # no error keeps it
-
-
-def test_a_gpu_without_dma_bufs_says_why(made: list[dict[str, Any]]) -> None:
-    made[0]["refused"] = ("address",)
-    device = Double()
-    device.unreachable = "the driver knows no dma-buf"
-    with pytest.raises(StateError):
-        device.dma_buf(0, 1)
-    with pytest.raises(OSError, match="the driver knows no dma-buf; peer memory"):
-        verbs.Registered("domain", Memory(device)).keys(8192, 1)

@@ -20,7 +20,7 @@ import torch
 from tensorhub import shared_empty_like
 from tensorhub.errors import InvalidType, StateError
 from tensorhub.memory.describing import describe
-from tensorhub.transport.shm.segments import ALIGNMENT, MappedSegment, Segment, segments_of
+from tensorhub.transport.segments import ALIGNMENT, MappedSegment, Segment, segments_of
 from tests.memory.test_tensors import quantized
 
 
@@ -172,7 +172,7 @@ def test_what_a_peer_hands_over_is_looked_at_first(tmp_path: Path) -> None:
 
 def test_whoever_writes_through_a_readers_mapping_dies() -> None:
     program = (
-        "import ctypes, resource\nfrom tensorhub.transport.shm.segments import MappedSegment, Segment\n"
+        "import ctypes, resource\nfrom tensorhub.transport.segments import MappedSegment, Segment\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\ns = Segment(4096)\n"
         "m = MappedSegment(s.descriptor, 4096)\nctypes.memset(m.address, 1, 1)\n"
     )

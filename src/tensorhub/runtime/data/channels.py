@@ -36,7 +36,6 @@ from tensorhub.transport.base import (
     Channel,
     Cutter,
     Destination,
-    Keeping,
     NotShared,
     ReadFailure,
     ReadRight,
@@ -44,9 +43,9 @@ from tensorhub.transport.base import (
     Unusable,
     can_fill,
 )
-from tensorhub.transport.kept import KEPT_S
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.parallel import ParallelChannel
+from tensorhub.transport.peers import KEPT_S
 from tensorhub.transport.registry import Local, MeantTransportUnavailable
 from tensorhub.types import (
     ContentId,
@@ -145,8 +144,7 @@ class Channels:
         while True:
             await anyio.sleep(KEPT_S)
             for transport in self._transports:
-                if isinstance(transport, Keeping):
-                    await anyio.to_thread.run_sync(transport.sweep)  # a GPU's memory may wait for the GPU
+                await anyio.to_thread.run_sync(transport.sweep)  # a GPU's memory may wait for the GPU
 
     def close(self) -> None:
         """Give back all that was kept for reads. No lane runs any more."""
@@ -160,8 +158,7 @@ class Channels:
         """
         transports, self._transports = self._transports, ()
         for transport in transports:
-            if isinstance(transport, Keeping):
-                transport.close()
+            transport.close()
 
     def opener(
         self,

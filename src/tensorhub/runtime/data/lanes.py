@@ -42,13 +42,12 @@ from tensorhub.layouts.reading import Part
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.pages import read_only
 from tensorhub.messages import FLOWS_MAX, Flow, Grant, Origin
-from tensorhub.runtime.data.numbered import NumberedChannel
 from tensorhub.runtime.data.serving import SharedOwner
-from tensorhub.runtime.data.source_lane import CoreShare, Opened, SourceFailed, SourceLane
+from tensorhub.runtime.data.source_lane import CoreShare, NumberedChannel, Opened, SourceFailed, SourceLane
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.scheduler.pull import Pull
 from tensorhub.scheduler.requests import Requests
-from tensorhub.transport.base import BATCH_BYTES, Arrival, Channel, Cutter, Destination, Lacking, ReadFailure
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
 HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
@@ -113,7 +112,6 @@ class PullRunner:
         published: Mapping[int, int] | None = None,
         selections: Mapping[str, Part] | None = None,
         counts: Sequence[tuple[int, int]] = (),
-        batch_bytes: int = BATCH_BYTES,
         patience_s: float = math.inf,
     ) -> None:
         """`verified`: chunks that `memory` holds, and that were verified, already. `published`: what these chunks must have
@@ -128,7 +126,6 @@ class PullRunner:
         self._registration = registration
         self._generation = generation
         self._open_channel = open_channel
-        self._batch_bytes = batch_bytes
         self._patience_s = patience_s
         self._changed = threading.Condition()  # guards the pull, the events and `_is_over`; notified when they change
         self._pull = Pull(memory.sizes, verified)
@@ -173,14 +170,10 @@ class PullRunner:
         lease = LeaseId(grant.lease)
         part = self._selections.get(grant.selection)
         requests = Requests(self._pull, lease, self._patience_s)
-        lane = SourceLane(grant, lease, origin, requests, batch_bytes=self._batch_bytes)
+        lane = SourceLane(grant, lease, origin, requests)
         lane.brings = None if part is None else part.chunks
         with self._changed:
             if self._is_over or lane.lease in self._lanes:
-                return
-            if grant.selection and lane.brings is None:
-                self._events.append(SourceFailed(lease, "refused", "this reader reads no such selection", None))
-                self._wakeup.set()
                 return
             self._pull.add_source(lane.lease, grant.complete, lane.brings)
             self._lanes[lane.lease] = lane
@@ -239,11 +232,9 @@ class PullRunner:
             with self._changed:
                 left = min(self._pull.bytes_wanted - self._pull.bytes_verified, sum(destination.sizes))
             opened = self._open_channel(lane.grant, destination, lane.cutter, left)
-            lane.transport, channel, lanes, batch_bytes, lane.ended, lane.waits = opened
+            lane.transport, channel, lanes, lane.batch_bytes, lane.ended, lane.waits = opened
             if lane.brings is not None:
                 channel = NumberedChannel(channel, lane.brings)
-            if batch_bytes != BATCH_BYTES:
-                lane.batch_bytes = batch_bytes
             with self._changed:
                 lane.channel = channel
                 self._help.extend([lane] * (lanes - 1 if lane.waits else min(lanes - 1, left // HELP_BYTES)))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from threading import Condition
 
 from tensorhub.transport.owner import Lane
@@ -22,24 +22,12 @@ from tensorhub.types import READ_ONLY, Incarnation
 REST_S = 0.25  # after which a lane that was asked nothing more is taken for kept, where places are short
 
 
-class ServedLanes:
+class ServedLanes(set[Lane]):
     """Those of one owner. `changed`: its lock, which is notified when a lane is stopped."""
 
     def __init__(self, changed: Condition) -> None:
+        super().__init__()
         self._changed = changed
-        self._lanes: set[Lane] = set()
-
-    def __len__(self) -> int:
-        return len(self._lanes)
-
-    def __iter__(self) -> Iterator[Lane]:
-        return iter(self._lanes)
-
-    def add(self, lane: Lane) -> None:
-        self._lanes.add(lane)
-
-    def discard(self, lane: Lane) -> None:
-        self._lanes.discard(lane)
 
     def stop(self, lane: Lane) -> None:
         """Have it end soon."""
@@ -49,7 +37,7 @@ class ServedLanes:
 
     def admit(self, lane: Lane, reader: Incarnation, readers_max: int, of_one_max: int) -> str:
         """This lane's peer has proved to be that reader: "", it is served from now on; else why not."""
-        served = [each for each in self._lanes if each.reader is not None and not each.is_stopped]
+        served = [each for each in self if each.reader is not None and not each.is_stopped]
         of_one = [each for each in served if each.reader == reader]
         read_only = [each for each in served if each.is_read_only]
         at_cap = reader.startswith(READ_ONLY) and len(read_only) >= max(1, readers_max // 2)

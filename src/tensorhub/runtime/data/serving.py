@@ -35,7 +35,7 @@ from tensorhub.runtime.data.served_lanes import ServedLanes
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.transport.generation_words import WORD_BYTES, GenerationWords, Header
 from tensorhub.transport.owner import CannotServe, Lane, OpenMemory, OwnerSide
-from tensorhub.transport.shm.segments import Segment
+from tensorhub.transport.segments import Segment
 from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tensorhub.worker.fencing import look
 from tensorhub.worker.owner import Owner
@@ -255,13 +255,6 @@ class SharedOwner:
             chunks = tuple([(strip,) for share in shares for strip in share.chunks])
             made = iter(answer[1].selected(Selection(chunks)).digests(range(len(chunks))))
             return [root_of(pack(list(islice(made, len(share.chunks))), answer[1].width)) for share in shares]
-
-    def complete(self, registration: RegistrationId, generation: int) -> bool:
-        """See `Owner.complete`."""
-        with self._changed:
-            taken = self._owner.complete(registration, generation)
-            self._changed.notify_all()
-            return taken
 
     def kept(self, registration: RegistrationId, generation: int) -> list[tuple[int, int]]:
         """See `Owner.kept`; nothing, where there are no digests to tell by."""

@@ -1,4 +1,7 @@
-"""One source's lane: the state that its threads share, and the reports of it.
+"""One source's lane: the state that its threads share, how many bytes each call receives, and the reports of it.
+
+Other readers get a call's bytes only when the call has returned. So a call receives what comes in a few milliseconds: over
+a slow link one chunk, over a fast one so much that calls cost little.
 
 Not responsible for its threads, nor for the lock that guards this state (`lanes`).
 """
@@ -12,10 +15,60 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tensorhub.messages import Flow, Grant, Origin
-from tensorhub.runtime.data.receive_sizer import ReceiveSizer
+from tensorhub.scheduler.links import FlowMeter
 from tensorhub.scheduler.requests import Requests
-from tensorhub.transport.base import BATCH_BYTES, Channel, Cutter, ReadFailure, Reason
+from tensorhub.transport.base import BATCH_BYTES, Arrival, Channel, Cutter, Lacking, ReadFailure, Reason
+from tensorhub.transport.streaming_digest import SMALL_BYTES, GilWatch
 from tensorhub.types import LeaseId, SourceReport
+
+FIRST_BYTES = 2**16  # received by the first call
+CACHED_BYTES = SMALL_BYTES  # by any call at the most, in small pieces, while the source goes on sending
+LARGE_BYTES = 64 * 2**20  # as FIRST_BYTES, where small pieces do not pay
+OFFER_S = 0.005  # what comes in so much time is received by one call
+CONTENDED_S = 0.05  # as OFFER_S, where each call costs a switch interval
+
+
+class ReceiveSizer:
+    """How many bytes each call of one lane receives; the lane's lock guards it."""
+
+    def __init__(self) -> None:
+        self.call_bytes = FIRST_BYTES  # what the next call receives
+        self.transfer_s = 0.0  # of all calls, from their first bytes on
+        self.verify_s = 0.0
+        self.meter = FlowMeter()
+        self._gil = GilWatch()
+
+    def arrived(self, nbytes: int, transfer_s: float, verify_s: float, now: float, *, is_digested: bool) -> None:
+        """A call has brought so many bytes, which were there at `now`."""
+        self.transfer_s += transfer_s
+        self.verify_s += verify_s
+        self._gil.digested(nbytes, verify_s)
+        most = LARGE_BYTES if self._gil.is_contended or not is_digested else CACHED_BYTES
+        in_time = nbytes * (CONTENDED_S if self._gil.is_contended else OFFER_S) / max(transfer_s, 1e-6)
+        self.call_bytes = min(most, 4 * max(nbytes, FIRST_BYTES), int(in_time))
+        self.meter.arrived(nbytes, now)
+
+
+class NumberedChannel:
+    """See `transport.base.Channel`. `numbers`: those of the selection's chunks in the reader's grid, ascending."""
+
+    def __init__(self, channel: Channel, numbers: Sequence[int]) -> None:
+        self._channel = channel
+        self._numbers = numbers
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        self._channel.submit([bisect_left(self._numbers, chunk) for chunk in chunks])
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        answer, numbers = self._channel.receive(bytes_max), self._numbers
+        if isinstance(answer, Lacking):
+            return Lacking([numbers[chunk] for chunk in answer.chunks], ())
+        chunks = [(numbers[chunk], digest) for chunk, digest in answer.chunks]
+        return answer._replace(chunks=chunks, made={numbers[chunk]: digest for chunk, digest in answer.made.items()})
+
+    def close(self) -> None:
+        self._channel.close()
+
 
 # of a thread that helps: with less, cores are short, and it takes them from other threads
 CORE_SHARE_MIN = 0.7

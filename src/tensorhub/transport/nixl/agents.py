@@ -11,7 +11,7 @@ What is trusted: metadata goes into a C++ library that believes it. A process th
 agent's ports, or has its metadata, can write the memory as well as read it. See docs/transports.md.
 
 Responsible for agents, and for the memory that they expose. Not responsible for telling readers of
-an agent (`nixl.owner`).
+an agent (`nixl.transport`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,34 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from tensorhub.errors import TransportUnavailable, install
+from tensorhub.messages import Address
 from tensorhub.transport.base import NotShared
-from tensorhub.transport.nixl.messages import AGENT_BYTES_MAX, ON_HOST
-from tensorhub.types import RegistrationId
+from tensorhub.transport.one_sided import dialect_of
+from tensorhub.types import Id, Length, Range, RegistrationId
+
+AGENT_BYTES_MAX = 2**19  # of an agent's metadata
+ON_HOST = -1  # in place of a GPU's number
+
+
+@dataclass(frozen=True, slots=True)
+class AgentIs:
+    """The agent by which the registration is read: its name, its metadata as NIXL has made it, and where the generation word
+    is, in host memory. `device`: the number of the source's GPU on which the chunks are; ON_HOST: they are in host memory.
+    """
+
+    name: Id
+    metadata: Annotated[bytes, Length(AGENT_BYTES_MAX)]
+    word: Address
+    device: Annotated[int, Range(ON_HOST, 2**16)]
+
+
+DIALECT = dialect_of("nixl", AgentIs)
+
 
 PLACES_MAX = 4096  # of one agent, after those that touch were joined
 PROGRESS_US = 10_000  # at the least, an agent's own thread looks at its work so often; what comes wakes it
@@ -191,10 +212,6 @@ class Exposed:
         except Exception as error:
             text = f"NIXL cannot register {len(regions)} places in {WORDS[kind]} ({name_of(error)}): {advice}"
             raise TransportUnavailable(text) from error
-
-    def __repr__(self) -> str:
-        on_gpu = f", {len(self.gpu.places)} on GPU {self.gpu.device}" if self.gpu is not None else ""
-        return f"<Exposed: {len(self.places)} places{on_gpu}>"
 
     def close(self) -> None:
         """End the agent. When this returns, no read of the memory runs, not even one that was on

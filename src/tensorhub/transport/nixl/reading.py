@@ -6,7 +6,7 @@ with a read whose end is not known takes no new readers. It ends with its last r
 end with it (`Agents`).
 
 Responsible for reading, and for its end. Not responsible for deciding whether a read counts
-(`nixl.reader`).
+(`nixl.transport`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ from typing import Any
 from tensorhub.cuda.copies import copy_pieces, joined
 from tensorhub.cuda.device import Device, Mark
 from tensorhub.errors import TransportUnavailable
-from tensorhub.memory.strided import Block, runs
 from tensorhub.transport.base import NotShared
 from tensorhub.transport.generation_words import WORD_BYTES
-from tensorhub.transport.nixl.agents import GPU_ADVICE, make_agent, name_of
-from tensorhub.transport.nixl.messages import ON_HOST
-from tensorhub.transport.one_sided import CALL_BYTES, GROUP_BYTES, Piece, cut_up
+from tensorhub.transport.nixl.agents import GPU_ADVICE, ON_HOST, make_agent, name_of
+from tensorhub.transport.one_sided import Piece, Source, cut_up
 
 SLOT_BYTES = 2 * 2**20  # of one read: where UCX copies by itself (cma), nothing cuts it short
 SLOTS = 4  # of one landing: reads in flight, of one thread
@@ -302,9 +300,6 @@ class Agents:
         self._present: ReadingAgent | None = ReadingAgent()
         self._is_closed = False
 
-    def __repr__(self) -> str:
-        return f"<Agents: {self._present!r}>"
-
     def enter(self) -> ReadingAgent:
         """The agent to read by now, for one reader, which leaves it. TransportUnavailable."""
         with self._lock:
@@ -337,12 +332,10 @@ class Agents:
             agent.close()
 
 
-class Remote:
+class Remote(Source):
     """One source's agent, as `transport.one_sided` reads it. For several threads; `close` is for the last one."""
 
     hot_bytes = SLOTS * SLOT_BYTES  # smaller calls would leave the wire idle between them
-    call_bytes = CALL_BYTES
-    group_bytes = GROUP_BYTES
 
     def __init__(
         self,
@@ -384,15 +377,6 @@ class Remote:
 
     def copy(self, call: Sequence[Piece]) -> None:
         self._agent.read(self._name, call, self._watch, self._there, self._here)
-
-    def gather(self, made: Sequence[Block], here: int) -> None:
-        """See `Gathering.gather`."""
-        pieces: list[Piece] = []
-        for block in made:
-            for there in runs(block):
-                pieces.append(Piece(here, there, block.run))
-                here += block.run
-        self.copy(pieces)
 
     def is_unchanged(self, word: int, generation: int) -> bool:
         """See `Source.is_unchanged`. Only the process that told of the agent answers. The word is

@@ -1,29 +1,81 @@
-"""A reader's queue pair to one source, and the memory in which reads land.
+"""A reader's queue pair to one source, the memory in which reads land, and the way from there to many places.
 
 Responsible for setting the queue pair up over the two workers' own connection, for proving that the
-other end is the source's memory, and for waiting. Not responsible for the reads (`rdma.reader`).
+peer's end is the source's memory, and for waiting. Not responsible for the reads (`rdma.reader`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import select
 import time
+from collections import deque
+from collections.abc import Generator
 
-from tensorhub.cuda.device import Device
 from tensorhub.errors import OperationTimeout, ProtocolError, StateError
 from tensorhub.logs import Tally, get_logger
+from tensorhub.memory.addresses import address_of
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.transport.base import Destination, ReadFailure, Unusable
+from tensorhub.transport.connected import ReadClient
 from tensorhub.transport.generation_words import NONCE_BYTES
 from tensorhub.transport.rdma import ports as rdma
 from tensorhub.transport.rdma.messages import GID_BYTES, Pair, Paired, QueueCard
 from tensorhub.transport.rdma.ports import Move
-from tensorhub.transport.rdma.queues import ReaderQueue
-from tensorhub.transport.read_client import ReadClient
-from tensorhub.transport.staging import Packing, Pinned, Staging
+from tensorhub.transport.rdma.queues import Buffers, ReaderQueue
+from tensorhub.transport.staging import Pinned, Staging
+from tensorhub.transport.streaming_digest import PiecewiseDigest
 
-LANDING_BUFFERS = 4  # what they hold is about what is under way for host memory
+
+class Scatter:
+    """Of one channel, whose destination is strided."""
+
+    def __init__(self, destination: Destination) -> None:
+        self.made: dict[int, int] = {}  # digests of whole chunks
+        self.digest_s = 0.0  # what making those took
+        self._destination = destination
+        self._calls: Generator[list[memoryview]] | None = None  # of the present chunk, in host memory
+        self._views: deque[memoryview] = deque()  # of it: room for what comes next
+        self._digest = PiecewiseDigest()
+
+    def put(self, staging: Staging | None, chunk: int, offset: int, source: int, nbytes: int) -> None:
+        """The chunk's next bytes are at that address of the host. `staging`: for its device. StateError: that has failed."""
+        if staging is not None:
+            self._put_on(staging, chunk, offset, source, nbytes)
+            return
+        if not offset:
+            self._calls, self._digest = self._destination.incoming(chunk), PiecewiseDigest()
+        assert self._calls is not None
+        end = offset + nbytes
+        while nbytes:
+            if not self._views:
+                self._views.extend(next(self._calls))
+            view = self._views.popleft()
+            if view.nbytes > nbytes:
+                self._views.appendleft(view[nbytes:])
+                view = view[:nbytes]
+            ctypes.memmove(address_of(view), source, view.nbytes)
+            source, nbytes = source + view.nbytes, nbytes - view.nbytes
+            if self._destination.is_digested:
+                self._digest.go_on([view])
+        if end == self._destination.sizes[chunk]:
+            next(self._calls, None)  # the last of it goes where it belongs
+            if self._destination.is_digested:
+                self.made[chunk] = self._digest.made
+                self.digest_s += self._digest.seconds
+
+    def _put_on(self, staging: Staging, chunk: int, offset: int, source: int, nbytes: int) -> None:
+        at, size = staging.room(max(self._destination.sizes)), self._destination.sizes[chunk]
+        staging.scatter([(at + offset, source, nbytes)])
+        if offset + nbytes == size:
+            self.made |= self._destination.take_in([chunk], at)
+
+    def close(self) -> None:
+        """Nothing is written afterwards."""
+        if self._calls is not None:
+            self._calls.close()
+
 
 _staged = Tally(get_logger("tensorhub.worker").info, "rdma_staged")
 
@@ -37,11 +89,8 @@ class Link:
         self.place = place
         self.theirs: QueueCard | None = None  # once it is connected
         self.words = queue.device.landing(2 * mmap.PAGESIZE)  # of groups; and of the source's nonce
-        self.pinned: Pinned | None = None  # bytes for a GPU land there first
+        self.buffers = Buffers(queue.device)
         self._is_armed = False
-
-    def __repr__(self) -> str:
-        return f"<Link by {self.queue!r}>"
 
     def ask(self, client: ReadClient) -> Paired:
         """Ask the source to be read through this queue pair, under the client's right. NotShared, Unusable; ReadFailure."""
@@ -83,60 +132,33 @@ class Link:
         if self.words.read(mmap.PAGESIZE, NONCE_BYTES) != paired.nonce:
             raise Unusable("another process is reached over RDMA")
 
-    def prepare(self, gpu: Device | None) -> Pinned:
-        """The buffers for bytes that go to that GPU, or to many places of the host. StateError: no memory. OSError: they
-        cannot be registered.
-        """
-        if self.pinned is None or self.pinned.staging.device is not gpu:
-            pinned = Pinned(Packing(LANDING_BUFFERS) if gpu is None else Staging(gpu, buffers=LANDING_BUFFERS))
-            for span in pinned.spans:
-                self.queue.device.keys(pinned, *span)
-            self._release()
-            self.pinned = pinned
-        return self.pinned
-
     def close(self) -> None:
         """Nothing is written by it any more when this returns. The connection stays."""
         try:
             self.queue.close()
         finally:
             self.words.close()
-            self._release()
-
-    def _release(self) -> None:
-        pinned, self.pinned = self.pinned, None
-        if pinned is not None:
-            self.queue.device.release(pinned)
+            self.buffers.release()
 
 
 def prepare_destination(link: Link, destination: Destination) -> Pinned | None:
     """The buffers in which reads land first; None: they go straight to the destination. Unusable: the destination cannot be
     registered, judging by its first span and the limit.
     """
-    spans, gpu = destination.spans, destination.device
-    if destination.is_strided:
+    gpu = destination.device
+    if not destination.is_strided:
+        fault = link.queue.device.fault_of(destination)
         try:
-            return link.prepare(gpu)
-        except (OSError, StateError) as error:
-            raise Unusable(f"the memory to read into: {_reason(error)}") from error
-    try:
-        if spans:
-            link.queue.device.keys(destination, *spans[0])
-        if gpu is not None:
-            gpu.settle()  # one that cannot is not written from outside
-    except (OSError, StateError) as error:
-        fault = _reason(error)
+            if fault is None and gpu is not None:
+                gpu.settle()  # one that cannot is not written from outside
+        except StateError as error:
+            fault = str(error)
+        if fault is None:
+            return None
         if gpu is None:
-            raise Unusable(f"the memory to read into: {fault}") from error
+            raise Unusable(f"the memory to read into: {fault}")
         _staged.count(reason=fault)
-        try:
-            return link.prepare(gpu)
-        except (OSError, StateError) as lack:
-            raise Unusable(f"the memory to read into: {_reason(lack)}") from lack
-    if gpu is None and len(spans) > 1 and (short := rdma.memlock_fault(sum(nbytes for _, nbytes in spans[1:]))) is not None:
-        raise Unusable(f"the memory to read into: {short}")
-    return None
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error)
+    try:
+        return link.buffers.prepare(gpu)
+    except (OSError, StateError) as error:
+        raise Unusable(f"the memory to read into: {getattr(error, 'strerror', None) or error}") from error

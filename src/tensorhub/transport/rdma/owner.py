@@ -19,7 +19,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from itertools import chain
 
-from tensorhub.cuda.device import Device, DeviceBytes
+from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError, StateError
 from tensorhub.logs import Tally, get_logger
 from tensorhub.memory.addresses import address_of
@@ -30,10 +30,9 @@ from tensorhub.model.accesses import Access
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.transport.base import NotShared, Unusable
-from tensorhub.transport.one_sided_owner import LOCATE_BYTES
+from tensorhub.transport.one_sided import LOCATE_BYTES
 from tensorhub.transport.owner import CannotServe, OwnerSession, OwnerSide, ServedReader
-from tensorhub.transport.rdma import ports as rdma, verbs
-from tensorhub.transport.rdma.fabric import Fabric
+from tensorhub.transport.rdma import ports as rdma
 from tensorhub.transport.rdma.messages import (
     DIALECT,
     GID_BYTES,
@@ -46,13 +45,12 @@ from tensorhub.transport.rdma.messages import (
     PortsAre,
     QueueCard,
 )
-from tensorhub.transport.rdma.queues import Queue
-from tensorhub.transport.staging import Packing, Pinned, Staging
-from tensorhub.transport.tcp.owner import LOCAL_SEND_BYTES, SEND_BYTES
+from tensorhub.transport.rdma.queues import BUFFERS, Buffers, Fabric, Queue
+from tensorhub.transport.staging import Packing, Staging
+from tensorhub.transport.tcp import LOCAL_SEND_BYTES, SEND_BYTES
 
 NOT_BY_RDMA = "this worker's memory is not to be read by RDMA: its transports are others"
-STAGED_BUFFERS = 4  # one is copied by the GPU, one is on the wire, one is announced, one is free
-UNTAKEN_MAX = STAGED_BUFFERS - 2  # when another piece is to be staged (see `Staging.outgoing`)
+UNTAKEN_MAX = BUFFERS - 2  # when another piece is to be staged (see `Staging.outgoing`)
 
 Chunks = tuple[tuple[int, int], ...]
 """(chunk, digest)."""
@@ -88,17 +86,11 @@ class RdmaSession:
         self._fabric = fabric
         self._queue: Queue | None = None
         self._theirs: QueueCard | None = None  # what the queue pair is connected to
-        self._pinned: Pinned | None = None  # staged bytes go through it
-        # of a GPU: chunks of many pieces are in one piece there
-        self._room: DeviceBytes | None = None
-        self._untaken = 0  # pieces that are staged
-
-    def __repr__(self) -> str:
-        return f"<RdmaSession: {self._queue or 'no queue pair'}>"
+        self._buffers: Buffers | None = None  # staged bytes go through them
 
     @property
     def bytes_max(self) -> int:
-        if self._pinned is None:
+        if self._buffers is None or self._buffers.pinned is None:
             return LOCATE_BYTES
         return LOCAL_SEND_BYTES if self._reader.lane.is_local else SEND_BYTES
 
@@ -123,7 +115,7 @@ class RdmaSession:
         try:
             assert self._queue is not None
             word_key = self._queue.device.page_key(word)
-            if memory.is_strided or (memory.device is not None and self._first_fault(memory) is not None):
+            if memory.is_strided or (memory.device is not None and self._queue.device.fault_of(memory) is not None):
                 self._stage(request, chunks, memory, word, word_key)
             else:
                 places = self._places(memory, chunks)
@@ -133,12 +125,14 @@ class RdmaSession:
 
     def close(self) -> None:
         """Take the queue pair apart: this reader reads nothing more."""
-        queue, self._queue, self._theirs = self._queue, None, None
+        queue, buffers = self._queue, self._buffers
+        self._queue = self._buffers = self._theirs = None
         try:
             if queue is not None:
                 queue.close()
         finally:
-            self._release()
+            if buffers is not None:
+                buffers.release()
 
     # --------------------------------------------------------------------------------------------- the queue pair
 
@@ -155,10 +149,10 @@ class RdmaSession:
         try:
             queue = self._connected(asked)
             key = queue.device.page_key(header.address)
-            fault = self._first_fault(memory)
+            fault = queue.device.fault_of(memory)
             if fault is not None and memory.device is not None:
                 _staged.count(reason=fault)
-                fault = self._prepare(queue.device, memory.device)
+                fault = self._prepare(memory.device)
         except OSError as error:
             self.close()
             _unpaired.count(reason=error.strerror)
@@ -171,43 +165,21 @@ class RdmaSession:
         if self._queue is None or self._theirs != asked.card:
             self.close()
             self._queue = self._fabric.source(self._fabric.ports[asked.port])
+            self._buffers = Buffers(self._queue.device)
             self._queue.connect(asked.card)
             self._theirs = asked.card
         return self._queue
 
-    def _first_fault(self, memory: ChunkMemory) -> str | None:
-        """Register the memory's first span. Why the memory cannot be registered, judging by that and by the limit."""
-        assert self._queue is not None
-        if not memory.spans:
-            return None
-        try:
-            self._queue.device.keys(memory, *memory.spans[0])
-        except OSError as error:
-            return error.strerror
-        if len(memory.spans) == 1 or memory.device is not None:
-            return None
-        return rdma.memlock_fault(sum(nbytes for _, nbytes in memory.spans[1:]))
-
-    def _prepare(self, device: verbs.Device, gpu: Device | None) -> str | None:
+    def _prepare(self, gpu: Device | None) -> str | None:
         """Have buffers to stage bytes of that GPU, or of the host. Returns why there are none. OSError: they cannot be
         registered.
         """
-        if self._pinned is not None and self._pinned.staging.device is gpu:
-            return None
-        self._release()
+        assert self._buffers is not None
         try:
-            pinned = Pinned(Packing(STAGED_BUFFERS) if gpu is None else Staging(gpu, buffers=STAGED_BUFFERS))
+            self._buffers.prepare(gpu)
         except StateError as error:
             return str(error)[:1000]
-        for span in pinned.spans:
-            device.keys(pinned, *span)
-        self._pinned = pinned
         return None
-
-    def _release(self) -> None:
-        pinned, self._pinned, self._untaken, self._room = self._pinned, None, 0, None
-        if pinned is not None:
-            self._fabric.release(pinned)
 
     def _places(self, memory: ChunkMemory, chunks: Chunks) -> tuple[tuple[int, int, int, int], ...]:
         """Each chunk with its digest, its address and its remote key. OSError: it cannot be registered."""
@@ -226,20 +198,22 @@ class RdmaSession:
         made to read other memory.
         """
         assert self._queue is not None
-        if memory.is_strided and (fault := self._prepare(self._queue.device, memory.device)) is not None:
+        assert self._buffers is not None
+        if memory.is_strided and (fault := self._prepare(memory.device)) is not None:
             raise CannotServe(fault)
-        if self._pinned is None or self._pinned.staging.device is not memory.device:
+        pinned = self._buffers.pinned
+        if pinned is None or pinned.staging.device is not memory.device:
             raise OSError(errno.EOPNOTSUPP, "its tensors are on a GPU, and the queue pair was made to read others")
-        outgoing = self._outgoing(self._pinned.staging, memory, [chunk for chunk, _ in chunks])
+        outgoing = self._outgoing(pinned.staging, memory, [chunk for chunk, _ in chunks])
         self._connection.send(ChunksFollow(request, chunks))
         with closing(outgoing) as pieces:
             for piece in pieces:
-                self._untaken += 1
+                self._buffers.untaken += 1
                 address = address_of(piece)
-                key = self._queue.device.keys(self._pinned, address, piece.nbytes).remote
+                key = self._queue.device.keys(pinned, address, piece.nbytes).remote
                 staged = PieceStaged(address, piece.nbytes, key, word, word_key)
                 self._connection.send(DIALECT.reply(request, staged))
-                while self._untaken > UNTAKEN_MAX:
+                while self._buffers.untaken > UNTAKEN_MAX:
                     self._hear_meanwhile()
 
     def _outgoing(self, staging: Staging | Packing, memory: ChunkMemory, chunks: Sequence[int]) -> Generator[memoryview]:
@@ -251,12 +225,11 @@ class RdmaSession:
             return staging.outgoing([(memory.address(chunk), memory.sizes[chunk]) for chunk in chunks])
         nbytes = sum([memory.sizes[chunk] for chunk in chunks])
         try:
-            if self._room is None or self._room.nbytes < nbytes:
-                self._room = staging.device.allocate(nbytes)
+            room = staging.room(nbytes)
         except StateError as error:
             raise CannotServe(str(error)[:1000]) from error
-        memory.gather(chunks, self._room.address)
-        return staging.outgoing([(self._room.address, nbytes)])
+        memory.gather(chunks, room)
+        return staging.outgoing([(room, nbytes)])
 
     def _hear_meanwhile(self) -> None:
         """Wait for the reader to take a piece. Its other requests are put aside. OperationTimeout."""
@@ -270,6 +243,6 @@ class RdmaSession:
 
     def _hear_taken(self) -> None:
         """The reader has read a piece."""
-        if not self._untaken:
+        if self._buffers is None or not self._buffers.untaken:
             raise ProtocolError("a piece is said to be taken, and none is staged")
-        self._untaken -= 1
+        self._buffers.untaken -= 1

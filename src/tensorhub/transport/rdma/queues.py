@@ -1,4 +1,4 @@
-"""Queue pairs, by pyverbs.
+"""Queue pairs, by pyverbs, and the devices that one worker has open.
 
 A reader's queue pair gives no access. A source's queue pair can only be read through, and only
 where memory is registered. Nothing of a source runs while it is read.
@@ -17,15 +17,18 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from tensorhub.cuda.device import Device as Accelerator
 from tensorhub.transport.rdma.messages import QueueCard
 from tensorhub.transport.rdma.ports import Move, Port, gid_text
-from tensorhub.transport.rdma.verbs import Device, named, verbs
+from tensorhub.transport.rdma.verbs import Device, Spanned, named, verbs
+from tensorhub.transport.staging import Packing, Pinned, Staging
 
 TIMEOUT = 14  # 4.096 us << 14 = 67 ms without an answer; the device may take up to four times as long
 RETRIES = 6  # (7 of receivers that are not ready would be for ever)
 HOPS = 64
 _channels = threading.Lock()  # guards completion channels' descriptors, which are told apart by their number
 CHANNELS_TRIED_MAX = 3
+BUFFERS = 4  # at the source one is copied by the GPU, one is on the wire, one is announced, one is free
 
 
 class Queue:
@@ -43,9 +46,6 @@ class Queue:
         except BaseException:
             self.close()
             raise
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} on {self.port}>"
 
     def _make(self) -> None:
         v, enums = verbs(), verbs().enums
@@ -108,9 +108,6 @@ class ReaderQueue(Queue):
     """The end that reads. For one thread."""
 
     is_reader = True
-
-    def __repr__(self) -> str:
-        return f"<ReaderQueue on {self.port}>"
 
     def _made_completions(self) -> Any:
         v = verbs()
@@ -188,3 +185,65 @@ def _event_descriptors() -> set[int]:
             if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[infinibandevent]":
                 found.add(int(name))
     return found
+
+
+class Buffers:
+    """Registered buffers at one end of a queue pair, through which bytes of a GPU go, or of many places of the host."""
+
+    def __init__(self, device: Device) -> None:
+        self.pinned: Pinned | None = None
+        self.untaken = 0  # pieces in them that the reader has not read yet
+        self._device = device
+
+    def prepare(self, gpu: Accelerator | None) -> Pinned:
+        """Those for that GPU; None: for the host. StateError: no memory. OSError: they cannot be registered."""
+        if self.pinned is None or self.pinned.staging.device is not gpu:
+            self.release()
+            pinned = Pinned(Packing(BUFFERS) if gpu is None else Staging(gpu, buffers=BUFFERS))
+            for span in pinned.spans:
+                self._device.keys(pinned, *span)
+            self.pinned = pinned
+        return self.pinned
+
+    def release(self) -> None:
+        pinned, self.pinned, self.untaken = self.pinned, None, 0
+        if pinned is not None:
+            self._device.release(pinned)
+
+
+class Fabric:
+    """What one worker has open on these ports. For several threads."""
+
+    def __init__(self, ports: Sequence[Port]) -> None:
+        self.ports = tuple(ports)
+        self._lock = threading.Lock()
+        self._devices: dict[str, Device] = {}
+
+    def device(self, port: Port) -> Device:
+        """The port's device, open. OSError."""
+        with self._lock:
+            if port.device not in self._devices:
+                self._devices[port.device] = Device(port.device)
+            return self._devices[port.device]
+
+    def reader(self, port: Port) -> ReaderQueue:
+        """A queue pair's end that reads. OSError."""
+        return ReaderQueue(self.device(port), port)
+
+    def source(self, port: Port) -> Queue:
+        """A queue pair's end that is read through. OSError."""
+        return Queue(self.device(port), port)
+
+    def release(self, memory: Spanned) -> None:
+        """See `Device.release`."""
+        with self._lock:
+            devices = list(self._devices.values())
+        for device in devices:
+            device.release(memory)
+
+    def close(self) -> None:
+        """Close every device; queue pairs must be closed before."""
+        with self._lock:
+            for device in self._devices.values():
+                device.close()
+            self._devices.clear()

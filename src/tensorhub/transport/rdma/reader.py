@@ -13,7 +13,7 @@ If the device reaches the destination's GPU, it writes there. If not, reads land
 buffers on the host, and the GPU copies proved bytes out of one buffer while reads fill the next. A
 source's bytes may be staged in the same way (`rdma.owner`), and then come in consecutive pieces, as
 over tcp. So do chunks of many pieces of memory, which land in these buffers, too, and go from there
-to their places (`rdma.scattering`).
+to their places (`rdma.link`).
 
 Every message of the source is hostile. The reader only ever reads from its addresses, under its
 keys, into the destination's own registered memory, with the lengths of its own manifest.
@@ -44,18 +44,16 @@ from tensorhub.transport.base import (
     ReadFailure,
     Unusable,
 )
-from tensorhub.transport.connected import ConnectedTransport
+from tensorhub.transport.connected import ConnectedTransport, ReadClient
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.rdma import ports as rdma
-from tensorhub.transport.rdma.fabric import Fabric
-from tensorhub.transport.rdma.link import Link, prepare_destination
+from tensorhub.transport.rdma.link import Link, Scatter, prepare_destination
 from tensorhub.transport.rdma.messages import DIALECT, ChunksPinned, FindPorts, PieceStaged, PieceTaken, PortsAre
 from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.ports import Move, Port
+from tensorhub.transport.rdma.queues import Fabric
 from tensorhub.transport.rdma.reads import WINDOW_BYTES, Group, Reads
-from tensorhub.transport.rdma.scattering import Scatter
 from tensorhub.transport.rdma.verbs import Keys, verbs
-from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local, MeantTransportUnavailable
 from tensorhub.transport.staging import Packing, Pinned, Staging
 from tensorhub.types import Location
@@ -82,7 +80,7 @@ class RdmaTransport(ConnectedTransport):
         self._turns = itertools.count()
 
     def __repr__(self) -> str:
-        return f"<RdmaTransport, {self.fabric!r}, {self._peers!r}>"
+        return f"<RdmaTransport, {self._peers!r}>"
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Within a site: between datacenters every pair of ports would be tried in vain."""
@@ -206,9 +204,6 @@ class RdmaChannel:
         self._located: deque[_Part] = deque()  # and not read yet
         self._proved: deque[tuple[int, int, int]] = deque()  # (chunk, digest, bytes) that are there, and not named yet
         self._unnamed_bytes = 0  # that are there, those of chunks of which parts are lacking included
-
-    def __repr__(self) -> str:
-        return f"<RdmaChannel by {self._link!r}, {self._client!r}, {self._reads!r}>"
 
     def submit(self, chunks: Sequence[int]) -> None:
         self._client.locate(chunks)

@@ -75,11 +75,6 @@ class Reads:
         self._posted = 0  # work requests, ever
         self._done = 0  # of them, up to the last one that was told of
 
-    def __repr__(self) -> str:
-        return (
-            f"<Reads: {len(self._groups)} groups, {self._posted - self._done} requests under way, {len(self._todo)} to come>"
-        )
-
     @property
     def is_hungry(self) -> bool:
         """Whether another group could be posted soon."""

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tensorhub.cuda.device import Device as Accelerator
 from tensorhub.errors import StateError, TransportUnavailable
-from tensorhub.transport.rdma.ports import registration_fault
+from tensorhub.transport.rdma import ports as rdma
 
 DEPTH = 64  # work requests of a queue pair that are not completed
 READS_MAX = 16  # of them, that are on the wire at a time
@@ -187,7 +187,7 @@ def register(domain: Any, address: int, nbytes: int) -> Any:
         with named("ibv_reg_mr"):
             return verbs().mr.MR(domain, nbytes, access, address=address)
     except OSError as error:
-        raise OSError(error.errno, registration_fault(error, nbytes)) from error
+        raise OSError(error.errno, rdma.registration_fault(error, nbytes)) from error
 
 
 def register_on(device: Accelerator, domain: Any, address: int, nbytes: int) -> tuple[Any, int]:
@@ -235,15 +235,25 @@ class Device:
         self._memories: weakref.WeakKeyDictionary[Spanned, Registered] = weakref.WeakKeyDictionary()
         self._pages: dict[int, Any] = {}  # of generation words, by address
 
-    def __repr__(self) -> str:
-        return f"<Device {self.name}, {len(self._memories)} memories>"
-
     def keys(self, memory: Spanned, address: int, nbytes: int) -> Keys:
         """The keys of a part of that memory. OSError: it cannot be registered."""
         with self.lock:
             if memory not in self._memories:
                 self._memories[memory] = Registered(self.domain, memory)
             return self._memories[memory].keys(address, nbytes)
+
+    def fault_of(self, memory: Spanned) -> str | None:
+        """Register the memory's first span. Why the memory cannot be registered, judging by that and by the limit."""
+        spans = memory.spans
+        if not spans:
+            return None
+        try:
+            self.keys(memory, *spans[0])
+        except OSError as error:
+            return error.strerror or str(error)
+        if len(spans) == 1 or memory.device is not None:
+            return None
+        return rdma.memlock_fault(sum(nbytes for _, nbytes in spans[1:]))
 
     def page_key(self, address: int) -> int:
         """The remote key of the page there, which stays where it is until the device is closed. OSError."""

@@ -1,10 +1,8 @@
-"""Cross-memory attach: a process copies out of another process' memory on the same host, by `process_vm_readv`.
+"""The cma transport (cross-memory attach): a reader copies out of another process' memory on the same host, by
+`process_vm_readv`.
 
-The reader's CPU makes one copy, and the other process takes no part. The header tells the process
-from every other, and the generation words say whether it may still be read (`generation_words`).
-
-Responsible for the copy and its limits. Not responsible for telling readers where to read
-(`cma.owner`).
+The reader's CPU makes one copy, and the other process takes no part. The header tells the process from every other, and the
+generation words say whether it may still be read (`generation_words`).
 """
 
 from __future__ import annotations
@@ -15,11 +13,48 @@ import os
 import sys
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from tensorhub.errors import ProtocolError, TransportUnavailable
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.strided import Block, runs
+from tensorhub.messages import Address
+from tensorhub.transport.base import Channel, Destination, NotShared, Unusable
+from tensorhub.transport.connected import ReadClient
 from tensorhub.transport.generation_words import NONCE_BYTES, WORD_BYTES, Header, order_fault
-from tensorhub.transport.one_sided import CALL_BYTES, CALL_PIECES_MAX, GROUP_BYTES, Piece
+from tensorhub.transport.one_sided import (
+    CALL_PIECES_MAX,
+    NOT_FROM_THERE,
+    RUN_BYTES_MIN,
+    OneSidedOwner,
+    OneSidedSession,
+    Piece,
+    SameHostTransport,
+    Source,
+    dialect_of,
+    lanes_here,
+    open_channel,
+)
+from tensorhub.transport.owner import OwnerSide
+from tensorhub.transport.registry import Local
+from tensorhub.types import Length, Range, RegistrationId
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryIs:
+    """The process that has the memory, by its number in the owner's own namespace. At that address it has this nonce, which
+    no other process has.
+    """
+
+    pid: Annotated[int, Range(1, 2**31 - 1)]
+    address: Address
+    nonce: Annotated[bytes, Length(NONCE_BYTES)]
+
+
+DIALECT = dialect_of("cma", MemoryIs)
+
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -131,18 +166,13 @@ def let_others_read() -> None:
     _libc.prctl(ctypes.c_int(_PR_SET_PTRACER), _PR_SET_PTRACER_ANY, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
 
 
-class Process:
+class Process(Source):
     """That process' memory, as `transport.one_sided` reads it. For several threads."""
 
     hot_bytes = 2**20  # what a core's own cache holds on a server
-    call_bytes = CALL_BYTES
-    group_bytes = GROUP_BYTES
 
     def __init__(self, header: Header) -> None:
         self.header = header
-
-    def __repr__(self) -> str:
-        return f"<Process {self.header.pid}>"
 
     def copy(self, call: Sequence[Piece]) -> None:
         """See `copy`."""
@@ -164,3 +194,62 @@ class Process:
         at = ctypes.addressof(seen)
         copy(self.header.pid, [Piece(at, self.header.address, NONCE_BYTES), Piece(at + NONCE_BYTES, word, WORD_BYTES)])
         return generation != 0 and seen.raw == self.header.nonce + generation.to_bytes(WORD_BYTES, sys.byteorder)
+
+
+class _CmaSession(OneSidedSession):
+    def find(self, registration: RegistrationId, memory: ChunkMemory, word: tuple[int, int]) -> tuple[object, Sequence[int]]:
+        """In which process this is."""
+        header = self._memory.header
+        if memory.device is not None:
+            raise NotShared("its tensors are on a GPU, which is not read this way")
+        if header is None or not self._lane.is_local:
+            raise Unusable(NOT_FROM_THERE)
+        return MemoryIs(*header), ()
+
+
+class CmaOwner(OneSidedOwner):
+    """It says which process this is, so that a reader can make sure of it."""
+
+    dialect = DIALECT
+    sessions = _CmaSession
+
+
+class CmaTransport(SameHostTransport):
+    """process_vm_readv; between processes of one user on one host."""
+
+    dialect = DIALECT
+
+    def __init__(self, local: Local) -> None:
+        if (fault := fault_here()) is not None:
+            raise TransportUnavailable(fault)
+        if local.is_named:
+            let_others_read()
+        super().__init__(local)
+        self.lanes = lanes_here()
+
+    def serve(self) -> OwnerSide:
+        return CmaOwner()
+
+    def channel(self, client: ReadClient, destination: Destination) -> Channel:
+        """Find the process. Unusable: it is out of reach."""
+        peer, right = client.peer, client.right
+        if peer.header is None or peer.registration != right.registration:
+            peer.header, peer.registration = _find(client), right.registration
+        return open_channel(client, Process(peer.header), destination, RUN_BYTES_MIN)
+
+
+def _find(client: ReadClient) -> Header:
+    """The owner's process, once the reader has seen that its nonce is the owner's."""
+    if not client.peer.is_local:
+        raise Unusable("it is connected from another host: workers on different hosts need different Location.host")
+    said = client.find(MemoryIs)
+    if len(said.nonce) != NONCE_BYTES:
+        raise ProtocolError(f"a nonce has {NONCE_BYTES} bytes")
+    process = Process(Header(said.pid, said.address, said.nonce))
+    try:
+        is_there = process.is_there()
+    except OSError as error:
+        raise Unusable(why_not(error)) from error
+    if not is_there:
+        raise Unusable("its process is another one here: workers in different pid namespaces need different hosts")
+    return process.header

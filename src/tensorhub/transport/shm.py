@@ -10,30 +10,71 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 from tensorhub.errors import StateError, TransportUnavailable
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.strided import Block, gather
-from tensorhub.transport.base import Channel, Destination, Unusable
-from tensorhub.transport.connected import ConnectedTransport
-from tensorhub.transport.generation_words import WORD_BYTES
-from tensorhub.transport.kept import KEPT_S, Kept
-from tensorhub.transport.one_sided import CALL_BYTES, GROUP_BYTES, OneSidedChannel, Piece, Translated, lanes_here
+from tensorhub.messages import Address
+from tensorhub.transport import segments as shm
+from tensorhub.transport.base import Channel, Destination, NotShared, Unusable
+from tensorhub.transport.connected import ReadClient
+from tensorhub.transport.one_sided import (
+    OneSidedOwner,
+    OneSidedSession,
+    Piece,
+    SameHostTransport,
+    Translated,
+    dialect_of,
+    lanes_here,
+    open_channel,
+)
 from tensorhub.transport.owner import OwnerSide
-from tensorhub.transport.read_client import ReadClient
+from tensorhub.transport.peers import Kept
 from tensorhub.transport.registry import Local
-from tensorhub.transport.shm import segments as shm
-from tensorhub.transport.shm.messages import DIALECT, SegmentsAre
-from tensorhub.transport.shm.owner import ShmOwner
+from tensorhub.transport.segments import segments_of
 from tensorhub.transport.streaming_digest import HOT_BYTES
-from tensorhub.transport.strided_source import StridedSource
-from tensorhub.types import Incarnation, Location, RegistrationId
+from tensorhub.types import Incarnation, Length, RegistrationId
+
+SEGMENTS_MAX = 64  # of one registration; the kernel passes 253 descriptors at a time
 
 
-class ShmTransport(ConnectedTransport):
+@dataclass(frozen=True, slots=True)
+class SegmentsAre:
+    """The shared memory in which the registration and its generation word are: (address, bytes) at the owner. One byte with
+    the segments' descriptors follows, in this order.
+    """
+
+    segments: Annotated[tuple[tuple[Address, Address], ...], Length(SEGMENTS_MAX)]
+
+
+DIALECT = dialect_of("shm", SegmentsAre)
+
+
+class _ShmSession(OneSidedSession):
+    def find(self, registration: RegistrationId, memory: ChunkMemory, word: tuple[int, int]) -> tuple[object, Sequence[int]]:
+        """What the registration and its generation word are in."""
+        segments = segments_of([*memory.places, word])
+        if not self._connection.passes_descriptors or not segments or len(segments) > SEGMENTS_MAX:
+            raise NotShared("its tensors are not in shared memory: allocate them by tensorhub.shared_empty_like")
+        self._check_given()
+        said = SegmentsAre(tuple([(each.address, each.nbytes) for each in segments]))
+        return said, [segment.descriptor for segment in segments]
+
+
+class ShmOwner(OneSidedOwner):
+    """It hands over the descriptors of the shared memory in which a registration lies."""
+
+    dialect = DIALECT
+    sessions = _ShmSession
+    shares_memory = True
+
+
+class ShmTransport(SameHostTransport):
     """Mappings of memory that the source's process has allocated as shared; between processes on one host."""
 
     dialect = DIALECT
-    strides = True
 
     def __init__(self, local: Local) -> None:
         if (fault := shm.fault_here()) is not None:
@@ -42,10 +83,7 @@ class ShmTransport(ConnectedTransport):
         self.lanes = lanes_here()
         self._mapped: Kept[tuple[int, int], shm.MappedSegment] = Kept()  # by memfd
         self._sources: Kept[tuple[str, Incarnation, RegistrationId], Mapped] = Kept()  # by address and source
-
-    def reaches(self, here: Location, there: Location) -> bool:
-        """Between equal hosts."""
-        return here.host == there.host
+        self._kept = self._mapped, self._sources
 
     def serve(self) -> OwnerSide:
         return ShmOwner()
@@ -59,9 +97,7 @@ class ShmTransport(ConnectedTransport):
         if source is None:
             source = Mapped(self._find(client))
             self._sources.put(key, source)
-        if not destination.is_strided:
-            return OneSidedChannel(client, source, destination)
-        return OneSidedChannel(client, source, destination, (source, StridedSource(client, destination)))
+        return open_channel(client, source, destination)
 
     def _find(self, client: ReadClient) -> list[tuple[int, shm.MappedSegment]]:
         """The source's segments, each with its address there."""
@@ -85,24 +121,11 @@ class ShmTransport(ConnectedTransport):
             lambda: shm.MappedSegment(descriptor, nbytes),
         )
 
-    def sweep(self) -> None:
-        self._mapped.sweep(KEPT_S)
-        self._sources.sweep(KEPT_S)
-        super().sweep()
-
-    def close(self) -> None:
-        """See `Keeping`. A channel's mappings go with the last one that uses them."""
-        self._mapped.sweep(0.0)
-        self._sources.sweep(0.0)
-        super().close()
-
 
 class Mapped(Translated):
     """See `transport.one_sided.Source`."""
 
     hot_bytes = 2 * HOT_BYTES  # a copy takes half as long as by cma, and what Python does between two as long
-    call_bytes = CALL_BYTES
-    group_bytes = GROUP_BYTES
 
     def __init__(self, segments: Sequence[tuple[int, shm.MappedSegment]]) -> None:
         """Each with its address at the source."""
@@ -117,7 +140,3 @@ class Mapped(Translated):
         for block in made:
             gather(self._block_here(block), here)
             here += block.nbytes
-
-    def is_unchanged(self, word: int, generation: int) -> bool:
-        """See `Source.is_unchanged`. A process that has died has not written since."""
-        return generation != 0 and ctypes.c_uint64.from_address(self._here(word, WORD_BYTES)).value == generation

@@ -63,9 +63,6 @@ class Segment:
         with _lock:
             _made.add(self)
 
-    def __repr__(self) -> str:
-        return f"<Segment of {self.nbytes} bytes at {self.address:#x}>"
-
     def bytes_at(self, offset: int, nbytes: int) -> memoryview:
         """A writable view, which keeps the segment."""
         return bytes_at(self.address + offset, nbytes, self)
@@ -125,9 +122,6 @@ class MappedSegment:
         if self.address == _MAP_FAILED:
             raise StateError(f"a segment of {nbytes} bytes cannot be mapped ({os.strerror(ctypes.get_errno())})")
         weakref.finalize(self, _unmap, self.address, nbytes)
-
-    def __repr__(self) -> str:
-        return f"<MappedSegment of {self.nbytes} bytes at {self.address:#x}>"
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -1,1 +1,0 @@
-"""A reader on the same host maps the memory in which a source's tensors are."""

@@ -1,0 +1,264 @@
+"""The tcp transport: the owner sends the bytes over the reader's connection, by blocking sockets. It works everywhere.
+
+A large chunk whose digest is not known yet is sent in pieces. Each piece is digested right before it is sent, and the digest
+follows the bytes.
+
+Responsible for receiving exactly the chunks that were asked for. Not responsible for digests or books.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+
+from tensorhub.cuda.device import Device
+from tensorhub.errors import ProtocolError, StateError
+from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, StillWaiting
+from tensorhub.model.accesses import Access
+from tensorhub.transport.base import DEVICE, HOST, Arrival, Channel, Destination, Lacking
+from tensorhub.transport.connected import ConnectedTransport, ReadClient
+from tensorhub.transport.dialect import Dialect
+from tensorhub.transport.owner import CannotServe, OwnerSession, OwnerSide, ServedReader
+from tensorhub.transport.registry import Local
+from tensorhub.transport.staging import Place, Staging
+from tensorhub.transport.streaming_digest import FIRST_SEND_BYTES, SMALL_BYTES, PiecewiseDigest, StreamingDigests, cut
+from tensorhub.types import Location
+
+SEND_BYTES = 16 * 2**20  # of one send call, once digests are known; a fence may have to wait for that call
+LOCAL_SEND_BYTES = 64 * 2**20  # within a host, which takes some 20 ms; beside a busy Python thread a call costs 5 ms more
+
+
+DIALECT = Dialect("tcp", from_reader={}, from_owner={})
+
+
+class TcpSession:
+    """See `OwnerSession`."""
+
+    refusal = ""
+
+    def __init__(self, reader: ServedReader) -> None:
+        self._reader = reader
+        self._connection = reader.connection
+        self._staging: Staging | None = None  # for what is on a GPU
+
+    @property
+    def bytes_max(self) -> int:
+        return LOCAL_SEND_BYTES if self._reader.lane.is_local else SEND_BYTES
+
+    def answer(self, request: int, asked: object) -> None:
+        """Nothing is asked for besides chunks."""
+
+    def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
+        """Send an access' chunks."""
+        if self._goes_alone(access, memory):
+            self._send_one(request, access, memory)
+            return
+        chunks = self._reader.digests_of(access, memory)
+        said, sizes = ChunksFollow(request, chunks), [memory.sizes[chunk] for chunk in access.chunks]
+        if memory.device is not None:
+            staging, room = self._prepare(memory.device, max(sizes) if memory.is_strided else 0)
+            self._connection.send(said)
+            if not memory.is_strided:
+                self._send_staged(staging, list(zip(map(memory.address, access.chunks), sizes, strict=True)))
+                return
+            for chunk, nbytes in zip(access.chunks, sizes, strict=True):
+                memory.gather([chunk], room)
+                self._send_staged(staging, [(room, nbytes)])
+        elif memory.is_strided:
+            self._connection.send(said)
+            for chunk in access.chunks:
+                for views in memory.outgoing(chunk, SEND_BYTES):
+                    self._connection.send_payload(views)
+        else:
+            self._connection.send_with_payload(said, [memory.buffer(chunk) for chunk in access.chunks])
+
+    def close(self) -> None:
+        """Nothing was set up."""
+
+    def _goes_alone(self, access: Access, memory: ChunkMemory) -> bool:
+        """Whether this is one large chunk whose digest is not known, and can be made while the chunk is sent."""
+        return (
+            len(access.chunks) == 1
+            and access.digests[0] is None
+            and memory.sizes[access.chunks[0]] > FIRST_SEND_BYTES
+            and memory.is_digested
+            and memory.device is None
+            and not self._reader.is_contended
+        )
+
+    def _prepare(self, device: Device, room_bytes: int) -> tuple[Staging, int]:
+        """Buffers for bytes of that GPU, and the address of so much room there. CannotServe: no memory."""
+        try:
+            if self._staging is None or self._staging.device is not device:
+                self._staging = Staging(device)
+            return self._staging, self._staging.room(room_bytes) if room_bytes else 0
+        except StateError as error:
+            raise CannotServe(str(error)[:1000]) from error
+
+    def _send_staged(self, staging: Staging, places: Sequence[Place]) -> None:
+        """Send bytes of a GPU: one piece is sent while the next one is copied to the host."""
+        with closing(staging.outgoing(places)) as pieces:
+            for piece in pieces:
+                self._connection.send_payload([piece])
+
+    def _send_one(self, request: int, access: Access, memory: ChunkMemory) -> None:
+        """Send a large chunk in pieces, and digest each right before it is sent, so that memory is read once."""
+        (chunk,) = access.chunks
+        self._connection.send(ChunkFollows(request, chunk))
+        digest = PiecewiseDigest()
+        for call in memory.outgoing(chunk) if memory.is_strided else cut([memory.buffer(chunk)]):
+            digest.go_on(call)
+            self._connection.send_payload(call)
+        made = self._reader.memory.keep_digest(access, memory, chunk, digest.made)
+        self._connection.send(ChunkDigest(request, made))
+        self._reader.digested(memory.sizes[chunk], digest.seconds)
+
+
+class TcpOwner(OwnerSide):
+    """Any worker can be read this way."""
+
+    dialect = DIALECT
+    strides = True
+
+    def session(self, reader: ServedReader) -> OwnerSession:
+        return TcpSession(reader)
+
+
+class TcpTransport(ConnectedTransport):
+    """Blocking sockets; works everywhere."""
+
+    dialect = DIALECT
+    lanes = 1
+    fills = HOST | DEVICE
+    strides = True
+
+    def __init__(self, local: Local) -> None:
+        super().__init__(local)
+        self.connections = local.options.wan_connections
+
+    def reaches(self, here: Location, there: Location) -> bool:
+        """Always: locations tell nothing against it."""
+        return True
+
+    def serve(self) -> OwnerSide:
+        return TcpOwner()
+
+    def channel(self, client: ReadClient, destination: Destination) -> Channel:
+        """Nothing more is set up."""
+        return TcpChannel(client, destination)
+
+
+class TcpChannel:
+    """See `transport.base.Channel`. Several threads receive one after the other."""
+
+    def __init__(self, client: ReadClient, destination: Destination) -> None:
+        self._client = client
+        self._connection = client.connection
+        self._destination = destination
+        self._turn = threading.Lock()  # guards what follows
+        self._staging: Staging | None = None
+        self._coming: deque[tuple[int, int | None]] = deque()  # of the present frame; digest None: it follows
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        self._client.read(chunks)
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        started = time.perf_counter()
+        with self._turn, self._client.failures():
+            if not self._coming:
+                if self._client.is_answered:
+                    return Arrival((), 0.0, 0.0)
+                message = self._client.hear()
+                match message:
+                    case StillWaiting():
+                        return self._client.lacking(message)
+                    case ChunksFollow():
+                        self._client.announced(message.request, [chunk for chunk, _ in message.chunks])
+                        self._coming.extend(message.chunks)
+                    case ChunkFollows():
+                        self._client.announced(message.request, [message.chunk])
+                        self._coming.append((message.chunk, None))
+                    case _:
+                        raise ProtocolError(f"a read is answered with {type(message).__name__}")
+            first_byte = time.perf_counter()
+            group = self._next_group(bytes_max)
+            if self._destination.is_strided:
+                return self._receive_strided(group, first_byte - started)
+            destination = self._destination
+            is_on_host = destination.device is None
+            views = [destination.buffer(chunk) for chunk, _ in group] if is_on_host else []
+            digests = StreamingDigests(zip([chunk for chunk, _ in group], views, strict=is_on_host))
+            if destination.device is not None:
+                self._staging = self._staging or Staging(destination.device)
+                places = [(destination.address(chunk), destination.sizes[chunk]) for chunk, _ in group]
+                self._receive_staged(places, self._staging)
+            elif destination.is_digested and bytes_max <= SMALL_BYTES:
+                for call in cut(views):
+                    self._connection.receive_into(call)
+                    digests.go_on([view.nbytes for view in call])
+            else:
+                self._connection.receive_into(views)
+            chunk, digest = group[0]
+            if digest is None:
+                group = [(chunk, self._digest_behind())]
+        seconds = time.perf_counter() - first_byte - digests.seconds
+        return Arrival(group, first_byte - started, seconds, digests.made, digests.seconds)
+
+    def _receive_strided(self, group: list[tuple[int, int | None]], wait_s: float) -> Arrival:
+        """Receive chunks of several pieces. Their digests are made while the bytes are still together."""
+        began, destination, made, digest_s = time.perf_counter(), self._destination, dict[int, int](), 0.0
+        for chunk, _ in group:
+            if destination.device is not None:
+                made |= self._receive_scattered(chunk, destination.device)
+                continue
+            digest = PiecewiseDigest()
+            with closing(destination.incoming(chunk)) as calls:
+                for views in calls:
+                    self._connection.receive_into(views)
+                    if destination.is_digested:
+                        digest.go_on(views)
+            digest_s += digest.seconds
+            if destination.is_digested:
+                made[chunk] = digest.made
+        if group[0][1] is None:
+            group = [(group[0][0], self._digest_behind())]
+        return Arrival(group, wait_s, time.perf_counter() - began - digest_s, made, digest_s)
+
+    def _receive_scattered(self, chunk: int, device: Device) -> Mapping[int, int]:
+        """Receive a chunk of several pieces for a GPU, which digests it where it is in one piece, and then scatters it."""
+        destination, nbytes = self._destination, self._destination.sizes[chunk]
+        staging = self._staging = self._staging or Staging(device)
+        room = staging.room(nbytes)
+        self._receive_staged([(room, nbytes)], staging)
+        return destination.take_in([chunk], room)
+
+    def _receive_staged(self, places: Sequence[Place], staging: Staging) -> None:
+        """Receive bytes for a GPU: one piece is copied there while the next one is received."""
+        with closing(staging.incoming(places)) as pieces:
+            for piece in pieces:
+                self._connection.receive_into([piece])
+
+    def _next_group(self, bytes_max: int) -> list[tuple[int, int | None]]:
+        """Take the next chunks of the present frame: at least one, and further ones up to `bytes_max`."""
+        group: list[tuple[int, int | None]] = []
+        while self._coming:
+            bytes_max -= self._destination.sizes[self._coming[0][0]]
+            if group and bytes_max < 0:
+                break
+            group.append(self._coming.popleft())
+        return group
+
+    def _digest_behind(self) -> int:
+        message = self._client.hear()
+        if not isinstance(message, ChunkDigest):
+            raise ProtocolError(f"a chunk's digest is to follow, and {type(message).__name__} comes")
+        return message.digest
+
+    def close(self) -> None:
+        if self._coming:  # their bytes are still to come
+            self._client.peer.is_sound = False
+        self._client.close()

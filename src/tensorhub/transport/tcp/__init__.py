@@ -1,1 +1,0 @@
-"""Chunks over the reader's own connection, by blocking sockets: works everywhere."""
