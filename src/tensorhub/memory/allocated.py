@@ -56,6 +56,9 @@ class AllocatedMemory(FilledMemory):
         self._chosen: tuple[TensorSpec, ...] = ()
         self._bytes: dict[_Place, torch.Tensor] = {}
 
+    def __repr__(self) -> str:
+        return f"<AllocatedMemory of {len(self._chosen)} tensors on {self._device}>"
+
     def _usable(self, device: object) -> torch.device:
         try:
             made: torch.device = self._torch.empty(1, dtype=self._torch.uint8, device=device).device

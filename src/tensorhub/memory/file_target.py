@@ -130,6 +130,9 @@ class FileTarget(FilledMemory):
             self._unfinished.keep()
             raise
 
+    def __repr__(self) -> str:
+        return f"<FileTarget {self._out}, {len(self._mappings)} files>"
+
     def __enter__(self) -> Self:
         return self
 

@@ -31,6 +31,9 @@ class HostMemory(FilledMemory):
         self._unpin: Callable[[], None] | None = None
         self._bytes: mmap.mmap | None = None
 
+    def __repr__(self) -> str:
+        return f"<HostMemory of {self.nbytes} bytes>"
+
     def map(self, manifest: Manifest) -> MappedRegions:
         """Allocate all regions of this manifest, in place of those before. StateError: no room, or no memory."""
         self.free()

@@ -124,6 +124,10 @@ class RegisteredMemory(CallersMemory):
         self._sample: Sample | None = None  # made when it is first needed
         self._is_writable = False  # found so by the last check
 
+    def __repr__(self) -> str:
+        nbytes = sum(description.nbytes for description in self.descriptions)
+        return f"<RegisteredMemory of {len(self.descriptions)} tensors, {nbytes} bytes>"
+
     # -- replaced?
 
     def check_unreplaced(self) -> None:
