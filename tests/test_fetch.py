@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,12 +24,10 @@ from tensorhub.runtime.worker import fill
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
-    OPTIONS,
     all_of,
     cluster,
     connect,
     gated,
-    nothing_left,
     ranks_of,
     tensors,
     until,
@@ -374,28 +371,6 @@ async def test_cancelled_in_mid_fetch_nothing_is_left() -> None:
             await nothing_of_it_is_left(c.hubs[1])
             gate.open()
             await c.hubs[1].fetch("m")
-
-
-async def test_no_coordinator_in_mid_fetch_and_all_of_it_arrives() -> None:
-    """The data plane needs no coordinator; what has the root that is known is the caller's, without anybody's decision."""
-    with gated(2) as gate:
-        async with nothing_left(), contextlib.AsyncExitStack() as hubs, anyio.create_task_group() as tasks:
-            async with tensorhub.serve(token="", options=OPTIONS) as coordinator:
-                trainer, reader = [
-                    await hubs.enter_async_context(connect(coordinator.address, name)) for name in ("trainer", "reader")
-                ]
-                await published(trainer, tensors(1))
-                gate.open()
-                await trainer.fetch("m")  # so that the root of the publisher's digests is known
-                gate.close(2)
-                fetching = Fetching()
-                tasks.start_soon(fetching.run, reader, None)
-                await until(lambda: gate.holds)
-            await until(lambda: "offline" in repr(reader))
-            gate.open()
-            await until(lambda: fetching.result is not None)
-            assert fetching.result is not None
-            assert equal(fetching.result, {name: torch.from_numpy(array) for name, array in tensors(1).items()})
 
 
 async def test_what_has_arrived_is_noted_when_a_fetch_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ import pytest
 
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
-from tensorhub.coordinator import limits
 from tensorhub.errors import (
     GroupAborted,
     RegistrationError,
@@ -198,28 +197,6 @@ async def test_parts_of_a_model_and_its_summary() -> None:
         assert page.summary is None
         with pytest.raises(VersionUnavailable, match="no model 'n' is known here; known models: m"):
             await trainer.describe("n", limit=0)
-
-
-async def test_a_large_model_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with cluster("trainer", *["same name"] * 4) as c:
-        trainer, *readers = c.hubs
-        for model in ("k", "m", "n"):
-            await (await trainer.register(model, tensors(1))).publish(1)
-        for reader in readers:
-            await (await reader.register("m", tensors())).replicate()
-        await published(trainer, 2, content=2)
-        everything = await trainer.describe()
-        first, second = [await trainer.describe("m", version=number) for number in (1, 2)]
-        monkeypatch.setattr(limits, "DESCRIBED_ROWS_MAX", 3)
-        assert await trainer.describe() == everything
-        assert await trainer.describe("m") == everything[1]
-        assert await trainer.describe("m", limit=5) == uncounted(everything[1])
-        assert [await trainer.describe("m", version=number) for number in (1, 2)] == [first, second]
-        assert await trainer.describe("m", version=1, limit=7) == uncounted(first)
-        page = await trainer.describe("m", limit=3)
-        assert page.workers == everything[1].workers[:3]
-        page = await trainer.describe("m", after=page.workers[-1], limit=3)
-        assert page.workers == everything[1].workers[3:]
 
 
 async def test_closing_a_handle() -> None:

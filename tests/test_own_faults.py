@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import logging
 import mmap
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-import tensorhub
-from tensorhub.errors import RegistrationError, StateError
-from tensorhub.transport import sockets, unix
+from tensorhub.errors import RegistrationError
 from tests.rig import BEST, CHUNK_BYTES, cluster, equal, holds, tensors, write
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -121,35 +117,3 @@ async def test_memory_that_becomes_read_only_is_named_when_it_is_written(
             assert [(each.transport, each.outcome) for each in report.sources] == [(transport, "used")]
             assert holds(mine, version)
         assert not [each for each in caplog.messages if "source_failed" in each or "transport_left" in each]
-
-
-@pytest.mark.parametrize("module", [sockets, unix])
-async def test_a_reader_without_descriptors_says_so(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_short = True
-
-    class Socket(socket_of(module)):  # type: ignore[misc]
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            if is_short:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            super().__init__(*args, **settings)
-
-    transport = ["shm" if module is unix else "tcp"]
-    given: Any = tensorhub.shared_empty_like(tensors(1))
-    write(given, 1)
-    async with cluster("trainer", "rollout", transports=transport) as c:
-        await (await c.hubs[0].register("m", given)).publish(1)
-        mine = tensors()
-        reader = await c.hubs[1].register("m", mine)
-        with monkeypatch.context() as patch:
-            patch.setattr(module.socket, "socket", Socket)
-            for _ in range(4):
-                with pytest.raises(StateError, match="ulimit -n") as caught:
-                    await reader.update(1, timeout=5)
-                assert caught.value.retryable
-        is_short = False
-        assert [each.outcome for each in (await reader.update(1)).sources] == ["used"]
-        assert holds(mine, 1)
-
-
-def socket_of(module: Any) -> Any:
-    return module.socket.socket

@@ -10,7 +10,7 @@ import pytest
 
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
-from tensorhub.errors import GroupAborted, IntegrityError, TensorHubError
+from tensorhub.errors import IntegrityError
 from tests.rig import OPTIONS, Tensors, cluster, connect, holds, published, tensors, until, worker_of, write
 from tests.test_coordinator_restart import cluster as restartable
 
@@ -69,46 +69,6 @@ async def test_a_fetch_is_compared_too_also_of_some_names() -> None:
         assert fetched.report.bytes_read > fetched.report.reread_bytes
         lie(c.hubs[1], memory)
         assert holds({name: tensor.numpy() for name, tensor in (await c.hubs[2].fetch("m")).items()}, 1)
-
-
-@pytest.mark.parametrize("stays", [True, False])
-async def test_one_rank_that_does_not_agree_keeps_its_group_from_committing(stays: bool) -> None:
-    async with cluster("liar", "reader") as c:
-        async with connect(c.address, "trainer") as trainer:
-            await group_of(trainer, "trainers", [tensors(1), tensors(1)], publish=True)
-            memories = [tensors(), tensors()]
-            await group_of(c.hubs[0], "liars", memories)
-            lie(c.hubs[0], memories[1])
-            mine = [tensors(), tensors()]
-            if stays:
-                assert [rank.version for rank in await group_of(c.hubs[1], "readers", mine)] == [1, 1]
-                assert all(holds(memory, 1) for memory in mine)
-        if not stays:
-            with pytest.raises(ExceptionGroup) as caught:
-                await group_of(c.hubs[1], "readers", mine, timeout=1)
-            assert caught.group_contains(IntegrityError, match="has another digest than was published")
-            assert caught.group_contains(GroupAborted)
-
-
-async def group_of(
-    hub: Hub, name: str, memories: list[Tensors], *, publish: bool = False, timeout: float | None = None
-) -> list[Weights]:
-    """A rank for each memory: filled, or published as version 1."""
-    ranks = [await hub.register("m", memory, group=name, rank=n, world_size=2) for n, memory in enumerate(memories)]
-    errors: list[Exception] = []
-
-    async def call(rank: Weights) -> None:
-        try:
-            await (rank.publish(1) if publish else rank.replicate(timeout=timeout))
-        except TensorHubError as error:
-            errors.append(error)
-
-    async with anyio.create_task_group() as tasks:
-        for rank in ranks:
-            tasks.start_soon(call, rank)
-    if errors:
-        raise ExceptionGroup("the group's calls", errors)
-    return ranks
 
 
 async def test_where_only_a_liar_is_left_nobody_commits() -> None:

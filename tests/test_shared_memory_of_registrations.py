@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -103,24 +102,6 @@ async def test_memory_that_is_filled_is_not_published() -> None:
             await all_of(rollout.replicate(1), publish())
             assert holds({name: each.numpy() for name, each in mine.items()}, 7)
             assert trainer.state == "empty"
-
-
-async def test_two_models_publish_what_they_share() -> None:
-    """A trunk with two heads: each step both are taken back, written and published."""
-    async with cluster("trainer", "reader") as c:
-        trunk, heads = torch.zeros(1000), [torch.zeros(4), torch.zeros(5)]
-        actor = await c.hubs[0].register("actor", {"trunk": trunk, "head": heads[0]})
-        critic = await c.hubs[0].register("critic", {"trunk": trunk, "head": heads[1]})
-        for step in range(1, 4):
-            async with actor.mutate(step), critic.mutate(step):
-                trunk.fill_(step)
-                heads[0].fill_(step)
-                heads[1].fill_(-step)
-            for model, head in (("actor", step), ("critic", -step)):
-                fetched: Any = await c.hubs[1].fetch(model, step)
-                assert (fetched["trunk"] == step).all()
-                assert (fetched["head"] == head).all()
-        assert (await actor.update(3)).changed is False  # a barrier, which writes nothing
 
 
 def test_claims_end_with_their_memory_and_with_a_fork() -> None:

@@ -25,19 +25,6 @@ def trainer_with(processes: ChildProcesses, address: str, version: int = 1) -> P
     return trainer
 
 
-def test_a_group_of_two_processes_commits_together(processes: ChildProcesses) -> None:
-    _, address = cluster(processes)
-    publishers = [processes.worker(address, f"p{r}", MIB, group="p", rank=r, world_size=2) for r in range(2)]
-    readers = [processes.worker(address, f"r{r}", MIB, group="r", rank=r, world_size=2) for r in range(2)]
-    for rank, publisher in enumerate(publishers):
-        publisher.do("write", content=10 + rank)
-    fills = [reader.begin("replicate") for reader in readers]
-    promises = [publisher.begin("publish", version=1) for publisher in publishers]
-    assert [promise.result() for promise in promises] == [1, 1]
-    assert [fill.result()["version"] for fill in fills] == [1, 1]
-    assert [reader.do("contents") for reader in readers] == [[10], [11]]
-
-
 def test_a_rank_killed_before_the_decision_aborts_its_group_and_nobody_else(processes: ChildProcesses) -> None:
     _, address = cluster(processes, lease_s=1.0)
     publishers = [processes.worker(address, f"p{r}", NBYTES, group="p", rank=r, world_size=2) for r in range(2)]

@@ -168,30 +168,6 @@ def test_the_publisher_is_gone_in_mid_read_and_a_group_of_another_layout_is_read
     assert has_all.do("state", name="a0") == ["ready", 1]
 
 
-def test_nobody_waits_for_the_word_of_a_publisher_that_was_killed_who_can_do_without_it(
-    processes: ChildProcesses,
-) -> None:
-    """The lease is longer than any call. Who was reading, and who comes later, read it out of a copy."""
-    address = coordinator(processes, lease_s=600.0)
-    train = process_of(processes, address, "trainer")
-    Group("fsdp", "rows", 4, [train] * 4).publish(1)
-    copy = process_of(processes, address, "copy")
-    Group("c", "rows", 4, [copy] * 4).do("replicate")
-    engine, late = process_of(processes, address, "engine", gate=6), process_of(processes, address, "late")
-    readers = Group("r", "columns", 2, [engine] * 2)
-    fills = readers.begin("replicate", timeout=30.0)
-    assert "trainer" in held(engine)
-    train.kill()
-    engine.do("gate_open")
-    reports = [fill.result() for fill in fills]
-    assert "lost" in outcomes(reports, "trainer")
-    assert [(report["version"], report["reread_bytes"]) for report in reports] == [(1, 0), (1, 0)]
-    assert readers.has(1)
-    newcomers = Group("n", "columns", 1, [late])
-    assert [set(report["sources"]) <= {"copy", "engine"} for report in newcomers.do("replicate", timeout=30.0)] == [True]
-    assert newcomers.has(1)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("mesh", [[2, 2], [4]], ids=["HSDP 2 x 2", "FSDP 4"])

@@ -170,25 +170,3 @@ async def test_what_breaks_later_raises_from_exit_and_ends_calls() -> None:
                     broken.set()
                 with pytest.raises(StateError, match="tensorhub-test is closed"):
                     await thread.call(wait)
-
-
-async def test_many_calls_from_many_loops() -> None:
-    async def double(number: int) -> int:
-        await anyio.lowlevel.checkpoint()
-        return 2 * number
-
-    async with nothing_left(), running(idle, AsyncMode()) as thread:
-        found: list[int] = []
-
-        async def several(first: int) -> None:
-            for number in range(first, first + 50):
-                found.append(await thread.call(double, number))
-
-        def elsewhere(first: int, kind: str) -> None:
-            anyio.run(several, first, backend=kind)
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(several, 0)
-            tasks.start_soon(anyio.to_thread.run_sync, elsewhere, 50, "asyncio")
-            tasks.start_soon(anyio.to_thread.run_sync, elsewhere, 100, "trio")
-        assert sorted(found) == [2 * number for number in range(150)]

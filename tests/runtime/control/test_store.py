@@ -109,15 +109,6 @@ def test_retention_and_pins(tmp_path: Path) -> None:
     assert [(pin.pin, pin.incarnation) for pin in found.pins] == [("a", "life"), ("b", "next life")]
 
 
-def test_only_the_newest_of_each_model_are_read(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path)
-    count = PUBLICATIONS_READ_MAX + 5
-    store.write([publication(number, model) for model in ("m", "n") for number in range(count)])
-    found = store.read().publications
-    store.close()
-    assert found == tuple(publication(n, model) for model in ("m", "n") for n in range(5, count))
-
-
 def test_retained_and_pinned_ones_are_read_however_old(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path)
     count = PUBLICATIONS_READ_MAX + 5

@@ -28,8 +28,7 @@ from tensorhub.transport.shm import Mapped
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tests.cuda.double import Double
 from tests.cuda.own import Own
-from tests.cuda.shards import Columns, Rows
-from tests.rig import all_of, cluster
+from tests.rig import cluster
 from tests.runtime.data_rig import SECRET, Nowhere, answers
 
 pytestmark = [
@@ -71,28 +70,6 @@ async def test_a_gpu_reads_a_gpu_and_its_handle_is_opened_once() -> None:
         assert theirs.opened == []
     gc.collect()
     assert mine.opened == []
-
-
-@pytest.mark.parametrize("is_beside", [False, True])
-async def test_a_gpu_reads_columns_of_gpus_that_have_rows(monkeypatch: pytest.MonkeyPatch, is_beside: bool) -> None:
-    if is_beside:  # another GPU of this process
-        monkeypatch.setattr(unix, "is_this_process", IS_THIS_PROCESS)
-    theirs = Double()
-    theirs.is_beside = is_beside
-    source, readers = Rows(theirs), [Columns(theirs), Columns(theirs)]
-    async with cluster("trainer", "first", "second") as made:
-        published = await source.register(made.hubs[:1])
-        weights = [await reader.register(hub) for reader, hub in zip(readers, made.hubs[1:], strict=True)]
-        for version in (1, 2):
-            source.fill(version)
-            await all_of(*(each.publish(version) for each in published))
-            for reader, each in zip(readers, weights, strict=True):
-                report = await each.update(version)
-                assert [(of.transport, of.outcome) for of in report.sources if of.bytes_read] == [("cuda_ipc", "used")] * (
-                    2 if reader is readers[0] else 1
-                )
-                assert reader.holds(version)
-            await all_of(*(each.unpublish() for each in published))
 
 
 def test_a_forked_child_is_another_process() -> None:

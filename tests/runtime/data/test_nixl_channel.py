@@ -200,24 +200,3 @@ async def test_a_source_that_lies_is_left_and_nothing_stays(fabric: Fabric, name
             transport.close()
             await anyio.to_thread.run_sync(thread.join)
     assert not fabric.agents
-
-
-@pytest.mark.parametrize(
-    ("at", "kind", "text"), [(0, ReadFailure, "generation"), (2**40, Unusable, "UCX does not reach it")]
-)
-def test_a_word_that_is_none(fabric: Fabric, at: int, kind: type[Exception], text: str) -> None:
-    """It is read before anything is asked for."""
-    memory = np.zeros(8, np.uint64)
-    exposures = nixl.Exposures()
-    exposed = exposures.of(RIGHT.registration, [(memory.ctypes.data, memory.nbytes)], memory)
-
-    with sockets.listen("127.0.0.1") as listener:
-        said = agent(exposed.name, exposed.metadata, memory.ctypes.data + at)
-        thread = answers(listener, lambda connection: connection.send(said))
-        transport = NixlTransport(local())
-        with pytest.raises(kind, match=text):
-            transport.open(Endpoint("nixl", sockets.address_of(listener)), RIGHT, Nowhere(), Cutter())
-        transport.close()
-        thread.join()
-    exposures.close()
-    assert not fabric.agents
