@@ -295,9 +295,9 @@ class World:
         """It could not read there."""
         self.say(rank, ReadFailed(self.operation(rank).key, rank.rank, lease.id, reason, "", chunk))
 
-    def tell(self, rank: Rank, need: Need | None = None, value: bytes = b"a", *, shard: int = 0) -> None:
+    def tell(self, rank: Rank, need: Need | None = None, value: bytes = b"a") -> None:
         """What digests all its chunks have, of its own grid or of a selection; it begins with `value`."""
-        chunks, of = (CHUNKS, ("", 0)) if need is None else (need.chunks, (need.selection, shard))
+        chunks, of = (CHUNKS, ("", 0)) if need is None else (need.chunks, (need.selection, need.shard))
         runs = ((0, chunks),)
         self.say(rank, Digests(rank.name, rank.generation, chunks, runs, list_of(chunks, value), True, *of))
 

@@ -14,7 +14,7 @@ from tensorhub.types import Medium, Purpose
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, published
 from tests.coordinator.test_layouts_over_time import back, held_by
-from tests.coordinator.test_origins import held
+from tests.coordinator.test_one_origin import held
 
 ROOT = root_of(list_of(CHUNKS))
 
@@ -54,7 +54,7 @@ def test_what_a_rank_has_only_voted_for_is_not_held() -> None:
 
 def test_other_content_of_that_number_is_ordered_out() -> None:
     """Whatever bytes it has: it is another publication (R1, R2)."""
-    world, _, (reader,) = held()
+    world, _, reader = held()
     info = world.version.info
     world = world.restarted()
     assert is_kept(back(world, reader, replace(held_by(reader, info), content_id="another one"))) is False

@@ -312,8 +312,7 @@ def test_what_only_others_needed_is_forgotten_with_the_last_of_them() -> None:
     world, trainers = published()
     (reader,) = filling(world)
     finish(world, [reader], trainers)
-    ident = world.version.holdings.described_as
-    assert set(world.version.selections) == {(ident, 0, "half of it"), (ident, 1, "half of it")}
+    assert set(world.version.selections) == {(0, "half of it"), (1, "half of it")}
     world.leave(reader)
     assert reader.take(LeaveGranted)
     world.fenced(reader)
@@ -407,7 +406,6 @@ def test_what_a_guest_says_of_a_layout_holds_for_no_worker(lies: Sequence[Need])
     assert world.part(guest).needs == tuple(lies)
     readers = filling(world)
     assert world.sources(readers[0]) == [("t0", A.selection, 0), ("t1", B.selection, 1)]
-    assert world.member(readers[0]).holding.layout.covers  # type: ignore[union-attr]  # the guest has said `partial`
     finish(world, readers, trainers)
     (layout,) = [each for each in world.version.others.values() if each.layout_id == "own/r0"]
     assert not layout.sourceless

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.coordinator import limits
 from tensorhub.errors import RetentionError
-from tensorhub.layouts.published import Published
 from tensorhub.messages import (
     Describe,
     Description,
@@ -19,7 +17,6 @@ from tensorhub.messages import (
     Outcome,
     Prepared,
     Refused,
-    Register,
     RegisterAgain,
     Registered,
     Retain,
@@ -34,7 +31,7 @@ from tensorhub.messages.values import Begun
 from tensorhub.model.digests import root_of
 from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS
-from tensorhub.types import Medium, OpKind, Purpose, VersionInfo
+from tensorhub.types import OpKind, VersionInfo
 from tests.coordinator.layout_world import LEASE_S, MANIFEST, Rank, World, lies_of, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 
@@ -67,12 +64,13 @@ def test_after_a_restart_holders_of_each_layout_count_again() -> None:
     assert layout.have_sources()
     (late,) = world.group("late", [("own/r0", ())])
     world.fill([late])
-    (start,) = late.take(Start)  # nobody has said yet what was published where: that is read of the reader itself
-    assert start.publication == layout.described_as != reader.publication
+    assert not late.take(Start)  # no rank has said yet what was published where
     for trainer in trainers:
         back(world, trainer, held_by(trainer, info, is_publisher=True))
-    world.ready(late, A)
-    assert world.sources(late) == [("r0", "half of it", 0)]
+    (start,) = late.take(Start)
+    assert start.publication == world.version.holdings.described_as == reader.publication
+    world.ready(late, A, B)
+    assert world.sources(late) == [("r0", "", 0)]
     (later,) = world.group("later", [("own/r0", ())])
     world.fill([later])
     world.ready(later, A, B)
@@ -145,13 +143,10 @@ def test_what_was_begun_under_a_former_coordinator_is_gone_on_with() -> None:
     finish(world, [reader], trainers)
 
 
-def retained(count: int, *, partial: bool = False) -> tuple[World, Rank, list[Rank]]:
+def retained(count: int) -> tuple[World, Rank, list[Rank]]:
     """A retained version of one trainer, and a group of another layout that has read it."""
     world, trainers = published(1)
-    readers = [world.arrive("r", rank, count, f"own/r{rank}", registers=False) for rank in range(count)]
-    for reader in readers:
-        reader.partial = partial
-        world.register(reader)
+    readers = [world.arrive("r", rank, count, f"own/r{rank}") for rank in range(count)]
     world.fill(readers)
     for reader in readers:
         world.ready(reader, A)
@@ -176,60 +171,15 @@ def is_refused(world: World, rank: Rank) -> bool:
     return [type(refused.error.error()) for refused in rank.take(Refused)] == [RetentionError]
 
 
-def test_replicas_of_another_layout_keep_a_version_together() -> None:
-    world, trainer, readers = retained(2)
-    acknowledge(world, readers[0])
-    assert not asks_to_leave(world, trainer)
-    acknowledge(world, readers[1])
-    assert trainer.take(LeaveGranted)
-    world.fenced(trainer)
-    assert not asks_to_leave(world, readers[1])
-    assert is_refused(world, readers[1])
-
-
-def test_who_holds_it_as_it_was_published_lets_those_of_another_layout_go() -> None:
-    world, trainer, readers = retained(2)
+@pytest.mark.parametrize("count", [1, 2])
+def test_replicas_of_another_layout_keep_no_version(count: int) -> None:
+    """Readers of every layout can read the published layout, and no reader of a third layout can read theirs."""
+    world, trainer, readers = retained(count)
+    assert not any(reader.take(SetRetained) for reader in readers)
     acknowledge(world, trainer)
     assert all(asks_to_leave(world, reader) for reader in readers)
     assert not asks_to_leave(world, trainer)
     assert is_refused(world, trainer)
-
-
-def test_who_may_leave_some_unread_keeps_nothing() -> None:
-    world, trainer, (reader,) = retained(1, partial=True)
-    assert not reader.take(SetRetained)
-    acknowledge(world, trainer)
-    assert not asks_to_leave(world, trainer)
-    assert asks_to_leave(world, reader)
-    assert is_refused(world, trainer)
-
-
-@pytest.mark.parametrize("purpose", [Purpose.RETENTION, Purpose.SEED])
-@pytest.mark.parametrize("layout_id", ["", "own/t0", "own/r0"])
-def test_a_copy_of_a_shard_that_no_layout_has_reads_nothing(layout_id: str, purpose: Purpose) -> None:
-    world, trainer, readers = retained(1)
-    rank = world.arrive("copy", 0, 1, layout_id, registers=False)
-    where = ("m", rank.group, 0, 5, 1, True, False, Medium.HOST, purpose, layout_id, 1, CHUNKS)
-    world.say(rank, Register(3, rank.name, *where, MANIFEST, None, id_of(MANIFEST)))
-    (registered,) = rank.take(Registered)
-    assert registered.keep
-    world.fill([rank])
-    assert not rank.take(Start)
-    for each in (trainer, *readers):
-        acknowledge(world, each)
-    assert asks_to_leave(world, trainer)
-    world.fenced(trainer)
-    assert not rank.take(Start)
-
-
-def test_what_a_rank_of_another_layout_has_lost_its_mates_need_not_keep() -> None:
-    world, trainer, readers = retained(2)
-    for reader in readers:
-        acknowledge(world, reader)
-    assert asks_to_leave(world, trainer)
-    world.fenced(trainer)
-    world.lose(readers[0])
-    assert asks_to_leave(world, readers[1])
 
 
 def test_a_rollback_orders_out_holders_and_ends_readers_of_every_layout() -> None:
@@ -245,13 +195,13 @@ def test_a_rollback_orders_out_holders_and_ends_readers_of_every_layout() -> Non
     assert world.core.cluster.selections == 0
 
 
-def test_if_the_last_source_leaves_on_purpose_its_readers_go_over_unless_their_own_layout_has_it() -> None:
+def test_if_the_last_source_leaves_on_purpose_its_readers_end_unless_their_own_layout_has_it() -> None:
     world, trainers = published()
     (first,) = filling(world)
     finish(world, [first], trainers)
     (follower,) = filling(world, "f")
     (late,) = world.group("s", [("own/s", ())])
-    world.fill([late])
+    world.fill([late], 1)
     world.ready(late, A, B)
     for trainer in trainers:
         world.leave(trainer)
@@ -260,7 +210,8 @@ def test_if_the_last_source_leaves_on_purpose_its_readers_go_over_unless_their_o
         assert trainer.take(LeaveGranted)
         world.fenced(trainer)
     (outcome,) = late.take(Outcome)
-    assert outcome.again
+    assert outcome.error is not None
+    assert (outcome.error.kind, outcome.again) == ("VersionUnavailable", False)
     assert not follower.take(Outcome)
     finish(world, [follower])
 
@@ -324,27 +275,3 @@ def test_a_vote_of_an_operation_that_is_over_changes_nothing() -> None:
     world.say(reader, Prepared(key, 0, b"", (root(A), root(B))))
     (layout,) = world.version.others.values()
     assert layout.have_sources()
-
-
-@pytest.mark.parametrize("purpose", [Purpose.RETENTION, Purpose.USE])
-def test_few_bytes_that_say_very_many_shards_are_not_laid_out(purpose: Purpose) -> None:
-    world, _, (reader,) = retained(1)
-    info, few = world.version.info, limits.ANNOUNCED_SHARDS_MAX // 2 + 1
-    medium = Medium.DEVICE if purpose is Purpose.USE else Medium.HOST
-
-    def is_kept(group: str, shards: int) -> bool:
-        said = Published("xxh3-64", 2**28, (("a",),) * shards, is_copy=True).encode()
-        assert len(said) < 100
-        rank = world.arrive(group, 0, 1, f"own/{group}", registers=False)
-        blobs = (*lies_of(rank), said)
-        held = replace(
-            held_by(reader, info), manifest=MANIFEST, part_ids=tuple(map(id_of, blobs[:3])), publication=id_of(said)
-        )
-        where = ("m", group, 0, 0, 1, True, False, medium, purpose, rank.layout_id, 1, CHUNKS, MANIFEST)
-        world.say(rank, Register(3, rank.name, *where, held, id_of(MANIFEST), (), blobs))
-        (registered,) = rank.take(Registered)
-        return registered.keep
-
-    assert not is_kept("liar", limits.ANNOUNCED_SHARDS_MAX + 1)
-    assert is_kept("first", few)
-    assert is_kept("second", few) is (purpose is Purpose.USE)

@@ -22,7 +22,7 @@ def test_what_the_refused_ones_differ_from_is_a_publication() -> None:
         (["none", "a\n"], {}, "not printable"),
         (None, {0: [4095]}, "chunk_bytes"),
         (None, {0: []}, "chunk_bytes"),
-        (None, {0: [4096, 4096]}, "whether it is a copy"),
+        (None, {0: [4096, 4096]}, "chunk_bytes"),
         (None, {1: [1]}, "lengths do not add up"),
         (["none", ""], {1: []}, "lengths do not add up"),
         (None, {1: [0, 2]}, "1 to 64 characters"),

@@ -21,7 +21,6 @@ from tensorhub.testing.drivers.healing import Healing
 from tensorhub.testing.drivers.stepwise import Choice
 from tensorhub.testing.drivers.users import UserGroup
 from tensorhub.testing.sim.handle import CallRecord
-from tensorhub.testing.sim.judges.retention import layout_of
 from tensorhub.testing.sim.layouts import Layout
 from tensorhub.testing.sim.memory import CHUNKS, make_manifest
 from tensorhub.testing.sim.worker import SimWorker
@@ -82,7 +81,7 @@ def test_who_asks_for_available_need_not_wait_for_a_group_of_fewer_ranks_than_ha
     def group(name: str, ranks: int) -> list[SimHandle]:
         return [cluster.worker(f"{name}{k}").register(name, k, ranks, cut=Layout(rows, ranks)) for k in range(ranks)]
 
-    trainers, pair, (keeper,), (reader,) = group("trainer", 3), group("pair", 2), group("keeper", 1), group("reader", 1)
+    trainers, pair, keepers, (reader,) = group("trainer", 3), group("pair", 2), group("keeper", 3), group("reader", 1)
 
     def all_call(call: Callable[[SimHandle], object], handles: Iterable[SimHandle]) -> None:
         cluster.run()
@@ -91,7 +90,7 @@ def test_who_asks_for_available_need_not_wait_for_a_group_of_fewer_ranks_than_ha
         cluster.run()
 
     all_call(lambda handle: handle.publish(1), trainers)
-    all_call(SimHandle.replicate, [keeper])
+    all_call(SimHandle.replicate, keepers)
     all_call(SimHandle.unpublish, trainers)
     all_call(lambda handle: handle.publish(2), trainers)
     all_call(SimHandle.replicate, pair)
@@ -105,30 +104,6 @@ def test_who_asks_for_available_need_not_wait_for_a_group_of_fewer_ranks_than_ha
     cluster.run()
     assert asked.number == 1
     assert cluster.coordinator.cluster.is_recovering
-
-
-def test_holders_of_two_layouts_that_have_read_the_same_do_not_count_together() -> None:
-    """Nor would the coordinator put them together: who leaves leaves all that is in its own layout to others."""
-    cluster = StepwiseCluster()
-    cluster.chunks = rows = CHUNKS + 3
-    groups = {"trainer": Layout(rows, 3), "rows": Layout(rows, 2), "columns": Layout(rows, 2, by_columns=True)}
-    handles = {
-        name: [cluster.worker(f"{name}{k}").register(name, k, cut.ranks, cut=cut) for k in range(cut.ranks)]
-        for name, cut in groups.items()
-    }
-    for name, ranks in handles.items():
-        cluster.run()
-        for handle in ranks:
-            if name == "trainer":
-                handle.publish(1)
-            else:
-                handle.replicate()
-    cluster.run()
-    known = cluster.coordinator.cluster.models["actor"].groups
-    for name, ranks in handles.items():
-        assert {handle.layout_id for handle in ranks} == {known[name].layout_id}
-    (one,), (other,) = [set(map(layout_of, handles[name])) for name in ("rows", "columns")]
-    assert one != other
 
 
 def test_a_reader_that_does_not_wait_for_a_crashed_source_is_noticed() -> None:

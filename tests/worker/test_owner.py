@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tensorhub.machine import IllegalStep
-from tensorhub.messages import Origin
 from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.owner import Owner
@@ -75,26 +74,14 @@ def test_digests_of_a_broken_fill_are_kept_for_the_same_content() -> None:
     assert owner.kept(R, 5) == []  # other bytes were here
 
 
-def test_chunks_of_another_grid_are_kept_apart() -> None:
-    """The same numbers are other bytes there. What nothing has come of in between is not forgotten."""
+def test_chunks_of_another_grid_are_not_kept() -> None:
+    """Equal numbers are other bytes there."""
     owner = Owner()
     owner.open(R, 1, C, SIZES, complete=False, grid="one")
     owner.mark_available(R, 1, [(1, 11), (3, 13)])
     owner.close(R)
     owner.open(R, 2, C, SIZES, complete=False, grid="another")
-    assert (owner.kept(R, 2), owner.former(R, 2), owner.former_grid(R)) == ([], [(1, 11), (3, 13)], "one")
-    assert owner.former(R, 1) == []
-    owner.close(R)
-    owner.open(R, 3, C, [*SIZES, 1], complete=False, grid="a third")
-    assert (owner.former(R, 3), owner.former_grid(R)) == ([(1, 11), (3, 13)], "one")
-    owner.mark_available(R, 3, [(1, None)], Origin("source", 1))
-    owner.close(R)
-    owner.open(R, 4, C, SIZES, complete=False, grid="one")
-    assert (owner.kept(R, 4), owner.former(R, 4), owner.former_grid(R)) == ([(1, 11), (3, 13)], [], "")
-    assert owner.origin(R, 4, 1) is None
-    owner.close(R)
-    owner.open(R, 5, ContentId("another"), SIZES, complete=False, grid="another")
-    assert (owner.kept(R, 5), owner.former(R, 5)) == ([], [])
+    assert owner.kept(R, 2) == []
 
 
 def test_a_publication_keeps_nothing_of_the_last_one() -> None:

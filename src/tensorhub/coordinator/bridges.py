@@ -70,12 +70,11 @@ def as_known(member: Member, version: Version, parts: tuple[bytes, ...]) -> tupl
 
 def check(part: RankPart, said: ReadyToWrite, selections: int) -> TensorHubError | None:
     """Why this rank cannot need that, or have it there, if it cannot. `selections`: how many there are in all."""
-    needs, origin = said.needs, part.origin
-    assert origin is not None
-    version, known = part.operation.bound, part.layout.needs.get(part.shard)
+    needs, version = said.needs, part.operation.bound
+    known = part.layout.needs.get(part.shard)
     who = f"rank {part.rank} of group {part.member.group.name!r}"
     shards = [need.shard for need in needs]
-    strange = [shard for shard in shards if shard not in origin.classes]
+    strange = [shard for shard in shards if shard not in version.holdings.classes]
     if strange:
         return StateError(f"{who} reads shard {strange[0]} of version {version.number}: no class of shards is named so")
     if len(set(shards)) < len(shards):
@@ -84,7 +83,7 @@ def check(part: RankPart, said: ReadyToWrite, selections: int) -> TensorHubError
         return StateError(f"{who} needs other chunks than others of the layout {part.layout.layout_id}, which fill it too")
     if part.member.said.serves and len(said.part_ids) != PARTS:
         return StateError(f"{who} does not say where in its memory that lies")
-    new = sum((part.layout.origin_id, need.shard, need.selection) not in version.selections for need in needs)
+    new = sum((need.shard, need.selection) not in version.selections for need in needs)
     if selections + new > limits.SELECTIONS_MAX:
         return StateError(
             f"{who}: there are {selections} selections of other layouts already (SELECTIONS_MAX)", retryable=True
@@ -98,7 +97,7 @@ def disagreement(part: RankPart, needs: Sequence[Need]) -> StateError | None:
     """
     version = part.operation.bound
     for need in needs:
-        known = version.selections.get((part.layout.origin_id, need.shard, need.selection))
+        known = version.selections.get((need.shard, need.selection))
         if known is None or known.need is None or known.need == need:
             continue
         theirs = [each for each in version.others.values() if any(known.need in its for its in each.needs.values())]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -368,34 +368,27 @@ class Cluster:
         if not layout.description:
             manifests = layout.manifests
             said = [layout.parts[shard] or (manifests[shard],) for shard in layout]
-            layout.description = self.manifests.keep(self._published(layout, said).encode())
-            layout.described_as = id_of(layout.description)
-            self.note(version)
+            shards = tuple([tuple(map(self.manifests.id_of, each)) for each in said])
+            if layout is version.holdings:
+                head = head_of(manifests[0])
+            else:
+                published = Published.decode(version.holdings.description)
+                head = published.digest, published.chunk_bytes
+            self.keep_description(version, layout, Published(*head, shards).encode())
         return layout.described_as
 
-    def _published(self, layout: LayoutHoldings[Holding], said: Iterable[tuple[bytes, ...]]) -> Published:
-        shards = tuple([tuple(map(self.manifests.id_of, each)) for each in said])
-        if layout.origins:
-            origin = Published.decode(layout.origins)
-            head = origin.digest, origin.chunk_bytes
-        else:
-            head = head_of(layout.manifests[0])
-        return Published(*head, shards, bool(layout.origin_id))
+    def keep_description(self, version: Version, layout: LayoutHoldings[Holding], description: bytes) -> None:
+        layout.description, layout.described_as = self.manifests.keep(description), id_of(description)
+        self.note(version)
 
-    def lay_out(self, version: Version, group: Group, origins: bytes) -> LayoutHoldings[Holding]:
-        """Where the copy of that group belongs, if it is cut from the origin with that description (b"": it is as it was
-        published). All ranks are there. `forget_layouts` forgets it again.
+    def lay_out(self, version: Version, group: Group) -> LayoutHoldings[Holding]:
+        """Where the copy of that group belongs, which has another layout than the published one. All ranks are there.
+        `forget_layouts` forgets it again.
         """
-        if not origins:
-            return version.holdings
-        key = group.reads_as, id_of(origins)
-        layout = version.others.get(key)
+        layout = version.others.get(group.reads_as)
         if layout is None:
-            layout = version.others[key] = LayoutHoldings(*key)
-            are_copies = all(member.is_of_one_shard for member in group.members.values())
-            layout.lay_out(len(Published.decode(origins).shards) if are_copies else group.world_size)
-            layout.origins = self.manifests.keep(origins)
-            layout.covers = not all(member.said.partial for member in group.members.values())
+            layout = version.others[group.reads_as] = LayoutHoldings(group.reads_as)
+            layout.lay_out(group.world_size)
             self.note(version)
         return layout
 
@@ -537,16 +530,12 @@ class Cluster:
 
 
 def layouts_used(version: Version) -> set[int]:
-    """The identities of the layouts in which a rank holds or fills the version, and of their origins."""
-    parts = [part for operation in version.bound.values() for part in operation.parts.values()]
-    used = {id(layout) for part in parts for layout in (part.in_layout, part.origin)}
-    for layout in version.layouts:
-        if layout.has_holders or id(layout) in used:
-            used |= {id(each) for each in (layout, *version.described_as(layout.origin_id))}
-    return used
+    """The identities of the layouts in which a rank holds or fills the version."""
+    used = {id(part.in_layout) for operation in version.bound.values() for part in operation.parts.values()}
+    return used | {id(layout) for layout in version.others.values() if layout.has_holders}
 
 
 def selections_needed(version: Version) -> set[SelectionKey]:
     """What the readers of its other layouts need."""
     others = version.others.values()
-    return {(each.origin_id, n.shard, n.selection) for each in others for needs in each.needs.values() for n in needs}
+    return {(n.shard, n.selection) for each in others for needs in each.needs.values() for n in needs}

@@ -86,7 +86,7 @@ class CorruptionChecks:
         """The source's bytes have the digest that it sends with them. Do they have the published one?"""
         version, need = holding.version, inquiry.need
         if need is not None:
-            testimony = next(iter(version.selections_of(holding.layout, holding.shard, need.selection, need.shard)), None)
+            testimony = version.selections.get((need.shard, need.selection))
         else:
             testimony = None if holding.bridges else version.testimonies.get(holding.shard)
         published = testimony.digest(inquiry.chunk) if testimony is not None else b""
@@ -126,7 +126,7 @@ class CorruptionChecks:
 def _is_of_one(holding: Holding, digest: bytes) -> bool:
     """Whether a chunk of what is held in another layout may have that digest: one of its selections has."""
     version, layout = holding.version, holding.layout
-    names = [(layout.origin_id, need.shard, need.selection) for need in layout.needs.get(holding.shard, ())]
+    names = [(need.shard, need.selection) for need in layout.needs.get(holding.shard, ())]
     return not names or any(name not in version.selections or version.selections[name].may_have(digest) for name in names)
 
 

@@ -9,8 +9,8 @@ publication of plain tensors need not be checked. Where ranks of different shard
 tensor-parallel ranks), readers take them from any of these ranks. So each rank is asked for their digests, at each
 publication. If these differ, the publication ends for all ranks, and the error names tensors and ranks.
 
-What was found once is remembered: by what describes the origin and the readers, both of which are named by their content. So
-an equal group later, or a later version of equal layouts, need not be checked again.
+What was found once is remembered, by what describes the publication and the readers. Content names both. So an equal group
+later, or a later version of equal layouts, need not be checked again.
 
 A rank that is alone checks all by itself. A group of which every rank says `partial` may leave bytes unread. What has
 begun to be overwritten under a former coordinator was checked there.
@@ -38,8 +38,8 @@ class Coverage:
     _cluster: Cluster
 
     def __post_init__(self) -> None:
-        # By the ids of origins and readers, whether ranks of different shards publish the same bytes. Those that were used
-        # last come last.
+        # By the ids of publications and readers, whether ranks of different shards publish the same bytes. Those that were
+        # used last come last.
         self._known: dict[tuple[str, str], bool] = {}
 
     def is_known(self, operation: Operation) -> bool:
@@ -50,9 +50,8 @@ class Coverage:
             readers = self._readers(operation)
             if readers is None:
                 return False
-            origin_id = next(iter(operation.parts.values())).layout.origin_id
             lowest = min((part for part in operation.parts.values() if part.needs_bytes), key=_rank)
-            self._ask(operation, lowest, (origin_id, readers))
+            self._ask(operation, lowest, (operation.bound.holdings.described_as, readers))
             return operation.covers
         return True
 
@@ -107,8 +106,8 @@ class Coverage:
         if part.checks != message.readers or not message.readers:
             return None
         is_shared = operation.kind is OpKind.PUBLISH and message.shares
-        origin_id = message.readers if operation.kind is OpKind.PUBLISH else part.layout.origin_id
-        self._remember((origin_id, message.readers), is_shared=is_shared)
+        published = message.readers if operation.kind is OpKind.PUBLISH else operation.bound.holdings.described_as
+        self._remember((published, message.readers), is_shared=is_shared)
         self._cluster.changed(operation)
         if is_shared:
             operation.agreed.ranks.add(part.rank)

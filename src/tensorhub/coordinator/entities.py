@@ -66,8 +66,7 @@ from tensorhub.types import (
     VersionInfo,
 )
 
-LayoutKey = tuple[str, str]  # a layout's id, and its origin's
-SelectionKey = tuple[str, int, str]  # its origin's id, the shard that names the class, and its own id
+SelectionKey = tuple[int, str]  # the shard that names the class, and its own id
 FORGOTTEN_KEPT_MAX = 4096  # numbers of a model, should a rollback make one the newest again
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
 
@@ -161,7 +160,7 @@ class Member:
     @property
     def fits_any_layout(self) -> bool:
         """Whether it takes a published shard of any version: a fetch that has no layout, or a copy of one shard."""
-        return not self.said.layout_id and (not self.said.serves or self.is_of_one_shard)
+        return self.is_of_one_shard or not (self.said.layout_id or self.said.serves)
 
     @property
     def is_of_one_shard(self) -> bool:
@@ -234,9 +233,8 @@ class Group:
 class Seen:
     """What `versions` saw when it looked at a version last."""
 
-    # The layouts of which each class of shards has a source, once it is visible: ids of the layout and of its origin, and
-    # whether each shard has one.
-    readable_in: list[tuple[str, str, bool]] = field(default_factory=list)
+    # The layouts that have a source of each class of shards, once it is visible, and whether each shard has a source.
+    readable_in: list[tuple[str, bool]] = field(default_factory=list)
     outlived: bool = False  # the version is old, and only read-only calls that are bound to it keep it
 
 
@@ -256,11 +254,11 @@ class Version(_Moving[VersionState]):
     manifest_ids: bytes = b""
     retained: bool = False  # its holders were told so
     seen: Seen = field(default_factory=Seen)
-    others: dict[LayoutKey, LayoutHoldings[Holding]] = field(default_factory=dict)  # in which it is held or filled
+    others: dict[str, LayoutHoldings[Holding]] = field(default_factory=dict)  # by id: in which it is held or filled, too
     # By shard and incarnation: how often a copy could not be made there, and the earliest time to ask for one again.
     refusals: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
     testimonies: dict[int, Testimony] = field(default_factory=dict)  # by shard; those that somebody has asked about
-    # The same, by origin, by the shard that names a class of it, and by selection: those that readers of other layouts need.
+    # The same, by the shard that names a class, and by selection: those that readers of other layouts need.
     selections: dict[SelectionKey, Testimony] = field(default_factory=dict)
     # Of classes of what was published, by the first shard: which two shards of them differ, and where (`replicas`).
     drifted: dict[int, tuple[int, int, str]] = field(default_factory=dict)
@@ -307,19 +305,6 @@ class Version(_Moving[VersionState]):
         """Whether that group has the layout in which it was published."""
         return (self.layout_id, self.info.world_size) == (group.layout_id, group.world_size)
 
-    def described_as(self, origin_id: str) -> list[LayoutHoldings[Holding]]:
-        """The layouts whose shards have that description. None, if no connected worker has described them."""
-        return [layout for layout in self.layouts if layout.described_as == origin_id] if origin_id else []
-
-    def selections_of(self, layout: LayoutHoldings[Holding], shard: int, selection: str, of: int) -> list[Testimony]:
-        """The digests of a selection that readers need of that shard of a layout, or by which the shard was read itself,
-        of the class `of` of its origin. It may be both: equal names mean equal bytes. Empty: no reader needs that
-        selection.
-        """
-        keys = [(layout.described_as, layout.class_of(shard), selection)] if layout.described_as else []
-        keys.append((layout.origin_id, of, selection))
-        return [self.selections[key] for key in keys if key in self.selections]
-
     def recorded(self, shard: int) -> tuple[str, str] | None:
         """The recorded ids of the manifest of that shard and of its last part ("": none). None: the record does not say."""
         first, second, end = (ID_BYTES * (2 * shard + place) for place in range(3))
@@ -342,12 +327,12 @@ class Version(_Moving[VersionState]):
     @property
     def copies(self) -> int:
         """That can be read now, in all layouts: shards of different ones do not add up."""
-        return sum(layout.copies() for layout in self.layouts if layout.counts)
+        return sum(layout.copies() for layout in self.layouts)
 
     @property
     def is_held(self) -> bool:
-        """Whether `has_live_source`, or whether the version can be read out of another layout in which it was read."""
-        return self.has_live_source() or any(o.is_described and o.have_sources() for o in self.others.values())
+        """Whether every shard has a source in some layout: the published one, or another one, which its readers can read."""
+        return any(layout.have_sources() for layout in self.layouts)
 
     @property
     def abandoned(self) -> bool:
@@ -508,7 +493,7 @@ class Holding:
     @property
     def bridges(self) -> bool:
         """Whether it is not as it was published."""
-        return bool(self.layout.origin_id)
+        return self.layout is not self.version.holdings
 
     @property
     def is_stranded(self) -> bool:
@@ -547,7 +532,6 @@ class Testimony(DigestList):
     version: Version
     shard: int  # of a class the first one
     need: Need | None = None  # the selection, as its readers have said it
-    origin_id: str = ""  # and by what description
     publisher: Holding | None = None  # what was published; it may have been taken back since
     asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # who is to tell: (session, generation)
     answered: set[str] = field(default_factory=set)  # registrations that have told all they could
@@ -628,8 +612,7 @@ class RankPart(_Moving[PartState]):
     moved_at: float  # when something came of it last: its call, a version, its turn to write, new bytes, its vote
     needs_bytes: bool = True  # False: it held the bound content when the operation was bound
     in_layout: LayoutHoldings[Holding] | None = None  # in which it reads; set once it is bound
-    origin: LayoutHoldings[Holding] | None = None  # of that layout; None: it is the published one
-    needs: tuple[Need, ...] | None = None  # what it reads of its origin's shards, if it bridges; None: not said yet
+    needs: tuple[Need, ...] | None = None  # what it reads of published shards, if it bridges; None: not said yet
     checks: str = ""  # the id of what describes its group, if it was asked whether that reads everything
     holding: Holding | None = None  # what it fills, from Write on; None for a fetch
     leases: dict[str, ReadLease] = field(default_factory=dict)  # its ACTIVE leases
@@ -664,12 +647,12 @@ class RankPart(_Moving[PartState]):
     @property
     def bridges(self) -> bool:
         """Whether the layout in which it reads is not the published one."""
-        return self.origin is not None
+        return self.in_layout is not None and self.in_layout is not self.operation.bound.holdings
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its sources have left on purpose, once it is bound."""
-        return (self.origin or self.layout).abandoned
+        """Whether the holders of the published layout have left on purpose, once it is bound."""
+        return self.operation.bound.holdings.abandoned
 
     @property
     def begun(self) -> Begun | None:
@@ -796,12 +779,8 @@ class Operation(_Moving[OperationState]):
 
     @property
     def resumes(self) -> Begun | None:
-        """The fill with which it goes on that began under a former coordinator: equal content for all ranks. If some
-        ranks begin anew and some do not, it goes on as the latter do: they may have missed that all ranks were to begin
-        anew.
-        """
-        begun = (part.begun for part in self.parts.values() if part.begun is not None)
-        return min(begun, key=lambda each: each.anew, default=None)
+        """The fill with which it goes on that began under a former coordinator: equal content for all ranks."""
+        return next((part.begun for part in self.parts.values() if part.begun is not None), None)
 
     def decision(self) -> Decision:
         """The group's commit record; once it is bound."""
@@ -836,8 +815,6 @@ class Handover:
     shard: int
     worker: Worker
     nbytes: int
-    layout_id: str = ""  # of whose layout the shard is; "": it is as it was published
-    manifest_id: str = ""  # of that shard, where the layout is not the published one
     registered: bool = False  # the copy is a member
 
 

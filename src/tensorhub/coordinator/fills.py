@@ -26,7 +26,7 @@ from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.coordinator.states import OperationState, PartState, ReplicaState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
-from tensorhub.coordinator.waiting import is_of_available, wants_source
+from tensorhub.coordinator.waiting import wants_source
 from tensorhub.coordinator.ways import Way
 from tensorhub.errors import (
     GroupAborted,
@@ -135,30 +135,13 @@ class Fills:
                 return blame
         if not operation.running or operation.unchanged:
             return None
-        if self._must_go_over(operation) or self._selects_another(operation):
-            return refusals.must_go_over(operation, operation.bound)
+        if self._selects_another(operation):
+            return refusals.selects_another(operation, operation.bound)
         if not operation.writing:
             blame = self._write_if_ready(operation)
             if blame is not None:
                 return blame
         return self._testimonies.settle(operation) or refusals.outlived(operation) or self._feed(operation)
-
-    def _must_go_over(self, operation: Operation) -> bool:
-        """Whether the way in which it is read cannot be gone on with, and there is another way: its ranks call again.
-
-        A lost source that still serves is read on, and a rank that is not ready yet plans on, unless its call would end at
-        once. In its first lease a coordinator waits for workers that may come back. A copy of one shard is an attempt, after
-        which another attempt is made.
-        """
-        parts = operation.parts.values()
-        if ways.serve(operation):
-            return False
-        if operation.writing and not any(map(wants_source, parts)):
-            return False
-        would_end = is_of_available(operation) or any(part.is_abandoned for part in parts)
-        if not (operation.writing or would_end or all(part.ready for part in parts)):
-            return False
-        return self._is_there_another_way(operation, operation.bound)
 
     def _selects_another(self, operation: Operation) -> bool:
         """R12: whether the bound version cannot be read any more, and the selector of the call names another version now.
@@ -172,12 +155,6 @@ class Fills:
         if call.selector == AVAILABLE:
             return self._versions.has_other_available(operation, _at_least(operation))
         return self._versions.resolve(operation.group.model, call.selector, None) is not operation.bound
-
-    def _is_there_another_way(self, operation: Operation, version: Version) -> bool:
-        if self._cluster.is_recovering or ways.first_member(operation).is_of_one_shard:
-            return False
-        others = ways.others(self._cluster, version, operation)
-        return any(self._no_way(operation, version, way) is None for way in others)
 
     def ready(self, part: RankPart, message: ReadyToWrite) -> Blame | None:
         """Its manifest fits, and its before_write has returned. If it names parts that are not known, it says this again."""
@@ -285,7 +262,7 @@ class Fills:
             return Blame(error) if operation.resumes is None else refusals.gone(operation, error)
         if version is None:
             return None
-        way = ways.find(self._cluster, version, operation)
+        way = ways.of(version, operation)
         misfit = refusals.misfit(operation, version) or self._no_way(operation, version, way)
         misfit = misfit or refusals.unnamed(operation, version) or refusals.misnamed(operation, version)
         if misfit is not None:
@@ -293,57 +270,54 @@ class Fills:
         may_be_in_use = operation.kind is OpKind.PREFETCH and operation.resumes is None  # what was begun is gone on with
         in_use = may_be_in_use and all(_uses(part, version) for part in operation.parts.values())
         holders = {rank: in_use or _holds(part.member, version) for rank, part in operation.parts.items()}
-        if way is not None and not all(holders.values()):  # who holds it in other chunks than the rest will fills it anew
+        if not all(holders.values()):  # who holds it in another layout than the rest fills it again
             is_its = {rank: _holds_in(part.member, way) for rank, part in operation.parts.items()}
             holders = {rank: in_use or (holds and is_its[rank]) for rank, holds in holders.items()}
+        is_unchanged = all(holders.values())
         fresh = [rank for rank, part in operation.parts.items() if not holders[rank] and not part.has_written]
-        is_none = way is None
-        way = way or next(ways.of(self._cluster, version, operation), None)
-        if is_none and (fresh or way is None) and self._is_there_another_way(operation, version):
-            return refusals.must_go_over(operation, version)  # what was begun cannot be gone on with
-        if fresh and is_none:
-            return None
+        if not (way.is_known or is_unchanged) or (fresh and not way.serves):
+            waits = self._cluster.is_recovering or not operation.calls_number
+            lost = "" if waits else refusals.only_elsewhere(operation, version)
+            return Blame(VersionUnavailable(lost)) if lost else None
         if fresh and (self._must_wait(operation, version) or self._is_read_on(operation, version)):
-            return None
-        if way is None:
             return None
         operation.staying = []
         self._cluster.bind(operation, version)
-        origin = way.origin
-        layout = self._cluster.lay_out(version, operation.group, b"" if origin is None else origin.description)
+        bridges_it = way.published is not None
+        layout = self._cluster.lay_out(version, operation.group) if bridges_it else version.holdings
+        if bridges_it and not is_unchanged:
+            self._cluster.describe(version, version.holdings)
         self._cluster.become(operation, OperationState.RUNNING, f"bound to {version.number}")
         for rank, part in operation.parts.items():
             part.move(self._cluster.now)
-            part.in_layout, part.origin = layout, origin
+            part.in_layout = layout
             part.needs_bytes = not holders[rank]
             if holders[rank]:
                 self._cluster.become(part, PartState.VOTED, "holds the bound content")
-            elif part.has_written and origin is None:
+            elif part.has_written and not bridges_it:
                 self._cluster.become(part, PartState.READY, "has begun to write")
             if manifest := refusals.named(part):
                 # Else they are of other regions; and of another layout it says later where what is published lies.
                 parts = part.member.said.parts if manifest == part.member.said.manifest else ()
-                known = bridges.as_known(part.member, version, parts) if origin is None else None
+                known = bridges.as_known(part.member, version, parts) if not bridges_it else None
                 self._cluster.learn(version, layout, part.shard, manifest, known)
                 self._cluster.keep_begun(part.member, b"")
-            elif origin is not None:
+            elif bridges_it:
                 self._cluster.learn(version, layout, part.shard, part.member.said.manifest)
         if not operation.unchanged:
             self._start(operation)
         return None
 
-    def _no_way(self, operation: Operation, version: Version, way: Way | None) -> Blame | None:
+    @staticmethod
+    def _no_way(operation: Operation, version: Version, way: Way) -> Blame | None:
         """Which rank has no transport in common with its shard's sources, if one has none."""
-        way = way or next(ways.of(self._cluster, version, operation), None)
-        if way is None:
-            return None
         for part in operation.parts.values():
             offered = ways.offered_in_vain(part, version, way)
             if offered:
                 worker = part.member.worker
                 mine = ", ".join(endpoint.transport for endpoint in worker.endpoints) or "none"
                 text = f"rank {part.rank} has {mine}, and version {version.number} is offered over {', '.join(offered)} only"
-                if way.origin is not None:
+                if way.published is not None:
                     able = ", ".join(sorted(worker.strided)) or "none"
                     text += f"; it reads across layouts, which of its transports {able} can: let both sides have tcp, too"
                 return Blame(TransportUnavailable(text))
@@ -387,7 +361,7 @@ class Fills:
             manifest_id = part.begun.manifest_id
         root = self._testimonies.root_for(part)
         part_ids = () if part.bridges else tuple(map(id_of, part.layout.parts.get(part.shard, ())))
-        publication = "" if part.origin is None else part.origin.described_as
+        publication = version.holdings.described_as if part.bridges else ""
         what = (version.info, manifest_id, operation.writing, grants, root, part_ids, publication)
         start = Start(operation.key, part.rank, *what)
         self._cluster.tell(part.member, start)

@@ -19,13 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tensorhub.coordinator import bridges
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Group, Handover, Holding, Member, Model, Version, Worker
-from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, VersionState, WorkerState
-from tensorhub.coordinator.ways import Layout
 from tensorhub.messages import DropCopy, MakeCopy
 from tensorhub.scheduler.links import distance
 from tensorhub.types import Medium, OpKind, Purpose
@@ -134,8 +131,7 @@ class Handovers:
                 and not _wants_to_leave(model, other)
             )
 
-        version, layout = copy.version, copy.layout
-        return not (any(map(stays, layout.of(copy.shard).steady)) or self._retentions.is_kept(version, stays, but=layout))
+        return not any(map(stays, copy.peers.steady))
 
     def _counts(self, model: Model, version: Version) -> bool:
         """Whether it is retained, and not lost."""
@@ -162,12 +158,8 @@ class Handovers:
 
     def _in_background(self, model: Model, version: Version) -> Iterator[Wish]:
         """What one group alone keeps and no other could take over (its own workers copy it); what only spot workers hold."""
-        whole = (layout for layout in version.layouts if layout.counts and all(layout.values()))
-        layout = next(whole, None)
-        if layout is None or self._retentions.is_kept(version, self._retentions.may_count, but=layout):
-            return
-        for shard, holdings in layout.items():
-            reliable = filter(self._retentions.may_count, layout.of(shard).steady)
+        for shard, holdings in version.holdings.items() if all(version.holdings.values()) else ():
+            reliable = filter(self._retentions.may_count, version.holdings.of(shard).steady)
             one = next(reliable, None)
             if one is None:
                 spot = next((h for h in holdings if h.is_source), None)
@@ -183,46 +175,26 @@ class Handovers:
     def _grant(self, model: Model, wish: Wish) -> None:
         """Begin an attempt, unless an attempt that will do is under way, or no worker can be asked now."""
         holding = wish.holding
-        version, shard, layout = holding.version, holding.shard, holding.layout
-        layout_id = layout.layout_id if holding.bridges else ""
+        version, shard = holding.version, holding.shard
         if len(model.handovers) >= HANDOVERS_PER_MODEL_MAX or any(
-            h.version is version and (h.shard, h.layout_id) == (shard, layout_id) and h.worker is not wish.going
-            for h in model.handovers.values()
+            (h.version, h.shard) == (version, shard) and h.worker is not wish.going for h in model.handovers.values()
         ):
             return
-        if not layout.counts:
-            return
-        copies = self._copies_of(version, layout)
-        there = copies.of(shard) if copies is not None else Holders[Holding]()
-        if holding.bridges and any(
-            h.member.worker is not wish.going and self._retentions.is_reliable(h) for h in there.steady
-        ):
-            return
-        worker = self._successor(model, wish, there)
+        worker = self._successor(model, wish)
         if worker is None:
             return
-        # A copy of a shard of another layout has other chunks, which are read out of this layout.
-        manifest_id = self._cluster.manifests.id_of(layout.manifests[shard]) if holding.bridges else ""
-        what = worker, holding.member.said.nbytes, layout_id, manifest_id
-        handover = Handover(self._cluster.new_id(), version, shard, *what)
+        handover = Handover(self._cluster.new_id(), version, shard, worker, holding.member.said.nbytes)
         model.handovers[handover.copy] = handover
         self._set_deadline(handover)
         self._tell_to_make(handover)
 
-    def _copies_of(self, version: Version, layout: Layout) -> Layout | None:
-        """In which layout copies of its shards are: its own, if that is the published one; else one that is cut from it."""
-        if not layout.origin_id:
-            return layout
-        return version.others.get((layout.layout_id, self._cluster.describe(version, layout)))
-
-    def _successor(self, model: Model, wish: Wish, there: Holders[Holding]) -> Worker | None:
+    def _successor(self, model: Model, wish: Wish) -> Worker | None:
         """The worker whose copy is made soonest: the holder's own, else the nearest, else the worker with most room. A
-        worker that could not make the copy comes last, and not before a while has passed. `there`: holders in the layout of
-        copies.
+        worker that could not make the copy comes last, and not before a while has passed.
         """
         holding = wish.holding
         version, shard, near = holding.version, holding.shard, holding.member.worker
-        copies = (copy for copy in model.copies.values() if copy.holding in there)
+        copies = (copy for copy in model.copies.values() if copy.holding in holding.peers)
         have = {copy.worker.incarnation for copy in copies}
         fit: list[tuple[int, bool, int, int, str]] = []
         for worker in (near,) if wish.here else self._cluster.hosts.values():
@@ -272,8 +244,8 @@ class Handovers:
         self._cluster.timers.set("handover", handover.copy, self._cluster.now + self._cluster.options.op_timeout_s)
 
     def _tell_to_make(self, handover: Handover) -> None:
-        what = handover.shard, handover.layout_id, handover.manifest_id
-        self._cluster.send(handover.worker.session, MakeCopy(handover.copy, handover.version.info, *what))
+        order = MakeCopy(handover.copy, handover.version.info, handover.shard)
+        self._cluster.send(handover.worker.session, order)
 
     def _tell_to_drop(self, handover: Handover) -> None:
         """An attempt is given up. If a copy comes of it all the same, the copy is dropped."""
@@ -305,7 +277,4 @@ def _could_take(group: Group, version: Version) -> bool:
     if group.spot or len(group.members) < group.world_size:
         return False
     used = all(member.said.serves and member.said.purpose is Purpose.USE for member in group.members.values())
-    if not used or group.name == version.publisher.group:
-        return False
-    reads_all = not all(member.said.partial for member in group.members.values())
-    return version.is_laid_out_as(group) or (reads_all and bridges.misfit(group, version) is None)
+    return used and group.name != version.publisher.group and version.is_laid_out_as(group)

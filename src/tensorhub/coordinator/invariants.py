@@ -272,7 +272,7 @@ def _version(cluster: Cluster, version: Version) -> None:
         demand(is_its, "what describes a shard is what was published with it", version)
     used = layouts_used(version)
     for key, layout in version.others.items():
-        demand((layout.layout_id, layout.origin_id) == key, "layouts are filed by their ids", layout)
+        demand(layout.layout_id == key, "layouts are filed by their ids", layout)
         demand(id(layout) in used, "a layout in which nobody holds or fills a version is forgotten", layout)
         demand(layout.manifests.keys() <= layout.keys(), "manifests are of shards", layout)
         lie = (layout.parts.get(shard) for shard in layout if layout[shard])
@@ -333,7 +333,7 @@ def _retained(version: Version, retained: Collection[int]) -> None:
 
 def _told(holding: Holding) -> None:
     keep = holding.committed and holding.version.retained and not holding.member.group.spot
-    keep = keep and holding.layout.covers
+    keep = keep and not holding.bridges
     model, registration = holding.member.group.model, holding.member.registration
     demand(holding.told == keep or holding in model.notices.queue, "who must not leave at will was told so", holding)  # R4
     unaware = registration in model.notices.unaware
@@ -512,7 +512,7 @@ def check_counts(cluster: Cluster) -> None:
     for version in (version for model in cluster.models.values() for version in model.versions.values()):
         for layout in version.layouts:
             kept += [*layout.manifests.values(), *chain(*layout.parts.values())]
-            kept += [layout.description, layout.origins]
+            kept += [layout.description]
             demand(layout.parts.keys() <= layout.manifests.keys(), "parts are of known manifests", version)
         needed = selections_needed(version)
         demand(version.selections.keys() <= needed, "only selections that somebody needs are known", version)

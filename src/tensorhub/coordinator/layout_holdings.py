@@ -1,11 +1,10 @@
 """Who holds a version in one layout: its shards' holders, and what describes each shard.
 
 A version has one for the layout in which it was published, and one for each other layout in which somebody fills or
-holds it. Chunks of such a layout follow from the reader's layout and from its *origin*: the layout that its selections are
-cut from. So one layout with two origins is two, whose holders cannot copy from each other chunk by chunk.
+holds it. Chunks of such a layout follow from that layout and from the published one.
 
-Responsible for the counts of one layout. Not responsible for when they change (`Version.count`), nor for who may read from
-which (`origins`).
+Responsible for the counts of one layout. Not responsible for when they change (`Cluster.count`), nor for which layouts a
+reader may read (`ways`).
 """
 
 from __future__ import annotations
@@ -24,27 +23,25 @@ H = TypeVar("H", bound=Held)
 class LayoutHoldings(Shards[H]):
     """Those of one version and layout."""
 
-    def __init__(self, layout_id: str, origin_id: str = "") -> None:
+    def __init__(self, layout_id: str) -> None:
         super().__init__()
         self.layout_id = layout_id
-        self.origin_id = origin_id  # of its origin's description; "": its chunks are the published ones
         self.manifests: dict[int, bytes] = {}  # by shard; of another layout those of the group that was the first to fill
         # As of `Member`; by shard, of those of which somebody has said them. Of another layout: where what was published
         # lies in its readers' memory, as the first has said.
         self.parts: dict[int, tuple[bytes, ...]] = {}
-        # What each shard's readers need of the origin, as the first has said.
+        # What each shard's readers need of published shards, as the first has said.
         self.needs: dict[int, tuple[Need, ...]] = {}
-        self.description: bytes = b""  # of what is held where (`Published`); once a reader of another layout has needed it
-        self.described_as = ""  # the id of that; equal parts have equal ones, also where their origins differ
-        self.origins: bytes = b""  # its origin's description
-        self.covers = not origin_id  # whoever holds all of its shards has every byte of the version
+        # Of what is held where (`Published`), once a reader of another layout has needed that, or a holder of another layout
+        # has said it after a restart; and the id of that.
+        self.description: bytes = b""
+        self.described_as = ""
         self.abandoned = False  # the last of its sources left on purpose, and none has come since
         self._classes: dict[int, tuple[int, ...]] = {}  # see `classes`; empty: to be made anew
         self._first: dict[int, int] = {}  # of each shard's class, as of `_classes`
 
     def __repr__(self) -> str:
-        of = f" from {self.origin_id}" if self.origin_id else ""
-        return f"<LayoutHoldings {self.layout_id}{of} of {[len(there) for there in self.values()]}>"
+        return f"<LayoutHoldings {self.layout_id} of {[len(there) for there in self.values()]}>"
 
     @property
     def has_holders(self) -> bool:
@@ -72,15 +69,8 @@ class LayoutHoldings(Shards[H]):
 
     @property
     def is_described(self) -> bool:
-        """Whether readers of other layouts can be told what is held where, and find everything there."""
-        if not self.covers:
-            return False
-        return bool(self.description) or len(self.manifests) == len(self.parts) == len(self) > 0
-
-    @property
-    def counts(self) -> bool:
-        """Whether who holds all of its shards keeps the version: it can be read out of them."""
-        return self.is_described if self.origin_id else True
+        """Whether readers of other layouts can be told what is held where."""
+        return len(self.manifests) == len(self.parts) == len(self) > 0
 
     def has_each_class(self) -> bool:
         """Whether of each class some shard is held, complete and committed, by a replica that takes readers."""
@@ -91,10 +81,8 @@ class LayoutHoldings(Shards[H]):
         return all(any(self.of(shard).live_sources for shard in shards) for shards in self.classes.values())
 
     def is_left(self) -> bool:
-        """Whether of each shard somebody has something; or, where readers of other layouts can be told, of each class."""
-        if all(self.values()):
-            return True
-        return self.is_described and all(any(self[shard] for shard in shards) for shards in self.classes.values())
+        """Whether of each class of shards some shard has a holder."""
+        return all(any(self[shard] for shard in shards) for shards in self.classes.values())
 
     def is_class_whole(self, first: int) -> bool:
         """Whether somebody holds all of a shard of that class, committed or not."""
@@ -107,8 +95,8 @@ class LayoutHoldings(Shards[H]):
 
     def unlearn(self) -> list[bytes]:
         """Forget all manifests and parts, and the description, which are returned."""
-        known = [*self.manifests.values(), *chain(*self.parts.values()), self.description, self.origins]
-        self.description, self.described_as, self.origins = b"", "", b""
+        known = [*self.manifests.values(), *chain(*self.parts.values()), self.description]
+        self.description, self.described_as = b"", ""
         self.manifests.clear()
         self.parts.clear()
         self._classes = {}

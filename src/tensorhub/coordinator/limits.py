@@ -13,7 +13,6 @@ MANIFEST_BYTES_OF_WORKER_MAX = 2**30  # of its registrations together, as counte
 MANIFEST_BYTES_MAX = 4 * 2**30  # of all registrations and versions, with the parts of layouts; equal ones count once
 WAIT_FOR_MANIFESTS_MAX = 2**14  # registrations that wait for a manifest which another rank was asked for
 DIGEST_BYTES_MAX = 2**28  # of publishers' lists of digests; 9 for each chunk, 2.4 MB for a TB in chunks of 4 MiB
-ANNOUNCED_SHARDS_MAX = 2**14  # of what a copy was read from, as its holder says after a restart; of one version together
 SELECTIONS_MAX = 2**17  # of published shards, that readers of other layouts need; 64 ranks that read of 64 have 4096
 READ_ONLY_REGISTRATIONS_MAX = 1024  # of all read-only workers; each is a fetch, and one step may end all of them
 READ_ONLY_WATCHES_MAX = 2**18  # of all read-only sessions together; each counts in WATCHED_MAX, too

@@ -416,7 +416,7 @@ class Membership:
 
     def recovery_over(self) -> None:
         """Ranks that are not back are waited for no longer. The holding of a rank of their group counts once they are
-        back. An operation that waits for a lost source may go over to another way now.
+        back. A call by selector that waits for a lost source may be bound to another version now.
         """
         for member in self._cluster.members.values():
             if member.unheard:

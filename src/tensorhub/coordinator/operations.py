@@ -21,7 +21,7 @@ from tensorhub.coordinator.decisions import Decisions, OperationHandler
 from tensorhub.coordinator.entities import Group, Member, Model, Operation, RankPart, Version, Worker
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.readers import Readers
-from tensorhub.coordinator.refusals import Blame, damaged, held_text
+from tensorhub.coordinator.refusals import Blame, damaged, held_text, only_elsewhere
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, PartState
 from tensorhub.coordinator.testimonies import Testimonies
@@ -396,13 +396,14 @@ class Deadlines:
             target = bound or self._fills.target(operation)
         except VersionUnavailable as unavailable:
             return Blame(unavailable)
-        if target is not None and ways.find(self._cluster, target, operation) is not None:
+        if target is not None and ways.of(target, operation).serves:
             staying = self._fills.staying(operation, target)
             if staying:
                 error = self._retentions.refusal(staying[0], f"{what} to version {target.number}: nothing was written: ")
                 return Blame(error, staying[0].rank, tuple(h.rank for h in staying[1:]))
         if bound is None:
-            why = self._versions.waiting_text(operation.group.model, call.selector, call.at_least, operation)
+            why = "" if target is None else only_elsewhere(operation, target)
+            why = why or self._versions.waiting_text(operation.group.model, call.selector, call.at_least, operation)
             if operation.resumes is not None and target is not None:
                 why = f"version {target.number} has lost its last source, none came back in time"
                 why += f"; {held_text(operation.group.model, operation)}"
@@ -410,6 +411,8 @@ class Deadlines:
         return self._sourceless(operation, bound, what)
 
     def _sourceless(self, operation: Operation, version: Version, what: str) -> Blame | None:
+        if lost := only_elsewhere(operation, version):
+            return Blame(VersionUnavailable(f"{what}: {lost}"))
         if not ways.serve(operation):
             text = f"{what}: version {version.number} has lost its last source; none came back in time"
         elif self._fills.first_sources(operation) is None:
@@ -478,8 +481,9 @@ def _gone(starving: list[RankPart]) -> str:
     """The shards that these ranks read and that no rank holds as a whole: for an error."""
     shards = set[int]()
     for part in starving:
-        if part.origin is not None and part.needs is not None:
-            shards.update([need.shard for need in part.needs if not part.origin.is_class_whole(need.shard)])
+        if part.bridges and part.needs is not None:
+            published = part.operation.bound.holdings
+            shards.update([need.shard for need in part.needs if not published.is_class_whole(need.shard)])
         elif not part.layout.is_whole(part.shard):
             shards.add(part.shard)
     ranks = sorted([part.rank for part in starving])[:RANKS_TOLD_MAX]

@@ -159,9 +159,9 @@ class Readers:
 
     def _bridge(self, part: RankPart) -> list[Grant]:
         """`assign_sources` for a reader that bridges: the needs that it lacks of each class, and of its own layout."""
-        lacking, own, origin = _unfed(part), part.layout.of(part.shard), part.origin
+        lacking, own = _unfed(part), part.layout.of(part.shard)
         grants = [self.lend(part, *source) for source in self._choice.sources(part, lacking)] if lacking else []
-        if origin is None or part.is_abandoned or waiting.can_be_whole(part) or not waiting.needs_source(part):
+        if part.is_abandoned or waiting.can_be_whole(part) or not waiting.needs_source(part):
             return grants
         return grants + [self._lend(part, each, partial=True) for each in self._choice.partial_holdings(part, own)]
 

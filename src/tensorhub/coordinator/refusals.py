@@ -19,7 +19,6 @@ from tensorhub.errors import (
     VersionUnavailable,
     some,
 )
-from tensorhub.layouts.identity import ALONE
 
 HELD_TOLD_MAX = 3  # versions that an error names
 NOBODY = "and 'available' waits for nobody"
@@ -68,8 +67,7 @@ def unnamed(operation: Operation, version: Version) -> Blame | None:
 def misnamed(operation: Operation, version: Version) -> Blame | None:
     """Which rank goes on with other tensors, or other chunks, than were published, if one does."""
     for part in operation.parts.values():
-        # Who reads of another layout names a manifest of his own.
-        is_its = named(part) and ways.as_published(version, operation) and not (part.begun and part.begun.publication)
+        is_its = named(part) and ways.as_published(version, operation)  # a rank of another layout names its own manifest
         recorded = version.recorded(part.shard) if is_its else None
         if recorded is not None and recorded[0] != part.member.begun_id:
             text = f"{BEGUN} on rank {part.rank}, with another manifest than version {version.number} was published with"
@@ -86,7 +84,7 @@ def abandoned(operation: Operation) -> Blame:
     return Blame(VersionUnavailable(text))
 
 
-def must_go_over(operation: Operation, version: Version) -> Blame:
+def selects_another(operation: Operation, version: Version) -> Blame:
     """The ranks call again by themselves. (Only a rank whose caller has given up meanwhile shows this error.)"""
     text = f"version {version.number} of {operation.group.model.name!r}: what this call has read is gone; call again"
     return Blame(GroupAborted(text), again=True)
@@ -167,7 +165,7 @@ def held_text(model: Model, operation: Operation | None = None) -> str:
     layout.
     """
     told, held = _told(model, operation), _readable(model)
-    gets = next((v for v in held if v.can_be_read() or not _reads_one_shard(operation)), None)
+    gets = next((v for v in held if _can_read(v, operation)), None)
     if gets is None or _is_own(gets, operation):
         return told
     return f"{told}; the selector 'available' gets {gets.number}"
@@ -189,7 +187,7 @@ def _lacking(model: Model) -> str:
     for version in _not_retired(model):
         for layout in version.layouts:
             missing = [str(shard) for shard in layout if not layout.of(shard).live_sources]
-            if layout.counts and len(missing) < len(layout):
+            if len(missing) < len(layout):
                 whose = "the published layout" if layout is version.holdings else "another layout than the published one"
                 return f" (of version {version.number}, in {whose}, nobody has all of the shards of ranks {some(missing)})"
     return ""
@@ -206,9 +204,8 @@ def _not_retired(model: Model) -> list[Version]:
     return [v for v in model.visible if v.number <= mark]
 
 
-def _reads_one_shard(operation: Operation | None) -> bool:
-    """Whether it takes a published shard as it is, so that other layouts are of no use to it."""
-    return operation is not None and ways.first_member(operation).fits_any_layout
+def _can_read(version: Version, operation: Operation | None) -> bool:
+    return operation is None or ways.of(version, operation).can_be_read
 
 
 def _is_own(version: Version, operation: Operation | None) -> bool:
@@ -231,6 +228,29 @@ def _replicas(version: Version, operation: Operation | None) -> str:
     if version.can_be_read():
         return told
     told = f"{told} of other layouts than the published one"
-    if not _reads_one_shard(operation):
-        return told
-    return f"{told}, which this call cannot read" + (" (fetch(rank=None) can)" if version.layout_id != ALONE else "")
+    return told if _can_read(version, operation) else f"{told}, which this call cannot read"
+
+
+def only_elsewhere(operation: Operation, version: Version) -> str:
+    """Which layouts hold a version, if neither the published layout nor that of the call is among them; else empty."""
+    way, found = ways.of(version, operation), list[str]()
+    if not way.is_known and way.layout is not None and way.layout.have_sources():
+        return (
+            f"version {version.number} of {operation.group.model.name!r} is held in the layout of this call only, and no "
+            "worker that is back since the coordinator's restart has said which rank had published what: publish it again. "
+            "A worker that runs `tensorhub seed` keeps the published layout"
+        )
+    if way.has_holders:
+        return ""
+    for layout in version.others.values():
+        groups = sorted({holding.member.group.name for there in layout.values() for holding in there if holding.is_source})
+        if layout.have_sources():
+            found.append(f"{layout.layout_id} of {some([f'group {name!r}' for name in groups])}")
+    if not found:
+        return ""
+    reads = "the published layout" if way.published is None else "the published layout or its own"
+    return (
+        f"version {version.number} of {operation.group.model.name!r} is held in other layouts only ({some(found)}), and "
+        f"this call reads {reads}: publish it again. A worker that runs `tensorhub seed`, or an archive, keeps the "
+        "published layout, which readers of every layout can read"
+    )

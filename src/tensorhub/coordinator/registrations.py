@@ -105,9 +105,9 @@ class Announcements:
         What the rank has only voted for does not count: it asks how that ended, and then says again what it holds. What it
         held before does not count either if its vote has committed the group to another content.
         """
-        cluster, group, origins = self._cluster, member.group, b""
+        cluster, group, publication = self._cluster, member.group, b""
         if held.publication:
-            *found, origins = parts
+            *found, publication = parts
             parts = tuple(found)
         committed = None
         if (
@@ -135,12 +135,12 @@ class Announcements:
         is_published = version.is_laid_out_as(group)
         if is_known or (is_published and not held.publication):
             layout = version.holdings
-        elif held.publication and (is_published or bridges.misfit(group, version) is None):
-            if not (
-                _may_be_origin(version, member, origins) and cluster.manifests.has_room_for(held.manifest, *parts, origins)
-            ):
+        elif held.publication and not is_published and bridges.misfit(group, version) is None:
+            if not cluster.manifests.has_room_for(held.manifest, *parts, publication):
                 return False
-            layout = cluster.lay_out(version, group, origins)
+            if not self._is_published(version, held.publication, publication):
+                return False
+            layout = cluster.lay_out(version, group)
         else:
             return False
         if member.shard not in layout:
@@ -168,18 +168,25 @@ class Announcements:
             self._holdings.make_ready(replica, "announced again by every rank")
         return True
 
-
-def _may_be_origin(version: Version, member: Member, said: bytes) -> bool:
-    """Whether that describes which rank holds which shard. A few bytes may name very many shards, and a copy is laid out
-    for as many.
-    """
-    try:
-        shards = len(Published.decode(said, limits.ANNOUNCED_SHARDS_MAX).shards)
-    except ProtocolError:
-        return False
-    if not member.is_of_one_shard or (member.group.reads_as, id_of(said)) in version.others:
-        return True
-    return sum(map(len, version.others.values())) + shards <= limits.ANNOUNCED_SHARDS_MAX
+    def _is_published(self, version: Version, publication_id: str, said: bytes) -> bool:
+        """Whether that describes what was published, as far as is known; then it is known from now on, so that readers which
+        have planned with it go on, also if no holder of the published layout comes back.
+        """
+        published = version.holdings
+        if published.is_described:
+            self._cluster.describe(version, published)
+        if not published.described_as:
+            try:
+                shards = Published.decode(said, version.info.world_size).shards
+            except ProtocolError:
+                return False
+            recorded = [version.recorded(shard) for shard in published]
+            is_its = len(shards) == len(recorded) and all(
+                known is None or ids[-1] == (known[1] or known[0]) for ids, known in zip(shards, recorded, strict=True)
+            )
+            if is_its:
+                self._cluster.keep_description(version, published, said)
+        return published.described_as == publication_id
 
 
 ANSWER = 1 / 8  # of a lease, that the one who is asked has; then all others are asked as well

@@ -24,7 +24,7 @@ MANIFEST_BYTES_MAX = 2**20  # a longer one is not decoded for an error: others w
 
 def needed(part: RankPart) -> Iterator[int]:
     """The classes of what was published that this rank reads, by their first shards."""
-    if part.origin is part.operation.bound.holdings:
+    if part.bridges:
         yield from (need.shard for need in part.needs or ())
 
 

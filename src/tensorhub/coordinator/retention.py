@@ -7,7 +7,7 @@ successors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from tensorhub.coordinator import limits
@@ -15,7 +15,6 @@ from tensorhub.coordinator.actions import Durable, Pinned, Retention, Unpinned
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Model, PendingWrite, Version, Worker
 from tensorhub.coordinator.refusals import held_text
-from tensorhub.coordinator.ways import Layout
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.messages import Pin, Retain, RetainedAck, SetRetained, Unpin
 
@@ -33,19 +32,19 @@ class Retentions:
         return next(self.alone(holding, going), None) is not None
 
     def alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
-        """The holdings of its replica whose shards no second replica holds reliably, if its version is retained, and not
-        kept in another layout. `going`: its worker, if the worker may end with this leave (R5): then no holding of that
-        worker counts.
+        """The holdings of its replica whose shards no second replica holds reliably, if its version is retained. `going`:
+        its worker, if the worker may end with this leave (R5): then no holding of that worker counts.
 
-        A replica stops serving when its first rank leaves. A version that has lost another shard cannot be fetched any more:
-        nothing is kept for it.
+        Only the published layout keeps a version, because readers of every layout can read that. A replica stops serving
+        when its first rank leaves. A version that has lost another shard cannot be fetched any more: nothing is kept for it.
         """
         version, replica, group = holding.version, holding.replica, holding.member.group
         if (
             group.spot
+            or holding.bridges
             or not holding.is_source
             or version.number not in group.model.retained()
-            or self._is_lost_in(holding.layout)
+            or self.is_lost(version)
         ):
             return
 
@@ -53,15 +52,7 @@ class Retentions:
             return other.replica is not replica and other.member.worker is not going and self.is_reliable(other)
 
         ours = [h for h in replica.holdings.values() if h.is_source]
-        alone = [h for h in ours if not any(map(stays, h.layout.of(h.shard).steady))]
-        if alone and not self.is_kept(version, stays, but=holding.layout):
-            yield from alone
-
-    @staticmethod
-    def is_kept(version: Version, stays: Callable[[Holding], bool], but: Layout) -> bool:
-        """Whether such holders have all of the version in a layout that is not `but`."""
-        others = (layout for layout in version.layouts if layout is not but and layout.counts)
-        return any(all(any(map(stays, each.of(shard).steady)) for shard in each) for each in others)
+        yield from (h for h in ours if not any(map(stays, h.layout.of(h.shard).steady)))
 
     def is_reliable(self, holding: Holding) -> bool:
         """Whether it counts for retention: it may, and its owner has acknowledged that (`RetainedAck`), as have those of the
@@ -82,15 +73,8 @@ class Retentions:
         return holding.is_steady and self._cluster.counts_on(holding.member.worker)
 
     def is_lost(self, version: Version) -> bool:
-        """Whether it is held in no layout as a whole, and nothing is expected back."""
-        return all(map(self._is_lost_in, version.layouts))
-
-    def _is_lost_in(self, layout: Layout) -> bool:
-        """Whether some shard of it, and each that is equal, has no holder there, and none is expected back; or all of them
-        together are not all.
-        """
-        known = self._cluster.is_recovering or (layout.counts and layout.is_left())
-        return not (layout.covers and known)
+        """Whether some published shard, and each that is equal, has no holder, and none is expected back."""
+        return not (self._cluster.is_recovering or version.holdings.is_left())
 
     def refusal(self, holding: Holding, what: str = "") -> RetentionError:
         """Why this holder may not go, for the error of `what`."""
@@ -111,7 +95,7 @@ class Retentions:
         holding = member.holding
         if holding is None or not holding.committed or holding.version.info.content_id != content_id or member.group.spot:
             return None
-        keep = holding.layout.covers and holding.version.number in member.group.model.retained()
+        keep = not holding.bridges and holding.version.number in member.group.model.retained()
         if keep is not holding.told:
             member.retained_seq += 1  # repeated, a notice has the same number: a rank may answer only the first Outcome
         self._to_be_told(holding, keep=keep)
@@ -125,7 +109,7 @@ class Retentions:
             if version.retained is not keep:
                 version.retained = keep
                 self._cluster.note(version)
-                for holdings in (there for layout in version.layouts for there in layout.values()):
+                for holdings in version.holdings.values():
                     model.notices.queue.extend(holdings)
         self._tell_some(model)
         if model.notices.unanswered and not model.notices.queue and not model.notices.unaware:
@@ -143,7 +127,7 @@ class Retentions:
 
     def _tell(self, holding: Holding) -> None:
         member, version = holding.member, holding.version
-        keep = version.retained and not member.group.spot and holding.layout.covers
+        keep = version.retained and not (member.group.spot or holding.bridges)
         if holding.committed and holding.told is not keep:
             self._to_be_told(holding, keep=keep)
             member.retained_seq += 1

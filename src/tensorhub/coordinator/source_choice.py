@@ -295,10 +295,10 @@ class SourceChoice:
 
 def _holders(part: RankPart, version: Version, need: Need | None) -> list[Holders[Holding]]:
     """The holders from which the part reads this: of its own shard in its own layout, or of the shards of a class."""
-    if need is None or part.origin is None:
+    if need is None:
         layout = part.layout if part.bridges else version.holdings
         return [layout.of(part.shard)]
-    return [part.origin.of(shard) for shard in part.origin.classes[need.shard]]
+    return [version.holdings.of(shard) for shard in version.holdings.classes[need.shard]]
 
 
 def _wanted(there: Holders[Holding], need: Need | None) -> Wanted:

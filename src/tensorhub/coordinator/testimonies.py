@@ -57,7 +57,7 @@ class Testimonies:
         for need in part.needs or ():
             testimony = self.of_need(part, need)
             if testimony.need != need:  # a read-only worker has said it has other chunks: see `disagreement`
-                self._cluster.forget_selection(part.operation.bound, (part.layout.origin_id, need.shard, need.selection))
+                self._cluster.forget_selection(part.operation.bound, (need.shard, need.selection))
                 testimony = self.of_need(part, need)
             testimony.needed_by = {each: None for each in testimony.needed_by if not each.operation.decided}
 
@@ -225,7 +225,7 @@ class Testimonies:
             return
         for layout in version.others.values():
             for shard, needs in layout.needs.items():
-                if need in needs and layout.origin_id == testimony.origin_id:
+                if need in needs:
                     yield from (each for each in layout[shard] if each.committed)
 
     def _ask(self, testimony: Testimony, member: Member, generation: int) -> None:
@@ -260,8 +260,6 @@ class Testimonies:
     def publisher(self, testimony: Testimony) -> Holding | None:
         """Whose word decides. Of a selection of a class that is one of its shards' publishers."""
         version, known = testimony.version, testimony.publisher
-        if testimony.need is not None and testimony.origin_id != version.holdings.described_as:
-            return None  # the selection is of another layout's shards, which no publisher has
         if testimony.need is None or (known is not None and self._may_know(known, testimony)):
             return known
         shards = version.holdings.classes.get(testimony.shard, ())
@@ -362,12 +360,10 @@ class Testimonies:
 
     def _told_of(self, holding: Holding, message: Digests) -> Testimony | None:
         """What these digests are of; None: nobody needs that."""
-        version, layout, shard = holding.version, holding.layout, holding.shard
+        version = holding.version
         if message.selection:
-            found = version.selections_of(layout, shard, message.selection, message.shard)
-            asked = (each for each in found if holding.member.registration in each.asked)
-            return next(asked, next(iter(found), None))
-        return None if layout.origin_id else self.of(version, shard, holding.member.said.manifest)
+            return version.selections.get((message.shard, message.selection))
+        return None if holding.bridges else self.of(version, holding.shard, holding.member.said.manifest)
 
     def _take(self, testimony: Testimony, message: Digests) -> bool:
         """Enter them. Whether all are known now."""
@@ -470,16 +466,16 @@ class Testimonies:
         return self.of(version, part.shard, part.member.begun) if need is None else self.of_need(part, need)
 
     def of_need(self, part: RankPart, need: Need) -> Testimony:
-        """What is known of that selection, which this rank reads of its origin."""
-        version, key = part.operation.bound, (part.layout.origin_id, need.shard, need.selection)
+        """What is known of that selection, which this rank reads."""
+        version, key = part.operation.bound, (need.shard, need.selection)
         testimony = version.selections.get(key)
         if testimony is None:
             page_bytes = digests_bytes_max(self._cluster.options.frame_bytes_max)
-            testimony = Testimony(version, need.shard, need, part.layout.origin_id, page_bytes=page_bytes)
+            testimony = Testimony(version, need.shard, need, page_bytes=page_bytes)
             version.selections[key] = testimony
             self._cluster.selections += 1
         if not testimony.width:
-            testimony.width = WIDTHS[Published.decode(part.layout.origins).digest]
+            testimony.width = WIDTHS[Published.decode(version.holdings.description).digest]
         testimony.needed_by[part] = None
         return testimony
 

@@ -169,13 +169,13 @@ class Versions:
                 break
             if all(holding is not None and holding.version is version for holding in _kept(operation)):
                 return version, False
-            found = list(ways.of(self._cluster, version, operation))
-            if any(way.can_be_read for way in found):
+            way = ways.of(version, operation)
+            if way.can_be_read:
                 return version, False
             if self._may_come_back(version):
                 return None, True
-            # A version that is not described yet, after a restart, has no way for readers of another layout.
-            waits = waits or any(way.serves for way in found) or (not found and version.has_live_source())
+            # After a restart a version may not be described yet: then readers of another layout wait.
+            waits = waits or way.serves or (not way.is_known and version.has_live_source())
         return None, waits
 
     def _may_come_back(self, version: Version) -> bool:
@@ -194,10 +194,9 @@ class Versions:
         """The very content that a fill had begun. Raises VersionUnavailable if it is not known any more."""
         version = model.versions.get(begun.version)
         if version is None or not version.visible or version.info.content_id != begun.content_id:
-            when = "what it read was gone" if begun.anew else "its coordinator restarted"
             raise VersionUnavailable(
-                f"version {begun.version} of {model.name!r}, which this call was fetching when {when}, is not known any "
-                "more: it was rolled back, or is old; call again"
+                f"version {begun.version} of {model.name!r}, which this call was fetching when its coordinator restarted, "
+                "is not known any more: it was rolled back, or is old; call again"
             )
         return version
 
@@ -279,7 +278,7 @@ class Versions:
             if version.others:
                 self._cluster.forget_layouts(version)
             can_read = [
-                (layout.layout_id, layout.origin_id, layout.have_sources())
+                (layout.layout_id, layout.have_sources())
                 for layout in (version.layouts if version.visible else ())
                 if layout.have_sources() or (layout.is_described and layout.has_each_class())
             ]

@@ -73,10 +73,10 @@ def can_be_whole(part: RankPart) -> bool:
     """Whether all that the part reads is held as a whole, committed or not."""
     if part.layout.is_whole(part.shard):
         return True
-    origin, needs = part.origin, part.needs
-    if origin is None or needs is None:
+    if not part.bridges or part.needs is None:
         return False
-    return origin.are_whole() or all(origin.is_class_whole(need.shard) for need in needs)
+    published = part.operation.bound.holdings
+    return published.are_whole() or all(published.is_class_whole(need.shard) for need in part.needs)
 
 
 def is_to_move(part: RankPart) -> bool:

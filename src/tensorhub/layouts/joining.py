@@ -54,7 +54,7 @@ def publication_of(published: Published, parts: Mapping[str, bytes]) -> Publicat
     ProtocolError: a part differs from its id, or does not belong to the part above it. ManifestMismatch: the ranks do
     not make one version.
     """
-    return Publication(readers_of(published, parts)).check(may_repeat=published.is_copy)
+    return Publication(readers_of(published, parts)).check()
 
 
 def readers_of(published: Published, parts: Mapping[str, bytes]) -> tuple[Coordinates, ...]:
@@ -94,21 +94,9 @@ def reading_for(
     ties tensors that are not tied there; it is alone, and leaves bytes unread without `partial`. RegistrationError: it is
     cut into too many chunks.
     """
-    return _resharded(published, publication, manifest, reader_of(publication, manifest, declared), declared.rank)
-
-
-def reading_of_copy(published: Published, publication: Publication, manifest: Manifest, rank: int) -> ReshardedManifest:
-    """What a copy of that rank's shard reads of it: all that it has, to where it has that. `manifest`: that rank's."""
-    if rank >= len(publication.ranks):
-        raise ManifestMismatch(f"a copy of rank {rank} was ordered, of {len(publication.ranks)}")
-    return _resharded(published, publication, manifest, publication.ranks[rank], rank)
-
-
-def _resharded(
-    published: Published, publication: Publication, manifest: Manifest, reader: Coordinates, rank: int
-) -> ReshardedManifest:
+    reader = reader_of(publication, manifest, declared)
     reading = reading_of(publication, reader, chunk_bytes=published.chunk_bytes)
-    grid = grid_id(published.publication_id, reader.coordinates_id, rank)
+    grid = grid_id(published.publication_id, reader.coordinates_id, declared.rank)
     return resharded(manifest, published.digest, published.chunk_bytes, reading, grid, reader, published)
 
 

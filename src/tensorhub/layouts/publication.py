@@ -75,14 +75,12 @@ class Publication:
             found += [(tensor, box, holders) for box, holders in shared_of[forms]]
         return tuple(found)
 
-    def check(self, *, may_repeat: bool = False) -> Publication:
-        """ManifestMismatch, with every fault, unless each byte has a holder, and only one piece on a rank (`may_repeat`: or
-        several, which are equal).
-        """
+    def check(self) -> Publication:
+        """ManifestMismatch, with every fault, unless each byte has a holder, and only one piece on a rank."""
         holders = [each.coordinates for each in self.classes]
         faults = [*_unheld(self.catalogue, holders, "is held by no rank", self._plain)]
         advice = _UNHELD if faults else ""
-        for each in () if may_repeat else self.classes:
+        for each in self.classes:
             faults += _held_twice(each)
         refuse(faults, "fault(s) in what the ranks publish together", advice)
         return self

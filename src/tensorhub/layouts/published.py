@@ -31,14 +31,12 @@ _COLUMNS = ("chunk_bytes", "id lengths", "ids of a shard", "ids")
 @dataclass(frozen=True)
 class Published:
     """`shards[i]`: of rank i, the ids of its catalogue, arrangement and coordinates; or only that of its manifest, if its
-    tensors are plain: whole ones of one rank, rank-local ones of several. `is_copy`: the ranks have read it, each byte
-    with its digest; so bytes that a rank has twice are equal.
+    tensors are plain: whole ones of one rank, rank-local ones of several.
     """
 
     digest: Digest
     chunk_bytes: int
     shards: tuple[tuple[str, ...], ...]
-    is_copy: bool = False
 
     @cached_property
     def part_ids(self) -> tuple[str, ...]:
@@ -49,7 +47,7 @@ class Published:
     def _encoded(self) -> bytes:
         numbers = {each: number for number, each in enumerate(self.part_ids)}
         columns = (
-            [self.chunk_bytes, *([1] if self.is_copy else [])],
+            [self.chunk_bytes],
             map(len, self.part_ids),
             map(len, self.shards),
             [numbers[each] for shard in self.shards for each in shard],
@@ -74,8 +72,7 @@ class Published:
             what, FORM, 2, _COLUMNS, blob, bytes_max=PUBLISHED_BYTES_MAX, count_max=3 * shards_max
         )
         expect(digest in get_args(Digest), what, f"digest {digest[:64]!r} is unknown to this version of TensorHub")
-        expect(list(sizes[1:]) in ([], [1]), what, "it does not say as one does whether it is a copy")
-        expect(len(sizes) > 0 and CHUNK_BYTES_MIN <= sizes[0] <= CHUNK_BYTES_MAX, what, "its chunk_bytes is no such size")
+        expect(len(sizes) == 1 and CHUNK_BYTES_MIN <= sizes[0] <= CHUNK_BYTES_MAX, what, "its chunk_bytes is no such size")
         expect(0 < len(counts) <= shards_max, what, f"it has no shard, or more than {shards_max}")
         expect(all(count in (1, 3) for count in counts), what, "a shard has neither one id nor three")
         expect(sum(counts) == len(numbers), what, "the shards' ids do not add up")
@@ -86,7 +83,7 @@ class Published:
         ends = list(accumulate(lengths, initial=0))
         ids = [text[first:end] for first, end in pairwise(ends)]
         shards = tuple(_shards(ids, counts, numbers))
-        made = cls(digest, sizes[0], shards, len(sizes) > 1)  # type: ignore[arg-type]  # checked above
+        made = cls(digest, sizes[0], shards)  # type: ignore[arg-type]  # checked above
         expect(made.encode() == blob, what, "this is not the one encoding of what it says")
         return made
 

@@ -7,7 +7,7 @@ another layout has, is made of strips: then the memory `is_strided`, and has no 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Iterator, Sequence, Set as AbstractSet
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
 from typing import TypeAlias
@@ -21,7 +21,6 @@ from tensorhub.errors import StateError
 from tensorhub.layouts.reading import ReshardedManifest, Selection
 from tensorhub.memory import strided_device
 from tensorhub.memory.addresses import Bytes, address_of, copy_bytes, guarded_pieces
-from tensorhub.memory.covering import Covering, Extent
 from tensorhub.memory.strided import BUFFER_BYTES, Strided, blocks
 from tensorhub.model.digests import WIDTHS, hasher
 from tensorhub.model.manifest import Chunk, Manifest
@@ -32,7 +31,6 @@ Strips: TypeAlias = "Sequence[tuple[Strip, ...]]"  # of each chunk
 SELECTED_CHUNK_BYTES_MAX = 64 * 2**20  # of a selection, or 16 of the shard's own: it is gathered in memory of the device
 REPEATS_MAX = 16  # a selection has at most so many times a shard's bytes: all of it is digested
 PARTS_MIN, PART_BYTES = 2**14, 64  # a selection may say so many parts, and one more for so many bytes of a shard
-COVERS_MAX = 2**22  # chunks of another grid that the chunks of one touch, in all
 GUARDED_BYTES = 256 * 2**10  # that the kernel copies at a time: they stay in a core's cache
 GUARDED_BYTES_MIN = 4096  # less is read directly: torch's allocator keeps its page mapped
 SPAN_BYTES = 64 * 2**20  # of memory that a device registers at a time
@@ -78,7 +76,6 @@ class ChunkMemory:
             self._strided = Strided([region for region in self._regions if isinstance(region, memoryview)], self._addresses)
         self.sizes: Sequence[int] = tuple([chunk.nbytes for chunk in chunks]) if sizes is None else sizes
         self._spans: tuple[tuple[int, int], ...] | None = None
-        self._covering: Covering | None = None
 
     def _chunks_in(self, regions: frozenset[int]) -> Iterator[int]:
         if self._strips is None:
@@ -121,31 +118,6 @@ class ChunkMemory:
         if max(selection.sizes, default=0) > (most := max(SELECTED_CHUNK_BYTES_MAX, 16 * self.manifest.chunk_bytes)):
             return f"a chunk of it has more than {most} bytes: use a smaller chunk_bytes"
         return ""
-
-    def _own_covering(self) -> Covering:
-        if self._covering is None and self._strips is not None:
-            self._covering = Covering.of(self._strips)
-        elif self._covering is None:
-            places = ((chunk.region, chunk.offset, chunk.nbytes) for chunk in self._chunks)
-            self._covering = Covering(Extent(of, at, at + size, chunk) for chunk, (of, at, size) in enumerate(places))
-        return self._covering
-
-    def within(self, other: ChunkMemory, chunks: AbstractSet[int]) -> list[int]:
-        """The chunks of this memory that lie wholly in these chunks of `other`, another grid over this memory. Empty if
-        `other` has other bytes, or the answer would cost too much.
-        """
-        places = [self.manifest.places(chunk) for chunk in range(len(self.sizes))]
-        covers = other._own_covering().covered(places, COVERS_MAX)
-        sizes, theirs = ([region.nbytes for region in memory._regions] for memory in (self, other))
-        if sizes != theirs or sum(self.sizes) != sum(other.sizes) or covers is None:
-            return []
-        both = zip(self._addresses, other._addresses, strict=True)
-        moved = {region for region, (now, before) in enumerate(both) if now != before}
-        return [
-            chunk
-            for chunk, strips in enumerate(places)
-            if chunks >= set(covers(chunk)) and not any(of in moved for strip in strips for of, _ in strip.cells())
-        ]
 
     @property
     def addresses(self) -> tuple[int, ...]:

@@ -182,8 +182,8 @@ class Outcome:
     `retained`: the rank's content is retained (see SetRetained), under this number. None: it is
     not. `unknown`: this coordinator has no record of that operation, a former one's, and none can
     come: no rank has committed it, and a rank may go on with its call under a new key. `again`:
-    aborted for all ranks, since their sources are gone, and the version can be read in another way:
-    the ranks repeat the call under the next key.
+    aborted for all ranks, since their sources are gone, and the selector names another version: the ranks repeat the call
+    under the next key.
 
     `by_source`: no publisher has confirmed all that the rank holds now; the digests of those that it has read count.
     """
@@ -220,16 +220,11 @@ class Revoked:
 class MakeCopy:
     """Keep this shard in host memory: register it as `copy`, with `medium` HOST and `purpose` RETENTION, and fill it by a
     replicate call. It is done when the coordinator counts the copy. Or CopyRefused answers.
-
-    `layout_id`: it is a shard of a layout that was read out of another one, and registers so; the part `manifest_id` is
-    that shard's manifest.
     """
 
     copy: Id
     version: VersionInfo
     shard: Rank
-    layout_id: Name = ""
-    manifest_id: Id = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,12 +172,11 @@ class Shared:
 @dataclass(frozen=True, slots=True)
 class Begun:
     """How far a rank came with a fill that goes on in another operation: its coordinator has no
-    record of the first operation (it is a new one), or has ended it for another way.
+    record of the first operation (it is a new one).
 
     `key`: the operation in which all ranks were bound to that content. `manifest_id`: of its manifest, which a rank that
     serves others has said before (BegunWith). `written`: its memory is being filled with that, or is complete; else not a
-    byte of it has changed yet. `publication`: as the rank has planned with it (Start). `anew`: in whichever way
-    there is; the rank fills its memory from the start.
+    byte of it has changed yet. `publication`: as the rank has planned with it (Start).
     """
 
     key: OpKey
@@ -186,4 +185,3 @@ class Begun:
     manifest_id: Id
     written: bool
     publication: Id = ""
-    anew: bool = False

@@ -105,10 +105,6 @@ class Binding:
         part_ids = tuple(said_parts(self.manifest)) or self._part_ids
         return Content(self.version, self.manifest, generation, base=base, part_ids=part_ids)
 
-    def begun_anew(self) -> messages.Begun:
-        """That version is filled from the start, in whichever way there is."""
-        return messages.Begun(self._key, self.version.version, self.version.content_id, "", False, anew=True)
-
     def begun(self, *, written: bool) -> messages.Begun:
         """How far the fill is, for a coordinator that has not bound it."""
         version = self.version

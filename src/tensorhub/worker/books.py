@@ -11,20 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tensorhub.machine import Story
 from tensorhub.messages import Origin
 from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX, Access
 from tensorhub.types import ContentId
 from tensorhub.worker.grids import Grid
-
-
-class Former(NamedTuple):
-    """What was there before of some content: the name of the grid, and the chunks' digests, as far as they were verified."""
-
-    grid_id: str
-    digests: tuple[int | None, ...]
 
 
 @dataclass(slots=True)
@@ -39,7 +31,6 @@ class Books:
     selections: dict[str, Grid] = field(default_factory=dict)  # by name
     origins: list[Origin | None] | None = None  # where each chunk was read, as far as is known; None: none was
     grid_id: str = ""  # the name of its own grid
-    former: Former | None = None  # of this content, in the chunks of another grid
     serves: bool = True
     is_open: bool = True
     accesses: int = 0  # always the number of running accesses to this registration, under whichever generation
@@ -75,13 +66,6 @@ class Books:
     def touched(self, access: Access) -> Iterable[int]:
         """The chunks of the memory's own grid that an access may touch; of a selection all of them."""
         return range(len(self.available)) if access.selection else access.chunks
-
-    @property
-    def left(self) -> Former | None:
-        """What was verified of this content: in its own grid or, if nothing was, in the one before."""
-        if any(digest is not None for digest in self.own.digests):
-            return Former(self.grid_id, tuple(self.own.digests))
-        return self.former
 
     def kept(self) -> list[tuple[int, int]]:
         """See `Owner.kept`."""

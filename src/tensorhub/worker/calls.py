@@ -124,7 +124,7 @@ class PlanReading:
     and what came of it.
 
     `publication`: what `published` and `parts` make; None: it was not made yet. `manifest`: whose regions are filled; None:
-    those of the whole model, or of what these `names` are patterns of. `copies`: it is a copy of that rank's shard.
+    those of the whole model, or of what these `names` are patterns of.
     """
 
     number: int
@@ -134,7 +134,6 @@ class PlanReading:
     manifest: Manifest | None
     declared: Declaration
     names: tuple[str, ...] | None = None
-    copies: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

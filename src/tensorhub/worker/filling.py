@@ -56,13 +56,12 @@ class Filling(GroupCall[calls.FillCall]):
         super().__init__(call, context, memory, timeout_s)
         self.what = call.kind.value
         self._begin_attempt()
-        self._goes_over_with: messages.Begun | None = None  # of a call for a number: what it was bound to before
         self._bound_before = ""  # the content to which this call was bound when it was last made again
         self._hooked = False  # before_write has returned
         self._may_hold = call.kind is OpKind.PREFETCH  # when it was said, this rank may have held what it is bound to
 
     def _begin_attempt(self) -> None:
-        """To fill it in one way: nothing is bound, and nothing begun."""
+        """Nothing is bound, and nothing begun."""
         context = self._context
         self.binding: Binding | None = None  # what the coordinator has bound it to
         self.coverage = Coverage(context, self)
@@ -92,7 +91,7 @@ class Filling(GroupCall[calls.FillCall]):
 
     def _say_call(self) -> None:
         call, shard, begun = self._call, self._context.shard, self._begun()
-        if begun is not None and shard.serves and not begun.anew:
+        if begun is not None and shard.serves:
             self._context.say(messages.BegunWith(shard.registration, self._bound.base.encode()))
         self._may_hold = self._may_hold or self._memory.state is HandleState.READY
         self._context.say(
@@ -115,7 +114,7 @@ class Filling(GroupCall[calls.FillCall]):
     def _begun(self) -> messages.Begun | None:
         """How far it is, for a coordinator that has not bound it."""
         if self.binding is None or not self.binding.is_known:
-            return self._goes_over_with
+            return None
         return self.binding.begun(written=self._has_staging or self._has_begun)
 
     @property
@@ -145,8 +144,8 @@ class Filling(GroupCall[calls.FillCall]):
         self._say_call()
 
     def again(self, error: Exception) -> None:
-        """What it reads is gone, and there is another way: let go of what was begun, and say the call again (G7). If its
-        caller has given up meanwhile, the next operation ends as well.
+        """What it reads is gone, and its selector names another version: let go of what was begun, and say the call again
+        (G7, R12). If its caller has given up meanwhile, the next operation ends as well.
         """
         if self.phase is Phase.APPLYING:
             return  # its commit was heard
@@ -157,8 +156,6 @@ class Filling(GroupCall[calls.FillCall]):
             return
         if self.binding is not None:
             self._bound_before = self.binding.version.content_id
-            if self.binding.is_known and isinstance(self._call.selector, int):
-                self._goes_over_with = self.binding.begun_anew()
         self._lets_go = True
         match self.phase:
             case Phase.ROOM | Phase.COPYING | Phase.PULLING:

@@ -351,14 +351,14 @@ class HostCopies:
 
     def _retain(self, order: MakeCopy) -> Steps[None]:
         info, timeout_s = order.version, self._op_timeout_s
-        manifest = yield from self._manifest(info, order.shard, timeout_s, order.manifest_id)
+        manifest = yield from self._manifest(info, order.shard, timeout_s)
         going = (self._members.get(each) for each in self.budget.plan(order.copy, Purpose.RETENTION, manifest.region_bytes))
         contents = (member.content for member in going if member is not None)
         if any(content is not None and content.version.content_id == info.content_id for content in contents):
             raise StateError("there is room for it in the place of its source only, which has to stay until it is made")
         group = f"copy/{order.copy}"
         of_host = _one_shard(order.copy, group, info, order.shard, manifest, Purpose.RETENTION, spot=self._is_spot)
-        copy = self._start(replace(of_host, layout_id=order.layout_id))
+        copy = self._start(of_host)
         yield from self._fill(copy, FillCall(OpKind.REPLICATE, info.version), manifest.region_bytes, timeout_s)
         made = self._members.get(order.copy)
         if made is not None and made.content is not None and made.content.version.content_id != info.content_id:
@@ -570,10 +570,9 @@ class HostCopies:
         self._attempts[attempt.number] = attempt
         return attempt
 
-    def _manifest(self, info: VersionInfo, shard: int, timeout_s: float, part_id: str = "") -> Steps[Manifest]:
-        """`part_id`: see `AskManifest`."""
+    def _manifest(self, info: VersionInfo, shard: int, timeout_s: float) -> Steps[Manifest]:
         attempt = self._attempt()
-        self._act(AskManifest(attempt.number, info, shard, timeout_s, part_id))
+        self._act(AskManifest(attempt.number, info, shard, timeout_s))
         what = f"manifest of shard {shard} of version {info.version} of {info.model!r}"
         text = f"{what}: the coordinator did not answer within {timeout_s:g} s"
         try:

@@ -50,7 +50,6 @@ class AskManifest:
     version: VersionInfo
     shard: int
     timeout_s: float
-    part_id: str = ""  # it is that part of a layout; "": as it was published
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class Owner:
         already; `tells`: what digests are made is asked for with `take_made`; `serves` False: nobody
         may read any of it, and only its books are kept. `grid`: names its chunks.
 
-        Digests of that very content are kept from the last time: see `kept`, and `former`.
+        Digests of that very content in that grid are kept from the last time: see `kept`.
         """
         old = self._memories.get(registration)
         if old is not None:
@@ -68,13 +68,9 @@ class Owner:
         if digests is not None and len(digests) != len(sizes):
             raise ValueError(f"{len(digests)} digests for {len(sizes)} chunks")
         origins: list[Origin | None] | None = None
-        former = None
-        if digests is None and old is not None and content_id == old.content_id != "":
-            former = old.left
-            if former is not None and former.grid_id == grid and len(former.digests) == len(sizes):
-                digests, former = former.digests, None
-                if old.grid_id == grid:
-                    origins = old.origins
+        is_known = old is not None and (content_id, grid, len(sizes)) == (old.content_id, old.grid_id, len(old.own.sizes))
+        if digests is None and old is not None and is_known and content_id:
+            digests, origins = old.own.digests, old.origins
         memory = Books(
             generation=generation,
             content_id=content_id,
@@ -84,7 +80,6 @@ class Owner:
             origins=origins,
             serves=serves,
             grid_id=grid,
-            former=former,
         )
         if tells:
             memory.own.tell()
@@ -257,17 +252,6 @@ class Owner:
         """
         memory = self._at(registration, generation)
         return [] if memory is None else memory.kept()
-
-    def former(self, registration: RegistrationId, generation: int) -> list[tuple[int, int]]:
-        """As `kept`, of chunks of another grid: that in which this content was here before."""
-        memory = self._at(registration, generation)
-        known = () if memory is None or memory.former is None else memory.former.digests
-        return [(chunk, digest) for chunk, digest in enumerate(known) if digest is not None]
-
-    def former_grid(self, registration: RegistrationId) -> str:
-        """The name of that grid; "": there is none."""
-        memory = self._memories.get(registration)
-        return "" if memory is None or memory.former is None else memory.former.grid_id
 
     def is_complete(self, registration: RegistrationId, generation: int) -> bool:
         """Whether every chunk may be read under this generation."""

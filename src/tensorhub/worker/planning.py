@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 from tensorhub import messages
 from tensorhub.errors import TensorHubError
-from tensorhub.layouts.joining import publication_of, reading_for, reading_of_copy
+from tensorhub.layouts.joining import publication_of, reading_for
 from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.reading import ReshardedManifest
 from tensorhub.layouts.whole import whole_manifest
 from tensorhub.model.manifest import Manifest
-from tensorhub.types import Purpose
 from tensorhub.worker.calls import PlanReading
 from tensorhub.worker.gathering import Gathering
 from tensorhub.worker.member_context import MemberContext
@@ -41,10 +40,7 @@ def plan(action: PlanReading) -> Planned | TensorHubError:
     try:
         publication = action.publication or publication_of(action.published, action.parts)
         base = action.manifest or whole_manifest(action.published, publication, action.names)
-        if action.copies is not None:
-            reading = reading_of_copy(action.published, publication, base, action.copies)
-        else:
-            reading = reading_for(action.published, publication, base, action.declared)
+        reading = reading_for(action.published, publication, base, action.declared)
         return Planned(publication, reading, base)
     except TensorHubError as error:
         return error
@@ -116,6 +112,5 @@ class Planning:
             return
         shard, self._number = self._context.shard, self._context.cause
         declared = shard.declared if shard.declared is not None else Declaration(shard.rank, shard.world_size)
-        copies = shard.number if shard.purpose is Purpose.RETENTION else None
-        what = self._published, gathering.found, known, self.base, declared, shard.names, copies
+        what = self._published, gathering.found, known, self.base, declared, shard.names
         self._context.act(PlanReading(self._number, *what))

@@ -53,7 +53,7 @@ PUBLISH_TABLE: Mapping[P, frozenset[P]] = {
 }
 # Until the old version is fenced a fill ends by ABANDONING, while it copies or pulls by STOPPING. A staged fill waits for
 # room, copies and pulls without a fence, runs its hook behind that, and is fenced only while it is APPLYING. If its sources
-# are gone, and there is another way to read the version, either goes back to ASKED.
+# are gone, and the selector names another version, either goes back to ASKED.
 _WRITING = frozenset({P.FENCING, P.COPYING, P.PULLING})
 FILL_TABLE: Mapping[P, frozenset[P]] = {
     P.QUEUED: frozenset({P.ASKED, P.OVER}),

@@ -7,19 +7,12 @@ from functools import partial
 from typing import Any
 
 from tensorhub.coordinator import bridges, source_choice, waiting
-from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
-from tensorhub.coordinator.entities import Holding, Operation, RankPart, Version
-from tensorhub.coordinator.handovers import Handovers, Wish
-from tensorhub.coordinator.layout_holdings import LayoutHoldings
-from tensorhub.coordinator.retention import Retentions
-from tensorhub.coordinator.source_choice import SourceChoice
+from tensorhub.coordinator.entities import Operation, RankPart
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.scheduler import sources
 from tensorhub.testing.sim import handle
 from tensorhub.testing.sim.faults import Fault
-from tensorhub.worker.filling import Filling
-from tensorhub.worker.owner import Owner
 from tensorhub.worker.router import Router
 from tests.testing.bugs import bug as any_bug, replaced
 from tests.testing.bugs.inside import around
@@ -61,23 +54,6 @@ def bridge_is_not_mended() -> Iterator[None]:
         yield
 
 
-@bug("R9: who is still filled in another layout than the published one is read by whoever needs selections of it")
-def fills_are_origins() -> Iterator[None]:
-    anybody = replaced(LayoutHoldings, "has_each_class", lambda self: self.are_whole() or any(self.values()))
-    with anybody, around(SourceChoice, "_refusing", lambda before, self, part, need: before(self, part, None)):
-        yield
-
-
-@bug("R8: chunks of one layout are taken for equal, whatever the layout that its selections are cut from", faults=())
-def one_grid_for_all_origins() -> Iterator[None]:
-    def lay_out(before: Callable[..., Any], self: Cluster, version: Version, group: Any, origins: bytes) -> Any:
-        known = [layout for layout in version.others.values() if layout.layout_id == group.layout_id]
-        return known[0] if origins and known else before(self, version, group, origins)
-
-    with around(Cluster, "lay_out", lay_out):
-        yield
-
-
 @bug("R8: votes count without the roots of selections", faults=(Fault.LIE,), COUNTS=(2,), LEFT_OUT_DRAWN=0.0)
 def roots_of_selections_forgotten() -> Iterator[None]:
     def settle(before: Callable[..., Any], self: Testimonies, part: RankPart, need: Any, root: bytes) -> Any:
@@ -97,30 +73,6 @@ def sources_are_believed_first() -> Iterator[None]:
 
 
 @bug(
-    "G5: some rank of another layout is taken for a copy of all of a retained version",
-    faults=(Fault.CRASH, Fault.RESTART, Fault.COORDINATOR),
-    seeds_max=300,
-)
-def one_rank_of_another_layout_keeps_all() -> Iterator[None]:
-    def is_kept(version: Version, stays: Callable[[Holding], bool], but: object) -> bool:
-        others = (layout for layout in version.others.values() if layout is not but)
-        return any(stays(each) for layout in others for shard in layout for each in layout.of(shard).steady)
-
-    with replaced(Retentions, "is_kept", staticmethod(is_kept)):
-        yield
-
-
-@bug("R5: what the last group of another layout holds is handed over to nobody", faults=(Fault.DELAY,))
-def nobody_takes_another_layout_over() -> Iterator[None]:
-    def grant(before: Callable[..., None], self: Handovers, model: Any, wish: Wish) -> None:
-        if not wish.holding.bridges:
-            before(self, model, wish)
-
-    with around(Handovers, "_grant", grant):
-        yield
-
-
-@bug(
     "R2: a rank whose Register was answered does not hear that it shall say it again, once its group's layout is known",
     faults=(Fault.COORDINATOR,),
     COUNTS=(3,),
@@ -128,29 +80,6 @@ def nobody_takes_another_layout_over() -> Iterator[None]:
 )
 def not_asked_again() -> Iterator[None]:
     with replaced(Router, "_answered", lambda self, request: None):
-        yield
-
-
-@bug(
-    "G7: who has let go of what it had begun, to go over to another way, does not say its call again",
-    faults=(Fault.CRASH, Fault.RESTART, Fault.SLOW),
-    seeds_max=400,
-    COUNTS=(3,),
-    LEFT_OUT_DRAWN=0.0,
-)
-def nobody_goes_over() -> Iterator[None]:
-    with replaced(Filling, "_call_again", lambda self: None):
-        yield
-
-
-@bug(
-    "R9: what a fill has verified is forgotten where it goes on in the chunks of another grid",
-    COUNTS=(3,),
-    LEFT_OUT_DRAWN=0.0,
-    seeds_max=300,
-)
-def another_grid_is_forgotten() -> Iterator[None]:
-    with replaced(Owner, "former", lambda self, registration, generation: []):
         yield
 
 

@@ -95,9 +95,6 @@ class SharedOwner:
         self._changed = threading.Condition()  # guards everything below; notified when any of it changes
         self._owner = Owner()
         self._memory: dict[RegistrationId, ChunkMemory] = {}
-        self._former: dict[
-            RegistrationId, ChunkMemory
-        ] = {}  # what is filled, in the chunks of another grid that it had before
         # the registration's memory in the chunks of selections
         self._selected: dict[RegistrationId, dict[str, ChunkMemory]] = {}
         self._promises: dict[RegistrationId, Promise] = {}
@@ -119,7 +116,6 @@ class SharedOwner:
     has = _locked(Owner.has)
     origin = _locked(Owner.origin)
     origins = _locked(Owner.origins)
-    former = _locked(Owner.former)
     take_made = _locked(Owner.take_made)
     selections = _locked(Owner.selections)
     chunk_count = _locked(Owner.chunk_count)
@@ -142,7 +138,7 @@ class SharedOwner:
         what, grid = (registration, generation, content_id, memory.sizes), memory.manifest.grid_id
         with self._changed:
             self._owner.open(*what, complete=complete, digests=digests, tells=tells, grid=grid)
-            self._put(registration, memory)
+            self._memory[registration] = memory
             self._selected.pop(registration, None)
             self._broken.pop(registration, None)
             self._promises.pop(registration, None)
@@ -166,16 +162,7 @@ class SharedOwner:
             if self._owner.digests(registration, generation) is None:
                 what, grid = (registration, generation, content_id, memory.sizes), memory.manifest.grid_id
                 self._owner.open(*what, complete=False, digests=digests, serves=False, grid=grid)
-                self._put(registration, memory)
-
-    def _put(self, registration: RegistrationId, memory: ChunkMemory) -> None:
-        """Make this memory the open one of its registration."""
-        known = self._former.pop(registration, None), self._memory.get(registration)
-        grid = self._owner.former_grid(registration)
-        former = next((each for each in known if each is not None and each.manifest.grid_id == grid), None)
-        if former is not None:
-            self._former[registration] = former
-        self._memory[registration] = memory
+                self._memory[registration] = memory
 
     def reopen(self, registration: RegistrationId, generation: int) -> None:
         """See `Owner.reopen`: the content and its digests get another generation."""
@@ -275,32 +262,11 @@ class SharedOwner:
                 found.append(chunk)
         return found
 
-    def carry_over(self, registration: RegistrationId, generation: int, check: Callable[[], object]) -> list[int]:
-        """Chunks whose bytes a broken-off fill has left, all in chunks of another grid that still
-        have their digests; readers may read them from now on. `check`: see `verify`.
-        """
-        with self._changed:
-            memory, before = self._memory.get(registration), self._former.pop(registration, None)
-            left = self._owner.former(registration, generation)
-        if memory is None or before is None or not memory.width:
-            return []
-        good, found = set[int](), list[int]()
-        for chunk, digest in left:
-            check()
-            if before.digest(chunk) == digest:
-                good.add(chunk)
-        for chunk in memory.within(before, good):
-            check()
-            if self.mark_available(registration, generation, [(chunk, memory.digest(chunk))]):
-                found.append(chunk)
-        return found
-
     def forget(self, registration: RegistrationId) -> None:
         """Let go of fenced memory."""
         with self._changed:
             self._owner.forget(registration)
             memory = self._memory.pop(registration, None)
-            self._former.pop(registration, None)
             self._selected.pop(registration, None)
             self._promises.pop(registration, None)
             self._broken.pop(registration, None)

@@ -193,8 +193,6 @@ class Filler:
         kept, found = owner.kept(target, generation), list[int]()
         if kept:
             found = await anyio.to_thread.run_sync(owner.verify, target, generation, kept, check)
-        elif owner.former(target, generation):
-            found = await anyio.to_thread.run_sync(owner.carry_over, target, generation, check)
         self.times.verified_s = clock.now() - started if found else 0.0
         return found
 

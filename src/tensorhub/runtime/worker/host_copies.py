@@ -258,10 +258,7 @@ class HostCopyRunner(CallersCopies):
 
     async def _ask_manifest(self, ask: AskManifest) -> None:
         try:
-            if ask.part_id:
-                encoded = await self._worker.coordinator.part(ask.part_id, ask.timeout_s)
-            else:
-                encoded = await self._worker.coordinator.manifest(ask.version, ask.shard, ask.timeout_s)
+            encoded = await self._worker.coordinator.manifest(ask.version, ask.shard, ask.timeout_s)
         except TensorHubError as error:
             self._apply(self.machine.manifest_failed(ask.number, error, clock.now()))
         else:

@@ -71,7 +71,7 @@ class Healing:
         for writer in writers:
             self._publish_and_update(writer, whole)
         for writer in writers[:1]:
-            self._leave_as_last(writer, whole)
+            self._leave_as_last(writer)
         self._cluster.check()
 
     def _running_calls(self) -> list[CallRecord]:
@@ -200,10 +200,8 @@ class Healing:
                 there.update(chunk for first, count in runs for chunk in range(first, first + count))
         return len(there) == len(self._cluster.guarantees.contents.truth[content_id][shard])
 
-    def _leave_as_last(self, writer: UserGroup, whole: list[UserGroup]) -> None:
-        """The only holder of a retained version may leave, if another worker has room for the
-        version (G5, R5). Its writer may leave at once, if a group of another layout has all of it.
-        """
+    def _leave_as_last(self, writer: UserGroup) -> None:
+        """The only holder of a retained version may leave, if another worker has room for the version (G5, R5)."""
         world = self._cluster
         workers = [worker for worker in world.workers.values() if worker.alive]
         self._take_back(writer)
@@ -214,15 +212,10 @@ class Healing:
         self._must(writer, number, lambda handle: handle.publish(number))
         hosts = [w for w in workers if not any(h.shard.spot for h in w.handles if h.shard.serves)]
         room = sum(worker.host_bytes // world.manifest.nbytes for worker in hosts)
-        fit = (g for g in whole if g.cut != writer.cut and g.publishes and not g.spot and g.fits(writer))
-        last = next(fit, writer)
-        if last is not writer:
-            self._must(last, number, lambda handle: handle.update("latest"))
-            self._take_back(writer)
-        records = [handle.unpublish(LEAVES_S) for handle in last.ranks]
+        records = [handle.unpublish(LEAVES_S) for handle in writer.ranks]
         self._rest("after the last holder's leave")
         for each in records:
-            ok = each.error is None or room < last.world_size
+            ok = each.error is None or room < writer.world_size
             demand(ok, f"retention: {each.handle} is kept, though others have room for what it holds: {each.error!r}")
 
     def _that_wait_whole(self) -> list[CallRecord]:

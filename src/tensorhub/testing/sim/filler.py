@@ -14,10 +14,9 @@ from functools import partial
 from tensorhub.messages import Origin, SelectionRoot
 from tensorhub.model.accesses import Access, Refusal, Wait
 from tensorhub.model.digests import WIDTHS
-from tensorhub.testing.sim.layouts import cells_over, covered, is_laid_out_anew
 from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells, digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
-from tensorhub.types import ContentId, Medium, RegistrationId
+from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.calls import CompareDigests, CopyLocally, LocalCopy, StartPull
 from tensorhub.worker.chunk_reports import compare, roots
 from tensorhub.worker.local_copying import Copier
@@ -30,8 +29,6 @@ class SimFiller:
         self._world = world
         self._handle = handle
         self._offers = offers
-        self._carried_under = 0  # the generation
-        self._carried = set[int]()  # chunks of what is filled under it, which were there in another grid
 
     def begin_pull(self, start: StartPull) -> StartPull:
         """Make ready what is to be filled: that pull without what is here already, which others may read from now on."""
@@ -40,14 +37,9 @@ class SimFiller:
             content, sizes = ContentId(start.version.content_id), [CHUNK_BYTES] * start.manifest.chunk_count
             grid = start.manifest.grid_id
             owner.open(handle.id, start.generation, content, sizes, complete=False, serves=False, grid=grid)
-        if start.again:  # what was there in another grid is looked at once
-            self._carried = set()
         self._begin(start)
         kept = [] if start.staged else self._kept(start.generation)
-        carried = [] if start.staged else [(chunk, digest_of(handle.cells[chunk])) for chunk in self._carried]
-        if carried:
-            self._world.took("kept chunks of another grid")
-        if not (kept := kept + [each for each in carried if each not in kept]):
+        if not kept:
             return start
         self._world.took("kept chunks verified")
         self.offer(start, list[tuple[int, int | None]](kept))
@@ -95,7 +87,7 @@ class SimFiller:
         """Make what is to be filled: the memory itself, of which only what was copied is left, or what is staged for it."""
         handle, chunks = self._handle, action.manifest.chunk_count
         if not action.staged:
-            self._carry_over(action)
+            handle.lay_out(action.manifest)
         else:
             if handle.staging is None:
                 handle.take_staging(action.manifest.nbytes)
@@ -107,35 +99,13 @@ class SimFiller:
                 handle.staging_id, action.version.content_id, handle.staging, action.copied, action.manifest
             )
             return
-        kept = {*action.copied, *self._carried, *(chunk for chunk, _ in self._kept(action.generation))}
+        kept = {*action.copied, *(chunk for chunk, _ in self._kept(action.generation))}
         if action.manifest.digest == "none":
             self._world.verified.forget(handle.id)  # nobody can tell what is left of a broken fill
         self._world.verified.begins(handle.id, action.version.content_id, handle.cells, kept, action.manifest)
         handle.half_fill(kept)
         handle.changed = ""
         self._world.guarantees.retained.filling(handle, action.version)
-
-    def _carry_over(self, action: StartPull | CopyLocally) -> None:
-        """Its cells are that manifest's chunks from now on. If a fill that was broken off has left some in another grid,
-        find what is there of this one. (A host copy's memory is taken anew.)
-        """
-        handle, before, after = self._handle, self._handle.grid, action.manifest
-        if action.generation != self._carried_under:
-            self._carried_under, self._carried = action.generation, set()
-        left = handle.worker.owner.former(handle.id, action.generation)
-        if before is None or not is_laid_out_anew(before, after) or sum(before.sizes) != sum(after.sizes):
-            handle.lay_out(after)
-            return
-        if handle.shard.medium is Medium.HOST:
-            self._world.verified.forget(handle.id)
-            left = []
-        good = {chunk for chunk, digest in left if digest_of(handle.cells[chunk]) == digest}
-        cells = cells_over(before, handle.cells, after)
-        handle.lay_out(after)
-        for chunk, cell in enumerate(cells):
-            handle.cells[chunk] = cell
-        if after.digest != "none":
-            self._carried = {n for n in range(len(cells)) if good.issuperset(covered(before, after.places(n)))}
 
     def _kept(self, generation: int) -> list[tuple[int, int]]:
         """What a fill that was broken off has left of this content, and nobody has written since (R9)."""

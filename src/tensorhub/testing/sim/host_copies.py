@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from tensorhub.errors import StateError, TensorHubError
-from tensorhub.messages import CopyRefused, DropCopy, GetManifest, GetPart, MakeCopy, ManifestReply, Refused
+from tensorhub.messages import CopyRefused, DropCopy, GetManifest, MakeCopy, ManifestReply, Refused
 from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedCall
@@ -276,6 +276,5 @@ class SimHostCopies:
     def _ask(self, question: AskManifest) -> None:
         request = next(self._cluster.numbers)
         self._coordinator[request] = question
-        version, part_id = question.version, question.part_id
-        asked = GetManifest(request, version.model, version.content_id, question.shard)
-        self.worker.say(GetPart(request, part_id) if part_id else asked)
+        version = question.version
+        self.worker.say(GetManifest(request, version.model, version.content_id, question.shard))

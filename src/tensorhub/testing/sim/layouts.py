@@ -177,18 +177,6 @@ def cell_of(grid: Manifest, strips: tuple[Strip, ...], cells: Cells | Sequence[s
     return joined(found)
 
 
-def cells_over(before: Manifest, cells: Cells | Sequence[str], after: Manifest) -> list[str]:
-    """What memory whose chunks are those cells of one grid holds in the chunks of another one."""
-    made = [cell_of(before, after.places(chunk), cells) for chunk in range(after.chunk_count)]
-    return made if is_of_other_layout(after) else [_whole(cell, size) for cell, size in zip(made, after.sizes, strict=True)]
-
-
-def _whole(cell: str, size: int) -> str:
-    """A cell of the published grid has the name of who wrote it, and no more."""
-    tag, _, of = cell.partition(OF)
-    return tag if of == f"0-{size}" else cell
-
-
 def _cut(cell: str, first: int, end: int) -> Iterator[Piece]:
     """These bytes of a cell."""
     at = 0

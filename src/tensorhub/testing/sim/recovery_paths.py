@@ -83,7 +83,7 @@ def path_of(message: messages.FromWorker | messages.FromCoordinator) -> str:
             return "operation aborted"
         case messages.Welcome(known=True):
             return "connected again"
-        case messages.Fill(resume=resume) if resume is not None and not resume.anew:
+        case messages.Fill(resume=resume) if resume is not None:
             return "fill goes on under a new coordinator"
         case messages.DigestedAgain(changed=changed) if changed is not None:
             return "owner at fault: quarantined" if changed else "owner not at fault"

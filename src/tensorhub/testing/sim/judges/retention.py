@@ -11,18 +11,15 @@ from collections.abc import Iterable
 from tensorhub.coordinator import Entry, Pinned, Retention, Rollback
 from tensorhub.coordinator.entities import Holding, Member
 from tensorhub.coordinator.states import ReplicaState
-from tensorhub.layouts.reading import publication_in
 from tensorhub.messages import Done
 from tensorhub.testing.sim.assertion import CUT_OFF_LEASES, HOLDING, GuaranteeBroken, demand
 from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.judges.reference_model import Pinning, Retaining
+from tensorhub.testing.sim.layouts import is_of_other_layout
 from tensorhub.types import Medium, Purpose, VersionInfo
 from tensorhub.worker.calls import CloseCall, UnpublishCall
-
-Layout = tuple[str, str, int]  # what was read, in which layout, and by how many ranks: their copies alone belong together
-AS_PUBLISHED: Layout = ("", "", 0)
 
 
 class RetentionJudge:
@@ -207,34 +204,28 @@ class RetentionJudge:
     # -- holders
 
     def _is_whole(self, handle: JudgedHandle, record: JudgedCall, content_id: str) -> bool:
-        """Whether, in the layout in which this handle holds it, every shard of it surely has a reliable holder."""
-        layout = layout_of(handle)
-        holders = (h for h in self._world.all_handles() if h.shard.serves and layout_of(h) == layout)
+        """Whether this handle holds it as it was published, and every shard of it surely has a reliable holder."""
+        if not is_as_published(handle):
+            return False
+        holders = (h for h in self._world.all_handles() if h.shard.serves and is_as_published(h))
         holders = (h for h in holders if h is handle or self._surely_holds(h, content_id, record.began, handle))
         holders = (h for h in holders if not any(map(abandons, (h, *self._world.mates(h)))))
-        return not self._missing(content_id, layout, filter(self._is_reliable, holders))
+        return not self._missing(content_id, filter(self._is_reliable, holders))
 
     def _lacks(self, handle: JudgedHandle, record: JudgedCall, *, elsewhere: bool) -> list[int]:
-        """The shards of this handle's content that no second group keeps, in its layout; none, if all of it is kept in
-        another one. `elsewhere`: in another process.
-        """
+        """The published shards of this handle's content that no second group keeps. `elsewhere`: in another process."""
         assert handle.member.content is not None
-        content_id, mine = handle.member.content.version.content_id, layout_of(handle)
-        found: dict[Layout, list[JudgedHandle]] = {mine: []}
+        content_id, holders = handle.member.content.version.content_id, list[JudgedHandle]()
         for h in self._world.all_handles():
             is_other = h.shard.group != handle.shard.group and not (elsewhere and h.worker is handle.worker)
             if is_other and h.shard.serves and self._is_reliable(h) and self._seems_to_hold(h, content_id, record.began):
-                found.setdefault(layout_of(h), []).append(h)
-        lacks = {layout: self._missing(content_id, layout, holders) for layout, holders in found.items()}
-        return lacks[mine] if all(lacks.values()) else []
+                holders.append(h)
+        return self._missing(content_id, filter(is_as_published, holders))
 
-    def _missing(self, content_id: str, layout: Layout, holders: Iterable[JudgedHandle]) -> list[int]:
-        """The shards of that layout that none of these holds; all, where these leave out a part of the publication."""
-        there = {h.shard.number: h for h in holders}
-        of, _, ranks = layout
-        shards = [*self._contents.truth[content_id]] if not of else [*range(ranks)]
-        lacks = [shard for shard in shards if shard not in there]
-        return shards if of and not lacks and not self._contents.is_all(content_id, there.values()) else lacks
+    def _missing(self, content_id: str, holders: Iterable[JudgedHandle]) -> list[int]:
+        """The published shards that none of these holds."""
+        there = {h.shard.number for h in holders}
+        return [shard for shard in self._contents.truth[content_id] if shard not in there]
 
     def _is_reliable(self, handle: JudgedHandle) -> bool:
         """Whether it counts for retention: no rank of its group is spot; nor, for a host copy, anything of its worker that
@@ -354,15 +345,11 @@ class RetentionJudge:
                     demand(content.retained, f"leaving: {handle} has to stay, and does not know it when {message} is said")
 
 
-def layout_of(handle: JudgedHandle) -> Layout:
-    """In which layout it holds what it holds, or held last."""
+def is_as_published(handle: JudgedHandle) -> bool:
+    """Whether it holds what it holds, or held last, in the published layout."""
     content, staged = handle.member.content, handle.member.staged
     manifest = content.manifest if content is not None else staged.manifest if staged is not None else handle.grid
-    of = publication_in(manifest) if manifest is not None else None
-    if of is None:
-        return AS_PUBLISHED
-    is_one = handle.shard.purpose is Purpose.RETENTION
-    return of.publication_id, handle.layout_id, len(of.shards) if is_one else handle.shard.world_size
+    return not is_of_other_layout(manifest)
 
 
 def _asks_to_leave(handle: JudgedHandle) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tensorhub.model.manifest import Manifest
 from tensorhub.testing.sim.assertion import demand
-from tensorhub.testing.sim.layouts import cells_over, covered, is_laid_out_anew
+from tensorhub.testing.sim.layouts import is_laid_out_anew
 from tensorhub.testing.sim.memory import Cells
 from tensorhub.types import RegistrationId
 
@@ -30,11 +30,11 @@ class VerifiedChunks:
 
     def begins(self, memory: RegistrationId, content_id: str, cells: Cells, kept: Collection[int], grid: Manifest) -> None:
         """It is to be filled with that, in chunks of that grid; `kept`: the chunks that it has already. Unchanged
-        chunks that a broken fill of this content has verified, in whichever grid, must be kept.
+        chunks that a broken fill of this content has verified in that grid must be kept.
         """
         before = self._filled.get(memory)
         if before is not None and before.content_id == content_id:
-            there = _in_grid(before, grid)
+            there = {} if is_laid_out_anew(before.grid, grid) else before.cells
             lost = [chunk for chunk, cell in there.items() if cells[chunk] == cell and chunk not in kept]
             demand(not lost, f"partial fills: {memory} forgets the chunks {lost} of {content_id}, which it had verified")
         self._filled[memory] = _Filled(content_id, grid, {chunk: cells[chunk] for chunk in kept})
@@ -68,15 +68,3 @@ class VerifiedChunks:
         filled = self._filled.get(memory)
         if filled is not None:
             filled.cells.update(cells)
-
-
-def _in_grid(filled: _Filled, grid: Manifest) -> dict[int, str]:
-    """The verified bytes, in whole chunks of that grid."""
-    if not is_laid_out_anew(filled.grid, grid):
-        return {chunk: cell for chunk, cell in filled.cells.items() if chunk < grid.chunk_count}
-    if sum(filled.grid.sizes) != sum(grid.sizes):
-        return {}
-    known = [filled.cells.get(chunk, "") for chunk in range(filled.grid.chunk_count)]
-    covers = [covered(filled.grid, grid.places(chunk)) for chunk in range(grid.chunk_count)]
-    cells = cells_over(filled.grid, known, grid)
-    return {chunk: cell for chunk, cell in enumerate(cells) if filled.cells.keys() >= set(covers[chunk])}

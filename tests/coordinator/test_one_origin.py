@@ -1,0 +1,151 @@
+"""A reader has two kinds of source: holders of its own layout, and complete holders of the published layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from tensorhub.coordinator.states import VersionState
+from tensorhub.layouts.published import Published
+from tensorhub.messages import Begun, Fill, Outcome, Registered, Start
+from tensorhub.types import OpKind
+from tests.coordinator.layout_world import LEASE_S, Rank, World, lies_of, root
+from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
+from tests.coordinator.test_layouts_over_time import back, held_by
+
+
+def held() -> tuple[World, list[Rank], Rank]:
+    """A published version, and a group of another layout that has read it."""
+    world, trainers = published()
+    (reader,) = filling(world)
+    finish(world, [reader], trainers)
+    return world, trainers, reader
+
+
+def leave(world: World, *ranks: Rank) -> None:
+    for rank in ranks:
+        world.leave(rank)
+        world.fenced(rank)
+
+
+@pytest.mark.parametrize("layouts", [[("own/x", ())], [cut(0), cut(1)]], ids=["a third layout", "the published layout"])
+@pytest.mark.parametrize("selector", [1, "latest", "available"])
+def test_a_version_that_only_another_layout_holds_is_not_read(
+    layouts: list[tuple[str, Sequence[bytes]]], selector: int | str
+) -> None:
+    """A call for a number and for "available" fails at once, any other selector at its deadline."""
+    world, trainers, _ = held()
+    leave(world, *trainers)
+    assert world.version.state is VersionState.AVAILABLE
+    ranks = world.group("x", layouts)
+    world.fill(ranks, selector)
+    if selector == "latest":
+        assert not any(rank.take(Outcome) for rank in ranks)
+        world.pass_time(1001.0)
+    for rank in ranks:
+        assert not rank.take(Start)
+        (outcome,) = rank.take(Outcome)
+        assert outcome.error is not None
+        assert outcome.error.kind == "VersionUnavailable"
+        text = outcome.error.message
+        if selector == "available":
+            assert text.endswith(
+                "held now: version 1 by 1 replica of other layouts than the published one, which this call cannot read"
+            )
+        else:
+            assert "is held in other layouts only (own/r0 of group 'r')" in text
+            assert "tensorhub seed" in text
+
+
+def test_a_group_of_the_layout_that_is_left_reads_it_chunk_by_chunk() -> None:
+    world, trainers, _ = held()
+    description = world.version.holdings.described_as
+    leave(world, *trainers)
+    (follower,) = filling(world, "f", selector=1)
+    (start,) = follower.take(Start)
+    assert start.publication == description
+    assert world.sources(follower) == [("r0", "", 0)]
+    finish(world, [follower])
+    assert not world.version.has_live_source()
+
+
+def test_a_reader_whose_source_is_gone_waits_for_the_published_layout() -> None:
+    """It does not change to the layout that is left."""
+    world, trainers, _ = held()
+    (late,) = world.group("x", [("own/x", ())])
+    world.fill([late], 1)
+    world.ready(late, A, B)
+    world.lose(*trainers)
+    for lease in list(world.part(late).leases.values()):
+        world.lose_source(late, lease)
+    assert not late.take(Outcome)
+    world.pass_time(1001.0)
+    (outcome,) = late.take(Outcome)
+    assert outcome.error is not None
+    assert outcome.error.kind == "VersionUnavailable"
+
+
+def test_what_is_still_filled_is_no_source_for_another_layout() -> None:
+    world, trainers = published()
+    filling(world)
+    world.lose(*trainers)
+    (late,) = world.group("x", [("own/x", ())])
+    world.fill([late])
+    assert not late.take(Start)
+    assert world.version.state is VersionState.UNAVAILABLE
+
+
+def restarted(trainers_are_back: bool) -> tuple[World, Rank]:
+    """After a restart a holder of another layout is back."""
+    world, trainers, reader = held()
+    info = world.version.info
+    world = world.restarted()
+    reader = back(world, reader, held_by(reader, info))
+    assert [answer.keep for answer in reader.take(Registered)] == [True]
+    for trainer in trainers if trainers_are_back else ():
+        back(world, trainer, held_by(trainer, info, is_publisher=True))
+    return world, reader
+
+
+def test_after_a_restart_a_reader_goes_on_from_its_own_layout_though_no_holder_of_the_published_one_is_back() -> None:
+    world, reader = restarted(False)
+    info = world.version.info
+    (late,) = world.group("s", [("own/r0", ())])
+    late.generation, key = 5, world.key(late)
+    resume = Begun(key, info.version, info.content_id, "", True, reader.publication)
+    call = (OpKind.UPDATE, "latest", None, 5, False, False, 1000.0, (key,), resume)
+    world.say(late, Fill(key, 0, late.name, *call))
+    (start,) = late.take(Start)
+    assert start.publication == reader.publication
+    world.ready(late, A, B)
+    assert world.sources(late) == [("r0", "", 0)]
+    world.vote(late, root(A), root(B))
+    assert [outcome.committed for outcome in late.take(Outcome)] == [True]
+
+
+def test_after_a_restart_a_new_reader_needs_a_holder_that_says_what_was_published() -> None:
+    world, reader = restarted(False)
+    (late,) = world.group("s", [("own/r0", ())])
+    world.fill([late])
+    assert not late.take(Start)
+    world.fill([reader])  # it holds that
+    assert [outcome.committed for outcome in reader.take(Outcome)] == [True]
+    world, reader = restarted(True)
+    (late,) = filling(world, "s")
+    assert late.take(Start)[0].publication == reader.publication
+
+
+@pytest.mark.parametrize("says", [b"anything", Published("xxh3-64", 2**28, (("a",),) * 2).encode()])
+def test_after_a_restart_a_description_that_is_not_of_what_was_published_is_not_believed(says: bytes) -> None:
+    world, _, reader = held()
+    info = world.version.info
+    world = world.restarted()
+    same = world.arrive("r", 0, 1, "own/r0", registers=False)
+    same.description = says
+    said = replace(held_by(reader, info), publication=same.publication)
+    world.register(same, said, parts=(*lies_of(reader), same.description))
+    assert [answer.keep for answer in same.take(Registered)] == [False]
+    assert not world.version.others
+    world.pass_time(2 * LEASE_S)
