@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
-from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from tensorhub.coordinator import CloseSession, Connected, Disconnected, Received, Send
 from tensorhub.coordinator.corruption_checks import INQUIRY_S
@@ -40,7 +37,6 @@ from tensorhub.messages import (
     Heartbeat,
     Held,
     Join,
-    Leave,
     LeaveRequest,
     ManifestReply,
     Outcome,
@@ -66,7 +62,6 @@ from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS, DEVICE, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose
-from tests.coordinator.test_buggy_workers import Babbler
 
 SESSION = 7000
 JOIN = Join("dashboard", Location(), (Endpoint("tcp", "nowhere"),), 1, 2**40)
@@ -348,8 +343,6 @@ def test_a_readers_calls_that_are_over_are_not_piled_up() -> None:
 
 # ------------------------------------------------------------------------------------------------ whatever it may say
 
-SAID = [kind for kind in typing.get_args(FromWorker) if kind not in (Join, Leave)]  # they end the session
-
 
 def books(cluster: StepwiseCluster) -> dict[str, Any]:
     """All that others can see, or that would change what becomes of them; leases of readers aside."""
@@ -390,48 +383,3 @@ def _of(member: Any) -> list[Any]:
 
 def _readers(group: Any) -> bool:
     return bool(group.members) and all(member.worker.read_only for member in group.members.values())
-
-
-class Babble(Babbler):
-    """A reader that says well-formed messages with the ids of others in them."""
-
-    def pools(self) -> dict[str, list[Any]]:
-        pools = super().pools()
-        core = self.cluster.coordinator.cluster
-        groups = [group for model in core.models.values() for group in model.groups.values()]
-        mine = [MINE, MINE, "read-only-2"]
-        return pools | {
-            "group": [*mine, *(group.name for group in groups)],
-            "registration": [*mine, *core.members],
-            "incarnation": list(core.workers),
-            "kind": [OpKind.FETCH, *OpKind],
-            "serves": [False, False, True],
-            "manifest": [b"", b"", b"forged"],
-            "world_size": [1, 1, 2],
-            "rank": [0, 0, 1],
-            "reason": ["corrupt", "lost", "dropped"],
-        }
-
-
-@given(st.randoms(use_true_random=False), st.integers(20, 80))
-@settings(max_examples=30)
-def test_whatever_a_reader_says_the_books_of_others_stay_as_they_are(random: Random, many: int) -> None:
-    cluster, reader, _ = world()
-    replica = cluster.handle("reader")
-    cluster.run()
-    replica.replicate()
-    cluster.run()
-    babble = Babble(cluster, random)  # type: ignore[arg-type]
-    before = books(cluster)
-    for number in range(many):
-        kind = SAID[number % len(SAID)] if random.random() < 0.7 else Register if random.random() < 0.5 else Fill
-        said: FromWorker = babble.value("", kind, babble.pools())
-        reader.say(said)
-        assert not reader.closed, said
-        assert books(cluster) == before, said
-    cluster.run()
-    assert books(cluster) == before
-    cluster.check()
-    reader.say(Leave("done"))
-    cluster.run()
-    assert books(cluster) == before  # its incarnation pushes nobody's out of the list of those that are lost

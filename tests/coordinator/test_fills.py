@@ -147,28 +147,6 @@ def test_an_update_with_nothing_new_is_one_round_trip_after_the_last_rank_has_ca
     assert sorted(said[1:]) == sorted([trainer.worker.name, "<-", "Outcome"] for trainer in trainers)
 
 
-def test_a_group_in_which_one_rank_holds_the_version_already() -> None:
-    """Only the newcomer reads; the other's memory stays a source throughout."""
-    cluster = StepwiseCluster()
-    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
-    cluster.run()
-    for handle in trainers:
-        handle.publish(1)
-    cluster.run()
-    for handle in readers:
-        handle.replicate()
-    cluster.run()
-    readers[1].worker.crash()
-    cluster.advance(11)
-    newcomer = cluster.handle("spare", "reader", 1, 2)
-    cluster.run()
-    calls = [readers[0].update(), newcomer.update()]
-    cluster.run()
-    assert [(call.number, call.changed) for call in calls] == [(1, False), (1, True)]
-    group = cluster.coordinator.cluster.models["actor"].groups["reader"]
-    assert [(replica.state.value, sorted(replica.holdings)) for replica in group.replicas] == [("ready", [0, 1])]
-
-
 def test_cancelling_in_the_middle_of_a_fill_leaves_torn_memory() -> None:
     cluster, _, reader = trainer_and_reader()
     asked = reader.replicate()

@@ -17,12 +17,10 @@ from tensorhub.coordinator import (
     Received,
     Send,
     Silent,
-    Tick,
     invariants,
     limits as real,
 )
 from tensorhub.coordinator.actions import Action, Persist
-from tensorhub.coordinator.entities import Operation
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError, StateError, TensorHubError
 from tensorhub.messages import (
     NO_REQUEST,
@@ -33,7 +31,6 @@ from tensorhub.messages import (
     Deregister,
     Done,
     ErrorInfo,
-    Fill,
     FromCoordinator,
     FromWorker,
     Join,
@@ -49,13 +46,12 @@ from tensorhub.messages import (
     Retain,
     RetainedAck,
     SetRetained,
-    Start,
     Unpin,
     Unwatch,
     Watch,
 )
 from tensorhub.testing import CHUNKS, MANIFEST, StepwiseCluster
-from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose
+from tensorhub.types import Endpoint, Location, Medium, OpKey, Options, Purpose
 
 
 class Desk:
@@ -197,36 +193,6 @@ def test_who_goes_on_with_what_there_is_no_room_for_hears_so(monkeypatch: pytest
     assert isinstance(call.error, CoordinatorUnavailable)
     assert "no room for its manifest" in str(call.error)
     assert (call.error.retryable, call.error.memory) == (True, "torn")
-
-
-def test_however_many_read_only_calls_wait_the_steps_of_others_are_short(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, looked: list[Operation]
-) -> None:
-    monkeypatch.setattr(real, "WOKEN_PER_STEP", 3)
-    desk.step(Connected(1, "read-only-life", "worker", True))
-    desk.say(1, Join("w", Location(), (Endpoint("tcp", "x"),), 1, 0))
-    bare = (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
-    for i in range(10):
-        name = f"read-only-{i}"
-        assert isinstance(desk.say(1, Register(i, name, "m", name, 0, 0, 1, *bare)), Registered)
-        key = OpKey("m", name, desk.core.cluster.models["m"].groups[name].epoch, 0)
-        desk.say(1, Fill(key, 0, name, OpKind.FETCH, "latest", None, 1, False, False, 1000.0))
-    desk.connect(2)
-    looked.clear()
-    desk.register(2, "t")
-    assert isinstance(desk.publish(2, "t", 1, 0), Outcome)
-    assert {operation.group.name for operation in looked} == {"t"}
-    assert len(desk.core.cluster.woken) == 10
-    started = []
-    while desk.core.cluster.woken:
-        deadline = desk.core.next_deadline()
-        assert deadline is not None
-        assert deadline <= desk.now  # nobody waits for a clock
-        before = len(desk.heard[1])
-        desk.step(Tick())
-        started.append(len([each for each in desk.heard[1][before:] if isinstance(each, Start)]))
-    assert started == [3, 3, 3, 1]
-    assert not desk.core.cluster.models["m"].waiting.unbound
 
 
 def test_models_and_watches(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator import Connected, Disconnected, Received, Silent, Tick, limits as real
-from tensorhub.coordinator.limits import IDLE_S, NOTED_PER_STEP
+from tensorhub.coordinator import Connected, Disconnected, Received, Tick, limits as real
+from tensorhub.coordinator.limits import IDLE_S
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError
 from tensorhub.messages import (
     WATCHES_MAX,
@@ -124,21 +124,6 @@ def test_a_name_that_was_watched_before_there_was_such_a_model_is_announced() ->
 
 
 # ------------------------------------------------------------------------------------------------------ many calls
-
-
-def test_of_readers_that_are_lost_at_once_a_step_takes_as_many_as_have_not_much() -> None:
-    lobby = Lobby()
-    for session in (1, 2, 3):
-        lobby.reader(session)
-        for number in range(NOTED_PER_STEP // 2):
-            lobby.fetches(session, f"{session}-{number}")
-    lobby.now += 20.0
-    lobby.ticks()
-    assert len(lobby.core.cluster.workers) == 3  # the coordinator did not run for so long: nobody was listened to
-    lobby.now += lobby.core.cluster.options.lease_s
-    for left in (2, 1, 0):
-        lobby.step(Silent((1, 2, 3)))
-        assert len(lobby.core.cluster.workers) == left
 
 
 # ------------------------------------------------------------------------------------------------------------- caps

@@ -242,26 +242,6 @@ def test_a_publisher_that_hears_nothing_is_in_doubt_and_resolves_it_first() -> N
     assert got.number == 1
 
 
-def test_a_publisher_in_doubt_whose_publication_failed_is_empty() -> None:
-    cluster = StepwiseCluster()
-    trainer = cluster.handle("trainer")
-    cluster.run()
-    trainer.publish(1, timeout_s=3)
-    until_it_is_being_stored(cluster)
-    trainer.worker.disconnect()
-    cluster.fail_store()
-    cluster.advance(9)
-    assert "in_doubt" in repr(trainer.member)
-    asked = trainer.unpublish()
-    cluster.run()
-    assert not asked.has_ended()
-    trainer.worker.connect()
-    cluster.run()
-    assert asked.has_ended()
-    assert asked.error is None
-    assert trainer.member.state is HandleState.EMPTY
-
-
 @pytest.mark.parametrize("publishes", [False, True])
 def test_whoever_comes_back_before_the_recovery_lease_is_over_keeps_what_it_holds(publishes: bool) -> None:
     """However old it is, and whoever came first: nobody can know yet that nobody holds it."""

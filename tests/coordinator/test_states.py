@@ -67,12 +67,13 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
         Filling,
         "QUEUED",
         """QUEUED -> ASKED | OVER;
-        ASKED -> MANIFEST | HOOK | HELD | FENCING | COPYING | PULLING | ABANDONING | OVER;
-        MANIFEST -> ASKED | HOOK | HELD | FENCING | COPYING | PULLING | ABANDONING | OVER;
+        ASKED -> MANIFEST | HOOK | HELD | FENCING | ROOM | COPYING | PULLING | ABANDONING | OVER;
+        MANIFEST -> ASKED | HOOK | HELD | FENCING | ROOM | COPYING | PULLING | ABANDONING | OVER;
         HOOK -> ASKED (what it has read is gone) | HELD | FENCING | COPYING | PULLING | VOTED (of what was staged) |
         ABANDONING | OVER;
-        HELD -> ASKED | FENCING | COPYING | PULLING | ABANDONING | OVER;
-        FENCING -> ASKED | COPYING | PULLING | OVER (the old version stays); COPYING -> COPYING | PULLING | STOPPING;
+        HELD -> ASKED | FENCING | ROOM | COPYING | PULLING | ABANDONING | OVER;
+        FENCING -> ASKED | COPYING | PULLING | OVER (the old version stays);
+        ROOM -> COPYING | PULLING | STOPPING; COPYING -> COPYING | PULLING | STOPPING;
         PULLING -> HOOK (of what was staged) | VOTED | STOPPING; VOTED -> ASKED | PULLING (wrong bytes) | APPLYING |
         OVER; APPLYING -> OVER; ABANDONING -> OVER; STOPPING -> ASKED | OVER""",
     ),

@@ -125,21 +125,6 @@ def test_who_asks_for_what_nobody_holds_waits_for_a_version() -> None:
     assert waits(cluster) == []
 
 
-def test_what_is_recorded_waits_for_the_store() -> None:
-    cluster, trainer = observed()
-    trainer.publish(1)
-    cluster.run(until=lambda: cluster.unstored)
-    assert waits(cluster) == [("publish", "store", 1, "trainer")]
-
-
-def test_a_reader_whose_source_is_lost_waits_for_a_source() -> None:
-    cluster, trainer, _ = reading()
-    trainer.worker.crash()
-    cluster.run()
-    cluster.advance(1)
-    assert waits(cluster) == [("replicate", "source", 1, "reader")]
-
-
 def test_an_update_waits_for_its_callers_before_write() -> None:
     cluster, _, reader = reading()
     cluster.run()
@@ -160,13 +145,6 @@ def test_who_may_not_give_up_the_last_copy_waits_for_a_successor() -> None:
     assert summary(cluster).calls[0].longest_s == pytest.approx(2)
     fill(cluster, reader)
     assert waits(cluster) == []
-
-
-def test_a_leave_waits_for_its_readers() -> None:
-    cluster, trainer, _ = reading()
-    trainer.unpublish()
-    cluster.run("read")
-    assert ("leave", "readers", 1, "trainer") in waits(cluster)
 
 
 def test_retain_waits_for_a_holder_that_is_not_heard() -> None:
@@ -245,21 +223,6 @@ def test_a_page_has_room_for_so_many_groups_and_shards_and_one_model_is_never_cu
             break
         after = found[-1][-1]
     assert found == [["actor"], names[:3], names[3:6], names[6:]]
-
-
-def test_a_model_counts_with_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One group of very many ranks costs as much as very many groups."""
-    monkeypatch.setattr(limits, "SUMMARIZED_MAX", 10)
-    cluster, _ = observed()
-    ranks = cluster.group("ranks", 20)
-    cluster.run()
-    for rank in ranks:
-        rank.publish(9)
-    cluster.run()
-    many_models(cluster.coordinator, 1)
-    answer = ask(cluster, Describe(1, None, workers_max=0))
-    assert isinstance(answer, Description)
-    assert ([model.model for model in answer.models], answer.more) == (["actor"], True)
 
 
 def test_a_model_that_is_not_known_is_an_error_that_names_the_known_ones() -> None:

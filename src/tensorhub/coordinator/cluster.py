@@ -223,10 +223,6 @@ class Cluster:
         self.epochs_minted += 1
         return self.epochs_minted
 
-    def is_former(self, epoch: int) -> bool:
-        """Whether a former coordinator has minted this group epoch."""
-        return epoch >> 32 != self.epoch
-
     # -- changing
 
     def note(self, *changed: Noted) -> None:

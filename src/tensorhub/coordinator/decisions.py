@@ -185,7 +185,8 @@ class Decisions:
             else:
                 text = f"the membership of group {member.group.name!r} changed, or its coordinator restarted; call again"
                 error = ErrorInfo.of(GroupAborted(text))
-                outcome = Outcome(key, member.rank, False, False, None, error, unknown=self._cluster.is_former(key.epoch))
+                unknown = key.epoch >> 32 != self._cluster.epoch  # a former coordinator has minted it
+                outcome = Outcome(key, member.rank, False, False, None, error, unknown=unknown)
         self._tell(member, outcome)
         group = member.group
         if outcome.error is not None and key.epoch == group.epoch and key not in group.decided:

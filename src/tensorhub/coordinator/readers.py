@@ -144,7 +144,8 @@ class Readers:
         shard, on partial copies of other readers. Such readers wait together for the chunks that all of them lack (R9).
         """
         for lease in list(part.leases.values()):
-            if waiting.is_dry(lease) or (lease.holding.leaving and part.member.worker.read_only):
+            is_dry = not (lease.holding.is_fed or lease.dropping or lease.partial)
+            if is_dry or (lease.holding.leaving and part.member.worker.read_only):
                 self._move(lease)
         version = part.operation.version
         if version is None or not waiting.needs_source(part):

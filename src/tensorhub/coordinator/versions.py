@@ -50,7 +50,8 @@ class Versions:
                 f"version {number} of {model.name!r} cannot be published now: a rollback is being recorded; call again",
                 retryable=True,
             )
-        newer = [op.version.number for op in self._being_recorded(model) if op.version is not None]
+        recorded = [op for op in self._cluster.records.values() if op.kind is OpKind.PUBLISH and op.group.model is model]
+        newer = [op.bound.number for op in recorded if op.state is OperationState.PREPARED]
         if newer and number <= max(newer):
             return VersionConflict(
                 f"version {number} of {model.name!r} is overtaken: {max(newer)} is being recorded; take a larger number, "
@@ -58,13 +59,6 @@ class Versions:
                 retryable=True,
             )
         return None
-
-    def _being_recorded(self, model: Model) -> list[Operation]:
-        return [
-            op
-            for op in self._cluster.records.values()
-            if op.kind is OpKind.PUBLISH and op.group.model is model and op.state is OperationState.PREPARED
-        ]
 
     def stage(self, operation: Operation, number: int) -> Version:
         """The version that this publish will make, invisible until then. Its content id is minted here (R1)."""

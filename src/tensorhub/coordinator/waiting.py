@@ -28,11 +28,6 @@ def lasts(lease: ReadLease) -> bool:
     return lease.holding.is_fed and not (lease.dropping or lease.partial)
 
 
-def is_dry(lease: ReadLease) -> bool:
-    """Whether it was to bring everything, and its source neither has that any more nor is filled with it."""
-    return not (lease.holding.is_fed or lease.dropping or lease.partial)
-
-
 def is_spare(lease: ReadLease) -> bool:
     """Whether its reader does without it: its other lasting leases bring everything."""
     part = lease.part
