@@ -12,7 +12,7 @@ nor for protecting memory: its owner does that. Where to look:
     fills, refusals                 fills; why a fill cannot go on
     waiting                         what a reader lacks, and what an operation waits for
     readers, source_choice          read leases; which source a reader gets; which holding is filled from which
-    holdings, holders, shards       what a rank's memory holds, and how a source is left; the holders of a shard
+    holdings                        what a rank's memory holds, and how a source is left
     layout_holdings, bridges        the holders of a version in each layout; readers of other layouts
     ways                            what is read in which layout
     coverage, replicas              whether ranks together have every byte; whether equal ranks have equal bytes

@@ -25,8 +25,7 @@ from typing import Any, ClassVar, TypeVar
 from tensorhub.coordinator import states
 from tensorhub.coordinator.actions import Decision, Pinned
 from tensorhub.coordinator.digest_lists import DigestList
-from tensorhub.coordinator.holders import Counted, Holders
-from tensorhub.coordinator.layout_holdings import LayoutHoldings
+from tensorhub.coordinator.layout_holdings import Counted, Holders, LayoutHoldings
 from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,

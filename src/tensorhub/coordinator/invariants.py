@@ -31,8 +31,7 @@ from tensorhub.coordinator.entities import (
     Withdrawal,
     Worker,
 )
-from tensorhub.coordinator.holders import Holders
-from tensorhub.coordinator.layout_holdings import LayoutHoldings
+from tensorhub.coordinator.layout_holdings import Holders, LayoutHoldings
 from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,

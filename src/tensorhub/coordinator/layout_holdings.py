@@ -1,23 +1,225 @@
-"""Who holds a version in one layout: its shards' holders, and what describes each shard.
+"""The holders of a version in one layout: counted, and in order, so that no step has to look at all of them.
 
-A version has one for the layout in which it was published, and one for each other layout in which somebody fills or
-holds it. Chunks of such a layout follow from that layout and from the published one.
+A version has one `LayoutHoldings` for the published layout, and one for each other layout in which a rank fills or holds the
+version. The chunks of such a layout follow from that layout and from the published one.
 
-Responsible for the counts of one layout. Not responsible for when they change (`Cluster.count`), nor for which layouts a
-reader may read (`ways`).
+`Holders` are the holdings of one shard. `Shards` are the shards of one layout: a changed holding is counted once, before the
+next question, however much of it has changed. `LayoutHoldings` adds the descriptions of the shards.
+
+Not responsible for what a holding counts as (`Held.counted`), nor for the layouts that a reader may read (`ways`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import TypeVar
+from operator import attrgetter
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
-from tensorhub.coordinator.shards import Held, Shards
 from tensorhub.messages import Need
+from tensorhub.scheduler.choice import Wanted
+from tensorhub.scheduler.sources import Sources, Standing
+from tensorhub.types import Location
 
-PARTS = 3  # of a rank: catalogue, arrangement and coordinates
+Counts = tuple[bool, bool, bool]  # is complete, is a source, and its worker is heard of now
+_number = attrgetter("number")
+
+
+class Counted(NamedTuple):
+    """What a holding counts as, and where it stands."""
+
+    counts: Counts
+    standing: Standing | None  # among those that can be read; None: it cannot
+    is_stranded: bool  # it lacks something, and a source to have it from
+    is_steady: bool  # it is a source that is not spot
+
+
+class Held(Protocol):
+    """A holding. `number` is its place in the order of coming."""
+
+    number: int
+
+    @property
+    def shard(self) -> int: ...
+
+    @property
+    def counted(self) -> Counted: ...
+
 
 H = TypeVar("H", bound=Held)
+NOTHING: Final = Counted((False, False, False), None, False, False)
+
+
+class Holders(Generic[H]):
+    """The holdings of one shard that do not leave, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.complete = 0  # that have all of it, committed or not
+        self.sources = 0  # that are complete, committed, and take readers
+        self.live_sources = 0  # those of them whose workers are heard of now
+        self.nbytes = 0  # of the shard: the largest that was ever here
+        self.chunks = 0  # the same
+        self.patches = 0  # ACTIVE leases on them that were granted while nobody held all of it: these alone may form cycles
+        self.steady: dict[H, None] = {}  # sources that are not spot
+        self._minted = 0
+        self._there: list[H] = []  # by number
+        self._counts: dict[H, Counts] = {}
+        self._fed: Sources[H] = Sources()  # that can be read, and do not wait for a source themselves
+        self._stranded: Sources[H] = Sources()  # that can be read, and lack a source
+
+    def __iter__(self) -> Iterator[H]:
+        return iter(self._there)
+
+    def __reversed__(self) -> Iterator[H]:
+        return reversed(self._there)
+
+    def __len__(self) -> int:
+        return len(self._there)
+
+    def __contains__(self, holding: object) -> bool:
+        return holding in self._counts
+
+    def add(self, holding: H, nbytes: int, chunks: int) -> None:
+        """It comes, and is numbered; it counts as nothing yet."""
+        self._minted += 1
+        holding.number = self._minted
+        self.nbytes, self.chunks = max(self.nbytes, nbytes), max(self.chunks, chunks)
+        self._there.append(holding)
+        self._counts[holding] = NOTHING.counts
+
+    def remove(self, holding: H) -> None:
+        """It leaves."""
+        self.count(holding, NOTHING)
+        del self._counts[holding]
+        del self._there[bisect_left(self._there, holding.number, key=_number)]
+
+    def count(self, holding: H, now: Counted) -> bool:
+        """What it counts as from now on. Whether there is more to read from than before."""
+        before, counts = self._counts[holding], now.counts
+        if counts != before:
+            self._counts[holding] = counts
+            self.complete += counts[0] - before[0]
+            self.sources += counts[1] - before[1]
+            self.live_sources += counts[2] - before[2]
+        if now.is_steady:
+            self.steady[holding] = None
+        else:
+            self.steady.pop(holding, None)
+        mine, other = (self._stranded, self._fed) if now.is_stranded else (self._fed, self._stranded)
+        is_new = holding not in self._fed and (not now.is_stranded or holding not in self._stranded)
+        other.drop(holding)
+        if now.standing is None:
+            mine.drop(holding)
+            return counts > before
+        mine.put(holding, now.standing)
+        return is_new or counts > before
+
+    def counted(self, holding: H) -> tuple[Counts, Standing | None, Standing | None]:
+        """What it counts as; how it stands among those that can be read, and among those that lack a source."""
+        return self._counts[holding], self._fed.standing(holding), self._stranded.standing(holding)
+
+    def after(self, holding: H | None) -> Iterator[H]:
+        """All holders but this one, beginning with the next one, as a ring."""
+        place = bisect_right(self._there, holding.number, key=_number) if holding is not None else 0
+        for at in (*range(place, len(self._there)), *range(place)):
+            if self._there[at] is not holding:
+                yield self._there[at]
+
+    def best(
+        self,
+        reader: Location,
+        transports: frozenset[str],
+        wanted: Wanted,
+        rates: Sequence[float],
+        refuses: Callable[[H], bool],
+        *,
+        stranded: bool = False,
+    ) -> H | None:
+        """From which this reader would have everything first, of those that it does not refuse."""
+        order = self._stranded if stranded else self._fed
+        return order.best(reader, transports, wanted, rates, refuses)
+
+
+class Shards(dict[int, Holders[H]]):
+    """By shard; none until every rank has published."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # As of what is counted: shards without a source, and those that nobody holds all of.
+        self.sourceless = self.broken = 0
+        # Holdings of which something has changed since they were counted; none between two steps.
+        self.uncounted: dict[H, None] = {}
+        self.has_grown = False  # what is counted since the last wake shows more to read from; never so between two steps
+
+    def lay_out(self, world_size: int) -> None:
+        """Every rank has published: from now on the shards are held. (Who only says that there are many has said little.)"""
+        self.update((shard, Holders()) for shard in range(world_size))
+        self.sourceless = self.broken = world_size
+
+    # -- changing
+
+    def add(self, holding: H, nbytes: int, chunks: int) -> None:
+        """It may be read from now on."""
+        self[holding.shard].add(holding, nbytes, chunks)
+        self.uncounted[holding] = None
+
+    def remove(self, holding: H) -> None:
+        """It takes no readers any more."""
+        there = self[holding.shard]
+        sources, complete = there.sources, there.complete
+        self.uncounted.pop(holding, None)
+        there.remove(holding)
+        self._changed(there, sources, complete)
+
+    def count(self) -> None:
+        """Count anew what has changed."""
+        for holding in self.uncounted:
+            there = self[holding.shard]
+            sources, complete = there.sources, there.complete
+            self.has_grown = there.count(holding, holding.counted) or self.has_grown
+            self._changed(there, sources, complete)
+        self.uncounted.clear()
+
+    def _changed(self, there: Holders[H], sources: int, complete: int) -> None:
+        """A shard had so many sources, and complete holdings, before."""
+        self.sourceless += bool(sources) - bool(there.sources)
+        self.broken += bool(complete) - bool(there.complete)
+
+    # -- questions
+
+    def of(self, shard: int) -> Holders[H]:
+        """Those of this shard, counted."""
+        if self.uncounted:
+            self.count()
+        return self[shard]
+
+    def is_whole(self, shard: int) -> bool:
+        """Whether somebody holds all of this shard, committed or not."""
+        return self.of(shard).complete > 0
+
+    def are_whole(self) -> bool:
+        """The same of every shard."""
+        if self.uncounted:
+            self.count()
+        return not self.broken
+
+    def have_sources(self) -> bool:
+        """Whether every shard is held, complete and committed, by a replica that takes readers."""
+        if self.uncounted:
+            self.count()
+        return not self.sourceless
+
+    def missing(self) -> list[int]:
+        """The shards of which it is not so."""
+        return [] if self.have_sources() else [shard for shard in self if not self.of(shard).sources]
+
+    def copies(self) -> int:
+        """How many complete copies can be read now: of each shard so many at least."""
+        return min((self.of(shard).live_sources for shard in self), default=0)
+
+
+PARTS = 3  # of a rank: catalogue, arrangement and coordinates
 
 
 class LayoutHoldings(Shards[H]):

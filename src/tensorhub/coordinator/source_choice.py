@@ -20,7 +20,7 @@ from tensorhub.coordinator import bridges
 from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, RankPart, ReadLease, Version
-from tensorhub.coordinator.holders import Holders
+from tensorhub.coordinator.layout_holdings import Holders
 from tensorhub.coordinator.states import LeaseState, WorkerState
 from tensorhub.coordinator.waiting import is_filled_by
 from tensorhub.messages import Need
