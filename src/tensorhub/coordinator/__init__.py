@@ -13,8 +13,8 @@ nor for protecting memory: its owner does that. Where to look:
     waiting                         what a reader lacks, and what an operation waits for
     readers, source_choice          read leases; which source a reader gets; which holding is filled from which
     holdings                        what a rank's memory holds, and how a source is left
-    layout_holdings, bridges        the holders of a version in each layout; readers of other layouts
-    ways                            what is read in which layout
+    layout_holdings                 the holders of a version in each layout
+    ways                            what is read in which layout; readers of other layouts
     coverage, replicas              whether ranks together have every byte; whether equal ranks have equal bytes
     retention, handovers            what must stay, and which worker takes it over
     testimonies, digest_lists       which digests the bytes must have, and which worker is asked for them

@@ -9,7 +9,7 @@ watches. At a cap the read-only session that was idle longest makes room.
 
 Not responsible for workers (`membership`). Other modules treat a read-only worker differently where its word, or its number,
 would count for full workers: all read-only workers share one corruption check a second (`corruption_checks`); they name a
-manifest by its id only and are believed for themselves only (`fills`, `bridges`, `testimonies`); their calls keep no version
+manifest by its id only and are believed for themselves only (`fills`, `ways`, `testimonies`); their calls keep no version
 (`versions`), and get another source in their turn (`readers`).
 """
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges, limits, refusals, ways
+from tensorhub.coordinator import limits, refusals, ways
 from tensorhub.coordinator.actions import Decision
-from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, Version
@@ -27,7 +26,7 @@ from tensorhub.coordinator.states import OperationState, PartState, ReplicaState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.waiting import wants_source
-from tensorhub.coordinator.ways import Way
+from tensorhub.coordinator.ways import Source, Way
 from tensorhub.errors import (
     GroupAborted,
     StateError,
@@ -102,7 +101,7 @@ class Fills:
         for part in operation.parts.values():
             if part.needs_bytes and not part.has_written:
                 sources = self._choice.sources(part) if ways.serve(operation) else []
-                if not (bridges.are_enough(sources, part.needs or ()) if part.bridges else sources):
+                if not (ways.are_enough(sources, part.needs or ()) if part.bridges else sources):
                     return None
                 found[part.rank] = sources
         return found
@@ -160,8 +159,8 @@ class Fills:
         """Its manifest fits, and its before_write has returned. If it names parts that are not known, it says this again."""
         if part.bridges and part.needs is None:
             session, parts = part.member.worker.session, None
-            error = bridges.check(part, message, self._cluster.selections)
-            error = error or bridges.disagreement(part, message.needs)
+            error = ways.check(part, message, self._cluster.selections)
+            error = error or ways.disagreement(part, message.needs)
             if error is None and session is not None:
                 parts = self._manifest_questions.with_parts(session, message) if part.member.said.serves else ()
                 error = self._arranged(part, parts) if parts else None
@@ -299,7 +298,7 @@ class Fills:
             if manifest := refusals.named(part):
                 # Else they are of other regions; and of another layout it says later where what is published lies.
                 parts = part.member.said.parts if manifest == part.member.said.manifest else ()
-                known = bridges.as_known(part.member, version, parts) if not bridges_it else None
+                known = ways.as_known(part.member, version, parts) if not bridges_it else None
                 self._cluster.learn(version, layout, part.shard, manifest, known)
                 self._cluster.keep_begun(part.member, b"")
             elif bridges_it:

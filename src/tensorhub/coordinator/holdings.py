@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges
+from tensorhub.coordinator import ways
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Model, ReadLease, Replica, Version, Withdrawal, Worker
 from tensorhub.coordinator.readers import Readers
@@ -36,7 +36,7 @@ class Holdings:
         self._cluster.reckon(holding)
         member, parts = holding.member, None
         if not holding.bridges and not holding.layout.manifests.get(holding.shard):  # else it may have other regions
-            parts = bridges.as_known(member, holding.version, member.said.parts)
+            parts = ways.as_known(member, holding.version, member.said.parts)
         self._cluster.learn(holding.version, holding.layout, holding.shard, holding.member.said.manifest, parts)
         holding.member.holding = holding
         if holding.bridges:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges, limits, waiting
+from tensorhub.coordinator import limits, waiting, ways
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Worker
 from tensorhub.coordinator.source_choice import GAIN_S, Feeding, SourceChoice
@@ -306,7 +306,7 @@ class Readers:
         needs = waiting.lacking(part, without=lease) if part.bridges else []
         is_spare = waiting.is_spare(lease)
         sources = [] if is_spare else self._choice.sources(part, needs)
-        if is_spare or (sources and (not part.bridges or bridges.are_enough(sources, needs))):
+        if is_spare or (sources and (not part.bridges or ways.are_enough(sources, needs))):
             self._leave_for(lease, [self.lend(part, *source) for source in sources], "the source leaves")
 
     def improve(self, part: RankPart) -> None:

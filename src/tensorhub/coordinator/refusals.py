@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges, replicas, ways
+from tensorhub.coordinator import replicas, ways
 from tensorhub.coordinator.entities import Model, Operation, RankPart, Version
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import (
@@ -40,7 +40,7 @@ class Blame:
 def misfit(operation: Operation, version: Version) -> Blame | None:
     """Why this group's ranks cannot take that version's shards, if they cannot."""
     if not ways.as_published(version, operation):
-        error = bridges.misfit(operation.group, version)
+        error = ways.misfit(operation.group, version)
         return Blame(error) if error is not None else None
     info = version.info
     one = max(part.shard for part in operation.parts.values())

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf, nextafter
 
-from tensorhub.coordinator import bridges, limits
+from tensorhub.coordinator import limits, ways
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Trust, Version, Worker
 from tensorhub.coordinator.holdings import Holdings
@@ -135,7 +135,7 @@ class Announcements:
         is_published = version.is_laid_out_as(group)
         if is_known or (is_published and not held.publication):
             layout = version.holdings
-        elif held.publication and not is_published and bridges.misfit(group, version) is None:
+        elif held.publication and not is_published and ways.misfit(group, version) is None:
             if not cluster.manifests.has_room_for(held.manifest, *parts, publication):
                 return False
             if not self._is_published(version, held.publication, publication):
@@ -155,7 +155,7 @@ class Announcements:
         is_described = bool(layout.manifests.get(member.shard)) and member.shard in layout.parts
         if not is_described and not cluster.manifests.has_room_for(held.manifest, *parts):
             return False
-        cluster.learn(version, layout, member.shard, held.manifest, bridges.as_known(member, version, parts))
+        cluster.learn(version, layout, member.shard, held.manifest, ways.as_known(member, version, parts))
         replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
         if replica is None:
             replica = self._holdings.new_replica(version, member)

@@ -7,7 +7,7 @@ sources, which may form a circle. So `Feeding.settle` takes a whole chain for no
 the chain have a source outside it.
 
 `SourceChoice` ranks the sources that a reader may read by site, load, depth and slowness, and changes nothing. Not
-responsible for leases (`readers`), for which needs a reader has (`bridges`), nor for estimates and orders (`scheduler`).
+responsible for leases (`readers`), for which needs a reader has (`ways`), nor for estimates and orders (`scheduler`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from tensorhub.coordinator import bridges
-from tensorhub.coordinator.bridges import Source
+from tensorhub.coordinator import ways
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, RankPart, ReadLease, Version
 from tensorhub.coordinator.layout_holdings import Holders
 from tensorhub.coordinator.states import LeaseState, WorkerState
 from tensorhub.coordinator.waiting import is_filled_by
+from tensorhub.coordinator.ways import Source
 from tensorhub.messages import Need
 from tensorhub.scheduler.choice import Wanted, rank
 from tensorhub.scheduler.links import Distance, distance
@@ -152,7 +152,7 @@ class SourceChoice:
         version = part.operation.bound
         if part.bridges:
             wanted = part.needs or () if needs is None else needs
-            found = bridges.choose(part, wanted, lambda need: self.choose(part, version, need))
+            found = ways.choose(part, wanted, lambda need: self.choose(part, version, need))
         else:
             holding = self.choose(part, version)
             found = [] if holding is None else [(None, holding)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from tensorhub.coordinator import bridges, source_choice, waiting
+from tensorhub.coordinator import source_choice, waiting, ways
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Operation, RankPart
 from tensorhub.coordinator.testimonies import Testimonies
@@ -22,10 +22,10 @@ bug = partial(any_bug, LAYOUTS_DRAWN=1.0)  # in each seed groups have several la
 
 @bug("R7: a rank overwrites what it holds once there is a source for any class of shards that it needs")
 def one_class_is_enough() -> Iterator[None]:
-    def are_enough(sources: Iterable[bridges.Source], needs: object) -> bool:
+    def are_enough(sources: Iterable[ways.Source], needs: object) -> bool:
         return bool(list(sources))
 
-    with replaced(bridges, "are_enough", are_enough):
+    with replaced(ways, "are_enough", are_enough):
         yield
 
 
