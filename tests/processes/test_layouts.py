@@ -138,36 +138,6 @@ def test_who_has_read_across_layouts_first_is_killed_and_those_who_follow_it_go_
     assert ("trainer" in reports[0]["sources"]) is is_trainer_there
 
 
-@pytest.mark.parametrize("how", ["killed", "unpublish"])
-def test_the_publisher_is_gone_in_mid_read_and_a_group_of_another_layout_is_read_instead(
-    processes: ChildProcesses, how: str
-) -> None:
-    """FSDP 4, and a rollout by columns that has all of it. A third layout goes over to that in the same call."""
-    address = coordinator(processes)
-    train = process_of(processes, address, "trainer")
-    trainer = Group("fsdp", "rows", 4, [train] * 4)
-    trainer.publish(1)
-    has_all = process_of(processes, address, "has_all")
-    Group("a", "columns", 2, [has_all] * 2).do("replicate")
-    engine = process_of(processes, address, "engine", gate=6)
-    readers = Group("r", "rows", 3, [engine] * 3)
-    fills = readers.begin("replicate")
-    assert set(held(engine)) == {"trainer"}
-    if how == "killed":
-        train.kill()
-        until(has_all, lambda model: "trainer" not in model["workers"])
-        engine.do("gate_open")
-    else:
-        leaves = trainer.begin(how)
-        for leave in leaves:
-            leave.result()
-        engine.do("gate_open")
-    reports = [fill.result() for fill in fills]
-    assert [(report["version"], "has_all" in report["sources"]) for report in reports] == [(1, True)] * 3
-    assert readers.has(1)
-    assert has_all.do("state", name="a0") == ["ready", 1]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("mesh", [[2, 2], [4]], ids=["HSDP 2 x 2", "FSDP 4"])
