@@ -113,7 +113,7 @@ async def test_a_reading_group_with_an_empty_rank_and_another_layout_than_the_tr
         assert reports[1].bytes_read == 0
         await trainer.close()  # the group serves what it has
         other = tensors()
-        late = await group(c.hubs[:2], "late", [NONE, other], [None, {name: source(name) for name in other}])
+        late = await group(c.hubs[:2], "late", [other, NONE], [{name: source(name) for name in other}, None])
         await all_of(*(each.replicate(2) for each in late))
         assert equal(other, given)
 
