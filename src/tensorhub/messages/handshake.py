@@ -7,7 +7,7 @@ from typing import Annotated
 
 from tensorhub.types import U64, Id, Length, Name
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 NEWLINES = b"\r\n\r\n"
 
