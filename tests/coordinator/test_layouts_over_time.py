@@ -64,11 +64,10 @@ def test_after_a_restart_holders_of_each_layout_count_again() -> None:
     assert layout.have_sources()
     (late,) = world.group("late", [("own/r0", ())])
     world.fill([late])
-    assert not late.take(Start)  # no rank has said yet what was published where
-    for trainer in trainers:
-        back(world, trainer, held_by(trainer, info, is_publisher=True))
     (start,) = late.take(Start)
     assert start.publication == world.version.holdings.described_as == reader.publication
+    for trainer in trainers:
+        back(world, trainer, held_by(trainer, info, is_publisher=True))
     world.ready(late, A, B)
     assert world.sources(late) == [("r0", "", 0)]
     (later,) = world.group("later", [("own/r0", ())])

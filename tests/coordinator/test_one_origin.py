@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tensorhub.coordinator import Described
 from tensorhub.coordinator.states import VersionState
 from tensorhub.layouts.published import Published
 from tensorhub.messages import Begun, Fill, Outcome, Registered, Start
@@ -97,10 +98,13 @@ def test_what_is_still_filled_is_no_source_for_another_layout() -> None:
     assert world.version.state is VersionState.UNAVAILABLE
 
 
-def restarted(trainers_are_back: bool) -> tuple[World, Rank]:
-    """After a restart a holder of another layout is back."""
+def restarted(trainers_are_back: bool, *, is_stored: bool = True) -> tuple[World, Rank]:
+    """After a restart a holder of another layout is back. `is_stored`: the store got what was published where."""
     world, trainers, reader = held()
     info = world.version.info
+    (described,) = [entry for entry in world.stored if isinstance(entry, Described)]
+    if not is_stored:
+        world.stored.remove(described)
     world = world.restarted()
     reader = back(world, reader, held_by(reader, info))
     assert [answer.keep for answer in reader.take(Registered)] == [True]
@@ -125,14 +129,32 @@ def test_after_a_restart_a_reader_goes_on_from_its_own_layout_though_no_holder_o
     assert [outcome.committed for outcome in late.take(Outcome)] == [True]
 
 
-def test_after_a_restart_a_new_reader_needs_a_holder_that_says_what_was_published() -> None:
+def test_after_a_restart_a_new_reader_plans_by_what_the_store_says_was_published() -> None:
+    world, _ = restarted(False)
+    (late,) = world.group("s", [("own/r0", ())])
+    world.fill([late])
+    (start,) = late.take(Start)
+    published = Published.decode(world.core.cluster.manifests.find(start.publication) or b"")
+    assert all(world.core.cluster.manifests.find(each) for each in published.part_ids)
+    world.ready(late, A, B)
+    assert world.sources(late) == [("r0", "", 0)]
+
+
+def test_what_is_stored_stays_known_while_no_worker_holds_the_version() -> None:
     world, reader = restarted(False)
+    world.lose(reader)
+    assert world.version.state is VersionState.UNAVAILABLE
+    assert world.version.holdings.described_as == reader.publication
+
+
+def test_a_description_that_the_store_did_not_get_is_needed_from_holders() -> None:
+    world, reader = restarted(False, is_stored=False)
     (late,) = world.group("s", [("own/r0", ())])
     world.fill([late])
     assert not late.take(Start)
     world.fill([reader])  # it holds that
     assert [outcome.committed for outcome in reader.take(Outcome)] == [True]
-    world, reader = restarted(True)
+    world, reader = restarted(True, is_stored=False)
     (late,) = filling(world, "s")
     assert late.take(Start)[0].publication == reader.publication
 

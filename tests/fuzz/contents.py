@@ -19,6 +19,7 @@ import msgpack
 from tensorhub.coordinator import (
     Coordinator,
     Decision,
+    Described,
     Durable,
     Forgotten,
     Pinned,
@@ -34,7 +35,7 @@ from tensorhub.memory.file_target import FileTarget, plan
 from tensorhub.memory.safetensors import METADATA, TORCH_NAMES, Header, make_header, parse_header, read_from
 from tensorhub.model.compatibility import check_compatible
 from tensorhub.model.dtypes import ITEMSIZE
-from tensorhub.model.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, Manifest, TensorDescription, build_manifest
+from tensorhub.model.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, Manifest, TensorDescription, build_manifest, id_of
 from tensorhub.model.strips import Strip
 from tensorhub.protocol.secret import TOKEN_BYTES_MAX, TOKENS_MAX, is_loopback, read_token_file
 from tensorhub.runtime.control.store import SqliteStore
@@ -418,6 +419,7 @@ ENTRIES = (
     Retention("actor", 2),
     Pinned("p1", "worker.1", "actor", 3, "c3"),
     Forgotten("actor", "elsewhere"),
+    Described("actor", 3, "c3", Published("xxh3-64", 4096, ((id_of(b"manifest"),),)).encode(), (b"manifest",)),
 )
 STATE = "state.sqlite3"
 

@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, assert_never
 
+from tensorhub.layouts.published import PUBLISHED_BYTES_MAX, SHARDS_MAX
 from tensorhub.messages import FromCoordinator, FromWorker, Number, WorldSize
+from tensorhub.messages.values import ManifestBlob
 from tensorhub.types import U64, Id, Length, Name, OpKey
 
 
@@ -102,6 +104,20 @@ class Digested:
 
 
 @dataclass(frozen=True, slots=True)
+class Described:
+    """What readers of another layout need to know of a publication. After a restart its publisher need not come back.
+
+    `description` encodes a `layouts.Published`; `parts` are the parts and manifests that the description names.
+    """
+
+    model: Name
+    number: Number
+    content_id: Id
+    description: Annotated[bytes, Length(PUBLISHED_BYTES_MAX)]
+    parts: Annotated[tuple[ManifestBlob, ...], Length(3 * SHARDS_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
 class Forgotten:
     """This group is gone, and its newest Decision is of no use any more."""
 
@@ -109,7 +125,7 @@ class Forgotten:
     group: str
 
 
-Entry = Publication | Decision | Rollback | Retention | Pinned | Unpinned | Forgotten | Digested
+Entry = Publication | Decision | Rollback | Retention | Pinned | Unpinned | Forgotten | Digested | Described
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +148,7 @@ class Durable:
     models: tuple[ModelRecord, ...] = ()
     pins: tuple[Pinned, ...] = ()
     digested: tuple[Digested, ...] = ()
+    described: tuple[Described, ...] = ()
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Durable:
@@ -141,6 +158,7 @@ class Durable:
         models: dict[str, ModelRecord] = {}
         pins: dict[str, Pinned] = {}
         digested: dict[tuple[str, int], Digested] = {}
+        described: dict[tuple[str, int], Described] = {}
 
         def change(model: str, **fields: Any) -> None:
             models[model] = replace(models.get(model, ModelRecord(model)), **fields)
@@ -157,6 +175,7 @@ class Durable:
                     for key in [k for k in publications if k[0] == entry.model and k[1] > entry.to]:
                         del publications[key]
                         digested.pop(key, None)
+                        described.pop(key, None)
                     idents = rolled_back_by(entry.ident, models.get(entry.model, ModelRecord(entry.model)).rollback)
                     change(entry.model, lineage=entry.lineage, mark=entry.to, rollback=idents)
                 case Retention():
@@ -167,10 +186,14 @@ class Durable:
                     pins.pop(entry.pin, None)
                 case Forgotten():
                     decisions.pop((entry.model, entry.group), None)
-                case Digested():
+                case Digested() | Described():
                     publication = publications.get((entry.model, entry.number))
-                    if publication is not None and publication.content_id == entry.content_id:
+                    if publication is None or publication.content_id != entry.content_id:
+                        continue
+                    if isinstance(entry, Digested):
                         digested[entry.model, entry.number] = entry
+                    else:
+                        described[entry.model, entry.number] = entry
                 case _:
                     assert_never(entry)
         return cls(
@@ -179,6 +202,7 @@ class Durable:
             tuple(models[key] for key in sorted(models)),
             tuple(pins[key] for key in sorted(pins)),
             tuple(digested[key] for key in sorted(digested)),
+            tuple(described[key] for key in sorted(described)),
         )
 
 

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from tensorhub.coordinator import limits
@@ -17,6 +18,7 @@ from tensorhub.coordinator.actions import (
     Action,
     CloseSession,
     Decision,
+    Described,
     Entry,
     LookFor,
     Persist,
@@ -127,6 +129,7 @@ class Cluster:
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
         self.undecided: dict[str, Operation] = {}  # every group's operation, by its key as a text, as timers name it
         self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
+        self._describing: dict[int, Version] = {}  # whose descriptions are on their way to the store
         self.pending_writes: dict[int, PendingWrite] = {}  # whose entries are on their way to the store
         self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
         # What readers report of links, and of each other's; only the choice of sources depends on that.
@@ -371,7 +374,35 @@ class Cluster:
                 published = Published.decode(version.holdings.description)
                 head = published.digest, published.chunk_bytes
             self.keep_description(version, layout, Published(*head, shards).encode())
+        if layout is version.holdings and version.visible and layout.is_described and not layout.stored:
+            layout.stored = True
+            self.note(version)
+            named = [layout.parts[shard] or (layout.manifests[shard],) for shard in layout]
+            parts = tuple(dict.fromkeys(chain(*named)))
+            info = version.info
+            entry = Described(info.model, info.version, info.content_id, layout.description, parts)
+            self._describing[self.persist(entry)] = version
         return layout.described_as
+
+    def described(self, record: int, *, failed: bool) -> None:
+        """The store has an entry, or cannot take it. A failed description is stored with the next call that needs it."""
+        version = self._describing.pop(record, None)
+        if version is not None and failed:
+            version.holdings.stored = False
+            self.note(version)
+
+    def recover_description(self, version: Version, description: bytes, blobs: tuple[bytes, ...]) -> None:
+        """The store says what was published where: readers of another layout can plan before a publisher is back."""
+        layout = version.holdings
+        if not self.manifests.has_room_for(description, *blobs):
+            return
+        found = {id_of(blob): blob for blob in blobs}
+        for shard, ids in enumerate(Published.decode(description).shards):
+            if len(ids) == 1:
+                layout.manifests[shard] = self.manifests.keep(found[ids[0]])
+            layout.learn_parts(shard, self.manifests.keep_all(found[each] for each in ids) if len(ids) > 1 else ())
+        self.keep_description(version, layout, description)
+        layout.stored = True
 
     def keep_description(self, version: Version, layout: LayoutHoldings[Holding], description: bytes) -> None:
         layout.description, layout.described_as = self.manifests.keep(description), id_of(description)
@@ -405,11 +436,14 @@ class Cluster:
         self.selections -= 1
 
     def unlearn(self, version: Version) -> None:
-        """Forget the manifests and lists of a version that is retired, or that no rank holds."""
-        if version.manifests:
+        """Forget the manifests and lists of a version that is retired, or that no rank holds. What is durable of a version
+        that may be held again is kept: its publisher may not come back.
+        """
+        if version.manifests or version.holdings.parts:
             self.note(version)
         for layout in version.layouts:
-            self.manifests.release(*layout.unlearn())
+            if layout is not version.holdings or not (layout.stored and version.is_kept):
+                self.manifests.release(*layout.unlearn())
         for key in list(version.selections):
             self.forget_selection(version, key)
         version.others.clear()

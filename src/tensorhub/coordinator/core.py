@@ -182,6 +182,10 @@ class Coordinator(Stateful[CoordinatorState]):
         for model in cluster.models.values():
             for number in sorted(set(model.versions) - model.retained())[:-RECOVERED_PER_MODEL_MAX]:
                 del model.versions[number]
+        for described in durable.described:
+            version = cluster.model(described.model).versions.get(described.number)
+            if version is not None and version.info.content_id == described.content_id:
+                cluster.recover_description(version, described.description, described.parts)
         for decision in sorted(durable.decisions, key=lambda d: (d.key.epoch, d.key)):
             cluster.decisions[decision.key.model, decision.key.group] = decision
         if durable.publications:  # whose holders may come back

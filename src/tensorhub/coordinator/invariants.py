@@ -512,7 +512,8 @@ def check_counts(cluster: Cluster) -> None:
         for layout in version.layouts:
             kept += [*layout.manifests.values(), *chain(*layout.parts.values())]
             kept += [layout.description]
-            demand(layout.parts.keys() <= layout.manifests.keys(), "parts are of known manifests", version)
+            is_of_known = layout.stored or layout.parts.keys() <= layout.manifests.keys()
+            demand(is_of_known, "parts are of known manifests, or durable", version)
         needed = selections_needed(version)
         demand(version.selections.keys() <= needed, "only selections that somebody needs are known", version)
         named = all(

@@ -238,6 +238,7 @@ class LayoutHoldings(Shards[H]):
         # has said it after a restart; and the id of that.
         self.description: bytes = b""
         self.described_as = ""
+        self.stored = False  # the description and what it names are durable, or on their way to the store
         self.abandoned = False  # the last of its sources left on purpose, and none has come since
         self._classes: dict[int, tuple[int, ...]] = {}  # see `classes`; empty: to be made anew
         self._first: dict[int, int] = {}  # of each shard's class, as of `_classes`
@@ -272,7 +273,7 @@ class LayoutHoldings(Shards[H]):
     @property
     def is_described(self) -> bool:
         """Whether readers of other layouts can be told what is held where."""
-        return len(self.manifests) == len(self.parts) == len(self) > 0
+        return len(self.parts) == len(self) > 0 and (self.described_as != "" or len(self.manifests) == len(self))
 
     def has_each_class(self) -> bool:
         """Whether of each class some shard is held, complete and committed, by a replica that takes readers."""

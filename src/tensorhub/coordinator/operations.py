@@ -277,6 +277,7 @@ class Operations:
         later operations that came meanwhile are handled now.
         """
         self._testimonies.recorded(record, failed=failure is not None)
+        self._cluster.described(record, failed=failure is not None)
         decided = self._decisions.recorded(record) if failure is None else self._decisions.not_recorded(record, failure)
         for member, message in decided.later if decided is not None else ():
             if member.group.members.get(member.rank) is not member:

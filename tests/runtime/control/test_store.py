@@ -1,5 +1,6 @@
 """What a coordinator must not forget: durable, all or nothing, and never two owners of one directory."""
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -13,6 +14,7 @@ import pytest
 
 from tensorhub.coordinator import (
     Decision,
+    Described,
     Durable,
     Entry,
     ModelRecord,
@@ -23,6 +25,8 @@ from tensorhub.coordinator import (
     Unpinned,
 )
 from tensorhub.errors import StateError
+from tensorhub.layouts.published import Published
+from tensorhub.model.manifest import id_of
 from tensorhub.runtime.control import store as store_module
 from tensorhub.runtime.control.store import PUBLICATIONS_READ_MAX, MemoryStore, SqliteStore
 from tensorhub.types import OpKey
@@ -168,6 +172,48 @@ def test_every_commit_is_synced(tmp_path: Path) -> None:
     store.close()
 
 
+def described(number: int, *parts: bytes) -> Described:
+    named = (tuple(map(id_of, parts)),)
+    return Described("m", number, f"content-{number}", Published("xxh3-64", 4096, named).encode(), parts)
+
+
+def test_descriptions_of_layouts_are_kept_once_and_as_long_as_a_publication_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "PUBLICATIONS_KEPT_MAX", 2)
+    monkeypatch.setattr(store_module, "PRUNED_AT", 1)
+    entries: list[Entry] = [publication(1), described(1, b"a", b"b", b"c"), described(2, b"manifest"), publication(2)]
+    entries += [publication(3), described(3, b"a", b"b", b"c"), described(3, b"a", b"b", b"c")]
+    with contextlib.closing(SqliteStore(tmp_path)) as store:
+        store.write(entries[:2])
+        assert store.read() == Durable.of(entries[:2])
+        store.write(entries[3:])
+        assert [each.number for each in store.read().described] == [1, 3]
+        assert store._db.execute("SELECT count(*) FROM layouts").fetchone() == (4,)
+        store.write([publication(number) for number in (4, 5, 6, 7)])
+        assert [each.number for each in store.read().described] == []
+        assert store._db.execute("SELECT count(*) FROM layouts").fetchone() == (0,)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DELETE FROM layouts WHERE place = 2",
+        "DELETE FROM layouts WHERE place = 0",
+        "DELETE FROM layouts",
+        "UPDATE layouts SET blob = x'00' WHERE place = 1",
+        "UPDATE layouts SET blob = 'text' WHERE place = 0",
+        "UPDATE described SET layout = 'other'",
+    ],
+)
+def test_a_description_that_is_damaged(tmp_path: Path, damage: str) -> None:
+    with contextlib.closing(SqliteStore(tmp_path)) as store:
+        store.write([publication(1), described(1, b"a", b"b", b"c")])
+        store._db.execute(damage)
+        with pytest.raises(StateError, match=r"damaged \(layout"):
+            store.read()
+
+
 def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys; sys.path[:0] = sys.argv[2:]; from tests.runtime.control.test_store import *\n"
@@ -204,7 +250,7 @@ def test_another_format(tmp_path: Path) -> None:
     db.execute("UPDATE cluster SET format = 99")
     db.commit()
     db.close()
-    with pytest.raises(StateError, match="its format is 99, this version writes 3"):
+    with pytest.raises(StateError, match="its format is 99, this version writes 4"):
         SqliteStore(tmp_path)
 
 

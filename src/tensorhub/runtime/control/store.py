@@ -18,6 +18,7 @@ from typing import Protocol, assert_never
 
 from tensorhub.coordinator import (
     Decision,
+    Described,
     Digested,
     Durable,
     Entry,
@@ -30,9 +31,10 @@ from tensorhub.coordinator import (
     Unpinned,
 )
 from tensorhub.coordinator.actions import IDENTS_CHARS_MAX
-from tensorhub.errors import StateError
+from tensorhub.errors import ProtocolError, StateError
+from tensorhub.layouts.published import Published
 from tensorhub.logs import get_logger
-from tensorhub.model.manifest import ID_BYTES
+from tensorhub.model.manifest import ID_BYTES, id_of
 from tensorhub.protocol.forms import Violation, brief, record_of
 from tensorhub.transport.forks import close_in_children
 from tensorhub.types import OpKey
@@ -62,10 +64,14 @@ CREATE TABLE IF NOT EXISTS pins (
 CREATE TABLE IF NOT EXISTS digested (
     model TEXT NOT NULL, number INTEGER NOT NULL, content_id TEXT NOT NULL, roots BLOB NOT NULL,
     PRIMARY KEY (model, number));
+CREATE TABLE IF NOT EXISTS described (
+    model TEXT NOT NULL, number INTEGER NOT NULL, content_id TEXT NOT NULL, layout TEXT NOT NULL,
+    PRIMARY KEY (model, number));
+CREATE TABLE IF NOT EXISTS layouts (id TEXT NOT NULL, place INTEGER NOT NULL, blob BLOB NOT NULL, PRIMARY KEY (id, place));
 CREATE TABLE IF NOT EXISTS pruned (model TEXT NOT NULL PRIMARY KEY, up_to INTEGER NOT NULL);
 """
-_OF_VERSIONS = ("publications", "digested")
-FORMAT = 3
+_OF_VERSIONS = ("publications", "digested", "described")
+FORMAT = 4
 _DATABASE = "state.sqlite3"
 _RECORDS: tuple[tuple[type, Callable[[Durable], Sequence[object]]], ...] = (
     (Publication, lambda durable: durable.publications),
@@ -73,6 +79,7 @@ _RECORDS: tuple[tuple[type, Callable[[Durable], Sequence[object]]], ...] = (
     (ModelRecord, lambda durable: durable.models),
     (Pinned, lambda durable: durable.pins),
     (Digested, lambda durable: durable.digested),
+    (Described, lambda durable: durable.described),
 )
 _UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # the latter where SQLite's own words repeat what it has read
 
@@ -229,10 +236,11 @@ class SqliteStore:
             'ORDER BY model, "group"'
         )
         models = self._db.execute("SELECT model, lineage, mark, rollback, retain FROM models ORDER BY model")
-        digested = self._db.execute(
-            "SELECT model, number, content_id, roots FROM digested WHERE (model, number, content_id) IN "
-            "(SELECT model, number, content_id FROM publications) ORDER BY model, number"
-        )
+        known = "(SELECT model, number, content_id FROM publications)"
+        of_publications = f"WHERE (model, number, content_id) IN {known} ORDER BY model, number"
+        digested = self._db.execute(f"SELECT model, number, content_id, roots FROM digested {of_publications}")
+        described = self._db.execute(f"SELECT model, number, content_id, layout FROM described {of_publications}").fetchall()
+        layouts = {layout: self._layout(layout) for layout in {row[-1] for row in described}}
         pins = self._db.execute("SELECT pin, incarnation, model, number, content_id FROM pins ORDER BY pin")
         return Durable(
             publications=tuple(
@@ -246,7 +254,20 @@ class SqliteStore:
             models=tuple(ModelRecord(*row) for row in models.fetchall()),
             pins=tuple(Pinned(*row) for row in pins.fetchall()),
             digested=tuple(Digested(*row) for row in digested.fetchall()),
+            described=tuple(Described(model, number, ident, *layouts[layout]) for model, number, ident, layout in described),
         )
+
+    def _layout(self, ident: str) -> tuple[bytes, tuple[bytes, ...]]:
+        """A description, and all that the description names. Versions of one layout share them."""
+        rows = self._db.execute("SELECT blob FROM layouts WHERE id = ? ORDER BY place", (ident,)).fetchall()
+        blobs = [blob for (blob,) in rows if type(blob) is bytes]
+        try:
+            named = Published.decode(blobs[0] if blobs else b"").part_ids
+        except ProtocolError as error:
+            raise self._damaged(f"layout {brief(ident)}: {error}") from error
+        if id_of(blobs[0]) != ident or tuple(map(id_of, blobs[1:])) != named:
+            raise self._damaged(f"layout {brief(ident)}: its parts are not those that it names")
+        return blobs[0], tuple(blobs[1:])
 
     def write(self, entries: Sequence[Entry]) -> None:
         try:
@@ -285,6 +306,13 @@ class SqliteStore:
             case Digested():
                 roots = (entry.model, entry.number, entry.content_id, entry.roots)
                 self._db.execute("INSERT OR REPLACE INTO digested VALUES (?,?,?,?)", roots)
+            case Described():
+                layout = id_of(entry.description)
+                if self._db.execute("SELECT 1 FROM layouts WHERE id = ?", (layout,)).fetchone() is None:
+                    blobs = enumerate((entry.description, *entry.parts))
+                    self._db.executemany("INSERT INTO layouts VALUES (?,?,?)", [(layout, *blob) for blob in blobs])
+                described = (entry.model, entry.number, entry.content_id, layout)
+                self._db.execute("INSERT OR REPLACE INTO described VALUES (?,?,?,?)", described)
             case Forgotten():
                 self._db.execute('DELETE FROM decisions WHERE model = ? AND "group" = ?', (entry.model, entry.group))
             case _:
@@ -300,6 +328,7 @@ class SqliteStore:
         old = "model = ? AND number <= ? AND content_id NOT IN (SELECT content_id FROM pins)"
         for table in _OF_VERSIONS:
             self._db.execute(f"DELETE FROM {table} WHERE {old}", (model, up_to))
+        self._db.execute("DELETE FROM layouts WHERE id NOT IN (SELECT layout FROM described)")
         self._db.execute("INSERT OR REPLACE INTO pruned VALUES (?, ?)", (model, up_to))
 
     def _stand_in(self, rollback: Rollback) -> None:
