@@ -1,14 +1,14 @@
-"""One registration's own side: its calls, its votes, and what its memory holds.
+"""One registration's side of the protocol: its calls, its votes, and the content of its memory.
 
-Theory of operation. At most one call runs at a time and is in one `Phase`; the handle's state follows its table. Every
-input returns the actions that follow, in order. The machine never waits: the shell tells it what came back.
+Theory of operation. At most one call runs at a time and is in one `Phase`; the handle's state follows its table. Every input
+returns the actions that follow, in order. The machine never waits: the shell reports each result as an input.
 
-The parts: `RegistrationSession` (this rank's standing with the coordinator), `MemberMemory` (what its memory holds), and
-the call that runs, which is a `Publishing`, a `Filling`, a `Leaving` or a `Refusing`; they share a `MemberContext`.
-`Member` hands each input to the part that it is about, and begins a queued call when the others allow it.
+The parts: `RegistrationSession` (this rank's standing with the coordinator), `MemberMemory` (the content of its memory), and
+the running call, which is a `Publishing`, a `Filling`, a `Leaving` or a `Refusing`; they share a `MemberContext`. `Member`
+hands each input to the part that the input concerns, and begins a queued call when session and memory allow it.
 
-Responsible for what a rank may promise (R6: after its vote only the coordinator decides) and for the order of fences
-and writes (R3, R7). Not responsible for reading bytes (`scheduler.pull`), for access to memory (`worker.owner`), for
+Responsible for what a rank may promise (R6: after its vote only the coordinator decides) and for the order of fences and
+writes (R3, R7). Not responsible for reading bytes (`scheduler.pull`), for access to memory (`worker.owner`), for
 connections, or for time, which is an argument.
 """
 
@@ -38,7 +38,7 @@ from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.states import Phase
 from tensorhub.worker.vote import Wrong
 
-LEASE_S = Options().lease_s  # where nothing else was heard
+LEASE_S = Options().lease_s  # until a Welcome says otherwise
 CALLS: Mapping[type[calls.Call], type[ActiveCall[Any]]] = {
     calls.PublishCall: Publishing,
     calls.FillCall: Filling,
@@ -52,8 +52,8 @@ CALLS: Mapping[type[calls.Call], type[ActiveCall[Any]]] = {
 class Member:
     """The machine of one handle. `requests` and `generations` mint numbers that are used once.
 
-    `copies`: what this worker may copy from, shared by its handles; this handle is in it from now on, unless its memory is
-    `in_file`. `parts`: what the worker knows of publications, shared as well.
+    `copies`: the memories that this worker may copy from, shared by its handles. A handle that serves readers is added to
+    them, unless its memory is `in_file`. `parts`: the layouts of publications that the worker knows, shared as well.
     """
 
     def __init__(
@@ -94,16 +94,16 @@ class Member:
 
     @property
     def content(self) -> Content | None:
-        """What the memory holds (READY, DRAINING), is filled with (FILLING) or was voted for (IN_DOUBT)."""
+        """The content that the memory holds (READY, DRAINING), is filled with (FILLING) or was voted for (IN_DOUBT)."""
         return self._memory.content
 
     @property
     def staged(self) -> Content | None:
-        """What was voted for in staging memory, and is not yet in place."""
+        """The content that was voted for in staging memory, and is not yet in place."""
         return self._memory.staged
 
     def manifest_under(self, generation: int) -> Manifest | None:
-        """Of what the memory holds or is filled with, or of what is staged for it, under that generation."""
+        """The manifest of the content, of the staged content, or of the running fill, under that generation."""
         for content in (self.content, self.staged):
             if content is not None and content.generation == generation:
                 return content.manifest
@@ -117,23 +117,23 @@ class Member:
 
     @property
     def _has_left(self) -> bool:
-        """Whether it has deregistered: a Register that came after that would never be taken back."""
+        """Whether the handle has deregistered: a Register that came after that would never be taken back."""
         return self.state is HandleState.CLOSED or (self._call is not None and self._call.phase is Phase.DEREGISTERING)
 
     @property
     def fence_until(self) -> float | None:
-        """When the fence that the running call waits for is given up: earlier once that is cancelled. None: it waits not."""
+        """When the running call's fence is given up: earlier once the call is cancelled. None: it waits for no fence."""
         call = self.running
         return call.deadline if call is not None and call.phase is Phase.FENCING else None
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether memory is still to be fenced, or overwritten, without a call: it is not the caller's to write."""
+        """Whether the memory is still to be fenced or overwritten without a call: the caller may not write it."""
         return self._memory.pending_fence is not None or self._memory.applying
 
     @property
     def has_voted(self) -> bool:
-        """Whether what became of its vote is not known here: others may have heard that it was committed."""
+        """Whether this rank has voted and does not know the outcome: other workers may have heard of a commit."""
         memory = self._memory
         staged = memory.staged is not None and not memory.applying
         return memory.voted is not None or memory.doubt is not None or staged
@@ -153,7 +153,7 @@ class Member:
         return self._context.take_actions()
 
     def _go_on(self) -> None:
-        """Let a queued call say what it has to say, as soon as somebody can hear it."""
+        """Start or end a queued call, as soon as session, memory and doubt allow it."""
         call = self.running
         if call is None or call.phase is not Phase.QUEUED or self.has_pending_work:
             return
@@ -186,7 +186,7 @@ class Member:
             raise self._memory.loss_error()
 
     def cancel(self, error: Exception, now: float) -> list[calls.Action]:
-        """End the running call with `error`, if it is not this rank's to finish any more."""
+        """End the running call with `error`, unless this rank has to finish the call by itself."""
         self._context.enter(now)
         if self.running is not None and self.running.error is None:
             self.running.cancel(error)
@@ -199,7 +199,7 @@ class Member:
         return self._context.take_actions()
 
     def given_up(self, now: float) -> list[messages.FromWorker]:
-        """Nobody wants this registration any more. What the coordinator is to hear at once, if it hears anything."""
+        """The registration is given up. Returns the messages that the coordinator is to get at once, if any."""
         self._context.enter(now)
         if self.state is HandleState.CLOSED and self.shard.serves:
             return []  # it has left
@@ -208,7 +208,7 @@ class Member:
     # -------------------------------------------------------------------------------------- inputs: the owner's side
 
     def fenced(self, generation: int, now: float) -> list[calls.Action]:
-        """Nothing is read under that generation any more."""
+        """The fence stands: no access reads under that generation any more."""
         self._context.enter(now)
         self._context.say(messages.Fenced(self.shard.registration, generation))
         if generation == self._memory.pending_fence:
@@ -222,7 +222,7 @@ class Member:
         return self._context.take_actions()
 
     def fence_failed(self, generation: int, now: float) -> list[calls.Action]:
-        """Accesses still run at the fence's deadline. The bytes are what they were: published they stay (G2, R4)."""
+        """Accesses still run at the fence's deadline. The bytes are unchanged: published memory stays published (G2, R4)."""
         self._context.enter(now)
         waits = self._waits_for(generation)
         if waits is not None:
@@ -230,7 +230,7 @@ class Member:
         return self._context.take_actions()
 
     def _waits_for(self, generation: int) -> Filling | Leaving[Any] | None:
-        """The running call, if it waits for that generation's fence."""
+        """The running call, if it waits for the fence of that generation."""
         call, content = self.running, self._memory.content
         if isinstance(call, Filling | Leaving) and call.phase is Phase.FENCING:
             return call if content is not None and content.generation == generation else None
@@ -239,7 +239,7 @@ class Member:
     def source_failed(
         self, lease: str, reason: str, detail: str, now: float, *, chunk: int | None = None
     ) -> list[calls.Action]:
-        """A read has ended before its time (reason "dropped": because it was told to). `chunk`: that had another digest."""
+        """A read has ended early (reason "dropped": the pull was told to drop the source). `chunk`: had another digest."""
         self._context.enter(now)
         if isinstance(self.running, Filling):
             self.running.source_failed(lease, reason, detail, chunk)
@@ -256,8 +256,8 @@ class Member:
         digest: bytes = b"",
         origin: messages.Origin | None = None,
     ) -> list[calls.Action]:
-        """What was asked with DigestAgain, also by its own worker (`inquiry` ""). `error`: what is wrong with memory that
-        has changed. `digest`: what is sent with the chunk; `origin`: where it was read.
+        """The result of a DigestAgain, or ("" as `inquiry`) of the worker's own check. `error`: the error to raise for
+        memory that has changed. `digest`: the digest that is sent with the chunk; `origin`: where the chunk was read.
         """
         self._context.enter(now)
         content = self._memory.content
@@ -273,22 +273,22 @@ class Member:
         return self._context.take_actions()
 
     def planned(self, number: int, made: Planned | TensorHubError, now: float) -> list[calls.Action]:
-        """What was asked with the PlanReading of that number."""
+        """The result of the PlanReading with that number."""
         self._context.enter(now)
         if isinstance(self.running, Filling):
             self.running.planned(number, made)
         return self._context.take_actions()
 
     def ranks_checked(self, number: int, found: Found | TensorHubError, now: float) -> list[calls.Action]:
-        """What was asked with the CheckRanks of that number."""
+        """The result of the CheckRanks with that number."""
         self._context.enter(now)
         if isinstance(self.running, Filling | Publishing) and self.running.may_check:
             self.running.coverage.checked(number, found)
         return self._context.take_actions()
 
     def pull_done(self, now: float, root: bytes = b"", roots: tuple[messages.SelectionRoot, ...] = ()) -> list[calls.Action]:
-        """Every chunk is in place and verified, with digests of that root (empty: not all have one): vote. `roots`: of each
-        selection, of memory that is filled in another layout.
+        """Every chunk is in place and verified, with digests of that root (empty: some chunk has no digest): vote. `roots`:
+        the root of each selection, for memory that is filled in another layout.
         """
         self._context.enter(now)
         if isinstance(self.running, Filling):
@@ -296,21 +296,21 @@ class Member:
         return self._context.take_actions()
 
     def compared(self, generation: int, following: int, wrong: Sequence[Wrong], now: float) -> list[calls.Action]:
-        """What was asked with CompareDigests: up to which chunk, and what is wrong (chunk, published digest, origin)."""
+        """The result of CompareDigests: the first chunk not compared, and the wrong (chunk, published digest, origin)."""
         self._context.enter(now)
         if isinstance(self.running, Filling) and self.running.generation == generation:
             self.running.compared(following, wrong)
         return self._context.take_actions()
 
     def room_ended(self, error: TensorHubError | None, now: float) -> list[calls.Action]:
-        """MakeRoom has ended: there is room, or `error`, or it was cancelled."""
+        """MakeRoom has ended: with room, with `error`, or because it was cancelled."""
         self._context.enter(now)
         if isinstance(self.running, Filling):
             self.running.room_ended(error)
         return self._context.take_actions()
 
     def copied(self, chunks: frozenset[int], now: float) -> list[calls.Action]:
-        """What could be copied of the running CopyLocally is there, and verified."""
+        """The running CopyLocally has ended: these chunks are in place and verified."""
         self._context.enter(now)
         content = self._memory.content
         if self._memory.applying and content is not None:
@@ -325,8 +325,8 @@ class Member:
         return self._context.take_actions()
 
     def pull_failed(self, error: TensorHubError, now: float) -> list[calls.Action]:
-        """The pull cannot go on with any source, or there is no memory to copy or pull into."""
-        if self._memory.applying:  # it is committed: what does not arrive is torn
+        """The pull has no source left, or there is no memory to copy or pull into."""
+        if self._memory.applying:  # committed already: a missing chunk tears the memory
             return self.copied(frozenset(), now)
         self._context.enter(now)
         if isinstance(self.running, Filling):
@@ -340,7 +340,7 @@ class Member:
         return self._context.take_actions()
 
     def progress(self, chunks_verified: int, bytes_read: int, flows: tuple[messages.Flow, ...]) -> messages.Progress | None:
-        """What is said of a pull that runs; None: the coordinator knows of no call that it belongs to."""
+        """The progress of a running pull; None: the pull belongs to no call that the coordinator knows."""
         running = self.running
         if running is None or running.key is None:
             return None
@@ -349,9 +349,9 @@ class Member:
     # ------------------------------------------------------------------------------------- inputs: the coordinator
 
     def state_lost(self, now: float) -> list[calls.Action]:
-        """The coordinator of the next session knows nothing of the former one's state (R2). Say it before `connected`.
+        """The coordinator of the next session has lost the previous coordinator's state (R2). Call this before `connected`.
 
-        What was held or voted for is given up, and that is told once: by the group call that runs, or else by the next.
+        Held content and votes are given up. One group call reports the loss: the running call, or else the next call.
         """
         self._context.enter(now)
         call, known, reported = self.running, self._session.was_known, False
@@ -362,9 +362,10 @@ class Member:
         return self._context.take_actions()
 
     def connected(self, now: float, lease_s: float = LEASE_S) -> list[calls.Action]:
-        """A session is up: say what was left, what is held, and then (`_registered`) ask for what may be missing.
+        """A session is up: repeat an unanswered Abandon, and restate the content. `_registered` asks for missed messages
+        later.
 
-        `lease_s`: the coordinator's, as its Welcome says.
+        `lease_s`: the lease in the coordinator's Welcome.
         """
         self._context.enter(now)
         self._session.connected(lease_s)
@@ -375,7 +376,7 @@ class Member:
         return self._context.take_actions()
 
     def disconnected(self, now: float) -> list[calls.Action]:
-        """Nobody can be told anything for now. An owner needs nobody to take its memory back."""
+        """The coordinator hears nothing for now. An owner needs no coordinator to take its memory back."""
         self._context.enter(now)
         self._session.disconnected(now)
         if isinstance(self.running, Leaving):
@@ -387,7 +388,7 @@ class Member:
         message: messages.ToRank,
         now: float,
     ) -> list[calls.Action]:
-        """The coordinator says something about this registration. What is stale changes nothing (G9)."""
+        """The coordinator says something about this registration. A stale message changes nothing (G9)."""
         self._context.enter(now)
         call = self.running
         match message:
@@ -415,7 +416,7 @@ class Member:
                 if isinstance(call, Leaving):
                     call.answered(message)
                 elif isinstance(message, messages.LeaveGranted) and self.state is HandleState.READY:
-                    self._memory.restate()  # that wish was given up, unheard: what is held stays
+                    self._memory.restate()  # the leave was given up, unheard: the content stays
             case messages.ManifestReply():
                 if isinstance(call, Filling | Publishing) and call.may_check and call.coverage.waits_for(message.request):
                     call.coverage.came(message)
@@ -466,7 +467,7 @@ class Member:
         self._session.refusal = info
         self._context.act(calls.RegistrationFailed(info.error()))
         if self.running is not None:
-            self.running.give_up(info.error())  # one for each call: what it says of the memory is that call's
+            self.running.give_up(info.error())  # an error object of its own: each call sets its memory field
 
     def _outcome(self, message: messages.Outcome) -> None:
         call, was_left = self.running, self._session.heard(message.key)
@@ -489,7 +490,7 @@ class Member:
                 call.committed(message.version)
                 self._heard_retained(message)
         elif was_left and not self._has_left:
-            self._memory.restate()  # the call has ended without us; whatever became of it, this is what is held
+            self._memory.restate()  # the call has ended without this rank; whatever its outcome, this content is held
 
     def _heard_retained(self, outcome: messages.Outcome) -> None:
         if outcome.retained is not None and outcome.version is not None:
@@ -501,7 +502,7 @@ class Member:
         return None if self.running is None else self.running.next_deadline()
 
     def tick(self, now: float) -> list[calls.Action]:
-        """End a call whose deadline passed without a word from the coordinator."""
+        """End a call that has passed its deadline without a word from the coordinator."""
         self._context.enter(now)
         if self.running is not None and now >= self.running.next_deadline():
             self.running.overdue()

@@ -1,4 +1,4 @@
-"""What the parts of one rank's machine share: who the rank is, what time it is, and the one way to act. It has no rules."""
+"""The context that the parts of one rank's machine share: its shard, the time, the single way to act. It has no rules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tensorhub.worker.registration_session import RegistrationSession, Shard
 
 
 class ShardCopies(Protocol):
-    """What a rank asks of its worker's other host copies; see `worker.local_copies`."""
+    """A rank's questions about its worker's host copies; see `worker.local_copies`."""
 
     def find(self, content_id: str, grid_id: str) -> list[LocalCopy]:
-        """Where (some of) this content's chunks are, in that grid; whole copies first."""
+        """The copies that have chunks of this content in that grid; complete copies first."""
 
     def keep(self, content_id: str, grid_id: str) -> bool:
-        """Whether one holds all of it, in that grid, and stays when the handle's memory is written (R4)."""
+        """Whether a copy holds the whole content in that grid, and stays when the handle's memory is written (R4)."""
 
 
 class MemberContext:
@@ -48,7 +48,7 @@ class MemberContext:
 
     @property
     def title(self) -> str:
-        """What errors call it."""
+        """The rank's name in error texts."""
         return self.shard.title
 
     def enter(self, now: float) -> None:
@@ -64,6 +64,6 @@ class MemberContext:
         self._actions.append(action)
 
     def say(self, message: FromWorker) -> None:
-        """Tell the coordinator. Without a connection it is not said (what matters is said again when there is one)."""
+        """Tell the coordinator. Without a connection the message is dropped (what matters is restated over the next one)."""
         if self.session.online:
             self.act(Say(message))

@@ -1,11 +1,11 @@
-"""What one rank's memory holds, or has been voted for, and under which generation others may read it.
+"""The content of one rank's memory, held or voted for, and the generation under which readers may read it.
 
-Theory of operation. Each verb is one thing that can happen to the memory: it moves the handle's state along its table,
-resets all that depends on it, and asks the shell for what has to be done (open, fence, open again).
+Theory of operation. Each verb is one event in the life of the memory: it moves the handle's state along its table, resets
+all that depends on the state, and asks the shell for the actions that follow (open, fence, reopen).
 
-Responsible for `state` and `content`, for what is restated to the coordinator, and for giving up what must not be held
-any longer. Not responsible for when any of it happens: the call that runs decides that (`worker.active_call`), also what
-comes after a fence. Access to memory is `worker.owner`'s.
+Responsible for `state` and `content`, for restating them to the coordinator, and for giving up content that must not be held
+any longer. Not responsible for when an event happens, nor for what follows a fence: the running call decides
+(`worker.active_call`). Access to memory is `worker.owner`'s.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from tensorhub.worker.states import HANDLE_TABLE
 
 @dataclass(slots=True)
 class Content:
-    """What the memory holds, or is being filled with, under one generation."""
+    """The content that the memory holds, or is being filled with, under one generation."""
 
     version: VersionInfo
     manifest: Manifest
     generation: int
     retained: bool = False  # it is to be kept (R4), as far as was heard
-    published: bool = False  # by this rank; else it was read from others
+    published: bool = False  # by this rank; else it was read from other workers
     root: bytes = b""  # of its chunks' digests, where it was voted for
-    roots: tuple[SelectionRoot, ...] = ()  # the same, of each selection; instead, where it is held in another layout
+    roots: tuple[SelectionRoot, ...] = ()  # the root of each selection, instead, where it is held in another layout
     base: Manifest | None = None  # whose regions it has, where it is held in another layout; None: `manifest`
-    part_ids: tuple[str, ...] = ()  # of what is held, as the coordinator names them
-    spoiled: bool = False  # its bytes have changed: it is not what it says, and counts for nothing
+    part_ids: tuple[str, ...] = ()  # of this content, as the coordinator names them
+    spoiled: bool = False  # its bytes have changed since, so it is not restated
 
     def held(self, *, told: bool) -> Held:
-        """The same, for the coordinator. `told`: it has asked for the manifest itself."""
+        """This content, for the coordinator. `told`: the coordinator has asked for the manifest itself."""
         version, manifest, of = self.version, self.base or self.manifest, publication_in(self.manifest)
         return Held(
             version=version.version,
@@ -68,16 +68,16 @@ class MemberMemory(Stateful[HandleState]):
     def __init__(self, context: MemberContext) -> None:
         super().__init__(HandleState.EMPTY)
         self.content: Content | None = None  # READY, DRAINING: held; FILLING: filled with; IN_DOUBT: voted for; else None
-        self.voted: Content | None = None  # what the running call has voted for: only the coordinator ends that
+        self.voted: Content | None = None  # the running call's vote: only the coordinator decides on it
         self.doubt: OpKey | None = None  # IN_DOUBT: the operation whose outcome is not known
-        self.fencing = False  # the fence of `content` was asked for: nobody may count on it
+        self.fencing = False  # the fence of `content` was asked for: it is not restated
         self.given_up: int | None = None  # the version held until the coordinator knew that content no more (R2)
         self.is_loss_unreported = False  # the coordinator has lost its state, and no call has said so yet (R2)
         self.pending_fence: int | None = None  # the generation of content that was given up without a call, until fenced
-        self.salvage: Content | None = None  # TORN host copy: this worker may copy what was verified, under this generation
+        self.salvage: Content | None = None  # TORN host copy: this worker may copy verified chunks under this generation
         self.staged: Content | None = None  # voted for, in staging memory; `content` is still held, until it is applied
         self.applying = False  # `staged` was committed, and is on its way into the memory
-        self._restate_pending = False  # what was said since the vote may be out of date: said again once it is applied
+        self._restate_pending = False  # the restatement since the vote may be out of date: repeated once applied
         self._context = context
 
     def __repr__(self) -> str:
@@ -93,17 +93,17 @@ class MemberMemory(Stateful[HandleState]):
 
     @property
     def shard(self) -> Shard:
-        """What this memory is registered as."""
+        """The shard that this memory is registered as."""
         return self._context.shard
 
     @property
     def is_host(self) -> bool:
-        """Whether it is the library's own host memory."""
+        """Whether the memory is the library's own host memory."""
         return self._context.shard.medium is Medium.HOST
 
     @property
     def readable(self) -> Content | None:
-        """What this worker itself may copy from here: all that is verified of it."""
+        """The content that this worker may copy from here: its verified chunks."""
         if self.content is not None and not self.fencing:
             return self.content
         return self.salvage
@@ -111,7 +111,7 @@ class MemberMemory(Stateful[HandleState]):
     # --------------------------------------------------------------------------------- publishing, and its vote
 
     def promise(self, version: int, generation: int) -> None:
-        """This rank's vote to publish; the content id is not known yet. Readers may come the moment it is decided."""
+        """This rank's vote to publish; the content id is not minted yet. Readers may come right after the commit."""
         s = self._context.shard
         assert s.manifest is not None
         info = VersionInfo(s.model, version, "", s.manifest.nbytes, s.world_size)
@@ -119,14 +119,14 @@ class MemberMemory(Stateful[HandleState]):
         self._context.act(calls.OpenGeneration(generation, "", s.manifest, complete=True))
 
     def publish(self, version: VersionInfo) -> None:
-        """The promise counts from now on."""
+        """The publication was committed."""
         assert self.voted is not None
         self.content = self.voted
         self.content.version = version
         self._become(HandleState.READY, f"published {version.version}")
 
     def break_promise(self) -> None:
-        """The publication was aborted: the memory is as it was."""
+        """The publication was aborted: the memory is unchanged."""
         assert self.voted is not None
         self._context.act(calls.Fence(self.voted.generation))
         self.voted = None
@@ -134,7 +134,7 @@ class MemberMemory(Stateful[HandleState]):
     # ------------------------------------------------------------------------------------ being filled, and its vote
 
     def fill(self, content: Content) -> None:
-        """The first byte may be written. Chunks are read by others as they arrive, unless this memory serves nobody."""
+        """The first byte may be written. Readers may read each chunk as it arrives, if this memory serves readers."""
         self.drop_salvage()
         self.content = content
         version = content.version
@@ -144,13 +144,13 @@ class MemberMemory(Stateful[HandleState]):
             self._context.act(calls.OpenGeneration(content.generation, version.content_id, manifest, complete=False))
 
     def verified(self, root: bytes, roots: tuple[SelectionRoot, ...] = ()) -> None:
-        """All of it is in place, with digests of that root: this rank's vote. `roots`: of each selection instead."""
+        """All chunks are in place, with digests of that root: this rank's vote. `roots`: the selections' roots instead."""
         assert self.content is not None
         self.voted = self.content
         self.voted.root, self.voted.roots = root, roots
 
     def unvote(self) -> None:
-        """It is not as was published, and is filled on: the coordinator, which said so, has not counted the vote."""
+        """The coordinator has found wrong chunks, and has not counted the vote: the fill goes on."""
         self.voted = self.staged = None
 
     def filled(self) -> None:
@@ -158,23 +158,23 @@ class MemberMemory(Stateful[HandleState]):
         self._become(HandleState.READY, f"filled with {self.content.version.version}")
 
     def fetched(self) -> None:
-        """All of it is verified, and the caller's: no other memory depends on it, so there is no outcome to wait for."""
+        """All chunks are verified, and belong to the caller. No other memory depends on a fetch, so it awaits no outcome."""
         self.content = None
         self._become(HandleState.CLOSED, "fetched")
 
     def tear(self) -> None:
-        """The fill is broken off; nobody may read what is there."""
+        """The fill is broken off: fence it. Of a host copy this worker may still copy the verified chunks."""
         assert self.content is not None
         broken = self.content
         self._context.act(calls.Fence(broken.generation))
         self.content = None
         self._become(HandleState.TORN, "fill broken off")
-        if self.is_host:  # what has its digest is not lost for an update of this worker
+        if self.is_host:  # an update of this worker may copy the verified chunks
             self.salvage = replace(broken, generation=self._context.new_generation(), retained=False, root=b"", roots=())
             self._context.act(calls.ReopenGeneration(self.salvage.generation))
 
     def drop_salvage(self) -> None:
-        """What was left of a broken fill is not wanted any more."""
+        """The verified chunks of a broken fill are not needed any more."""
         if self.salvage is not None:
             self._context.act(calls.Fence(self.salvage.generation))
             self.salvage = None
@@ -182,17 +182,17 @@ class MemberMemory(Stateful[HandleState]):
     # -------------------------------------------------------------------------------- staged: filled beside, then applied
 
     def stage(self, content: Content) -> None:
-        """All of it is in staging memory: this rank's vote. What is held stays as it is until that is committed."""
+        """All chunks are in staging memory: this rank's vote. The held content stays unchanged until the commit."""
         self.staged = content
 
     def drop_staged(self) -> None:
-        """It was aborted: what is held stays, and the coordinator is told so, as it may count on that no more."""
+        """The operation was aborted: the held content stays. Restate it, as the coordinator may count on it no more."""
         self.staged, self._restate_pending = None, False
         self._context.act(calls.FreeStaging())
         self.restate()
 
     def apply(self) -> None:
-        """It was committed: take what is held from its readers, and copy. This is not given up any more."""
+        """The operation was committed: fence the held content, then copy the staged content. This is never given up."""
         assert self.staged is not None
         self.applying = True
         if self.content is not None:
@@ -201,7 +201,7 @@ class MemberMemory(Stateful[HandleState]):
             self._overwrite()
 
     def fenced_to_apply(self, generation: int) -> bool:
-        """Whether that fence was for `apply`; then the memory may be overwritten."""
+        """Whether that fence was for `apply`; if so, the memory is overwritten."""
         mine = self.applying and self.state is not HandleState.FILLING
         if mine and self.content is not None and self.content.generation == generation:
             self._overwrite()
@@ -216,7 +216,7 @@ class MemberMemory(Stateful[HandleState]):
         self._context.act(calls.CopyLocally(version, manifest, generation, (source,), last=True))
 
     def applied(self, *, whole: bool) -> None:
-        """It is in place; or (not `whole`) its bytes did not come through, which only broken memory can do."""
+        """The staged content is in place; or (not `whole`) bytes did not arrive, which only broken memory can cause."""
         staged, self.staged, self.applying = self.staged, None, False
         self._context.act(calls.FreeStaging())
         if whole:
@@ -236,17 +236,17 @@ class MemberMemory(Stateful[HandleState]):
         self._become(HandleState.DRAINING, "withdrawn")
 
     def stay(self, why: str) -> None:
-        """It is not withdrawn after all."""
+        """The withdrawal is over, and the content stays."""
         self._become(HandleState.READY, why)
 
     def fence(self, until: float) -> None:
-        """Take the content from its readers; at `until` that is given up."""
+        """Fence the content; at `until` the fence is given up."""
         assert self.content is not None
         self.fencing = True
         self._context.act(calls.Fence(self.content.generation, until))
 
     def reopen(self) -> None:
-        """What is held is whole, but closed: open and announce it again (R7)."""
+        """The held content is complete, but closed: open and announce it again (R7)."""
         assert self.content is not None
         self.fencing = False
         self.content.generation = self._context.new_generation()
@@ -254,12 +254,12 @@ class MemberMemory(Stateful[HandleState]):
         self.restate()
 
     def forget(self, why: str) -> None:
-        """It is fenced, and the caller's."""
+        """The content is fenced, and the memory belongs to the caller."""
         self.content = None
         self._become(HandleState.EMPTY, why)
 
     def close(self) -> None:
-        """Nothing is held (any more), and nothing will be."""
+        """The memory holds nothing, and will never hold anything again."""
         self.drop_salvage()
         if self.is_host:
             self._context.act(calls.FreeMemory())
@@ -269,11 +269,11 @@ class MemberMemory(Stateful[HandleState]):
         if self.state is not HandleState.CLOSED:
             self._become(HandleState.CLOSED, "closed")
 
-    # --------------------------------------------------------------------------------- what only others know
+    # --------------------------------------------------------------------------------- what only the coordinator knows
 
     def restate(self, *, told: bool = False, parts: Sequence[str] = ()) -> None:
-        """Say what is held, or was voted for. Memory that is being fenced or filled is neither. `told`: the coordinator has
-        asked for the manifests themselves; and for these `parts`.
+        """Register the content that is held or voted for, but no content that is being fenced or filled. `told`: the
+        coordinator has asked for the manifests themselves; `parts`: and for these parts.
         """
         content, holds = self.voted, self.state in (HandleState.READY, HandleState.DRAINING)
         if self.applying:
@@ -281,7 +281,7 @@ class MemberMemory(Stateful[HandleState]):
         elif self.state is HandleState.IN_DOUBT or (holds and not self.fencing):
             content = self.content
         if self.staged is not None and not self.applying:
-            self._restate_pending = True  # if it is committed already, the coordinator counts on what is held no longer
+            self._restate_pending = True  # if committed already, the coordinator counts on the held content no longer
         said = self._parts(content, parts)
         held = content.held(told=told) if content is not None and not content.spoiled else None
         undecided = content is self.voted or (self.state is HandleState.IN_DOUBT and self.staged is None)
@@ -290,8 +290,8 @@ class MemberMemory(Stateful[HandleState]):
         self._context.say(self._context.session.register(held, told=told, parts=said))
 
     def _parts(self, content: Content | None, asked: Sequence[str]) -> list[bytes]:
-        """What was asked for of the parts of what is registered, and of what is held. A copy knows only the ids of its
-        parts. Once it is asked for one of these, it names none any more, or it would be asked for ever.
+        """The `asked` parts of the registration and of the content, where known. A copy knows only the ids of its parts.
+        Once the coordinator asks for such a part, the copy names no part any more; else the coordinator would ask for ever.
         """
         shard, found = self._context.shard, dict[str, bytes]()
         held = content.manifest if content is not None else None
@@ -308,12 +308,12 @@ class MemberMemory(Stateful[HandleState]):
         return [found[each] for each in asked if each in found]
 
     def restate_after(self, commit: OpKey) -> None:
-        """A coordinator that knows a commit from its records only does not know that this memory holds it."""
+        """Restate after a commit of an older membership: the coordinator may not know that this memory holds it."""
         if self._context.session.is_older(commit):
             self.restate()
 
     def not_kept(self) -> None:
-        """The coordinator does not know the content that was restated. What is about to be overwritten is fenced already."""
+        """The coordinator does not know the restated content: give it up. During `apply` restate it later instead."""
         if self.applying:
             self._restate_pending = True
         elif self.state is HandleState.READY and not self.fencing:
@@ -322,7 +322,7 @@ class MemberMemory(Stateful[HandleState]):
             self.given_up = number
 
     def set_retained(self, keep: bool, seq: int, content_id: str | None = None) -> None:
-        """Whether what is held (if it is that content) is to be kept. That is known now, unless it is being fenced."""
+        """Mark the held content (if it has that id) as retained or not, and acknowledge it, unless it is being fenced."""
         content = self.staged if self.applying else self.content
         holds = self.applying or (self.state in (HandleState.READY, HandleState.DRAINING) and not self.fencing)
         if content is not None and holds and content_id in (None, content.version.content_id):
@@ -330,8 +330,8 @@ class MemberMemory(Stateful[HandleState]):
             self._context.say(RetainedAck(self._context.shard.registration, content.version.content_id, keep, seq))
 
     def order_out(self, order: Revoked) -> None:
-        """What was held is retired. What is on its way out, or about to be overwritten, is fenced without that word; if it
-        is announced again after all, the answer is that it is not kept.
+        """The coordinator has retired this content: give it up. Content that is being fenced or overwritten is left to its
+        call; if that content is restated after all, the answer is that it is not kept.
         """
         if self.applying:
             self._restate_pending = True
@@ -341,8 +341,8 @@ class MemberMemory(Stateful[HandleState]):
             self._give_up_held(HandleState.EMPTY, order.reason)
 
     def spoil(self) -> None:
-        """Its bytes have changed since they were published, or verified (R8). A publisher has it until it takes it back, and
-        is told then; who has read it from others gives it up.
+        """The bytes have changed since they were published or verified (R8). A publisher keeps the memory until it
+        unpublishes, and gets the error then. A replica gives its content up.
         """
         assert self.content is not None
         self.content.spoiled = True
@@ -350,10 +350,10 @@ class MemberMemory(Stateful[HandleState]):
             self._give_up_held(HandleState.EMPTY, "its bytes have changed")
 
     def lose(self, *, reported: bool) -> None:
-        """The coordinator has lost its state: nobody knows of this content, nor will anybody of the vote for it.
+        """The coordinator has lost its state, and with it this content and the votes for it.
 
-        What is about to be fenced, filled, torn or overwritten by what was staged is its call's to end. A host copy has no
-        caller who would have to be told.
+        The running call ends content that is being fenced, filled, torn or overwritten by a staged update. A host copy
+        reports no loss, because it has no caller.
         """
         number = self.content.version.version if self.content is not None else None
         if self.applying:
@@ -378,7 +378,7 @@ class MemberMemory(Stateful[HandleState]):
             self._become(state, why)
 
     def loss_error(self) -> LeaseLost:
-        """What tells of that loss."""
+        """The error that reports this loss."""
         return LeaseLost(
             f"{self._context.title}: the coordinator has come back without its state, as a new cluster: what was published, "
             "retained and pinned before is unknown to it, and nobody reads what this handle held. The next call goes on "
@@ -386,7 +386,7 @@ class MemberMemory(Stateful[HandleState]):
         )
 
     def _give_up_held(self, state: HandleState, why: str) -> None:
-        """Give up what is held. The next call waits for the fence, so that nobody counts on this memory any more."""
+        """Give up the held content. The next call waits for its fence, so that no reader is left by then."""
         assert self.content is not None
         self.pending_fence = self.content.generation
         self._context.act(calls.Fence(self.content.generation))
@@ -394,7 +394,7 @@ class MemberMemory(Stateful[HandleState]):
         self._become(state, why)
 
     def doubt_outcome(self, key: OpKey) -> None:
-        """Voted, and no word of the outcome: the memory stays as it is until somebody knows (R6)."""
+        """This rank has voted, and has not heard the outcome: the memory stays unchanged until the outcome is known (R6)."""
         self.doubt = key
         if self.staged is None:
             self.content = self.voted
@@ -402,11 +402,11 @@ class MemberMemory(Stateful[HandleState]):
 
     @property
     def _publishes(self) -> bool:
-        """Whether what is in doubt is a publication: its content id is the coordinator's to tell."""
+        """Whether the operation in doubt is a publication: the coordinator mints its content id."""
         return self.staged is None and self.content is not None and not self.content.version.content_id
 
     def ask_outcome(self, *, vote: bool) -> None:
-        """IN_DOUBT: ask what became of it. `vote`: say the vote of a fill again (that of a publication is restated)."""
+        """IN_DOUBT: ask for the outcome. `vote`: repeat the vote of a fill (the vote of a publication is restated)."""
         assert self.doubt is not None
         rank = self._context.shard.rank
         if vote and not self._publishes:
@@ -416,7 +416,7 @@ class MemberMemory(Stateful[HandleState]):
         self._context.say(Resolve(self.doubt, rank))
 
     def resolve(self, outcome: Outcome) -> None:
-        """What became of the operation that was in doubt."""
+        """The outcome of the operation that was in doubt."""
         self.doubt = None
         if self.staged is not None:
             self._resolve_staged(outcome)
@@ -440,7 +440,7 @@ class MemberMemory(Stateful[HandleState]):
             self.drop_staged()
 
     def pending_fence_stands(self) -> None:
-        """The fence of what was given up stands."""
+        """The fence of the given-up content stands."""
         self.pending_fence = None
         if self.is_host and self.content is None:  # a fill that was asked for before may have begun meanwhile
             self._context.act(calls.FreeMemory())

@@ -1,8 +1,8 @@
-"""The promise of a memory's owner: its bytes stay as they are while others may read them (R8, R15).
+"""The promise of a memory's owner: its bytes stay unchanged while readers may read them (R8, R15).
 
-Responsible for telling the caller that published bytes were written. Each finding is told once, by the call that takes the
-memory back or by the next one. Not responsible for the finding itself: the shell's `written` names the tensors, and digests
-are made there again.
+Responsible for telling the caller that published bytes were written. The call that takes the memory back, or the next call,
+reports a finding. Not responsible for the finding itself: the shell's `written` names the tensors, and the shell makes the
+digests again.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ TENSORS_NAMED_MAX = 5  # in an error
 
 
 class MutationGuard:
-    """That of one handle. `written`: names of tensors that were written since the memory was opened last."""
+    """The guard of one handle. `written`: names of tensors that were written since the memory was opened last."""
 
     def __init__(self, member: Member, written: Callable[[], Sequence[str]]) -> None:
         self._member = member
         self._written = written
-        self.violation: MutabilityViolation | None = None  # what the running call has found when it took the memory back
-        self._spoiled: str | None = None  # what the next call says of bytes that have changed while others could read them
+        self.violation: MutabilityViolation | None = None  # the running call's finding when it took the memory back
+        self._spoiled: str | None = None  # what the next call says of bytes that have changed while readers could read them
 
     def __repr__(self) -> str:
         return f"<MutationGuard of {self._member!r}{' broken' if self._spoiled is not None else ''}>"
 
     def made(self) -> None:
-        """From now on others may read the memory."""
+        """From now on readers may read the memory."""
         self._spoiled = None
 
     def call_begins(self) -> None:
-        """What the last call has found was said."""
+        """The finding of the last call was reported."""
         self.violation = None
 
     def taken_back(self) -> None:
-        """Nobody reads what was published any more: was it kept?"""
+        """The published memory is fenced: look for writes since it was published."""
         self.violation = self._find_violation()
 
     def changed(self, content: Content, chunk: int | None, broken: str = "") -> MutabilityViolation:
-        """A second digest of this chunk was another one (R8). None: it is one that a reader of another layout has read.
-        `broken`: which tensors were seen to be written, replaced or freed instead.
+        """A repeated digest of this chunk differs (R8). `chunk` None: the chunk is one that a reader of another layout has
+        read. `broken`: the tensors that were seen to be written, replaced or freed instead.
         """
         title, number = self._member.shard.title, content.version.version
         what = broken or "a chunk as a reader of another layout reads it does not have its digest any more"
@@ -74,7 +74,7 @@ class MutationGuard:
             raise self.violation
 
     def raise_spoiled(self) -> None:
-        """Raise MutabilityViolation if a second digest was another one (R8); once, if that memory was given up since."""
+        """Raise MutabilityViolation if a repeated digest differed (R8); once, if the memory was given up since."""
         if self._spoiled is not None:
             error = MutabilityViolation(self._spoiled, memory="torn")
             if self._member.state is not HandleState.READY:
@@ -82,7 +82,7 @@ class MutationGuard:
             raise error
 
     def _find_violation(self) -> MutabilityViolation | None:
-        """What (R15) a write has left to be seen by now, or what was found while others could read."""
+        """The violation that a write has left to be seen (R15), or that was found while readers could read."""
         names = [repr(name) for name in self._written()]
         if not names:
             return None if self._spoiled is None else MutabilityViolation(self._spoiled, memory="torn")

@@ -1,21 +1,18 @@
-"""The owner's authority over its registered memory (R3): what may be read, under which generation, and by
-whom now.
+"""The owner's authority over its registered memory (R3): which chunks an access may read, and under which generation.
 
-Theory of operation
--------------------
-Each registration is closed, or open under one generation word. Open means: these bytes are what `content_id`
-says, for every chunk that is marked available (G6). A lane that wants to touch memory calls `begin`, which checks
-registration, generation and content and counts the access; it calls `end` when the kernel or device no longer
-needs the bytes.
+Theory of operation. Each registration is closed, or open under one generation word. Open means: these bytes are what
+`content_id` says, for every chunk that is marked available (G6). A lane that wants to touch memory calls `begin`, which
+checks registration, generation and content and counts the access; it calls `end` when the kernel or device no longer needs
+the bytes.
 
-The fence is two steps: `close` (from here on every `begin` is refused) and waiting until `is_quiet`. Only
-then may the memory be written, and only then can it be opened with other bytes, under another generation (the
-caller mints each only once). A fence that is given up ends with `reopen`: the bytes are the same, so accesses
-that still run harm nobody; they are counted by registration, so that the next fence waits for them, too.
-Results that name an older generation (a digest, a chunk that arrived) are dropped on sight.
+The fence is two steps: `close` (from here on every `begin` is refused) and waiting until `is_quiet`. Only then may the
+memory be written, and only then can it be opened with other bytes, under another generation (the caller mints each only
+once). A fence that is given up ends with `reopen`: the bytes are unchanged, so running accesses do no harm; they are counted
+by registration, so that the next fence waits for them, too. Results that name an older generation (a digest, a chunk that
+arrived) are dropped on sight.
 
-Responsible for the decision. Not responsible for which chunks of a memory are there, and for their digests (`books`), nor
-for locks, waiting, sockets, digesting or time: `runtime.data.serving` wraps this in a condition variable. Every entry point
+Responsible for the decision. Not responsible for the available chunks of a memory and their digests (`books`), nor for
+locks, waiting, sockets, digesting or time: `runtime.data.serving` wraps this in a condition variable. Every entry point
 costs at most the size of its request; `open` costs one pass over the chunks.
 """
 
@@ -34,7 +31,7 @@ _WAIT = Wait()
 
 
 class Owner:
-    """What one worker's registered memory holds, and the accesses to it that run now."""
+    """One worker's registered memories, and the accesses to them that run now."""
 
     def __init__(self) -> None:
         self._memories: dict[RegistrationId, Books] = {}
@@ -56,11 +53,11 @@ class Owner:
         serves: bool = True,
         grid: str = "",
     ) -> None:
-        """Let readers in under `generation`. `sizes`: bytes per chunk; `complete`: every chunk may be read
-        already; `tells`: what digests are made is asked for with `take_made`; `serves` False: nobody
-        may read any of it, and only its books are kept. `grid`: names its chunks.
+        """Let readers in under `generation`. `sizes`: bytes per chunk; `complete`: every chunk may be read already; `tells`:
+        new digests are collected for `take_made`; `serves` False: no reader may read the memory, and only its books are
+        kept. `grid`: names its chunks.
 
-        Digests of that very content in that grid are kept from the last time: see `kept`.
+        If this content was open in that grid before, its digests are kept from the last time: see `kept`.
         """
         old = self._memories.get(registration)
         if old is not None:
@@ -97,7 +94,7 @@ class Owner:
             raise IllegalStep(f"generation {generation} of {registration} was used before", old.story)
 
     def reopen(self, registration: RegistrationId, generation: int) -> None:
-        """Let readers in again under another generation, to the very bytes of the last one."""
+        """Let readers in again under another generation, to the unchanged bytes of the last one."""
         memory = self._memories[registration]
         if memory.is_open or generation == memory.generation:
             raise IllegalStep(f"{registration} is open already, or was open under generation {generation}", memory.story)
@@ -112,9 +109,7 @@ class Owner:
             memory.story.tell("closed", memory.generation, "accesses", memory.accesses)
 
     def forget(self, registration: RegistrationId) -> None:
-        """Drop all that is known of a closed, quiet registration (it is deregistered; its id is never used
-        again).
-        """
+        """Drop the books of a closed, quiet registration (it is deregistered; its id is never used again)."""
         memory = self._memories.get(registration)
         if memory is None:
             return
@@ -135,12 +130,12 @@ class Owner:
         return True
 
     def deselect(self, selection: str) -> None:
-        """Forget that selection of every memory; accesses that run go on."""
+        """Forget that selection of every memory; running accesses go on."""
         for memory in self._memories.values():
             memory.selections.pop(selection, None)
 
     def selections(self, registration: RegistrationId) -> tuple[str, ...]:
-        """Those of this memory that are known."""
+        """The known selections of this memory."""
         memory = self._memories.get(registration)
         return () if memory is None else tuple(memory.selections)
 
@@ -153,8 +148,8 @@ class Owner:
         arrived: Iterable[tuple[int, int | None]],
         origin: Origin | None = None,
     ) -> bool:
-        """Let others read these (chunk, digest) pairs, which were verified; they were read at `origin`, if at any. False: an
-        older generation's, dropped.
+        """Let readers read these verified (chunk, digest) pairs; `origin`: where the chunks were read, if known. False: they
+        are of an older generation, and dropped.
         """
         memory = self._at(registration, generation)
         if memory is None:
@@ -163,7 +158,7 @@ class Owner:
         return True
 
     def revoke(self, registration: RegistrationId, generation: int, chunks: Iterable[int]) -> frozenset[int]:
-        """Let nobody begin to read these, which were not what was published. Returns the accesses to them that run."""
+        """Let no access begin to these chunks, which are not as published. Returns the running accesses to them."""
         memory = self._at(registration, generation)
         if memory is None:
             return frozenset()
@@ -179,19 +174,19 @@ class Owner:
     def take_made(
         self, registration: RegistrationId, selection: str = "", *, if_all: bool = False
     ) -> tuple[list[tuple[int, int]], bool]:
-        """The digests that were made since the last time, ascending; and whether all of that grid's are known. `if_all`:
-        take them only then.
+        """The digests that were made since the last time, ascending; and whether all digests of that grid are known.
+        `if_all`: take them only if all are known.
         """
         grid = self._grid(registration, selection)
         return ([], False) if grid is None else grid.take_made(if_all=if_all)
 
     def is_news(self, registration: RegistrationId, selection: str = "") -> bool:
-        """Whether somebody should take what was made: it is the first since the last time, or the last one of all."""
+        """Whether made digests should be taken: the first one since the last time was made, or the last one of the grid."""
         grid = self._grid(registration, selection)
         return grid is not None and grid.made is not None and (len(grid.made) == 1 or not grid.undigested)
 
     def chunk_count(self, registration: RegistrationId, selection: str = "") -> int:
-        """Of its own grid, or of that selection; 0: it is not known."""
+        """The chunk count of the memory's own grid, or of that selection; 0: the grid is not known."""
         grid = self._grid(registration, selection)
         return 0 if grid is None else len(grid.sizes)
 
@@ -200,7 +195,7 @@ class Owner:
         return None if memory is None else memory.grid(selection)
 
     def origin(self, registration: RegistrationId, generation: int, chunk: int) -> Origin | None:
-        """Where that chunk was read, if that is known."""
+        """Where that chunk was read, if known."""
         memory = self._at(registration, generation)
         return None if memory is None or memory.origins is None else memory.origins[chunk]
 
@@ -212,11 +207,11 @@ class Owner:
     def set_digest(
         self, registration: RegistrationId, generation: int, chunk: int, digest: int, selection: str = ""
     ) -> int | None:
-        """Remember a chunk's digest; the first one counts. Returns the one that counts, None for an older
-        generation, and for a selection that was forgotten.
+        """Remember a chunk's digest; the first digest counts. Returns the digest that counts; None for an older generation
+        without accesses, and for a forgotten selection.
 
-        Who reads it still, although it was closed or reopened meanwhile, hears that one too: the bytes may have changed
-        since it was made.
+        An access that began before the memory was closed or reopened gets the first digest, too: the bytes may have changed
+        since.
         """
         memory = self._memories.get(registration)
         if memory is None or (memory.generation != generation and not memory.accesses):
@@ -239,16 +234,14 @@ class Owner:
         return None if memory is None else memory.own.digests[chunk]
 
     def digests(self, registration: RegistrationId, generation: int, selection: str = "") -> tuple[int | None, ...] | None:
-        """All digests, None for those that are not known; None altogether for an older generation, and for a selection
-        that is not known.
-        """
+        """All digests, None for an unknown digest; None altogether for an older generation and an unknown selection."""
         memory = self._at(registration, generation)
         grid = None if memory is None else memory.grid(selection)
         return None if grid is None else tuple(grid.digests)
 
     def kept(self, registration: RegistrationId, generation: int) -> list[tuple[int, int]]:
-        """Chunks that may not be read, with the digests that they had when this content was here before: what still has
-        its digest need not be brought again (R9).
+        """Chunks that may not be read, with the digests that they had when this content was here before: a chunk that still
+        has its digest need not be brought again (R9).
         """
         memory = self._at(registration, generation)
         return [] if memory is None else memory.kept()
@@ -273,8 +266,8 @@ class Owner:
         bytes_max: int,
         selection: str = "",
     ) -> Access | Wait | Refusal:
-        """Start an access to those of the `wanted` chunks that may be read now, one at least, then up to
-        `bytes_max`. They are of that selection, or ("") of the memory's own grid.
+        """Start an access to those of the `wanted` chunks that may be read now, one at least, then up to `bytes_max`. The
+        chunks are of that selection, or ("") of the memory's own grid.
         """
         memory = self._memories.get(registration)
         if memory is None:

@@ -1,10 +1,10 @@
-"""What a rank reads of a version of another layout: what says how that is laid out is gathered, and a plan is made of it.
+"""How a rank plans its read of a version of another layout: it gathers the parts of the publication, and plans from them.
 
-The coordinator names the publication. The rank asks for it, then for the parts that it names, and for the manifest of the
-rank's own layout if that is not the rank's own. Then the shell plans (`PlanReading`), which takes up to seconds. What is
-gathered, and the publication that was made of it, are kept for the worker's other handles and for later versions.
+The coordinator names the publication. The rank asks for the publication, then for the parts that the publication names, and
+for the manifest to fill if the rank's own is another. Then the shell plans (`PlanReading`), which takes up to seconds. The
+parts, and the publication made of them, are kept for the worker's other handles and for later versions.
 
-Not responsible for asking for parts (`gathering`) and keeping them (`known_parts`), nor for what a plan is
+Not responsible for asking for parts (`gathering`) and keeping them (`known_parts`), nor for the plan itself
 (`tensorhub.layouts`), nor for what a group reads together (`coverage`).
 """
 
@@ -28,7 +28,7 @@ from tensorhub.worker.member_context import MemberContext
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a PlanReading has made."""
+    """The result of a PlanReading."""
 
     publication: Publication
     reading: ReshardedManifest
@@ -36,7 +36,7 @@ class Planned:
 
 
 def plan(action: PlanReading) -> Planned | TensorHubError:
-    """Carry it out. It takes up to seconds, and nothing but its argument."""
+    """Carry out a PlanReading. It takes up to seconds, and needs nothing but its argument."""
     try:
         publication = action.publication or publication_of(action.published, action.parts)
         base = action.manifest or whole_manifest(action.published, publication, action.names)
@@ -47,7 +47,7 @@ def plan(action: PlanReading) -> Planned | TensorHubError:
 
 
 class Planning:
-    """That of one fill. `publication_id`: as Start names it; `manifest_id`: of the manifest whose regions are filled."""
+    """The planning of one fill. `publication_id`: as Start names it; `manifest_id`: the manifest that names the regions."""
 
     def __init__(self, context: MemberContext, publication_id: str, manifest_id: str) -> None:
         self.publication_id = publication_id
@@ -60,7 +60,7 @@ class Planning:
         self._is_whole = False  # it is a fetch of the whole model, whose regions the plan tells
 
     def begin(self) -> ReshardedManifest | None:
-        """What is read, if it was planned before; else it is asked for. TensorHubError: what is known is no publication."""
+        """The plan, if it was made before; else ask for its parts. TensorHubError: the known bytes are no publication."""
         mine = self._context.shard.manifest
         if mine is None and not self._manifest_id:
             self._is_whole = True
@@ -79,16 +79,16 @@ class Planning:
         return self._gathering.waits_for(request)
 
     def came(self, reply: messages.ManifestReply) -> None:
-        """TensorHubError: it is not what was asked for."""
+        """TensorHubError: the reply is not the requested part."""
         self._gathering.came(reply)
         self._go_on()
 
     def ask_again(self) -> None:
-        """After a lost connection, of a coordinator that knows what it is about."""
+        """After a lost connection: repeat the questions to a coordinator that knows the publication."""
         self._gathering.ask_again()
 
     def is_of(self, number: int) -> bool:
-        """Whether that is the plan that was asked for."""
+        """Whether that number is the requested plan."""
         return number == self._number
 
     def keep(self, planned: Planned) -> None:
@@ -97,7 +97,7 @@ class Planning:
         self._context.readings.keep(self.publication_id, self.base.manifest_id, planned.reading)
 
     def _go_on(self) -> None:
-        """Look for what is needed, ask for what is missing, and plan once all is here."""
+        """Find the needed parts, ask for missing parts, and plan once all are here."""
         gathering, known = self._gathering, self._context.parts.publication(self.publication_id)
         gathering.want(self.publication_id)
         if self.base is None and not self._is_whole:

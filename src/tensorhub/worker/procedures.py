@@ -1,4 +1,4 @@
-"""What takes a pure machine several steps: a generator that yields what it waits for, and acts in between.
+"""Tasks of several steps in a pure machine: a generator yields the condition that it waits for, and acts in between.
 
 Theory of operation. A procedure waits for a condition. After each of the machine's events the conditions are checked, in the
 order in which the procedures began, and a procedure goes on in the event in which its condition came true. A wait ends
@@ -69,7 +69,7 @@ class Procedure:
 
 
 class Procedures:
-    """Those of one machine that are under way. `ended` is told how each has ended: its result, or what it raised."""
+    """The running procedures of one machine. `ended` is told how each has ended: its result, or its error."""
 
     def __init__(self, ended: Callable[[Procedure, Any, Exception | None], None]) -> None:
         self._ended = ended
@@ -81,7 +81,7 @@ class Procedures:
 
     @property
     def current(self) -> Procedure:
-        """The procedure whose step is being taken."""
+        """The procedure that takes a step now."""
         assert self._current is not None
         return self._current
 
@@ -116,7 +116,7 @@ class Procedures:
         return True
 
     def next_deadline(self) -> float | None:
-        """When the earliest wait ends without what it is for, or None."""
+        """When the earliest wait ends without its condition, or None."""
         until = min((procedure.next_deadline() for procedure in self._running), default=inf)
         return None if until == inf else until
 

@@ -17,7 +17,7 @@ from tensorhub.worker.states import PUBLISH_TABLE, Phase
 
 
 def check_has_shapes(shard: Shard) -> None:
-    """Raise StateError if nobody could tell what its tensors hold: their views do not say of how large a tensor they are."""
+    """Raise StateError if a view does not say how large its whole tensor is: readers could not tell what it holds."""
     if shard.declared is not None and (unknown := without_shape(shard.declared.sources)):
         names = list(dict.fromkeys(unknown.values()))
         each_of = "each of " if len(names) > 1 else ""
@@ -29,7 +29,7 @@ def check_has_shapes(shard: Shard) -> None:
 
 
 class Publishing(GroupCall[PublishCall]):
-    """Votes when it starts. Then it may be asked to check what all ranks publish together."""
+    """Votes when it starts. Then the coordinator may ask it to check what all ranks publish together."""
 
     machine, table, what = "publish", PUBLISH_TABLE, "publish"
     unbound = Phase.VOTED
@@ -64,7 +64,7 @@ class Publishing(GroupCall[PublishCall]):
 
     @property
     def may_check(self) -> bool:
-        """Nobody reads it before what was checked is known."""
+        """No reader reads the version before the result of the check is known."""
         return self.phase is Phase.VOTED
 
     def waits_for(self, request: int) -> bool:

@@ -1,7 +1,7 @@
-"""One registration's standing with the coordinator: is it heard, is it known, and which operation comes next.
+"""One registration's standing with the coordinator: whether it is connected, whether it is known, and its next operation.
 
 Responsible for the membership epoch and for the sequence of this rank's group calls: an `OpKey` is taken once. After each
-lost connection the session registers anew, and ends an operation that was left without an outcome. Not responsible for
+lost connection the session registers again, and ends an operation that was left without an outcome. Not responsible for
 calls (`worker.active_call`) or memory (`worker.member_memory`).
 """
 
@@ -18,15 +18,15 @@ from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register,
 from tensorhub.model.manifest import Manifest
 from tensorhub.types import Medium, OpKey, Purpose
 
-# Of a lease. However late something is heard that was said before the end of a session, the coordinator counts on its worker
-# for no longer than a lease after it said itself what the worker has answered. The margin is for clocks that do not agree.
+# Of a lease. The coordinator counts on a worker for at most one lease after the coordinator's newest message that the worker
+# has answered, however late the answer arrives. The margin is for clocks that do not agree.
 LEASE_MARGIN = 0.6
 TOLD_UNASKED_BYTES = 4096  # of a manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a registration is, for the coordinator."""
+    """A registration, as the coordinator sees it."""
 
     registration: str
     model: str
@@ -39,18 +39,18 @@ class Shard:
     number: int  # of the shard of a version that this memory is for; the rank, but for a fetch and a copy of one shard
     medium: Medium = Medium.DEVICE
     purpose: Purpose = Purpose.USE
-    declared: Declaration | None = None  # what its caller says that the tensors are; None: they are plain ones
-    coordinates: Coordinates | None = None  # of that, if it can be known before a publication is
+    declared: Declaration | None = None  # the caller's declaration of the tensors; None: they are plain ones
+    coordinates: Coordinates | None = None  # of the declaration, if they can be known before a publication is
     names: tuple[str, ...] | None = None  # patterns of what a fetch of the whole model takes; None: all
 
     @property
     def part_ids(self) -> tuple[str, ...]:
-        """Of what it publishes. Empty: its manifest says it, or nothing does."""
+        """The ids of the parts that describe its tensors. Empty: its manifest describes them, or nothing does."""
         return () if self.coordinates is None else tuple(parts_of(self.coordinates))
 
     def parts(self, manifest: Manifest) -> dict[str, bytes]:
-        """The catalogue, the arrangement and the coordinates of its tensors by their ids, where they lie as this manifest
-        says: its own, or one of equal tensors. Empty as `part_ids`.
+        """The catalogue, the arrangement and the coordinates of its tensors by their ids, for the positions in this
+        manifest: its own, or one of equal tensors. Empty as `part_ids`.
         """
         if self.coordinates is None or self.declared is None:
             return {}
@@ -59,32 +59,32 @@ class Shard:
 
     @property
     def serves(self) -> bool:
-        """Whether others may read this memory."""
+        """Whether readers may read this memory."""
         return self.manifest is not None
 
     @property
     def title(self) -> str:
-        """What errors call it."""
+        """The shard's name in error texts."""
         if not self.serves:
             return f"{self.model!r} (rank {self.number})"
         return f"{self.model!r} (group {self.group!r}, rank {self.rank})"
 
 
 def said_manifest(manifest: Manifest, *, told: bool) -> bytes:
-    """What Register says of it, besides its id: all of it if that is asked for, or is no longer than to ask."""
+    """The manifest in Register, beside its id: all of it if the coordinator asked for it, or if it is short; else empty."""
     encoded = manifest.encode()
     return encoded if told or len(encoded) <= TOLD_UNASKED_BYTES else b""
 
 
 class RegistrationSession:
-    """What the coordinator knows of one registration, as far as can be told from here."""
+    """The coordinator's knowledge of one registration, in this worker's view."""
 
     def __init__(self, shard: Shard, requests: Callable[[], int]) -> None:
         self.shard = shard
         self.online = False  # the coordinator can be told something
-        self.lease_over = -inf  # offline: when this worker's lease has ended for everybody, by its own clock (R4)
+        self.lease_over = -inf  # offline: when this worker's lease has ended for certain, by its own clock (R4)
         self.confirmed = False  # it has answered the Register of this connection
-        self.refusal: ErrorInfo | None = None  # its answer was no
+        self.refusal: ErrorInfo | None = None  # the coordinator has refused the registration
         self.left: Abandon | None = None  # this rank ended that operation, and has not heard the outcome
         self._requests = requests
         self._lease_s = 0.0
@@ -94,12 +94,12 @@ class RegistrationSession:
 
     @property
     def ready(self) -> bool:
-        """Whether a group call can be made: somebody hears it, and knows who calls."""
+        """Whether a group call can be made: the coordinator hears it, and knows this registration."""
         return self.online and self.confirmed
 
     @property
     def was_known(self) -> bool:
-        """Whether a coordinator has ever confirmed it."""
+        """Whether a coordinator has ever confirmed this registration."""
         return self._epoch > 0
 
     def connected(self, lease_s: float) -> None:
@@ -107,14 +107,14 @@ class RegistrationSession:
         self._lease_s = lease_s
 
     def disconnected(self, now: float) -> None:
-        """Nothing was heard from here later than now: a lease from now on nobody counts on this worker any more."""
+        """The coordinator heard nothing after now: a lease (and a margin) later it does not count on this worker."""
         if self.online:
             self.lease_over = now + self._lease_s * (1 + LEASE_MARGIN)
         self.online = self.confirmed = False
 
     def register(self, held: Held | None, *, told: bool, parts: Sequence[bytes] = ()) -> Register:
-        """Say who this is and what is held; what is not said is not held (the coordinator forgets it). `told`: it has asked
-        for the manifests themselves. `parts`: what it has asked for of those.
+        """The Register message. The coordinator forgets content that is not in `held`. `told`: the coordinator has asked for
+        the manifests themselves. `parts`: the parts that it has asked for.
         """
         s, manifest = self.shard, self.shard.manifest
         self._register_request = self._requests()
@@ -142,11 +142,11 @@ class RegistrationSession:
         )
 
     def asked(self, request: int) -> bool:
-        """Whether this answers the newest Register."""
+        """Whether this request is the newest Register."""
         return request == self._register_request
 
     def confirm(self, message: Registered) -> bool:
-        """The coordinator's answer; True if it is the first of this connection."""
+        """The coordinator's answer; True if it is the first answer of this connection."""
         self._move_to(message.epoch, message.sequence)
         first, self.confirmed = not self.confirmed, True
         return first
@@ -155,12 +155,12 @@ class RegistrationSession:
         self._move_to(message.epoch, message.sequence)
 
     def _move_to(self, epoch: int, sequence: int) -> None:
-        """Within an epoch the sequence never goes back: a key that was taken here may not have been heard there."""
+        """Within an epoch the sequence never goes back: the coordinator may not have heard of a key that was taken here."""
         self._sequence = max(sequence, self._sequence) if epoch == self._epoch else sequence
         self._epoch = epoch
 
     def take_key(self) -> OpKey:
-        """Names this rank's next group call."""
+        """The key of this rank's next group call."""
         key = OpKey(self.shard.model, self.shard.group, self._epoch, self._sequence)
         self._sequence += 1
         return key
@@ -170,12 +170,12 @@ class RegistrationSession:
         return key.epoch != self._epoch
 
     def abandon(self, key: OpKey, error: ErrorInfo) -> Abandon:
-        """End that operation; `left` until its outcome is heard."""
+        """End that operation; it is `left` until its outcome is heard."""
         self.left = Abandon(key, self.shard.rank, error)
         return self.left
 
     def heard(self, key: OpKey) -> bool:
-        """That operation's outcome is known now; True if it was the one that was left."""
+        """That operation's outcome is known now; True if this rank had left the operation."""
         if self.left is None or self.left.key != key:
             return False
         self.left = None

@@ -1,14 +1,14 @@
-"""Routes each message of the coordinator: to a handle, to whoever has asked a question, or to the worker itself.
+"""Routes each message of the coordinator: to a handle, to the asker of a question, or to the worker itself.
 
-At the beginning of a session it says in which order the worker says anew what it wants and holds.
+At the beginning of a session it says in which order the worker restates its wishes and its content.
 
-A message names what it is about in one of three ways: by a request, whose answer goes to whoever asked; by a registration;
-or by a rank of a group. Only this module keeps the worker's handles (of any kind `H`) under these names. The worker's own
-questions (`runtime.worker.coordinator_client`) take their numbers from the same iterator, so no two questions share an
+A message names its subject in one of three ways: by a request, with the answer going to the asker; by a registration; or by
+a rank of a group. Only this module keeps the worker's handles (of any kind `H`) under these names. The worker's own
+questions (`runtime.worker.coordinator_client`) take their numbers from this module's iterator, so no two questions share an
 answer.
 
-Responsible for messages about something that is unknown here, or gone: an answer that comes twice, a rank that has left, a
-registration that has ended. Not responsible for connections, nor for what a handle does with a message (`worker.member`).
+Responsible for messages about an unknown or former subject: an answer that comes twice, a rank that has left, a registration
+that has ended. Not responsible for connections, nor for what a handle does with a message (`worker.member`).
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class Examine(Generic[H]):
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """To what the worker itself has asked, unless that is answered or given up already."""
+    """The answer to a question of the worker itself, unless the question is answered or given up already."""
 
     message: messages.Done | messages.Refused | messages.ManifestReply | messages.PublicationReply | messages.Description
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Say this at once: there is nobody here who could."""
+    """Say this at once: no handle here could answer."""
 
     message: messages.FromWorker
 
 
-# What is none of these concerns the worker itself.
+# A bare message concerns the worker itself.
 Routed = (
     Deliver[H]
     | Examine[H]
@@ -70,20 +70,20 @@ Routed = (
 
 @dataclass(frozen=True, slots=True)
 class LoseState(Generic[H]):
-    """The coordinator knows nothing of what was before: this handle's member hears of it (`Member.state_lost`)."""
+    """The coordinator has lost its state: this handle's member hears of it (`Member.state_lost`)."""
 
     handle: H
 
 
 @dataclass(frozen=True, slots=True)
 class Resume(Generic[H]):
-    """This handle's member says what it has to say over the new session (`Member.connected`)."""
+    """This handle's member restates itself over the new session (`Member.connected`)."""
 
     handle: H
 
 
 class Anew(Enum):
-    """What the worker itself does over a new session."""
+    """The worker's own steps over a new session."""
 
     FORGET_VERSIONS = "what was newest is nothing to the coordinator, which has lost its state"
     WATCH = "say which models are watched"
@@ -94,7 +94,7 @@ Welcomed = LoseState[H] | Resume[H] | Anew
 
 
 class Router(Generic[H]):
-    """That of one worker. `numbers`: of requests, each used once."""
+    """The router of one worker. `numbers`: of requests, each used once."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self.handles: dict[str, H] = {}  # by registration, in the order in which they came
@@ -104,17 +104,17 @@ class Router(Generic[H]):
         self._registered: dict[
             str, int
         ] = {}  # by registration: its Register that was answered last, which may be asked for again
-        self._coordinator: messages.Welcome | None = None  # the one of the newest session
+        self._coordinator: messages.Welcome | None = None  # of the newest session
 
     def __repr__(self) -> str:
         return f"<Router: {len(self.handles)} handles, {len(self._asked)} without an answer>"
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is kept here of anybody."""
+        """Whether the router keeps no handle and no request."""
         return not (self.handles or self._at or self._asked or self._registered)
 
-    # -- who there is
+    # -- the handles
 
     def check_free(self, model: str, group: str, rank: int) -> None:
         """Raise RegistrationError if this rank is registered here."""
@@ -125,18 +125,18 @@ class Router(Generic[H]):
             )
 
     def add(self, shard: Shard, handle: H) -> None:
-        """From now on it is told what concerns it."""
+        """From now on the handle gets the messages that concern it."""
         self._at[shard.model, shard.group, shard.rank] = shard.registration
         self.handles[shard.registration] = handle
 
     def leave(self, shard: Shard) -> None:
-        """It goes: its rank is free at once, also where its end takes time."""
+        """The handle leaves: its rank is free at once, even if its end takes time."""
         name = shard.model, shard.group, shard.rank
         if self._at.get(name) == shard.registration:
             del self._at[name]
 
     def remove(self, shard: Shard) -> None:
-        """It is no more, and nobody waits for its answers."""
+        """The handle has ended, and does not wait for its answers any more."""
         self.leave(shard)
         self.handles.pop(shard.registration, None)
         self._registered.pop(shard.registration, None)
@@ -144,27 +144,28 @@ class Router(Generic[H]):
             del self._asked[request]
 
     def new_request(self, shard: Shard) -> int:
-        """A number whose answer goes to that handle."""
+        """A number for a question of that handle."""
         number = next(self._numbers)
         self._asked[number] = shard.registration
         return number
 
     def asker(self, request: int) -> H | None:
-        """Who waits for that answer."""
+        """The handle that waits for that answer."""
         return self.handles.get(self._asked.get(request, ""))
 
     def rank_at(self, model: str, group: str, rank: int) -> H | None:
-        """Who has registered as that rank, and has not left."""
+        """The handle that has registered as that rank, and has not left."""
         return self.handles.get(self._at.get((model, group, rank), ""))
 
-    # -- what is heard
+    # -- messages
 
     def welcomed(self, message: messages.Welcome) -> list[Welcomed[H]]:
-        """A session is up. If the coordinator is a new cluster, or has an older state than the one before, nothing may go
-        back silently (R2, G3): that comes first. Pins are said behind what is held, so that there is something to pin.
+        """A session is up. If the coordinator is a new cluster, or has an older state than its predecessor, no state may go
+        back silently (R2, G3): the loss comes first. Pins are restated after the held content, so that there is something to
+        pin.
         """
         before, self._coordinator = self._coordinator, message
-        self._asked.clear()  # nothing that was said before is answered over it
+        self._asked.clear()  # no earlier question is answered over the new session
         self._registered.clear()
         steps = list[Welcomed[H]]()
         if before is not None and (before.cluster != message.cluster or before.epoch > message.epoch):
@@ -172,7 +173,7 @@ class Router(Generic[H]):
         return [*steps, Anew.WATCH, *map(Resume, self.handles.values()), Anew.PIN]
 
     def route(self, message: messages.FromCoordinator) -> list[Routed[H]]:
-        """Whom it concerns, in order."""
+        """The receivers of this message, in order."""
         match message:
             case messages.Registered():
                 asker = self._asked.get(message.request, "")
@@ -221,11 +222,11 @@ class Router(Generic[H]):
                 assert_never(message)
 
     def _answer(self, request: int) -> H | None:
-        """Who has asked, and was not answered yet."""
+        """The handle that has asked, and was not answered yet."""
         return self.handles.get(self._asked.pop(request, ""))
 
     def _answered(self, request: int) -> H | None:
-        """Whose Register that was. It is wanted again once its group's layout is known."""
+        """The handle of that answered Register. The coordinator wants it again once it knows the layout of the group."""
         found = (name for name, answered in self._registered.items() if answered == request)
         return self.handles.get(next(found, ""))
 

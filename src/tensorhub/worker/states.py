@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from tensorhub.types import HandleState as H
 
-# Whoever publishes, fills, withdraws or closes moves along this table; `machine.Stateful.become` is the only writer.
-# What is held, or in doubt, is given up first: only memory that holds nothing is closed (or all of a fetch is in place).
+# Every publish, fill, withdrawal and close moves along this table; `machine.Stateful.become` is the only writer.
+# Held or doubtful content is given up first: only memory without content is closed (or a fetch that is complete).
 HANDLE_TABLE: Mapping[H, frozenset[H]] = {
     H.EMPTY: frozenset({H.FILLING, H.READY, H.IN_DOUBT, H.CLOSED}),
     H.FILLING: frozenset({H.READY, H.TORN, H.IN_DOUBT, H.CLOSED}),
@@ -25,7 +25,7 @@ class Phase(StrEnum):
 
     QUEUED = "queued"  # waits until the registration is confirmed, or a doubt resolved
     ASKED = "asked"  # Fill is said; waits to be bound
-    MANIFEST = "manifest"  # waits for the manifest of the bound version, or for the plan of what is read of it
+    MANIFEST = "manifest"  # waits for the manifest of the bound version, or for the transfer plan
     HOOK = "hook"  # before_write runs
     HELD = "held"  # ReadyToWrite is said; waits for Write
     FENCING = "fencing"  # waits for the owner's own accesses to end

@@ -1,10 +1,10 @@
-"""A rank's vote for what it has filled: the roots of its digests, and which of its chunks were published with others.
+"""A rank's vote for its fill: the roots of its digests, and the chunks that differ from the published ones.
 
-While it compares, the vote is not said again, whatever connection is lost: it would count, and may be void in a moment.
+During a comparison the vote is not repeated, whatever connection is lost: it would count, and may be void in a moment.
 
-What it is told of the publisher's digests after its vote is one list, of all chunks, where the version is of its own layout.
-Of another layout there is a list for each selection that the rank reads. Lists and strays have the selection's numbers, and
-the memory has its own.
+After the vote the coordinator may send the publisher's digests. For a version of the rank's own layout they are one list, of
+all chunks. For another layout there is a list for each selection that the rank reads. Lists and strays have the selection's
+numbers, and the memory has its own.
 
 Not responsible for what follows (`filling`), nor for comparing (`chunk_reports`).
 """
@@ -27,7 +27,7 @@ Wrong: TypeAlias = "tuple[int, int, messages.Origin | None]"
 
 
 class _Comparison:
-    """Of one list, which comes in pages. `chunks`: those that it is about, in its order; None: all."""
+    """The comparison with one list, which comes in pages. `chunks`: the chunks of the list, in its order; None: all."""
 
     def __init__(self, selection: str = "", shard: int = 0, manifest: Manifest | None = None) -> None:
         self.selection = selection
@@ -37,17 +37,17 @@ class _Comparison:
             len(self.chunks) if self.chunks is not None else manifest.chunk_count if manifest is not None else 0
         )
         self.is_last = False  # the page that is being compared is the last one
-        self.wrong: dict[int, int] = {}  # chunks that are not as was published, and their published digests
+        self.wrong: dict[int, int] = {}  # chunks that are not as published, and their published digests
         self.strays: dict[messages.Origin | None, messages.Stray] = {}  # one of each memory from which such chunks came
 
     def takes(self, page: messages.Compare) -> bool:
-        """Whether it is a page of this list, of something that is read."""
+        """Whether the page belongs to this list, and this rank reads the selection."""
         self.is_last = page.last
         is_its = (page.selection, page.shard) == (self.selection, self.shard)
         return is_its and (not self.selection or self.chunks is not None)
 
     def found(self, wrong: Sequence[Wrong]) -> None:
-        """Which chunks of that page are not as was published, which digests they must have, and where they were read."""
+        """The wrong chunks of that page, each with its published digest and its origin."""
         for chunk, published, origin in wrong:
             self.wrong[chunk] = published
             if len(self.strays) < messages.STRAYS_MAX:
@@ -56,20 +56,20 @@ class _Comparison:
 
 
 class Vote:
-    """That of one fill. `operation`: which one the fill belongs to now."""
+    """The vote of one fill. `operation`: the operation of the fill now."""
 
     def __init__(self, context: MemberContext, operation: Callable[[], OpKey]) -> None:
         self.root = b""  # of this rank's digests, once all is there
-        self.roots: tuple[messages.SelectionRoot, ...] = ()  # the same, of each selection; where it reads selections
+        self.roots: tuple[messages.SelectionRoot, ...] = ()  # the root of each selection, where it reads selections
         self.is_void = False  # some of it is being read again
-        self._compares = False  # it is not known yet whether that page makes it void
-        self._is_owed = False  # it is to be said again once that is known
+        self._compares = False  # a page is being compared, which may make the vote void
+        self._is_owed = False  # the vote is to be repeated after that
         self._context = context
         self._operation = operation
-        self._comparison = _Comparison()  # of the last list that it was sent
+        self._comparison = _Comparison()  # with the last list that was sent
 
     def made(self, root: bytes, roots: tuple[messages.SelectionRoot, ...]) -> None:
-        """All is there, with these roots."""
+        """All chunks are in place, with these roots."""
         self.root, self.roots, self.is_void = root, roots, False
         self._compares = self._is_owed = False
 
@@ -80,7 +80,7 @@ class Vote:
         self._context.say(messages.Prepared(self._operation(), self._context.shard.rank, self.root, self.roots))
 
     def compare(self, page: messages.Compare, manifest: Manifest, generation: int, *, staged: bool) -> None:
-        """It has not the digests that were published: find out where, of what was read."""
+        """The roots are not the published ones: find the wrong chunks."""
         if not page.first:
             self._comparison = _Comparison(page.selection, page.shard, manifest)
         if self._comparison.takes(page):
@@ -88,7 +88,7 @@ class Vote:
             self._context.act(CompareDigests(manifest, generation, staged, *of))
 
     def compared(self, following: int, wrong: Sequence[Wrong]) -> bool:
-        """See `Filling.compared`. True: that was the last page, and not all is as it was published."""
+        """See `Filling.compared`. True: this was the last page, and chunks are wrong."""
         self._compares = False
         self._comparison.found(wrong)
         if self._comparison.is_last and self._comparison.wrong:
@@ -100,7 +100,7 @@ class Vote:
         return False
 
     def say_void(self) -> None:
-        """What is wrong is read again, and where that came from."""
+        """The wrong chunks are read again. Say so, with their origins."""
         self.is_void = True
         self._say_compared(self._comparison.chunk_count, tuple(self._comparison.strays.values()))
 
