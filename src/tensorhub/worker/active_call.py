@@ -1,11 +1,11 @@
-"""A call that runs: what all of them have in common, and what those of a group do (R6).
+"""A running call: the part that all calls share, and the part that all calls of a group share (R6).
 
 Each call is an object of its own, which lives from `begin` to its `Finish`, and moves from `Phase` to `Phase` along the
 table of its kind. Each kind of call is a module: `publishing`, `filling`, `leaving`. The machine of the handle
-(`worker.member`) tells the call what happened, and only what is about it.
+(`worker.member`) tells the call only the events that concern it.
 
-Responsible for a call's deadline, for how it is given up, and for a vote that was not answered. Not responsible for
-what the memory holds (`worker.member_memory`).
+Responsible for a call's deadline, for how it is given up, and for a vote without an answer. Not responsible for the content
+of the memory (`worker.member_memory`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tensorhub.worker.states import AT_ONCE_TABLE, Phase
 
 C = TypeVar("C", bound=Call)
 
-# The coordinator ends calls at their deadline and knows why; a rank that does not hear of it ends them by itself later.
+# The coordinator ends calls at their deadline and knows why; a rank that hears nothing ends its call by itself later.
 DEADLINE_SLACK_S = 2.0
-ERROR_CHARS_MAX = 2000  # of what other ranks are told: a coordinator passes no more on
+ERROR_CHARS_MAX = 2000  # of an error for other ranks: a coordinator passes no more on
 
 
 class ActiveCall(Stateful[Phase], Generic[C], ABC):
-    """The call that runs now; `call` is what its caller has asked for."""
+    """The call that runs now; `call` is its caller's request."""
 
     alone: ClassVar[bool] = False  # can be made without the coordinator
     what: str  # what errors call it
@@ -52,7 +52,7 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
         self.key: OpKey | None = None  # of its group operation, once said
         self.request = 0  # of the question whose answer is awaited
         self.error: Exception | None = None  # with which it will end
-        self.rebinds = 0  # how often it was bound to another content, since the one before was gone
+        self.rebinds = 0  # how often it was bound to another content, because the previous content was gone
         self.by_source = False  # see `messages.Outcome`
         self._call = call
         self._context = context
@@ -82,7 +82,7 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Say what there is to say: QUEUED is over."""
+        """Say the first message of the call: QUEUED is over."""
 
     def finish(self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None) -> None:
         self.enter(Phase.OVER)
@@ -91,12 +91,12 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
     # -- given up from this side
 
     def cancel(self, error: Exception) -> None:
-        """The caller does not want it any more: end with `error`, if it is not this rank's to finish."""
+        """The caller does not want the call any more: end with `error`, if this rank may still end the call."""
         self.deadline = min(self.deadline, self._context.now)
         self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
-        """End the call from this side, as far as that is still this rank's to do."""
+        """End the call from this side, if this rank may still end it."""
         if self.phase is not Phase.QUEUED:
             self._give_up(error)
             return
@@ -105,13 +105,13 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
         self.finish(error=error)
 
     def _give_up(self, error: Exception) -> None:
-        """The same, once it has started. (By default it ends when it starts.)"""
+        """End a call that has started. (By default a call ends when it starts.)"""
 
     def next_deadline(self) -> float:
         return self.deadline + DEADLINE_SLACK_S
 
     def overdue(self) -> None:
-        """Its deadline has passed without a word from the coordinator."""
+        """The deadline has passed without a word from the coordinator."""
         self.deadline = self._context.now  # each further step gets DEADLINE_SLACK_S
         if self._context.session.online:
             text = f"{self._context.title}: {self.what} did not end within {self.timeout_s:g} s"
@@ -121,11 +121,11 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
             self.give_up(CoordinatorUnavailable(text))
 
     def waits_for(self, request: int) -> bool:
-        """Whether the answer to that is awaited."""
+        """Whether the call waits for the answer to that request."""
         return request == self.request
 
     def refused(self, error: TensorHubError) -> None:
-        """The coordinator's answer to what it waits for is no."""
+        """The coordinator has refused the request."""
         self.give_up(error)
 
     # -- for those that fence, which have `fenced` and `fence_failed`
@@ -142,7 +142,7 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
 class GroupCall(ActiveCall[C]):
     """A call that all ranks of the group make, and that ends alike for all of them (G4)."""
 
-    unbound: ClassVar[Phase]  # it is said, and may still become a part of another operation than the one it named
+    unbound: ClassVar[Phase]  # the call was said, and may still join another operation than the named one
 
     def __init__(self, call: C, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
         super().__init__(call, context, memory, timeout_s)
@@ -184,7 +184,7 @@ class GroupCall(ActiveCall[C]):
 
     @abstractmethod
     def _say_phase_again(self) -> None:
-        """What the coordinator may have missed of it."""
+        """Repeat the messages of the call that the coordinator may have missed."""
 
     # -- its end
 
@@ -195,7 +195,7 @@ class GroupCall(ActiveCall[C]):
     def aborted(self, error: Exception) -> None: ...
 
     def state_lost(self, error: Exception) -> bool:
-        """No coordinator can know any more what became of it. True: it ends with that error, not well or with its own."""
+        """No coordinator can know the outcome any more. True: the call ends with that error, not well or with its own."""
         if self.phase is Phase.QUEUED:
             self.finish(error=error)
             return True
@@ -205,14 +205,14 @@ class GroupCall(ActiveCall[C]):
 
     @abstractmethod
     def _may_be_committed(self) -> bool:
-        """Whether others may have heard of a commit, as far as is known here."""
+        """Whether the operation may have been committed, by all that this rank knows."""
 
     def unheard_of(self, error: Exception) -> None:
-        """The coordinator is a new one, and has no record of the operation: nobody has committed it, or will."""
+        """A new coordinator has no record of the operation: the operation was not committed, and will not be."""
         self.aborted(error)
 
     def again(self, error: Exception) -> None:
-        """The operation was aborted so that all its ranks make the same call again."""
+        """The operation was aborted so that all its ranks repeat the call."""
         self.aborted(error)
 
     def _finish_committed(self, version: VersionInfo, *, changed: bool = True) -> None:
@@ -223,14 +223,14 @@ class GroupCall(ActiveCall[C]):
         self._context.say(self._context.session.abandon(self.operation, _to_others(error)))
 
     def _doubt(self, error: Exception) -> None:
-        """Voted, and no word of the outcome (R6)."""
+        """This rank has voted, and has not heard the outcome (R6)."""
         self._memory.doubt_outcome(self.operation)
         set_memory(error, "in_doubt")
         self.finish(error=error)
 
 
 class Refusing(ActiveCall[RefuseCall]):
-    """This rank does not make its next group call: the other ranks' ends at once."""
+    """This rank does not make its next group call: the group's call ends at once."""
 
     machine, table, what = "immediate call", AT_ONCE_TABLE, "refuse"
 
@@ -246,7 +246,7 @@ def set_memory(error: Exception, memory: TensorState) -> None:
 
 
 def _to_others(error: Exception) -> ErrorInfo:
-    """As the other ranks hear it: that this one was cancelled or closed does not keep them from trying again."""
+    """The error for the group's other ranks: a rank that was cancelled or closed does not keep them from a retry."""
     if isinstance(error, StateError):
         error = StateError(str(error), retryable=True)
     elif not isinstance(error, TensorHubError):

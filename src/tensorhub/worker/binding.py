@@ -1,10 +1,10 @@
-"""What a fill is bound to: a version, and what this rank reads of it.
+"""The version that a fill is bound to, and the manifest or transfer plan by which this rank reads the version.
 
-Of a version of the rank's own layout that is its manifest, which is asked for if it is not known. Of another layout it is a
-plan. Until one of them is known, the fill writes nothing.
+A version of the rank's own layout is read by its manifest, which is asked for if it is not known. A version of another
+layout is read by a transfer plan. Until the manifest or plan is known, the fill writes nothing.
 
-Responsible for finding that, and for what others are told of it. Not responsible for how a plan comes about (`planning`),
-nor for what the fill does with it (`filling`).
+Responsible for finding the manifest or plan, and for telling the coordinator of it. Not responsible for making a plan
+(`planning`), nor for the fill itself (`filling`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tensorhub.worker.planning import Planned, Planning
 
 
 class Binding:
-    """That of one fill. `start`: what the coordinator has bound it to."""
+    """The binding of one fill. `start`: the message that bound it."""
 
     def __init__(self, context: MemberContext, start: messages.Start) -> None:
         self.version = start.version
-        self.root = start.root  # of the publisher's digests, as far as the coordinator has said it beforehand
+        self.root = start.root  # of the publisher's digests, if the coordinator has said it beforehand
         self.publication_id = start.publication  # where this rank's layout is not the published one
         self._key = start.key  # the operation in which it was bound first
         self._manifest_id = start.manifest_id
-        self._part_ids = start.part_ids  # of what the memory will hold, in the published layout
+        self._part_ids = start.part_ids  # of the content that the memory will hold, in the published layout
         self._context = context
         self._planning = Planning(context, start.publication, start.manifest_id) if start.publication else None
         self._manifest = None if self._planning is not None else context.manifests.get(start.manifest_id)
@@ -39,18 +39,18 @@ class Binding:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known what is read."""
+        """Whether the manifest or plan is known."""
         return self._manifest is not None
 
     @property
     def manifest(self) -> Manifest:
-        """What is read, in this rank's layout, once it is known."""
+        """The manifest or plan, in this rank's layout, once known."""
         assert self._manifest is not None
         return self._manifest
 
     @property
     def base(self) -> Manifest:
-        """Whose regions are filled, once that is known."""
+        """The manifest that names the filled regions, once known."""
         base = self._planning.base if self._planning is not None else self._manifest
         assert base is not None
         return base
@@ -58,14 +58,14 @@ class Binding:
     # --------------------------------------------------------------------------------------- until it is known
 
     def begin(self) -> None:
-        """Find it, or ask for what it is found by. TensorHubError: what is known is no publication."""
+        """Find the manifest or plan, or ask for its parts. TensorHubError: the known bytes are no publication."""
         if self._planning is not None:
             self._manifest = self._planning.begin()
         elif self._manifest is None:
             self._ask()
 
     def ask_again(self) -> None:
-        """After a lost connection, of a coordinator that knows what it is about."""
+        """After a lost connection: repeat the questions to a coordinator that knows the version."""
         if self._planning is not None:
             self._planning.ask_again()
         else:
@@ -75,18 +75,18 @@ class Binding:
         return request == self.request if self._planning is None else self._planning.waits_for(request)
 
     def came(self, reply: messages.ManifestReply) -> None:
-        """TensorHubError: it is not what was asked for."""
+        """TensorHubError: the reply is not the requested manifest or part."""
         if self._planning is not None:
             self._planning.came(reply)
         else:
             self._manifest = self._context.manifests.add(reply.manifest)
 
     def is_of(self, number: int) -> bool:
-        """Whether that is the plan that was asked for."""
+        """Whether that number is the requested plan."""
         return self._planning is not None and self._planning.is_of(number)
 
     def planned(self, made: Planned | TensorHubError) -> None:
-        """That plan was made. TensorHubError: it cannot be."""
+        """Keep the requested plan. TensorHubError: the plan cannot be made."""
         if isinstance(made, TensorHubError):
             raise made
         assert self._planning is not None
@@ -100,7 +100,7 @@ class Binding:
     # ------------------------------------------------------------------------------------------ once it is known
 
     def content(self, generation: int) -> Content:
-        """What the memory, or what is staged for it, will hold."""
+        """The content that the memory, or its staging memory, will hold."""
         base = None if self._planning is None else self.base
         part_ids = tuple(said_parts(self.manifest)) or self._part_ids
         return Content(self.version, self.manifest, generation, base=base, part_ids=part_ids)
@@ -112,7 +112,7 @@ class Binding:
         return messages.Begun(self._key, *what, self.publication_id)
 
     def ready_to_write(self, operation: OpKey, asked: Sequence[str]) -> messages.ReadyToWrite:
-        """With what is read of which shards, and those of the parts of what the memory will hold that were `asked` for."""
+        """The chunks that this rank needs of each shard, and the `asked` parts of the content that the memory will hold."""
         manifest, shard = self.manifest, self._context.shard
         needs = manifest.parts if isinstance(manifest, ReshardedManifest) else ()
         said = said_parts(manifest) if shard.serves else {}

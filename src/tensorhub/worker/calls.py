@@ -15,14 +15,14 @@ from tensorhub.types import OpKind, Selector, VersionInfo
 
 @dataclass(frozen=True, slots=True)
 class LocalCopy:
-    """Where this worker has some or all chunks of a content: one of its registrations, and under which generation."""
+    """A memory of this worker that has some or all chunks of a content: its registration, and its generation."""
 
     registration: str
     generation: int
 
 
 def staging_of(registration: str) -> str:
-    """Under which id this worker's own copying finds what a registration's staged update has brought so far."""
+    """The id under which this worker's own copying finds the chunks of a registration's staged update."""
     return f"{registration}/staged"
 
 
@@ -57,14 +57,14 @@ class CloseCall:
 
 @dataclass(frozen=True, slots=True)
 class RefuseCall:
-    """This rank will not make its next group call (its body raised, say): the other ranks' call ends at once, with that."""
+    """This rank will not make its next group call (its body raised, say): the group's call ends at once, with `error`."""
 
     error: ErrorInfo
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseCall:
-    """A host copy is not needed any more: withdraw what it holds, and give its memory back. The registration stays."""
+    """A host copy is not needed any more: withdraw its content, and give its memory back. The registration stays."""
 
 
 Call = PublishCall | FillCall | UnpublishCall | CloseCall | RefuseCall | ReleaseCall
@@ -81,9 +81,9 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class OpenGeneration:
-    """From now on readers may ask for this memory under `generation`: all of it, or what is marked available.
+    """From now on readers may ask for this memory under `generation`: for all of it, or for the chunks marked available.
 
-    `content_id` is empty where a publisher opens before it is minted.
+    `content_id` is empty where a publisher opens before the id is minted.
     """
 
     generation: int
@@ -94,7 +94,7 @@ class OpenGeneration:
 
 @dataclass(frozen=True, slots=True)
 class ReopenGeneration:
-    """Let readers in again under `generation`: the bytes, and what is available of them, are as before the last fence."""
+    """Let readers in again under `generation`: the bytes and the available chunks are as before the last fence."""
 
     generation: int
 
@@ -104,7 +104,7 @@ class Fence:
     """Make `generation` unreadable, end the owner's own accesses, then call `Member.fenced(generation)`.
 
     If accesses still run at `until`, or at `Member.fence_until` where that is earlier by now, call `Member.fence_failed`
-    instead. None: the memory is not published again, whatever comes, so the fence is tried until it stands.
+    instead. None: the memory is never published again under `generation`, so the fence is tried until it stands.
     """
 
     generation: int
@@ -120,11 +120,11 @@ class CallHook:
 
 @dataclass(frozen=True, slots=True)
 class PlanReading:
-    """Plan what is read of a version of another layout (`worker.planning.plan`), and call `Member.planned` with the number
-    and what came of it.
+    """Plan the read of a version of another layout (`worker.planning.plan`), and call `Member.planned` with the number and
+    the result.
 
-    `publication`: what `published` and `parts` make; None: it was not made yet. `manifest`: whose regions are filled; None:
-    those of the whole model, or of what these `names` are patterns of.
+    `publication`: made of `published` and `parts`; None: it was not made yet. `manifest`: names the regions to fill; None:
+    the regions of the whole model, or of the tensors that match these `names`.
     """
 
     number: int
@@ -138,9 +138,9 @@ class PlanReading:
 
 @dataclass(frozen=True, slots=True)
 class CheckRanks:
-    """Check whether these readers read all of the publication; or, without readers, whether it is one, and what this rank
-    shares with others. Then call `Member.ranks_checked` with the number and what was found (`worker.coverage.check`).
-    `published`, `parts` and `publication`: as in PlanReading.
+    """Check whether these readers read all of the publication; or, without readers, whether the ranks publish one version,
+    and which bytes this rank shares with other ranks. Then call `Member.ranks_checked` with the number and the result
+    (`worker.coverage.check`). `published`, `parts` and `publication`: as in PlanReading.
     """
 
     number: int
@@ -154,8 +154,8 @@ class CheckRanks:
 
 @dataclass(frozen=True, slots=True)
 class CopyLocally:
-    """Copy what these copies have into the memory, chunk by chunk and digest by digest, as an access of their owner (R3);
-    then call `Member.copied`, with all chunks that are there now. StopPull ends it.
+    """Copy the chunks of these copies into the memory, digest by digest, as an access of their owner (R3); then call
+    `Member.copied`, with all chunks that are present then. StopPull ends it.
 
     `staged`: not into the memory itself, as in StartPull. `last`: nothing is pulled afterwards, so unpack, too.
     """
@@ -164,7 +164,7 @@ class CopyLocally:
     manifest: Manifest
     generation: int
     sources: tuple[LocalCopy, ...]
-    copied: frozenset[int] = frozenset()  # are there already
+    copied: frozenset[int] = frozenset()  # are present already
     staged: bool = False
     last: bool = False
 
@@ -173,9 +173,9 @@ class CopyLocally:
 class StartPull:
     """Fill the memory; then call `Member.pull_done`, or `source_failed` and `pull_failed` as it happens.
 
-    `copied`: chunks that were copied, so that they need not be read. `staged`: fill host memory that nobody else reads
-    (`staging_of`); the memory itself stays as it is. `published`: what some chunks must have as digest, whatever a source
-    says. `again`: those that are missing were here before, and are read once more.
+    `copied`: chunks that were copied, so that they need not be read. `staged`: fill host memory that no other worker reads
+    (`staging_of`); the memory itself stays as it is. `published`: the digests that some chunks must have, whatever a source
+    says. `again`: the missing chunks were present before, and are read once more.
     """
 
     version: VersionInfo
@@ -190,8 +190,8 @@ class StartPull:
 
 @dataclass(frozen=True, slots=True)
 class CompareDigests:
-    """Compare what is filled with a part of its publisher's list, from chunk `first` on; let nobody read what is not as was
-    published; then call `Member.compared`. `chunks`: those that the list is about, in its order; None: all.
+    """Compare the filled chunks with a part of the publisher's list, from chunk `first` on; let no reader read wrong chunks;
+    then call `Member.compared`. `chunks`: the chunks of the list, in its order; None: all.
     """
 
     manifest: Manifest
@@ -219,24 +219,24 @@ class StopPull:
 
 @dataclass(frozen=True, slots=True)
 class MakeRoom:
-    """Reserve host memory for what is staged, and go on meanwhile; then call `Member.room_ended`."""
+    """Reserve host memory for a staged update, and go on meanwhile; then call `Member.room_ended`."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class CancelRoom:
-    """That room is not wanted any more: `Member.room_ended` soon, whatever has come of it."""
+    """The room is not wanted any more: call `Member.room_ended` soon, whatever the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeStaging:
-    """What was staged is in place, or not wanted any more: give its memory back."""
+    """The staged content is in place, or not wanted any more: give its memory back."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Nothing is held any more, and the last fence stands. Let go of the memory; that of a host copy is given back."""
+    """The memory holds nothing, and the last fence stands. Let go of the memory; a host copy gives it back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,10 @@
-"""Whether the ranks of this rank's group, which read another layout, read every byte of it together; or whether those that
-publish make one version.
+"""Whether the ranks of a group, reading another layout, read every byte of it together; or whether they publish one version.
 
-The coordinator asks one rank of the group, once all have said where they read to, or what they publish. That rank gathers
-what the others have said, and has it checked by its shell (`CheckRanks`). Where ranks publish what ranks of other shards
-publish, too, each of them is asked, and says what digest that has.
+The coordinator asks one rank of the group, once all ranks have said where they read to, or what they publish. That rank
+gathers the parts of all ranks, and its shell checks them (`CheckRanks`). Where ranks of several shards publish common bytes,
+the coordinator asks each of these ranks, which reports the digest of those bytes.
 
-Not responsible for what one rank can check alone (`planning`), nor for comparing digests: the coordinator does.
+Not responsible for the checks of a single rank (`planning`), nor for comparing digests: the coordinator does.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from tensorhub.worker.member_context import MemberContext
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Nothing is wrong. `shared`: as of `messages.Covered`; None: no rank has such bytes."""
+    """The check has passed. `shared`: as of `messages.Covered`; None: no rank shares bytes."""
 
     publication: Publication
     shared: tuple[messages.Shared, ...] | None = None
 
 
 def check(action: CheckRanks, digest: Callable[[Sequence[Share]], Sequence[bytes]]) -> Found | TensorHubError:
-    """Carry it out. It takes up to seconds. `digest`: makes those of what this rank shares with others."""
+    """Carry out a CheckRanks. It takes up to seconds. `digest`: makes the digests of the bytes that this rank shares."""
     try:
         publication = action.publication or publication_of(action.published, action.parts)
         if action.readers is not None:
@@ -51,7 +50,7 @@ def check(action: CheckRanks, digest: Callable[[Sequence[Share]], Sequence[bytes
 
 
 class Checked(Protocol):
-    """The call whose ranks are checked."""
+    """The call that has its ranks checked."""
 
     generation: int
 
@@ -62,7 +61,7 @@ class Checked(Protocol):
 
 
 class Coverage:
-    """That of one call, which is asked for it or not."""
+    """The check of one call, which the coordinator asks for or not."""
 
     def __init__(self, context: MemberContext, call: Checked) -> None:
         self._context, self._call = context, call
@@ -71,13 +70,13 @@ class Coverage:
         self._begin()
 
     def _begin(self) -> None:
-        self._found: Found | None = None  # they read all of it
+        self._found: Found | None = None  # the check has passed
         self._described: dict[str, Published] = {}  # by these two ids
         self._gathering = Gathering(self._context)
         self._number = 0  # of the check that was asked for
 
     def asked(self, publication_id: str, readers_id: str) -> None:
-        """`publication_id`: as Start names what is read; "": they publish. `readers_id`: as CheckCoverage names them."""
+        """`publication_id`: the publication to read, as in Start; "": the ranks publish. `readers_id`: as in the message."""
         if self._readers_id != readers_id:
             self._publication_id, self._readers_id = publication_id, readers_id
             self._publication = self._context.parts.publication(publication_id or readers_id)
@@ -89,7 +88,7 @@ class Coverage:
             self._gathering.ask_again()
 
     def _go_on(self) -> None:
-        """Look for what is needed, ask for what is missing, and check once all is here."""
+        """Find the needed parts, ask for missing parts, and check once all are here."""
         needed, gathering = (self._publication_id or self._readers_id, self._readers_id), self._gathering
         try:
             gathering.want(*needed)
@@ -119,11 +118,11 @@ class Coverage:
             self._go_on()
 
     def ask_again(self) -> None:
-        """The coordinator has said again what it is about: it may have missed what was asked."""
+        """The coordinator has restated this operation: repeat the questions, which it may have missed."""
         self._gathering.ask_again()
 
     def checked(self, number: int, found: Found | TensorHubError) -> None:
-        """What was asked with CheckRanks."""
+        """The result of CheckRanks."""
         if number != self._number:
             return
         if isinstance(found, TensorHubError):

@@ -1,16 +1,16 @@
 """A rank's fill (R7): replicate, update, fetch.
 
-The order: Fill is said; all ranks are bound to one version; its manifest is compared, or (of a version of another layout)
-it is planned what to read; `before_write` runs; all ranks are ready. Only then is the old version fenced and the new one
-pulled. What host copies of this worker have of that content is copied first, and only the rest is read. When all is
+The order: Fill is said; all ranks are bound to one version; its manifest is compared, or (for a version of another layout) a
+transfer plan is made; `before_write` runs; all ranks are ready. Only then is the old version fenced and the new version
+pulled. Chunks that host copies of this worker have are copied first, and only the rest is read. When all chunks are
 verified, the rank votes.
 
 A staged fill pulls the new version into staging memory. `before_write` runs when all of it is verified. The old version is
 fenced and overwritten only when the vote has led to a commit.
 
-Responsible for this order, and for what a broken fill leaves behind. Not responsible for what is read of the version
-(`binding`), for the leases that it reads under (`leases`), for whether the group reads everything (`coverage`), for what the
-publisher's digests say of its vote (`vote`), nor for reading bytes (`scheduler.pull`).
+Responsible for this order, and for the memory that a broken fill leaves behind. Not responsible for the manifest or plan
+(`binding`), for the leases that it reads under (`leases`), for whether the group reads everything (`coverage`), for
+comparing its vote with the publisher's digests (`vote`), nor for reading bytes (`scheduler.pull`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Instruction = (
 
 
 class Filling(GroupCall[calls.FillCall]):
-    """replicate, update, prefetch and fetch."""
+    """The calls replicate, update, prefetch and fetch."""
 
     machine, table = "fill", FILL_TABLE
     unbound = Phase.ASKED
@@ -56,33 +56,33 @@ class Filling(GroupCall[calls.FillCall]):
         super().__init__(call, context, memory, timeout_s)
         self.what = call.kind.value
         self._begin_attempt()
-        self._bound_before = ""  # the content to which this call was bound when it was last made again
+        self._bound_before = ""  # the content of the attempt before, if the call was repeated
         self._hooked = False  # before_write has returned
-        self._may_hold = call.kind is OpKind.PREFETCH  # when it was said, this rank may have held what it is bound to
+        self._may_hold = call.kind is OpKind.PREFETCH  # this rank may have held the bound content when Fill was said
 
     def _begin_attempt(self) -> None:
         """Nothing is bound, and nothing begun."""
         context = self._context
-        self.binding: Binding | None = None  # what the coordinator has bound it to
+        self.binding: Binding | None = None  # by the coordinator
         self.coverage = Coverage(context, self)
         self._leases = Leases(context, lambda: self.operation)
         self._write_said = False  # the coordinator has told every rank to overwrite
-        self._may_have_missed_write = False  # a connection was lost in the midst of it, and perhaps that word
-        self._tried: set[calls.LocalCopy] = set()  # has been copied from
-        self._copied: frozenset[int] = frozenset()  # chunks that came from there
-        self.stages = False  # the memory holds what must stay as it is until the commit
-        self._has_staging = False  # staging memory may be in use, and nobody else is to free it
-        self._is_staged = False  # all of it is there
+        self._may_have_missed_write = False  # a connection was lost meanwhile, and perhaps a Write
+        self._tried: set[calls.LocalCopy] = set()  # host copies that were copied from
+        self._copied: frozenset[int] = frozenset()  # chunks that came from host copies
+        self.stages = False  # the memory holds a version that stays unchanged until the commit
+        self._has_staging = False  # staging memory may be in use, and this call has to free it
+        self._is_staged = False  # all chunks are in staging memory
         self._vote = Vote(context, lambda: self.operation)
-        self._is_anew = False  # said once more, to a new coordinator, which has not bound it yet
-        self._lets_go = False  # of what was begun; then the call is said again, under the key that was taken
+        self._is_anew = False  # Fill was repeated to a new coordinator, which has not bound it yet
+        self._lets_go = False  # of this attempt; then the call is repeated under the key that was taken
 
     def check_allowed(self) -> None:
         super().check_allowed()
         if self._call.kind is OpKind.REPLICATE and self._memory.version is not None:
             raise StateError(f"{self._context.title} holds version {self._memory.version}: update() replaces it")
 
-    # ------------------------------------------------------------------------------------------------- what is said
+    # ----------------------------------------------------------------------------------------------- what it says
 
     def start(self) -> None:
         self._take_key()
@@ -112,31 +112,31 @@ class Filling(GroupCall[calls.FillCall]):
         )
 
     def _begun(self) -> messages.Begun | None:
-        """How far it is, for a coordinator that has not bound it."""
+        """How far the fill is, for a coordinator that has not bound it."""
         if self.binding is None or not self.binding.is_known:
             return None
         return self.binding.begun(written=self._has_staging or self._has_begun)
 
     @property
     def manifest(self) -> Manifest | None:
-        """Of the bound version, in this rank's layout; once that is known."""
+        """The manifest of the bound version in this rank's layout, once known."""
         return self.binding.manifest if self.binding is not None and self.binding.is_known else None
 
     @property
     def _bound(self) -> Binding:
-        """What it is bound to."""
+        """The binding, once there is one."""
         assert self.binding is not None
         return self.binding
 
     def unheard_of(self, error: Exception) -> None:
-        """Say the call again under a new key, and go on with what was begun: the pull does not stop for that (G8).
+        """Repeat the call under a new key, and go on with the fill: the pull does not stop for that (G8).
 
-        What this rank has voted for, nobody has committed; if all ranks come as far, it is committed now (R6).
+        An operation that this rank has voted for was not committed; if all ranks vote again, it is committed now (R6).
         """
         if self.phase in (Phase.ABANDONING, Phase.STOPPING, Phase.APPLYING):
             self.aborted(error)
             return
-        if self.phase is Phase.MANIFEST:  # nothing depends on what it was bound to
+        if self.phase is Phase.MANIFEST:  # nothing depends on the binding
             self.enter(Phase.ASKED)
             self.binding = None
         self._take_key()
@@ -144,8 +144,8 @@ class Filling(GroupCall[calls.FillCall]):
         self._say_call()
 
     def again(self, error: Exception) -> None:
-        """What it reads is gone, and its selector names another version: let go of what was begun, and say the call again
-        (G7, R12). If its caller has given up meanwhile, the next operation ends as well.
+        """The sources are gone, and the selector names another version: let go of this attempt, and repeat the call (G7,
+        R12). If the caller has cancelled meanwhile, the next operation is abandoned for all ranks.
         """
         if self.phase is Phase.APPLYING:
             return  # its commit was heard
@@ -166,13 +166,13 @@ class Filling(GroupCall[calls.FillCall]):
                 self._call_again()
 
     def _call_again(self) -> None:
-        """Nothing runs any more of what was begun."""
+        """Nothing of the attempt runs any more: reset it, and repeat the call."""
         if self.phase is Phase.VOTED and self.stages:
             self._has_staging = False
             self._memory.drop_staged()
         elif self._memory.state is HandleState.FILLING:
             self._memory.tear()
-        elif self._write_said or self._may_have_missed_write:  # what is held may count no more
+        elif self._write_said or self._may_have_missed_write:  # the held content may count no more
             self._memory.restate()
         if self._has_staging:
             self._context.act(calls.FreeStaging())
@@ -190,8 +190,8 @@ class Filling(GroupCall[calls.FillCall]):
         return self._is_anew or super()._is_unbound()
 
     def _say_phase_again(self) -> None:
-        """What it asks about the version is asked again once the coordinator says that it knows this operation: one that has
-        started anew may know the version, and not yet what is in it.
+        """Questions about the version are repeated later, once the coordinator says that it knows this operation: a
+        restarted coordinator may know the version, and not yet its parts.
         """
         self._may_have_missed_write = True
         if self._is_anew:
@@ -220,7 +220,7 @@ class Filling(GroupCall[calls.FillCall]):
                 self._bound.ask_again()
             case messages.Start(write=True) | messages.Write():
                 if self._is_anew and isinstance(message, messages.Start) and message.publication:
-                    self._say_ready()  # else nobody there knows what this rank reads
+                    self._say_ready()  # else the coordinator does not know what this rank reads
                 self._is_anew = False
                 self._may_write(message)
             case messages.Start():
@@ -247,7 +247,7 @@ class Filling(GroupCall[calls.FillCall]):
                 assert_never(message)
 
     def _may_write(self, said: messages.Start | messages.Write) -> None:
-        """Every rank may; perhaps this one does so already, and has missed who else may be read."""
+        """Every rank may write. This rank may write already, and may have missed further sources."""
         grants = said.grants
         match self.phase:
             case Phase.HELD:
@@ -274,7 +274,7 @@ class Filling(GroupCall[calls.FillCall]):
         self._go_on_binding(binding.begin)
 
     def _go_on_binding(self, step: Callable[[], None]) -> None:
-        """After this step it is known what is read of the version, or more has been asked for."""
+        """After this step the manifest or plan is known, or the binding has asked for more."""
         try:
             step()
             if not self._bound.is_known:
@@ -290,7 +290,7 @@ class Filling(GroupCall[calls.FillCall]):
             self._go_on_binding(lambda: self._bound.came(reply))
 
     def planned(self, number: int, made: Planned | TensorHubError) -> None:
-        """What was asked with PlanReading."""
+        """The result of PlanReading."""
         if self.phase is Phase.MANIFEST and self._bound.is_of(number):
             self._go_on_binding(lambda: self._bound.planned(made))
 
@@ -298,7 +298,7 @@ class Filling(GroupCall[calls.FillCall]):
         return any(each is not None and each.waits_for(request) for each in (self.coverage, self.binding))
 
     def _fits(self) -> None:
-        """What is to be filled is known, and this memory can take it."""
+        """The manifest or plan is known, and this memory can take it."""
         self.stages = self._call.staged and self._memory.state is HandleState.READY
         if self._call.hold and not self.stages and not self._hooked:
             self._run_hook()
@@ -334,16 +334,16 @@ class Filling(GroupCall[calls.FillCall]):
 
     @property
     def may_check(self) -> bool:
-        """Nothing is overwritten before what was checked is known."""
+        """Nothing is overwritten before the result of the check is known."""
         return self.phase is Phase.HELD
 
     @property
     def _has_begun(self) -> bool:
-        """Whether it may write, as far as its former coordinator has said."""
+        """Whether this rank may write, by the word of its previous coordinator."""
         return self.phase in (Phase.FENCING, Phase.ROOM, Phase.COPYING, Phase.PULLING, Phase.VOTED)
 
     def _write(self) -> None:
-        """Every rank is ready: fence what this one holds, then fill."""
+        """Every rank is ready: fence this rank's old version, then fill; or, for a staged fill, make room."""
         self._write_said = True
         if self.stages:
             self._has_staging = True
@@ -355,7 +355,7 @@ class Filling(GroupCall[calls.FillCall]):
             self._begin_fill()
 
     def fenced(self) -> None:
-        """FENCING: nobody reads the old version any more."""
+        """FENCING: no reader is left of the old version."""
         if self._lets_go and self.error is None:
             self._memory.reopen()
             self._call_again()
@@ -379,7 +379,7 @@ class Filling(GroupCall[calls.FillCall]):
         self.finish(error=self.error)
 
     def room_ended(self, error: TensorHubError | None) -> None:
-        """ROOM: there is room for staging memory, or `error` says why not. STOPPING: nothing waits for room any more."""
+        """ROOM: there is room for staging memory, or `error` says why not. STOPPING: the wait for room has ended."""
         if self.phase is Phase.ROOM and error is None:
             self._begin_copying()
             return
@@ -396,12 +396,12 @@ class Filling(GroupCall[calls.FillCall]):
     # ------------------------------------------------------------------------------------- what needs no network
 
     def _begin_copying(self) -> None:
-        """First what host copies of this worker have, also one that is being filled; then the rest from others."""
+        """Copy from host copies of this worker, even from one that is being filled; then pull the rest."""
         if not self._copy_on():
             self._start_pull()
 
     def _copy_on(self) -> bool:
-        """Copy from host copies that were not copied from yet, if there are any."""
+        """Copy from host copies that were not tried yet, if there are any."""
         version, manifest = self._bound.version, self._bound.manifest
         if not self._context.shard.serves or len(self._copied) == manifest.chunk_count:
             return False
@@ -415,7 +415,7 @@ class Filling(GroupCall[calls.FillCall]):
         return True
 
     def copied(self, chunks: frozenset[int]) -> None:
-        """COPYING: so many chunks are there now. A copy may have another generation by now: it is looked for again."""
+        """COPYING: these chunks are present now. A copy may have another generation by now, so look again."""
         if self.phase is Phase.COPYING:
             self._copied = chunks
             if not self._copy_on():
@@ -426,7 +426,7 @@ class Filling(GroupCall[calls.FillCall]):
     def _start_pull(self) -> None:
         shard = self._context.shard
         if shard.serves and shard.medium is Medium.DEVICE:
-            self._context.act(calls.EndPrefetch())  # what it had of this content is copied; and both would read the rest
+            self._context.act(calls.EndPrefetch())  # its chunks of this content are copied; both would read the rest
         self.enter(Phase.PULLING)
         grants = self._leases.begin_reading()
         what = self._bound.version, self._bound.manifest, self.generation, grants, self._copied, self.stages
@@ -455,18 +455,18 @@ class Filling(GroupCall[calls.FillCall]):
         else:
             self._memory.verified(vote.root, vote.roots)
         vote.say()
-        # No other memory depends on a fetch. One that can tell by itself that it is as was published need not wait.
+        # No other memory depends on a fetch. A fetch that can check the published digests by itself need not wait.
         if not self._context.shard.serves and (bound.manifest.digest == "none" or vote.root == bound.root != b""):
             self._memory.fetched()
             self.finish(version=bound.version, changed=True)
 
     def compared(self, following: int, wrong: Sequence[Wrong]) -> None:
-        """Which chunks of that part are to be read again, which digests they must have, and where they were read."""
+        """The wrong chunks of that part, with published digests and origins: read them again after the last part."""
         if self.phase is Phase.VOTED and self._vote.compared(following, wrong):
             self._reread()
 
     def _reread(self) -> None:
-        """The vote is void: what is wrong is read once more, from wherever it can be had."""
+        """The vote is void: read the wrong chunks once more, from any source."""
         version, manifest = self._bound.version, self._bound.manifest
         self._memory.unvote()
         self.enter(Phase.PULLING)
@@ -478,7 +478,7 @@ class Filling(GroupCall[calls.FillCall]):
         self._context.act(calls.StartPull(version, manifest, self.generation, (), there, self.stages, wrong, again=True))
 
     def pull_failed(self, error: TensorHubError) -> None:
-        """Nor can copying."""
+        """The pull or the copying cannot go on."""
         if self.phase in (Phase.COPYING, Phase.PULLING):
             self.give_up(error)
 
@@ -524,13 +524,13 @@ class Filling(GroupCall[calls.FillCall]):
         elif content is not None and content.version.content_id == version.content_id and held:
             changed = False  # a barrier: this content was held already
         elif self.phase in (Phase.ASKED, Phase.ABANDONING) and (content is None or self._call.kind is OpKind.PREFETCH):
-            changed = False  # as above, but it was rolled back since; or it is in use, so that there is nothing to prefetch
+            changed = False  # as above, but rolled back since; or the content is in use, so there is nothing to prefetch
         else:
             raise ProtocolError(f"{self}: the coordinator has committed it before this rank voted: its mistake, not ours")
         self._finish_committed(version, changed=changed)
 
     def applied(self, *, whole: bool) -> None:
-        """APPLYING: what was staged is in place, or its bytes did not come through."""
+        """APPLYING: the staged content is in place, or some bytes did not arrive."""
         if self.phase is not Phase.APPLYING:
             return
         if whole:
@@ -567,7 +567,7 @@ class Filling(GroupCall[calls.FillCall]):
             case Phase.VOTED:
                 self._torn(error)
             case _:
-                if self._write_said or self._may_have_missed_write:  # it may count on a fill that was never begun
+                if self._write_said or self._may_have_missed_write:  # a fill that was never begun may be counted on
                     self._memory.restate()
                 self.finish(error=error)
 
@@ -583,7 +583,7 @@ class Filling(GroupCall[calls.FillCall]):
             case Phase.ROOM | Phase.COPYING | Phase.PULLING:
                 self._abandon(error)
                 self._stop_pull(error)
-            case Phase.VOTED if not self._context.shard.serves:  # nobody else has a part in it
+            case Phase.VOTED if not self._context.shard.serves:  # no other memory depends on a fetch
                 self._abandon(error)
                 self._torn(error)
             case Phase.VOTED:
@@ -603,7 +603,7 @@ class Filling(GroupCall[calls.FillCall]):
     def _leave_unheard(self) -> None:
         """The outcome does not come, and nothing was written here."""
         if self._may_hold and self.binding is None and self.error is not None:
-            # What it held may have been its vote, also where it has given that up since: the others may have ended well.
+            # The held content may have been its vote, even if it was given up since: the other ranks may have ended well.
             set_memory(self.error, "in_doubt")
         self.finish(error=self.error)
 

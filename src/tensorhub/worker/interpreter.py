@@ -1,4 +1,4 @@
-"""One handle's calls, and the actions that its member wants carried out, one after the other.
+"""One handle's calls, and the actions of its member, which are carried out one by one.
 
 Theory of operation. The member's actions are queued in `todo`. The shell (`runtime.worker.handle`, or a simulated one) takes
 the `next` action, carries it out, and only then takes another one. So nothing is said, opened or finished before an earlier
@@ -6,8 +6,8 @@ fence stands. A call begins here, and is over when its `Finish` is carried out. 
 fences are still to be carried out. One call runs at a time.
 
 Where there is no memory to be opened, an action that needs the memory fails without being tried. A registration that was
-given up has a last list of actions: end the pull, fence, let go of all memory, and only then end the call. Actions that the
-member wants from then on are not carried out.
+given up has a last list of actions: end the pull, fence, let go of all memory, and only then end the call. Later actions of
+the member are not carried out.
 
 Responsible for what a caller may do now, for what a call raises in the end, for the end of a registration, and for reports
 about memory. Not responsible for what the calls do (`worker.member`), nor for how an action is carried out.
@@ -75,20 +75,20 @@ class Origins(Protocol):
 
 
 class Interpreter:
-    """That of one handle. `written`: see `MutationGuard`. `page_bytes`: of digests in one message."""
+    """The interpreter of one handle. `written`: see `MutationGuard`. `page_bytes`: of digests in one message."""
 
     def __init__(self, member: Member, written: Callable[[], Sequence[str]], page_bytes: int = DIGESTS_BYTES_MAX) -> None:
         self.member = member
         self.todo: deque[Action] = deque()
         self.guard = MutationGuard(member, written)
-        self.was_filled = False  # what the memory got last came from others, not from its publisher
+        self.was_filled = False  # the last content was read from other workers, not published here
         self._call: Call | None = None  # that was begun, and whose Finish was not carried out
         self._generation = 0  # under which the memory was opened last
-        self._unopened: TensorHubError | None = None  # why there is no memory for what was to be opened last
+        self._unopened: TensorHubError | None = None  # why the last OpenGeneration has found no memory
         self._is_known = False  # the coordinator has once taken the registration
-        self._is_done = False  # nobody will call any more: it was refused at once, or was made for one call that is over
+        self._is_done = False  # no caller calls any more: it was refused at once, or made for one call that is over
         self._last_fence: Fence | None = None  # it was given up: what ends with it
-        self._last_error: StateError | None = None  # that a call ends with which still runs then
+        self._last_error: StateError | None = None  # with which a call ends that still runs at the last fence
         self._gives_up_at = inf  # for the last fence
         self._is_let_go = False  # the last fence has ended
         self._tell = partial(tell, member.shard.registration, page_bytes=page_bytes)
@@ -101,7 +101,7 @@ class Interpreter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call runs, or its fences."""
+        """Whether a call runs, or its fences are not carried out yet."""
         return self._call is not None
 
     def check(self, call: Call) -> None:
@@ -121,8 +121,8 @@ class Interpreter:
                 pass
 
     def call_before_body(self) -> UnpublishCall | None:
-        """What `mutate` calls before its body. Raises MutabilityViolation where there is nothing to call, and to be told;
-        StateError where nothing can be published.
+        """The call that `mutate` makes before its body. Raises MutabilityViolation where no call is needed, and a violation
+        is to be told; StateError where nothing can be published.
         """
         check_has_shapes(self.member.shard)
         if self.member.state in (HandleState.READY, HandleState.IN_DOUBT) or self.member.has_pending_work:
@@ -133,7 +133,7 @@ class Interpreter:
     def begin(self, call: Call, timeout_s: float, now: float) -> list[Action]:
         """Start a call; raises StateError, and starts nothing, where the handle's state forbids it."""
         self._check_last_ended()
-        if self._last_fence is not None and self.member.state is not HandleState.CLOSED:  # that one says so itself
+        if self._last_fence is not None and self.member.state is not HandleState.CLOSED:  # a closed handle says so itself
             raise StateError(f"{self.member.shard.title} was given up; register again")
         actions = self.member.begin(call, timeout_s, now)
         self.guard.call_begins()
@@ -141,11 +141,11 @@ class Interpreter:
         return actions
 
     def cancelled(self, now: float) -> list[Action]:
-        """Who called does not wait any more; other ranks and the log see why."""
+        """The caller does not wait any more; other ranks and the log see why."""
         return self.member.cancel(StateError("the call was cancelled by its caller"), now)
 
     def finished(self, finish: Finish) -> None:
-        """Its Finish was carried out: another call may begin."""
+        """The Finish of the call was carried out: another call may begin."""
         call, self._call = self._call, None
         self._is_done = self._is_done or not self.member.shard.serves
         if finish.error is None and isinstance(call, PublishCall):
@@ -178,33 +178,33 @@ class Interpreter:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is something to be carried out, now or once what it waits for has come."""
+        """Whether an action is left, to be carried out now or later."""
         return bool(self.todo) or self._is_over
 
     @property
     def _is_over(self) -> bool:
-        """Whether nobody will call it any more, and the last thing that it had to do is done."""
+        """Whether the handle gets no more calls, and its last action is carried out."""
         if self.todo or self.is_busy or self.member.running is not None or self._last_fence is not None:
             return False
         return self._is_done or self.member.state is HandleState.CLOSED
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nothing is carried out any more but what ends the registration."""
+        """Whether only the actions that end the registration are carried out."""
         return self._last_fence is not None
 
     @property
     def is_gone(self) -> bool:
-        """Whether the registration is no more, and nothing is left to be done for it."""
+        """Whether the registration has ended, and no action is left for it."""
         return self._is_let_go and not self.todo
 
     def add(self, actions: Iterable[Action]) -> None:
-        """What the member wants done, behind all that it has wanted before."""
+        """Queue these actions of the member behind all earlier ones."""
         if self._last_fence is None:
             self.todo.extend(actions)
 
     def next(self, now: float) -> Action | None:
-        """The action that is to be carried out now; None: there is none, or something is waited for."""
+        """The action to carry out now; None: there is none."""
         if self._is_over:
             self.todo.extendleft(self.give_up(now))
         while self.todo:
@@ -219,7 +219,7 @@ class Interpreter:
                 case StartPull() | CopyLocally() if not action.staged and self._unopened is not None:
                     self.add(self.member.pull_failed(self._unopened, now))
                     continue
-                case Say(message=Publish()) if self._unopened is not None:  # nobody could read it
+                case Say(message=Publish()) if self._unopened is not None:  # no reader could read it
                     self.add(self.member.cancel(self._unopened, now))
                     continue
                 case RegistrationConfirmed():
@@ -232,7 +232,7 @@ class Interpreter:
         return None
 
     def not_opened(self, error: TensorHubError) -> None:
-        """There is no memory for what an OpenGeneration was to open."""
+        """There is no memory that an OpenGeneration could open."""
         self._unopened = error
 
     # --------------------------------------------------------------------------------------------------- its end
@@ -264,7 +264,7 @@ class Interpreter:
     # ------------------------------------------------------------------------------------------------- fences
 
     def fence_until(self, fence: Fence) -> float:
-        """When it is given up: by its own deadline, or because its call was cancelled since; inf: never."""
+        """When the fence is given up: at its own deadline, or earlier because its call was cancelled; inf: never."""
         if fence is self._last_fence:
             return self._gives_up_at
         if fence.until is None:
@@ -273,17 +273,17 @@ class Interpreter:
         return fence.until if until is None else min(fence.until, until)
 
     def fenced(self, fence: Fence, owner: Made, now: float) -> None:
-        """It stands: nobody reads that memory."""
+        """The fence stands: no access to the memory is left."""
         if fence is self._last_fence:
             self._let_go(stands=True)
             return
-        said = self.tell_made(owner)[0]  # which nobody can ask for any more
+        said = self.tell_made(owner)[0]  # the coordinator cannot ask for these any more
         if self.member.state is HandleState.DRAINING:  # else it is overwritten next, or was never published
             self.guard.taken_back()
         self.add([*map(Say, said), *self.member.fenced(fence.generation, now)])
 
     def fence_failed(self, fence: Fence, now: float) -> None:
-        """Accesses still run when it is given up."""
+        """Accesses still run when the fence is given up."""
         if fence is self._last_fence:
             self._let_go(stands=False)
         else:
@@ -294,8 +294,8 @@ class Interpreter:
     def digested_again(
         self, question: DigestAgain, changed: bool | None, digest: bytes, owner: Origins, now: float, broken: str = ""
     ) -> tuple[list[Action], MutabilityViolation]:
-        """The answer to that question (R8), see `Member.digested_again`; and what is wrong with memory that has changed: the
-        next call is told. `broken`: see `MutationGuard.changed`.
+        """The answer to that question (R8), see `Member.digested_again`; and the error about memory that has changed, which
+        the next call raises. `broken`: see `MutationGuard.changed`.
         """
         content, generation = self.member.content, question.generation
         error = MutabilityViolation("the memory has changed")
@@ -307,8 +307,8 @@ class Interpreter:
         return answer(question.inquiry, generation, changed, error, now, digest=digest, origin=origin), error
 
     def asked_about(self, question: DigestAgain) -> tuple[int, str]:
-        """Which chunk of this memory that is, and of which selection of it ("": of its own grid). What is held in another
-        layout was read in selections, and has them in its own grid.
+        """The chunk of this memory that the question means, and its selection ("": the memory's own grid). Content of
+        another layout was read in selections, and has their chunks in its own grid.
         """
         content = self.member.content
         if question.selection and content is not None and isinstance(content.manifest, ReshardedManifest):
@@ -318,8 +318,8 @@ class Interpreter:
         return question.chunk, question.selection
 
     def tell_made(self, owner: Made, *, if_all: bool = False) -> tuple[list[Digests], bool]:
-        """What is said of the digests that were made of what is published, and of selections of it (`if_all`: of each once
-        it is all), and whether nothing is left to say.
+        """The messages about digests that were made of the published content, and of its selections (`if_all`: of each grid
+        once all are made), and whether nothing is left to say.
         """
         content = self.member.content
         if content is None or not content.published or self.member.state not in HOLDING:
@@ -334,7 +334,7 @@ class Interpreter:
         return said, is_all
 
     def must_make(self, question: TellDigests) -> bool:
-        """Whether digests are made for the answer: all of what is published. What was read has those it was read with."""
+        """Whether digests are made for the answer: only of published content. Other content has the digests of its read."""
         content = self.member.content
         return content is not None and content.published and content.generation == question.generation
 
@@ -343,12 +343,12 @@ class Interpreter:
         question: TellDigests,
         listed: Callable[[RegistrationId, str], tuple[int, Sequence[int | None]] | None],
     ) -> list[Digests]:
-        """Which digests the chunks of this memory have, or of what is staged for it (R8). `listed`: their width and all of
-        them, under the question's generation, of a selection or ("") of its own grid.
+        """The digests of the chunks of this memory, or of its staged content (R8). `listed`: the width and all digests under
+        the question's generation, of a selection or ("") of the memory's own grid.
         """
         manifest, selection, own = self.member.manifest_under(question.generation), question.selection, None
         if selection and isinstance(manifest, ReshardedManifest):
-            own = manifest.chunks_of(question.shard, selection)  # else others read that here
+            own = manifest.chunks_of(question.shard, selection)  # else other workers read that selection here
         tell = partial(self._tell, question.generation, last=True, selection=selection, shard=question.shard)
         for target in (self._registration, RegistrationId(staging_of(self._registration))):
             width, digests = listed(target, selection if own is None else "") or (0, ())
