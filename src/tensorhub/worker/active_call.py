@@ -50,7 +50,7 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
         self.timeout_s = timeout_s
         self.deadline = context.now + timeout_s
         self.key: OpKey | None = None  # of its group operation, once said
-        self.request = 0  # of the question whose answer is awaited
+        self.request = 0  # of the question that awaits an answer
         self.error: Exception | None = None  # with which it will end
         self.rebinds = 0  # how often it was bound to another content, because the previous content was gone
         self.by_source = False  # see `messages.Outcome`

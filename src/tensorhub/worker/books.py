@@ -1,10 +1,10 @@
 """The books of one memory: which chunks of it may be read, with which digests, and where they were read.
 
 A memory may be read in several *grids* at a time: its own, and one for each selection, which are chunks of other sizes over
-the same bytes. A chunk of a selection may be read once all chunks of the memory's own grid that it has bytes of are
-available. Everything else is the memory's, and holds for all its grids: generation, accesses, fence.
+its bytes. The chunks of a selection may be read once all chunks of the memory are available. The generation, the accesses
+and the fence belong to the memory, and hold for all its grids.
 
-Not responsible for who may read under which generation, nor for accesses and fences (`owner`).
+Not responsible for which generation a reader needs, nor for accesses and fences (`owner`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tensorhub.worker.grids import Grid
 
 @dataclass(slots=True)
 class Books:
-    """Those of one registration's memory. Kept while it is closed, so that its last generation cannot be opened again."""
+    """The books of one registration's memory. Kept while it is closed, so that its last generation is not opened again."""
 
     generation: int
     content_id: ContentId
@@ -29,7 +29,7 @@ class Books:
     available: bytearray  # 1 for each chunk of its own grid that may be read
     missing: int  # always available.count(0)
     selections: dict[str, Grid] = field(default_factory=dict)  # by name
-    origins: list[Origin | None] | None = None  # where each chunk was read, as far as is known; None: none was
+    origins: list[Origin | None] | None = None  # where each chunk was read, if known; None: no chunk was read
     grid_id: str = ""  # the name of its own grid
     serves: bool = True
     is_open: bool = True
@@ -37,10 +37,10 @@ class Books:
     story: Story = field(default_factory=Story)
 
     def grid(self, selection: str) -> Grid | None:
-        """That of this selection ("": its own); None: it is not known."""
+        """The grid of this selection ("": the memory's own grid); None: the selection is not known."""
         return self.selections.get(selection) if selection else self.own
 
-    # ------------------------------------------------------------------------------------------ what is there
+    # ------------------------------------------------------------------------------------------ available chunks
 
     def mark_available(self, arrived: Iterable[tuple[int, int | None]], origin: Origin | None) -> None:
         """See `Owner.mark_available`."""
@@ -55,7 +55,7 @@ class Books:
                     self.origins[chunk] = origin
 
     def revoke(self, wrong: set[int]) -> None:
-        """These chunks were not what was published."""
+        """These chunks are not as published."""
         for chunk in wrong:
             self.missing += self.available[chunk]
             self.available[chunk], self.own.digests[chunk] = 0, None
@@ -64,7 +64,7 @@ class Books:
             grid.forget()
 
     def touched(self, access: Access) -> Iterable[int]:
-        """The chunks of the memory's own grid that an access may touch; of a selection all of them."""
+        """The chunks of the memory's own grid that an access may touch; for an access to a selection all of them."""
         return range(len(self.available)) if access.selection else access.chunks
 
     def kept(self) -> list[tuple[int, int]]:
@@ -80,7 +80,7 @@ class Books:
         return self.available[chunk] == 1 if grid is self.own else not self.missing
 
     def readable(self, grid: Grid, wanted: Sequence[int], bytes_max: int) -> tuple[list[int], list[int]]:
-        """Split `wanted` into what one access takes now, and the rest."""
+        """Split `wanted` into the chunks that an access takes now, and the rest."""
         chunks: list[int] = []
         rest: list[int] = []
         taken_bytes = 0

@@ -1,7 +1,7 @@
-"""The one budget of a worker's host memory (R5): the bytes that each copy has reserved, and the copies that must make room.
+"""The budget of a worker's host memory (R5): the bytes that each copy has reserved, and the copies that must make room.
 
-Responsible for the sum: reservations never exceed the budget, and no memory is allocated without a reservation.
-Not responsible for memory itself, nor for ending the copies that must go: the caller does that, and then asks again.
+Responsible for the sum: reservations never exceed the budget, and no memory is allocated without a reservation. Not
+responsible for memory itself, nor for ending the copies that must go: the caller does that, and then asks again.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def tell(
     shard: int = 0,
 ) -> Iterator[Digests]:
     """Say these (chunk, digest) pairs, ascending, of `chunks` in all, so many bytes at a time. `last`: there is nothing more
-    to say. `selection`, of that `shard`: whose chunks they are.
+    to say. `selection`, of that `shard`: the selection that numbers the chunks.
     """
     at = 0
     while at < len(known):
@@ -53,8 +53,8 @@ def root_of_all(width: int, digests: Sequence[int | None]) -> bytes:
 
 
 def roots(manifest: Manifest, width: int, digests: Sequence[int | None]) -> tuple[bytes, tuple[SelectionRoot, ...]]:
-    """The root of these digests, of all chunks of memory of this manifest. Where it is read in selections, that of each of
-    them instead. Empty where some chunk has none, or none are made (`width` 0).
+    """The root of these digests, of all chunks of memory of this manifest; for a manifest that reads selections, the root of
+    each selection instead. Empty where some chunk has no digest, or none are made (`width` 0).
     """
     if not isinstance(manifest, ReshardedManifest):
         return root_of_all(width, digests), ()
@@ -73,8 +73,8 @@ def compare(
     digests: Sequence[int | None],
     origin_of: Callable[[int], Origin | None],
 ) -> tuple[list[Wrong], int]:
-    """Which chunks are not as was published; and the first chunk of the list of which nothing was said. `digests`: those
-    that the memory's chunks have, of that width in bytes.
+    """The wrong chunks; and the first chunk of the list that was not compared. `digests`: the digests of the memory's
+    chunks, of that width in bytes.
     """
     published = unpack(question.digests, width)
     following = question.first + len(published)

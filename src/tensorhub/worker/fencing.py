@@ -1,4 +1,4 @@
-"""How far a fence is: who is to be shut out by now, and whether it stands, or is given up.
+"""How far a fence is: which accesses are to be shut out by now, and whether the fence stands, or is given up.
 
 Responsible for the course of a fence after `Owner.close`. Not responsible for waiting, nor for how a reader is shut out.
 """

@@ -603,7 +603,7 @@ class Filling(GroupCall[calls.FillCall]):
     def _leave_unheard(self) -> None:
         """The outcome does not come, and nothing was written here."""
         if self._may_hold and self.binding is None and self.error is not None:
-            # The held content may have been its vote, even if it was given up since: the other ranks may have ended well.
+            # The held content may have been its vote, even if it was given up since: its group may have ended well.
             set_memory(self.error, "in_doubt")
         self.finish(error=self.error)
 

@@ -1,6 +1,6 @@
 """The grids in which an owner's memory is read: the chunks' sizes and digests.
 
-Not responsible for accesses (`owner`), nor for what is available (`books`).
+Not responsible for accesses (`owner`), nor for available chunks (`books`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ class Grid:
 
     sizes: Sequence[int]  # bytes of each chunk
     digests: MutableSequence[int | None]  # of each chunk; None until it is made or has arrived
-    made: list[int] | None = None  # chunks whose digests were made here, and not told yet; None: nobody wants to know
+    made: list[int] | None = None  # chunks with digests that were made here, and not told yet; None: not collected
     undigested: int = 0  # always digests.count(None), where `made` is kept
 
     def tell(self) -> None:
-        """Its digests are asked for from now on."""
+        """From now on the made digests of this grid are collected."""
         self.made = [chunk for chunk, digest in enumerate(self.digests) if digest is not None]
         self.undigested = len(self.digests) - len(self.made)
 
     def keep(self, chunk: int, digest: int) -> int:
-        """This digest was made of that chunk. Returns the one that counts: the first."""
+        """This digest was made of that chunk. Returns the digest that counts: the first."""
         known = self.digests[chunk]
         if known is None:
             self.digests[chunk] = known = digest

@@ -1,6 +1,6 @@
-"""The heartbeats of a session, as its worker keeps it: what they say, and when a connection is given up.
+"""The heartbeats of a session on the worker's side: their content, and when a connection is given up.
 
-Counts beats, not seconds, so that a process that was stopped itself does not blame the other side. Not responsible for time.
+Counts beats, not seconds, so that a process that was stopped does not blame the coordinator. Not responsible for time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ BEATS_PER_LEASE = 4
 
 
 class Heartbeats:
-    """Those of one worker, session after session. `lease_s`: until a coordinator says what it is."""
+    """The heartbeats of one worker, session after session. `lease_s`: the lease until a coordinator states its own."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -25,7 +25,7 @@ class Heartbeats:
 
     @property
     def every_s(self) -> float:
-        """Seconds between two of them."""
+        """Seconds between two heartbeats."""
         return self.lease_s / BEATS_PER_LEASE
 
     def connected(self) -> None:
@@ -33,7 +33,7 @@ class Heartbeats:
         self._unanswered, self._answered = 0, self._sequence
 
     def heard(self, message: FromCoordinator) -> None:
-        """Something has come over it."""
+        """A message has come over the connection."""
         self._unanswered = 0
         if isinstance(message, Welcome):
             self.lease_s, self._said_at = message.lease_s, message.said_at
@@ -42,13 +42,13 @@ class Heartbeats:
 
     @property
     def late_s(self) -> float:
-        """When it is time for the next one: for how long those wait, at least, that are not acknowledged. So long the
-        coordinator is behind, and whatever else it is told waits as long.
+        """At the time of the next heartbeat: how long, at least, the unacknowledged heartbeats wait. The coordinator is that
+        far behind, and other messages to it wait as long.
         """
         return (self._sequence - self._answered) * self.every_s
 
     def is_in_vain(self) -> bool:
-        """It is time for the next one. Whether the session is given up instead: nobody hears, or the way is cut."""
+        """It is time for the next heartbeat. Whether the session is given up instead: the coordinator does not answer."""
         self._unanswered += 1
         return self._unanswered > BEATS_PER_LEASE
 

@@ -67,7 +67,7 @@ class Copy:
 
     @property
     def ident(self) -> str:
-        """Its registration."""
+        """The registration of this copy."""
         return self.shard.registration
 
 
@@ -94,7 +94,7 @@ class HostCopies:
         self._idents = idents
         self._procedures = Procedures(self._procedure_ended)
         self._now = 0.0
-        self._actions: list[CopyAction] = []  # what is to be done, in order
+        self._actions: list[CopyAction] = []  # to be carried out, in order
         self._members: dict[str, Member] = {}  # of all handles of this worker, by registration
         self._copies: dict[str, Copy] = {}  # by their own registration
         self._attempts: dict[int, Attempt] = {}  # that run, by number
@@ -152,7 +152,7 @@ class HostCopies:
         elif error is not None:
             raise error
 
-    # ------------------------------------------------------------------------------------------- inputs: what is asked for
+    # ------------------------------------------------------------------------------------------- inputs: requests
 
     def prefetch(self, request: int, member: Member, selector: Selector, timeout_s: float, now: float) -> list[CopyAction]:
         """Fill this handle's host copy with a version, in place of what it held."""
@@ -197,7 +197,7 @@ class HostCopies:
     def call_ended(
         self, number: int, now: float, *, report: FetchReport | None = None, error: Exception | None = None, nbytes: int = 0
     ) -> list[CopyAction]:
-        """What BeginCall asked for is over. `nbytes`: of host memory that its handle has now."""
+        """The call of a BeginCall is over. `nbytes`: of host memory that its handle has now."""
         attempt = self._attempts.get(number)
         copy = self._copies.get(attempt.registration) if attempt is not None else None
         if copy is not None:
@@ -387,7 +387,7 @@ class HostCopies:
             finally:
                 copy.turn.give_back()
         except TensorHubError as error:
-            error.memory = "intact"  # what was torn is not the caller's
+            error.memory = "intact"  # the caller's memory was not torn
             raise
         finally:
             copy.is_filling = False
@@ -438,7 +438,7 @@ class HostCopies:
         yield from self._room.take()
         try:
             asked = set[str]()
-            # Planned anew each time: while one was waited for, others may have given their room back by themselves.
+            # Planned again each time: during the wait for one copy, further copies may have given their room back.
             while others := [other for other in self.budget.plan(ident, purpose, nbytes) if other not in asked]:
                 other = others[0]
                 asked.add(other)

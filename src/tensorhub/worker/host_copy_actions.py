@@ -44,7 +44,7 @@ class CancelCall:
 
 @dataclass(frozen=True, slots=True)
 class AskManifest:
-    """Ask the coordinator for it; then `manifest_came` or `manifest_failed` with this number."""
+    """Ask the coordinator for the manifest; then `manifest_came` or `manifest_failed` with this number."""
 
     number: int
     version: VersionInfo

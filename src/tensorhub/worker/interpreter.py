@@ -82,7 +82,7 @@ class Interpreter:
         self.todo: deque[Action] = deque()
         self.guard = MutationGuard(member, written)
         self.was_filled = False  # the last content was read from other workers, not published here
-        self._call: Call | None = None  # that was begun, and whose Finish was not carried out
+        self._call: Call | None = None  # that was begun; its Finish was not carried out yet
         self._generation = 0  # under which the memory was opened last
         self._unopened: TensorHubError | None = None  # why the last OpenGeneration has found no memory
         self._is_known = False  # the coordinator has once taken the registration

@@ -1,4 +1,4 @@
-"""What a worker keeps of the layouts of publications: parts, what was made of them, and plans.
+"""The layouts of publications that a worker keeps: parts, the publications made of them, and transfer plans.
 
 Each is fetched, checked and planned once, as long as it is among the newest. Not responsible for asking (`planning`).
 """
@@ -16,10 +16,10 @@ READINGS_KEPT_MAX = 2  # of one handle
 
 
 class KnownParts:
-    """What a worker knows of publications: the newest parts by id, and the newest publications that were made of them."""
+    """A worker's knowledge of publications: the newest parts by id, and the newest publications that were made of them."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, bytes] = {}  # those that were used last come last
+        self._parts: dict[str, bytes] = {}  # the last used part is last
         self._nbytes = 0  # of these
         self._publications: dict[str, Publication] = {}
 
@@ -33,7 +33,7 @@ class KnownParts:
         return part
 
     def add(self, part_id: str, part: bytes) -> None:
-        """ProtocolError: it is not what its id names."""
+        """ProtocolError: the part does not match its id."""
         if id_of(part) != part_id:
             raise ProtocolError(f"bad part of a layout: it is not what its id, {part_id}, names")
         if part_id not in self._parts:
@@ -53,10 +53,10 @@ class KnownParts:
 
 
 class KnownReadings:
-    """What one handle has planned, last."""
+    """The newest transfer plans of one handle."""
 
     def __init__(self) -> None:
-        # By publication, and the manifest whose regions it has.
+        # By publication, and the manifest that names the regions.
         self._found: dict[tuple[str, str], ReshardedManifest] = {}
 
     def get(self, publication_id: str, manifest_id: str) -> ReshardedManifest | None:

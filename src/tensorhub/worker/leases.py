@@ -18,9 +18,9 @@ FAILED_KEPT_MAX = 64  # leases of one fill that were given up, in case the coord
 
 
 class Leases:
-    """Those of one fill. Until it reads they are gathered; then each is a lane of its pull.
+    """The leases of one fill. They are gathered until the fill reads; then each is a lane of its pull.
 
-    `operation`: which one the fill belongs to now.
+    `operation`: the operation of the fill now.
     """
 
     def __init__(self, context: MemberContext, operation: Callable[[], OpKey]) -> None:
@@ -28,12 +28,12 @@ class Leases:
         self._operation = operation
         self._reads = False  # the pull runs
         self._grants: tuple[Grant, ...] = ()  # to begin the pull with
-        self._lanes: dict[str, Grant] = {}  # what the pull reads from, by the lease that the coordinator knows
-        self._lane_names: dict[str, str] = {}  # by such a lease: the one under which the pull began to read
-        self._failed: dict[str, ReadFailed] = {}  # the newest that were given up, and what was said of that
+        self._lanes: dict[str, Grant] = {}  # the pull's sources, by the lease that the coordinator knows
+        self._lane_names: dict[str, str] = {}  # by such a lease: the lease under which the pull began to read
+        self._failed: dict[str, ReadFailed] = {}  # the newest that were given up, and the message about each
 
     def granted(self, grants: tuple[Grant, ...]) -> None:
-        """The pull, which has not begun, is to begin with these. A lease is read under once, however often it is named."""
+        """The pull, which has not begun, is to begin with these. Each lease is read under once, even if named twice."""
         self._grants = tuple({grant.lease: grant for grant in grants}.values())
 
     def begin_reading(self) -> tuple[Grant, ...]:
@@ -50,7 +50,7 @@ class Leases:
     def reconcile(self, grants: tuple[Grant, ...]) -> None:
         """After a lost connection: the coordinator's list of our leases is the true one.
 
-        Where a new coordinator grants what is being read already, under a lease of its own, that lane goes on.
+        Where a new coordinator grants, under a lease of its own, a memory that a lane reads already, that lane goes on.
         """
         wanted = {grant.lease: grant for grant in grants}
         for lease in sorted(self._lanes.keys() - wanted):
@@ -73,7 +73,7 @@ class Leases:
             self._context.act(AddPullSource(grant))
 
     def drop(self, lease: str) -> None:
-        """The coordinator takes it back; it hears when nothing is read under it any more."""
+        """The coordinator takes the lease back; it hears when nothing is read under the lease any more."""
         if self._reads and lease in self._lanes:
             self._context.act(DropPullSource(self._lane_names[lease]))
         else:
@@ -93,6 +93,6 @@ class Leases:
 
 
 def _is_same(one: Grant, other: Grant) -> bool:
-    """Whether both are of the same memory, under the same generation."""
+    """Whether both grants are for one memory, under one generation."""
     mine, theirs = ((g.incarnation, g.registration, g.generation) for g in (one, other))
     return mine == theirs

@@ -24,7 +24,7 @@ from tensorhub.worker.states import LEAVE_TABLE, Phase
 
 
 class Leaving(ActiveCall[C]):
-    """Where something is held, the handle is DRAINING meanwhile."""
+    """A handle that holds content is DRAINING meanwhile."""
 
     machine, table = "leave", LEAVE_TABLE
     alone = True
@@ -101,7 +101,7 @@ class Leaving(ActiveCall[C]):
         assert content is not None
         if not content.retained or self._abandon:
             return -inf
-        alone = self._context.shard.world_size == 1  # else the other ranks' shards would stop to serve with this one
+        alone = self._context.shard.world_size == 1  # else the shards of all ranks would stop serving with this shard
         if alone and not self._closes and self._context.copies.keep(content.version.content_id, content.manifest.grid_id):
             return -inf
         return inf if session.online else session.lease_over

@@ -1,6 +1,6 @@
-"""What the memories of one worker hold: where a fill finds bytes that need no network.
+"""The content of one worker's memories: where a fill finds bytes that need no network.
 
-Not responsible for what the copies are for or when they end, nor for copying.
+Not responsible for the purpose or the end of the copies, nor for copying.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LocalCopies:
         return CopiesOfShard(self, shard)
 
     def readable(self, content_id: str, grid_id: str, shard: Shard) -> Iterator[tuple[str, MemberMemory, int]]:
-        """Those that have (some of) this content in that grid: registration, memory, and under which generation it can be
-        copied. A host copy is filled from all of them, a caller's memory from host copies only.
+        """The memories that have chunks of this content in that grid: registration, memory, and the generation to copy
+        under. A host copy is filled from all of them, a caller's memory from host copies only.
         """
         for registration, memory in self._memories.items():
             content, is_other = memory.readable, registration != shard.registration
@@ -55,9 +55,9 @@ class CopiesOfShard:
     shard: Shard
 
     def find(self, content_id: str, grid_id: str) -> list[LocalCopy]:
-        """Where (some of) this content's chunks are, whole copies first.
+        """The copies that have chunks of this content, complete copies first.
 
-        A copy whose fill is going on, or was broken off, has the chunks that were verified there.
+        A copy with a running or broken fill has the chunks that were verified in it.
         """
         found = [
             (memory.version is None, LocalCopy(registration, generation))
@@ -66,8 +66,8 @@ class CopiesOfShard:
         return [copy for _, copy in sorted(found, key=lambda pair: pair[0])]
 
     def keep(self, content_id: str, grid_id: str) -> bool:
-        """Whether one holds all of it, and stays when the handle's memory is written (R4): a retention copy does, unless it
-        is on its way out itself.
+        """Whether a copy holds the whole content, and stays when the handle's memory is written (R4): a retention copy does,
+        unless it is on its way out itself.
         """
         return any(
             memory.state is HandleState.READY and memory.shard.purpose is Purpose.RETENTION

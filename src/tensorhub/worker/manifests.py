@@ -23,14 +23,14 @@ class KnownManifests:
         self._known = known
         self._shard = shard
         self._fitting: set[str] = set()  # ids; MANIFESTS_KEPT_MAX at most, as a publisher may have another for each version
-        if shard.manifest is not None:  # mostly that is the one which it is to be filled with
+        if shard.manifest is not None:  # mostly the manifest that it is to be filled with
             self._keep(shard.manifest)
 
     def get(self, manifest_id: str) -> Manifest | None:
         return self._known.get(manifest_id)
 
     def add(self, blob: bytes) -> Manifest:
-        """Decode and keep it; raises ProtocolError for what is not a manifest."""
+        """Decode and keep a manifest; raises ProtocolError for other bytes."""
         manifest = Manifest.decode(blob)
         self._keep(manifest)
         return manifest

@@ -33,11 +33,11 @@ class Content:
     version: VersionInfo
     manifest: Manifest
     generation: int
-    retained: bool = False  # it is to be kept (R4), as far as was heard
+    retained: bool = False  # it is to be kept (R4), by the last word heard
     published: bool = False  # by this rank; else it was read from other workers
     root: bytes = b""  # of its chunks' digests, where it was voted for
     roots: tuple[SelectionRoot, ...] = ()  # the root of each selection, instead, where it is held in another layout
-    base: Manifest | None = None  # whose regions it has, where it is held in another layout; None: `manifest`
+    base: Manifest | None = None  # names its regions, where it is held in another layout; None: `manifest`
     part_ids: tuple[str, ...] = ()  # of this content, as the coordinator names them
     spoiled: bool = False  # its bytes have changed since, so it is not restated
 
@@ -69,7 +69,7 @@ class MemberMemory(Stateful[HandleState]):
         super().__init__(HandleState.EMPTY)
         self.content: Content | None = None  # READY, DRAINING: held; FILLING: filled with; IN_DOUBT: voted for; else None
         self.voted: Content | None = None  # the running call's vote: only the coordinator decides on it
-        self.doubt: OpKey | None = None  # IN_DOUBT: the operation whose outcome is not known
+        self.doubt: OpKey | None = None  # IN_DOUBT: the operation with the unknown outcome
         self.fencing = False  # the fence of `content` was asked for: it is not restated
         self.given_up: int | None = None  # the version held until the coordinator knew that content no more (R2)
         self.is_loss_unreported = False  # the coordinator has lost its state, and no call has said so yet (R2)

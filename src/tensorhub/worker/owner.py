@@ -139,7 +139,7 @@ class Owner:
         memory = self._memories.get(registration)
         return () if memory is None else tuple(memory.selections)
 
-    # ------------------------------------------------------------------------------------------ what is there
+    # ------------------------------------------------------------------------------------------ available chunks
 
     def mark_available(
         self,
@@ -274,7 +274,7 @@ class Owner:
             return Refusal("nothing is registered under that id")
         if not memory.is_open or not memory.serves or memory.generation != generation:
             return Refusal("the memory has changed its generation")
-        # A publisher opens before its content id is minted; its generation alone says what is meant.
+        # A publisher opens before its content id is minted; its generation alone names the content.
         if memory.content_id and memory.content_id != content_id:
             return Refusal("the memory holds another content")
         grid = memory.grid(selection)

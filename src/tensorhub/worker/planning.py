@@ -32,7 +32,7 @@ class Planned:
 
     publication: Publication
     reading: ReshardedManifest
-    base: Manifest  # whose regions it has
+    base: Manifest  # names its regions
 
 
 def plan(action: PlanReading) -> Planned | TensorHubError:
@@ -57,7 +57,7 @@ class Planning:
         self._gathering = Gathering(context)
         self._published: Published | None = None  # once it is known
         self._number = 0  # of the plan that was asked for
-        self._is_whole = False  # it is a fetch of the whole model, whose regions the plan tells
+        self._is_whole = False  # it is a fetch of the whole model; the plan tells the regions
 
     def begin(self) -> ReshardedManifest | None:
         """The plan, if it was made before; else ask for its parts. TensorHubError: the known bytes are no publication."""

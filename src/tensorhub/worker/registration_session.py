@@ -35,7 +35,7 @@ class Shard:
     world_size: int
     spot: bool
     layout_id: str
-    manifest: Manifest | None  # as this rank publishes; None: a fetch, which never holds anything for others
+    manifest: Manifest | None  # as this rank publishes; None: a fetch, which never serves readers
     number: int  # of the shard of a version that this memory is for; the rank, but for a fetch and a copy of one shard
     medium: Medium = Medium.DEVICE
     purpose: Purpose = Purpose.USE
