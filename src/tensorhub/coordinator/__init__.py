@@ -4,7 +4,7 @@ PURE: events in, actions out; time is an argument. Not responsible for sockets, 
 nor for protecting memory: its owner does that. Where to look:
 
     core, actions                   the step: events come in, actions go out
-    cluster, entities, states       what is known; `invariants` says what always holds
+    cluster, entities, states       the known cluster; `invariants` says what always holds
     access                          which sessions are admitted, and what each may say
     membership, registrations       workers, ranks and groups; what may be registered, and what a worker announces
     versions, publishes             numbers, visibility, what selectors mean; publishes and rollbacks
@@ -14,7 +14,7 @@ nor for protecting memory: its owner does that. Where to look:
     readers, source_choice          read leases; which source a reader gets; which holding is filled from which
     holdings                        what a rank's memory holds, and how a source is left
     layout_holdings                 the holders of a version in each layout
-    ways                            what is read in which layout; readers of other layouts
+    ways                            which group reads in which layout; readers of other layouts
     coverage, replicas              whether ranks together have every byte; whether equal ranks have equal bytes
     retention, handovers            what must stay, and which worker takes it over
     testimonies, digest_lists       which digests the bytes must have, and which worker is asked for them

@@ -69,7 +69,7 @@ class Session:
     worker: Worker | None = None  # set once it has joined
     watched: set[str] = field(default_factory=set)  # models that it has asked to hear of
     heard_at: float = 0.0  # when its newest message arrived
-    called_at: float = 0.0  # the same, heartbeats apart
+    called_at: float = 0.0  # when its newest message that is no heartbeat arrived
     welcomed_at: float = 0.0  # when its worker was welcomed: whatever it says after its Join answers that
     pending_writes: int = 0  # those of its Retain, Pin and Unpin that are not answered
 
@@ -118,7 +118,7 @@ class Cluster:
         self.sessions: dict[int, Session] = {}
         self.workers: dict[str, Worker] = {}  # LIVE and SUSPECT ones, by incarnation
         self.hosts: dict[str, Worker] = {}  # those of them that have host memory for copies
-        self.arriving: dict[str, None] = {}  # who has come back in recovery, and has not said all that they hold yet
+        self.arriving: dict[str, None] = {}  # incarnations that are back, and have not announced all holdings yet
         self.lost: dict[str, None] = {}  # incarnations that must not come back; the newest LOST_KEPT_MAX
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}
@@ -128,9 +128,9 @@ class Cluster:
         self.read_only = ReadOnlySessions(options.sessions_max)
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
         self.undecided: dict[str, Operation] = {}  # every group's operation, by its key as a text, as timers name it
-        self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
-        self._describing: dict[int, Version] = {}  # whose descriptions are on their way to the store
-        self.pending_writes: dict[int, PendingWrite] = {}  # whose entries are on their way to the store
+        self.records: dict[int, Operation] = {}  # by record: the entry is on its way to the store
+        self._describing: dict[int, Version] = {}  # by record: the description is on its way to the store
+        self.pending_writes: dict[int, PendingWrite] = {}  # by record: the entry is on its way to the store
         self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
         # What readers report of links, and of each other's; only the choice of sources depends on that.
         self.links = Links()
@@ -143,10 +143,10 @@ class Cluster:
         self.pins: Counter[str] = Counter()  # how many each incarnation has, in all models
         self.changed_models: dict[str, bool] = {}  # to be settled; True: with the operations that wait
         self.changed_operations: dict[OpKey, Operation] = {}
-        # The same, of those that waited: some of them in each step, oldest first.
+        # Changed operations that waited. Each step settles some of them, oldest first.
         self.woken: dict[OpKey, Operation] = {}
         self.uncounted: dict[Version, Model] = {}  # of which holdings are to be counted anew in this step
-        self.renumbered: dict[Group, None] = {}  # whose ranks have not been told their new epoch yet; none between two steps
+        self.renumbered: dict[Group, None] = {}  # their ranks have not been told the new epoch yet; none between two steps
         self.followed = 0  # links of chains of readers, in this step
         self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
@@ -361,8 +361,8 @@ class Cluster:
         return b"".join([b"".join(each).ljust(2 * ID_BYTES, b"\0") for each in ids])
 
     def describe(self, version: Version, layout: LayoutHoldings[Holding]) -> str:
-        """The id of what says which rank holds what in that layout (`layouts.published`); once every shard's manifest is
-        known.
+        """The id of the description that says which rank holds which part in that layout (`layouts.published`). Every
+        shard's manifest, or the description itself, is known.
         """
         if not layout.description:
             manifests = layout.manifests
@@ -392,7 +392,7 @@ class Cluster:
             self.note(version)
 
     def recover_description(self, version: Version, description: bytes, blobs: tuple[bytes, ...]) -> None:
-        """The store says what was published where: readers of another layout can plan before a publisher is back."""
+        """The store has the description of a publication: readers of another layout can plan before a publisher is back."""
         layout = version.holdings
         if not self.manifests.has_room_for(description, *blobs):
             return
@@ -436,8 +436,8 @@ class Cluster:
         self.selections -= 1
 
     def unlearn(self, version: Version) -> None:
-        """Forget the manifests and lists of a version that is retired, or that no rank holds. What is durable of a version
-        that may be held again is kept: its publisher may not come back.
+        """Forget the manifests and lists of a version that is retired, or that no rank holds. A durable description is kept
+        while the version may be held again, because its publisher may not come back.
         """
         if version.manifests or version.holdings.parts:
             self.note(version)
@@ -500,7 +500,7 @@ class Cluster:
         return model
 
     def models_after(self, name: str | None) -> Iterator[Model]:
-        """All models, or those whose names come after that name, by name."""
+        """All models in the order of their names, or only the models after that name."""
         start = 0 if name is None else bisect_right(self.model_names, name)
         return (self.models[self.model_names[place]] for place in range(start, len(self.model_names)))
 

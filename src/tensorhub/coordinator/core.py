@@ -188,7 +188,7 @@ class Coordinator(Stateful[CoordinatorState]):
                 cluster.recover_description(version, described.description, described.parts)
         for decision in sorted(durable.decisions, key=lambda d: (d.key.epoch, d.key)):
             cluster.decisions[decision.key.model, decision.key.group] = decision
-        if durable.publications:  # whose holders may come back
+        if durable.publications:  # the holders may come back
             cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
 
     # ------------------------------------------------------------------------------------------------- entry points

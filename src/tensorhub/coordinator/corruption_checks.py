@@ -1,4 +1,4 @@
-"""Bytes without their digest: who is to blame (R8).
+"""Bytes that do not match their digest: which worker is to blame (R8).
 
 A reader reports a chunk that came without its digest, and the owner digests that chunk again. If its bytes have changed, its
 holding is quarantined. If they have not, the network or the reader damages bytes: this reader does not read from this source
@@ -6,7 +6,7 @@ for a while, as after every failed read. If a reader reports several such source
 lies costs a source one digest now and then, and costs itself its operation. All readers with the read-only token count as
 one.
 
-Not responsible for how operations end (`fills` says what is to blame).
+Not responsible for how operations end (`fills` names the cause in the error).
 """
 
 from __future__ import annotations
@@ -91,26 +91,26 @@ class CorruptionChecks:
             testimony = None if holding.bridges else version.testimonies.get(holding.shard)
         published = testimony.digest(inquiry.chunk) if testimony is not None else b""
         is_right = published in (b"", answer.digest)
-        if need is None and holding.bridges:  # nobody has said which chunk of which selection that is
+        if need is None and holding.bridges:  # the reader has not said which chunk of which selection it read
             is_right = _is_of_one(holding, answer.digest)
         if is_right or (testimony is not None and holding is testimony.publisher):
             if inquiry.part is not None:
                 inquiry.part.proof.exonerated.add(holding.member.worker.name)
                 self._cluster.changed(inquiry.part.operation)
-        elif _has_published(holding):  # as has another one of its class, whose digests count
+        elif _has_published(holding):  # two publishers of one class have drifted apart
             if inquiry.part is not None and testimony is not None and testimony.publisher is not None:
                 inquiry.part.proof.drifted = testimony.publisher.shard, holding.shard, ""
                 self._cluster.changed(inquiry.part.operation)
         elif holding.committed or answer.origin is None:
             self.condemn(holding)
-        else:  # it will find out itself, before it commits; who has told it so?
+        else:  # the holding will find out before it commits; ask the source that its bytes came from
             source = self._find(answer.origin)
             knows = source is not None and (need is not None or source.layout is holding.layout)
             if source is not None and knows and source is not holding and source.version is version:
                 self._ask(holding.member.part, holding.member.worker, source, inquiry.chunk, need)
 
     def condemn(self, holding: Holding) -> None:
-        """The holding has other bytes than were published, although it agreed with its publisher or has read from nobody."""
+        """The holding has other bytes than were published, although it is committed, or has read from no worker."""
         holding.trust.condemned = True
         condemned, owner = holding.version.condemned, holding.member
         condemned[owner.worker.incarnation] = None
@@ -124,13 +124,13 @@ class CorruptionChecks:
 
 
 def _is_of_one(holding: Holding, digest: bytes) -> bool:
-    """Whether a chunk of what is held in another layout may have that digest: one of its selections has."""
+    """Whether a chunk of a holding of another layout may have that digest: some selection of the holding has."""
     version, layout = holding.version, holding.layout
     names = [(need.shard, need.selection) for need in layout.needs.get(holding.shard, ())]
     return not names or any(name not in version.selections or version.selections[name].may_have(digest) for name in names)
 
 
 def _has_published(holding: Holding) -> bool:
-    """Whether it is what one of the version's publishers holds."""
+    """Whether the owner of this holding has published it."""
     testimony = holding.version.testimonies.get(holding.shard)
     return not holding.bridges and testimony is not None and testimony.publisher is holding

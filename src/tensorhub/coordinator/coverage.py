@@ -1,19 +1,20 @@
 """Whether the ranks of a group that reads another layout read every byte of it together.
 
-No rank can tell that alone, and the coordinator does not look into what the ranks say. So once all have said where they
-read to (`ReadyToWrite.part_ids`), the lowest of those that read is told what describes them all. It checks that, and says
-Covered, or ends the call for all of them with everything that is unread. Nothing is overwritten before (R7).
+A single rank cannot tell, and the coordinator does not decode what the ranks say. Once all ranks have said where they read
+to (`ReadyToWrite.part_ids`), the lowest reading rank gets the id of a description of all ranks. That rank checks the
+description and answers Covered, or ends the call for all ranks with an error that names the unread bytes. No rank overwrites
+memory before (R7).
 
-What ranks publish is checked in the same way, once all have called: each byte is somebody's, and no rank has one twice. A
-publication of plain tensors need not be checked. Where ranks of different shards publish the same bytes (norms of
-tensor-parallel ranks), readers take them from any of these ranks. So each rank is asked for their digests, at each
-publication. If these differ, the publication ends for all ranks, and the error names tensors and ranks.
+A publication is checked likewise, once all ranks have called: each byte has a publisher, and no rank has a byte twice. A
+publication of plain tensors need not be checked. If ranks of different shards publish equal parts (norms of tensor-parallel
+ranks), readers take these bytes from any of the ranks. So at each publication each rank is asked for the digests of these
+bytes. If the digests differ, the publication ends for all ranks, and the error names tensors and ranks.
 
-What was found once is remembered, by what describes the publication and the readers. Content names both. So an equal group
-later, or a later version of equal layouts, need not be checked again.
+The coordinator remembers each result by the ids of two descriptions: of the publication and of the readers. Equal content
+has equal ids. So an equal group later, or a later version of equal layouts, need not be checked again.
 
-A rank that is alone checks all by itself. A group of which every rank says `partial` may leave bytes unread. What has
-begun to be overwritten under a former coordinator was checked there.
+A group of one rank checks by itself. A group in which every rank says `partial` may leave bytes unread. A fill that began to
+overwrite memory under a former coordinator was checked by that coordinator.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from tensorhub.messages import CheckCoverage, Covered
 from tensorhub.types import OpKind
 
 COVERED_KEPT_MAX = 4096
-NAMES_MAX = 8  # that an error names
+NAMES_MAX = 8  # tensors that an error names
 
 
 @dataclass(eq=False, repr=False)
 class Coverage:
-    """What is known of all groups."""
+    """Which readers were checked against which publications."""
 
     _cluster: Cluster
 
     def __post_init__(self) -> None:
-        # By the ids of publications and readers, whether ranks of different shards publish the same bytes. Those that were
-        # used last come last.
+        # By the ids of publication and readers: whether ranks of different shards publish equal parts. The most recently
+        # used entry comes last.
         self._known: dict[tuple[str, str], bool] = {}
 
     def is_known(self, operation: Operation) -> bool:
-        """Whether its ranks, which are all ready, are known to read what they must. If not, one of them is asked; and once
-        more, when it says again that it is ready: it may have missed that.
+        """Whether the ranks, which are all ready, are known to read every byte. If not, one rank is asked, and asked again
+        when it repeats that it is ready: it may have missed the question.
         """
         if not operation.covers and must_cover(operation):
             readers = self._readers(operation)
@@ -56,7 +57,7 @@ class Coverage:
         return True
 
     def is_whole(self, operation: Operation) -> bool:
-        """The same of a publish, in which all ranks have called: whether they are known to publish one whole version."""
+        """Whether the ranks of a publish, which have all called, are known to publish one whole version."""
         holdings = operation.bound.holdings
         if not operation.covers and any(holdings.parts.values()):
             published = self._cluster.describe(operation.bound, holdings)
@@ -71,7 +72,7 @@ class Coverage:
         return True
 
     def _ask(self, operation: Operation, one: RankPart, pair: tuple[str, str]) -> None:
-        """Let that rank check it, unless that is known, or it was asked already: it answers, or asks what it has missed."""
+        """Let this rank check the pair, unless the result is known or the rank was asked already."""
         if pair in self._known and one.checks != pair[1]:
             self._remember(pair, is_shared=False)
             operation.covers = True
@@ -84,24 +85,24 @@ class Coverage:
             self.ask_again(part)
 
     def ready(self, part: RankPart) -> None:
-        """It says that it is ready: perhaps once more, since it has missed a question."""
+        """The rank says that it is ready, perhaps once more, since it has missed a question."""
         part.checks = ""
 
     def ask_again(self, part: RankPart) -> None:
-        """It may have missed what it was asked."""
+        """Repeat the question: the rank may have missed it."""
         operation = part.operation
         if part.checks and not operation.covers and part.rank not in operation.agreed.ranks:
             self._cluster.tell(part.member, CheckCoverage(operation.key, part.rank, part.checks))
 
     def _readers(self, operation: Operation) -> str | None:
-        """The id of what describes where its ranks have it, or read it to. None: of some rank that is not known."""
+        """The id of the description of all ranks that read. None: the parts of some rank are not known."""
         layout = next(iter(operation.parts.values())).layout
         if not all(layout.parts.get(rank) for rank in range(operation.group.world_size)):
             return None
         return self._cluster.describe(operation.bound, layout)
 
     def heard(self, part: RankPart, message: Covered) -> Blame | None:
-        """The answer of who was asked."""
+        """The answer of the rank that was asked. Returns the blame if two ranks have published different bytes."""
         operation = part.operation
         if part.checks != message.readers or not message.readers:
             return None
@@ -124,8 +125,8 @@ class Coverage:
 
 
 def must_cover(operation: Operation) -> bool:
-    """Whether its ranks read another layout, must read every byte together, and no rank can tell that alone, or has told
-    it, under a former coordinator.
+    """Whether the ranks read another layout and must read every byte together, a single rank cannot tell, and no former
+    coordinator has checked the fill.
     """
     group, parts = operation.group, operation.parts.values()
     if group.world_size == 1 or not any(part.bridges for part in parts) or operation.bound.is_laid_out_as(group):
@@ -134,7 +135,7 @@ def must_cover(operation: Operation) -> bool:
 
 
 def _drifted(part: RankPart, message: Covered) -> Blame | None:
-    """What this rank says that it publishes, and another rank has published with other bytes."""
+    """The blame if this rank and another rank have published different bytes of one tensor."""
     operation, unlike = part.operation, dict[int, list[str]]()
     for each in message.shared:
         digest, rank = operation.agreed.digests.setdefault(each.number, (each.digest, part.rank))

@@ -109,7 +109,7 @@ class Decisions:
                 return
             kept = decisions.pop(oldest)
             if self._is_in_use(*oldest):
-                decisions[oldest] = kept  # not looked at again before all others
+                decisions[oldest] = kept  # it is looked at again only after all other decisions
             else:
                 self._cluster.persist(Forgotten(*oldest))
 
@@ -122,11 +122,11 @@ class Decisions:
     def abort(self, operation: Operation, blame: Blame, *, also_late: bool = False) -> None:
         """End an operation on all ranks. The rank to blame gets its own error, all other ranks GroupAborted with the cause.
 
-        A rank that has not called yet joins its group in the next operation, or (`also_late`) finds this one ended.
+        A rank that has not called yet joins its group in the next operation, or (`also_late`) finds this operation ended.
         """
         self._cluster.become(operation, OperationState.ABORTED, str(blame.error))
         self._handlers[operation.kind].abort(operation)
-        # Who registers later begins with a later operation.
+        # A rank that registers later begins with a later operation.
         concerned = {*operation.parts, *operation.group.members} if also_late else operation.parts.keys()
         error, key = blame.error, operation.key
         mine = others = ErrorInfo.of(error)
@@ -139,8 +139,8 @@ class Decisions:
         self._close(operation, outcomes)
 
     def _close(self, operation: Operation, outcomes: dict[int, Outcome]) -> None:
-        """The operation is over: its ranks hear the outcome, its group may begin the next operation, and nothing waits
-        for this one.
+        """The operation is over: its ranks hear the outcome, its group may begin the next operation, and no call waits
+        for this operation.
         """
         group, name = operation.group, operation.name
         current = group.model.groups.get(group.name)
@@ -164,7 +164,7 @@ class Decisions:
             group.decided.pop(next(iter(group.decided)))
         self._cluster.touch(group.model, wakes=not operation.is_read_only)
 
-    # -- what was decided
+    # -- looking up decisions
 
     @staticmethod
     def ended_without(member: Member, key: OpKey) -> bool:
@@ -190,7 +190,7 @@ class Decisions:
         self._tell(member, outcome)
         group = member.group
         if outcome.error is not None and key.epoch == group.epoch and key not in group.decided:
-            # It ended so long ago that it is forgotten: the rank's next call counts for what the others do then.
+            # It ended so long ago that it is forgotten: the rank's next call counts for its group's operation at that time.
             self._cluster.tell(member, EpochChanged(group.model.name, group.name, group.epoch, group.sequence))
         info = outcome.version
         if info is not None:

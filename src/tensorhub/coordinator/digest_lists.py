@@ -1,6 +1,6 @@
 """The digests of one shard's chunks: a list that is entered run by run, and sent in pages once it is complete.
 
-Not responsible for who is believed (`testimonies`).
+Not responsible for which digests count (`testimonies`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from tensorhub.messages import DIGESTS_BYTES_MAX
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DigestList:
-    """Of one shard; there may be none yet, or none any more."""
+    """The list of one shard, or of one selection. It may be absent: not begun yet, or dropped again."""
 
-    width: int = 0  # bytes of one digest; 0: chunks have none, or nobody has said the manifest yet
+    width: int = 0  # bytes of one digest; 0: chunks have none, or the manifest is not known yet
     root: bytes = b""  # of the whole list, once that was complete
     chunks: int = -1  # in the list; -1: there is none
     values: bytearray = field(default_factory=bytearray)  # the list, while some of it is missing
-    known: bytearray = field(default_factory=bytearray)  # 1 for each chunk whose digest is in it, meanwhile
+    known: bytearray = field(default_factory=bytearray)  # meanwhile: 1 for each chunk with a digest in `values`
     missing: int = 0  # always known.count(0)
-    pages: tuple[bytes, ...] = ()  # the whole list, as it is sent: the same bytes to everybody who compares
+    pages: tuple[bytes, ...] = ()  # the whole list, as it is sent to each rank that compares
     page_bytes: int = DIGESTS_BYTES_MAX  # of one page, at most
 
     @property
@@ -35,8 +35,8 @@ class DigestList:
         self.values, self.known = bytearray(self.missing * self.width), bytearray(self.missing)
 
     def enter(self, runs: Sequence[tuple[int, int]], digests: bytes, *, overrules: bool = False) -> None:
-        """Digests of these (first, count) runs of chunks. The first digest that is told of a chunk counts, unless this one
-        overrules it.
+        """Enter digests for these (first, count) runs of chunks. The first digest of a chunk counts. `overrules`: these
+        digests replace earlier digests.
         """
         at = 0
         for first, count in runs:
@@ -49,7 +49,7 @@ class DigestList:
             at += count * self.width
 
     def finish(self) -> None:
-        """All of it is there, and right."""
+        """The list is complete and right: cut it into pages."""
         most, values = self.page_chunks * self.width, bytes(self.values)
         self.pages = tuple([values[at : at + most] for at in range(0, len(values), most)]) or (b"",)
         self.values, self.known = bytearray(), bytearray()
@@ -61,7 +61,7 @@ class DigestList:
 
     @property
     def nbytes(self) -> int:
-        """What the list takes."""
+        """The bytes that the list takes."""
         return max(self.chunks, 0) * (self.width + 1)
 
     def digest(self, chunk: int) -> bytes:
@@ -72,18 +72,18 @@ class DigestList:
         return self.pages[page][at * self.width : (at + 1) * self.width]
 
     def differs(self, runs: Sequence[tuple[int, int]], digests: bytes) -> bool:
-        """Whether these runs of chunks have other digests here, as far as that is certain."""
+        """Whether these runs of chunks certainly have other digests in this list."""
         chunks = (chunk for first, count in runs for chunk in range(first, first + count))
         told = (digests[at : at + self.width] for at in range(0, len(digests), max(self.width, 1)))
         return any(self.digest(chunk) not in (b"", said) for chunk, said in zip(chunks, told, strict=False))
 
     def may_have(self, digest: bytes) -> bool:
-        """Whether some chunk must have this digest, as far as that is certain."""
+        """Whether some chunk may have this digest. An incomplete list rules out no digest."""
         return not self.root or not self.pages or any(digest in page for page in self.pages)
 
 
 def _unknown(known: bytearray, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The runs from `start` to `stop` of which nothing is known yet."""
+    """The runs from `start` to `stop` without known digests."""
     at = known.find(0, start, stop)
     while at >= 0:
         end = known.find(1, at, stop)

@@ -1,16 +1,16 @@
 """The things that a coordinator knows. `cluster` holds them, components change them.
 
-    Worker ── Member ── Group ── Model           an incarnation, its registrations, whose ranks they are
+    Worker ── Member ── Group ── Model           an incarnation, its registrations, their groups and models
                 │         │        │
              Holding ── Replica ── Version       what a rank's memory holds, as a part of its group's copy
                 │                  │
-            ReadLease ── RankPart ── Operation   who reads it, for which rank's part in which group operation
+            ReadLease ── RankPart ── Operation   a read of it, for a rank's part in a group operation
 
-Each line is a reference in both directions, so all of them stand in one module. Attempts are entities of their own:
-`Withdrawal`, `Handover`, `PendingWrite`, `Inquiry`. What digests a shard has is its `Testimony`.
+Each line is a reference in both directions, so all of them stand in one module. Attempts are entities, too:
+`Withdrawal`, `Handover`, `PendingWrite`, `Inquiry`. The digests of a shard are its `Testimony`.
 
-Each attribute's comment says what it always equals; `invariants` checks that. docs/glossary.md defines the words. What
-follows from several entities together is said elsewhere: what a reader lacks and what an operation waits for in `waiting`.
+Each attribute's comment says what it always equals; `invariants` checks that. docs/glossary.md defines the words. Other
+modules derive facts from several entities: `waiting` says what a reader lacks and what an operation waits for.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class Worker(_Moving[WorkerState]):
     heard_at: float  # when its newest message was heard, or the end of its connection
     answers: float  # the newest time at which the coordinator said something that this worker has answered
     host_bytes: int  # what its copies in host memory may take; 0 if it is read-only
-    read_only: bool = False  # it fetches and looks: it never holds anything for others
+    read_only: bool = False  # it fetches and looks: it is never a source
     spot: bool = False  # it has registered as such: all that is in its memory may be gone at any time
-    slowness: int = 0  # how many times slower than others its link is, as a power of two, by what readers said last
+    slowness: int = 0  # how many times slower its link is than most links, as a power of two, by what readers said last
     members: dict[str, Member] = field(default_factory=dict)  # by registration id; empty once LOST
     transports: frozenset[str] = field(init=False)  # of the endpoints; kept, since each reader looks at every source
     strided: frozenset[str] = field(init=False)  # those of them that go across layouts
@@ -145,7 +145,7 @@ class Member:
     arranged: tuple[
         bytes, ...
     ] = ()  # as `said.parts`, of what it has read last from another layout, as it lies in its memory
-    unheard: int = 0  # its Register, if that said what it holds, and nobody could know in which layout; else 0
+    unheard: int = 0  # its Register, if that announced a holding of a layout that could not be known yet; else 0
     reads: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING leases of this reader
 
     def drop(self, dropped: bool) -> None:
@@ -248,18 +248,18 @@ class Version(_Moving[VersionState]):
     lineage: int
     laid_out_as: InitVar[str]
     publisher: OpKey  # the publish that minted it
-    # Of each shard, as it was published: the id of its manifest, and that of its last part, which names the others (zeros:
-    # it has none). Empty: the coordinator that has recorded it did not say.
+    # Of each shard, as it was published: the id of its manifest, and the id of its last part, which names all parts
+    # (zeros: it has no parts). Empty: the coordinator that has recorded the version did not say.
     manifest_ids: bytes = b""
     retained: bool = False  # its holders were told so
     seen: Seen = field(default_factory=Seen)
     others: dict[str, LayoutHoldings[Holding]] = field(default_factory=dict)  # by id: in which it is held or filled, too
     # By shard and incarnation: how often a copy could not be made there, and the earliest time to ask for one again.
     refusals: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
-    testimonies: dict[int, Testimony] = field(default_factory=dict)  # by shard; those that somebody has asked about
-    # The same, by the shard that names a class, and by selection: those that readers of other layouts need.
+    testimonies: dict[int, Testimony] = field(default_factory=dict)  # by shard; made at first use
+    # By the first shard of a class, and by selection: the testimonies that readers of other layouts need.
     selections: dict[SelectionKey, Testimony] = field(default_factory=dict)
-    # Of classes of what was published, by the first shard: which two shards of them differ, and where (`replicas`).
+    # By the first shard of a published class: two shards that differ, and where (`replicas`).
     drifted: dict[int, tuple[int, int, str]] = field(default_factory=dict)
     roots_stored: bool = False  # the roots of all shards are durable, or on their way to the store
     condemned: dict[str, None] = field(default_factory=dict)  # incarnations that held other bytes as this; the newest
@@ -355,7 +355,7 @@ class Replica(_Moving[ReplicaState]):
     group: Group
     medium: Medium  # that of every rank's memory; so below
     purpose: Purpose
-    holdings: dict[int, Holding] = field(default_factory=dict)  # by rank; those whose memory still belongs to this replica
+    holdings: dict[int, Holding] = field(default_factory=dict)  # by rank; while the memory still belongs to this replica
 
     @property
     def is_whole(self) -> bool:
@@ -398,15 +398,15 @@ class Holding:
     committed: bool  # complete, and its group's operation committed: counts for availability
     layout: LayoutHoldings[Holding]  # in which it is held: it is one of the holders of its shard there, until it leaves
     number: int = 0  # in the order in which its shard's holdings came
-    verified: bool = field(init=False)  # every chunk is there; whether they are what was published is not agreed yet
-    is_fed: bool = field(init=False)  # it has everything, or is filled, perhaps through others that fill, by one that has
+    verified: bool = field(init=False)  # every chunk is there; the digests may not be agreed yet
+    is_fed: bool = field(init=False)  # complete, or its chain of sources ends at a complete holding
     told: bool = False  # its owner's newest retention notice says that its version is retained
     kept: bool = True  # its owner has acknowledged that notice
     leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn, quarantined or lost
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
     traffic: Traffic = field(default_factory=Traffic)
     trust: Trust = field(default_factory=Trust)
-    version: Version = field(init=False)  # what is read there, also where its torn replica is filled with another one
+    version: Version = field(init=False)  # the version that it serves, also while its torn replica is filled anew
 
     def __post_init__(self) -> None:
         self.version, self.verified, self.is_fed = self.replica.version, self.complete, self.complete
@@ -531,12 +531,12 @@ class Testimony(DigestList):
     version: Version
     shard: int  # of a class the first one
     need: Need | None = None  # the selection, as its readers have said it
-    publisher: Holding | None = None  # what was published; it may have been taken back since
-    asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # who is to tell: (session, generation)
+    publisher: Holding | None = None  # the published holding; it may have been unpublished since
+    asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # by registration: (session, generation)
     answered: set[str] = field(default_factory=set)  # registrations that have told all they could
-    silent: set[str] = field(default_factory=set)  # of those asked, who was silent for a while
-    unaware: set[str] = field(default_factory=set)  # publishers where nobody has read that selection
-    needed_by: dict[RankPart, None] = field(default_factory=dict)  # of a selection: ranks, some of which are through
+    silent: set[str] = field(default_factory=set)  # registrations that were asked and have been silent for a while
+    unaware: set[str] = field(default_factory=set)  # publishers that do not know the selection: no reader has read it there
+    needed_by: dict[RankPart, None] = field(default_factory=dict)  # of a selection: ranks, some of them decided
     turned_away: bool = False  # there was no room for the list
 
 
@@ -550,11 +550,11 @@ class ReadLease(_Moving[LeaseState]):
     id: str
     part: RankPart  # the reader
     holding: Holding  # the source
-    partial: bool  # granted while nobody held all of it: the source may itself be filled from this reader
+    partial: bool  # granted while no rank held the whole shard: the source may itself be filled from this reader
     is_of_whole: bool  # the source was complete when it was granted: the reader has never waited for what it lacked
     flow: Flow  # the last report of its reader that counted
     yields: bool  # as of `waiting.yields`, while it is ACTIVE
-    source_had: int = 0  # so many chunks, as far as was known at that report
+    source_had: int = 0  # so many chunks, as the coordinator knew at that report
     need: Need | None = None  # which one it is for: the reader's layout is another one; None: the two have one layout
     dropping: bool = False  # the reader was told to leave this source for another one
 
@@ -574,7 +574,7 @@ class Proof:
 
     # The roots that its Prepared names, while CLAIMING, until they are agreed; across layouts by what it needs.
     claim: dict[Need | None, bytes] = field(default_factory=dict)
-    compares: Need | None = None  # the root whose list it compares, while there is a page
+    compares: Need | None = None  # the root with the list that it compares, while there is a page
     page: int | None = None  # the page of the publisher's list that it compares now
     page_session: int | None = None  # over which it was sent that page
     rereads: Need | None = None  # what it reads again, after a comparison; the rest is there
@@ -591,7 +591,7 @@ class Attempts:
     progress: tuple[int, int] = (0, 0)  # chunks that it has verified and bytes that it has read, as it has reported
     failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
     spared: set[str] = field(default_factory=set)  # of these, neighbours that may not have heard yet that they may serve
-    faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the newest's reasons, and what is told of them
+    faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # newest reasons, and their texts in errors
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
     compared_at: float = -inf  # when a faster source was sought last
     moved_with: int = -1  # chunks that it had verified when it was moved last in mid-read
@@ -713,7 +713,7 @@ class Operation(_Moving[OperationState]):
     agreed: Agreed = field(default_factory=Agreed)
     staying: list[Holding] = field(default_factory=list)  # what its ranks hold and must not overwrite yet (G5)
     grace_until: float | None = None  # until when it waits for readers of what its ranks hold; None: it had not to, so far
-    # Of whose ranks' sources something may have changed since they were looked at; None: of all of them.
+    # Ranks with sources that may have changed since the ranks were looked at; None: all ranks.
     news: dict[RankPart, None] | None = None
     is_starving: bool = False  # `starves`, when it was settled last
     filed_in: list[dict[OpKey, Operation]] = field(default_factory=list)  # `waits_in`, when it was settled last
@@ -749,7 +749,7 @@ class Operation(_Moving[OperationState]):
 
     @property
     def is_forsaken(self) -> bool:
-        """Whether it asks for a number whose last holder has left on purpose, so that it ends once no source is left."""
+        """Whether the ranks ask for a number, and its last holder left on purpose: then they wait for no source."""
         return self.calls_number and any(part.is_abandoned for part in self.parts.values())
 
     @property
@@ -851,15 +851,15 @@ class Waiting:
     unbound: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for a version
     unbound_copies: dict[OpKey, Operation] = field(default_factory=dict)  # of `unbound`, those that may lack one shard only
     restless: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for what anything of the model may bring
-    flexible: dict[OpKey, Operation] = field(default_factory=dict)  # the same, for "available": there may be very many
+    flexible: dict[OpKey, Operation] = field(default_factory=dict)  # as `restless`, for "available": there may be very many
 
 
 @dataclass(slots=True, eq=False)
 class Notices:
     """What holders still have to be told, or to acknowledge, about retention. `retention` changes it."""
 
-    queue: deque[Holding] = field(default_factory=deque)  # whose owners the next steps tell what is retained
-    unaware: dict[str, Member] = field(default_factory=dict)  # by registration; whose holding is not `kept`
+    queue: deque[Holding] = field(default_factory=deque)  # the next steps tell their owners which versions are retained
+    unaware: dict[str, Member] = field(default_factory=dict)  # by registration; each with a holding that is not `kept`
     unanswered: list[PendingWrite] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
 
 
@@ -875,7 +875,7 @@ class Model:
     notices: Notices = field(default_factory=Notices)
     versions: dict[int, Version] = field(default_factory=dict)  # by number; STAGED, AVAILABLE and UNAVAILABLE ones
     groups: dict[str, Group] = field(default_factory=dict)
-    serving: dict[str, Group] = field(default_factory=dict)  # those of them that have, or had, memory that serves others
+    serving: dict[str, Group] = field(default_factory=dict)  # groups that have, or had, memory that serves other workers
     steady: dict[str, Group] = field(default_factory=dict)  # those of these that are not spot
     withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
     pressing: dict[str, Withdrawal] = field(default_factory=dict)  # those of them that do not just wait for their readers
@@ -896,7 +896,7 @@ class Model:
         return sorted((v for v in self.versions.values() if v.visible), key=lambda v: -v.number)
 
     def newest_visible(self, skip: int = 0) -> Version | None:
-        """The newest visible version, or the one `skip` places before it. None, too, where that version is lost for good:
+        """The newest visible version, or the version `skip` places before it. None, too, if that version is lost for good:
         after a rollback it may be a forgotten version, and no older version may stand for it (G3).
         """
         numbers = [number for number, version in self.versions.items() if version.visible]

@@ -37,7 +37,7 @@ from tensorhub.errors import (
 from tensorhub.messages import AddSource, Fill, Grant, ReadyToWrite, Start, Write
 from tensorhub.types import AVAILABLE, OpKind, host_group
 
-EXONERATED_MAX = 2  # sources whose bytes one reader got damaged and which have them unchanged: then it is not them
+EXONERATED_MAX = 2  # sources with unchanged bytes, of which one reader got damaged bytes: then the sources are not to blame
 
 
 @dataclass(eq=False, repr=False)
@@ -266,10 +266,10 @@ class Fills:
         misfit = misfit or refusals.unnamed(operation, version) or refusals.misnamed(operation, version)
         if misfit is not None:
             return misfit
-        may_be_in_use = operation.kind is OpKind.PREFETCH and operation.resumes is None  # what was begun is gone on with
+        may_be_in_use = operation.kind is OpKind.PREFETCH and operation.resumes is None  # a begun prefetch goes on
         in_use = may_be_in_use and all(_uses(part, version) for part in operation.parts.values())
         holders = {rank: in_use or _holds(part.member, version) for rank, part in operation.parts.items()}
-        if not all(holders.values()):  # who holds it in another layout than the rest fills it again
+        if not all(holders.values()):  # a rank that holds it in another layout than its group fills it again
             is_its = {rank: _holds_in(part.member, way) for rank, part in operation.parts.items()}
             holders = {rank: in_use or (holds and is_its[rank]) for rank, holds in holders.items()}
         is_unchanged = all(holders.values())
@@ -296,7 +296,7 @@ class Fills:
             elif part.has_written and not bridges_it:
                 self._cluster.become(part, PartState.READY, "has begun to write")
             if manifest := refusals.named(part):
-                # Else they are of other regions; and of another layout it says later where what is published lies.
+                # Else they are of other regions. A rank of another layout says later where the published bytes lie.
                 parts = part.member.said.parts if manifest == part.member.said.manifest else ()
                 known = ways.as_known(part.member, version, parts) if not bridges_it else None
                 self._cluster.learn(version, layout, part.shard, manifest, known)
@@ -355,7 +355,7 @@ class Fills:
         manifest, id_of = part.layout.manifests.get(part.shard), self._cluster.manifests.id_of
         if manifest is not None:
             manifest_id = id_of(manifest) if manifest else ""
-        else:  # it is a fetch, and nobody whose word counts for others has said it yet
+        else:  # it is a fetch, and no full worker has said it yet
             assert part.begun is not None
             manifest_id = part.begun.manifest_id
         root = self._testimonies.root_for(part)

@@ -189,7 +189,7 @@ class Handovers:
         self._tell_to_make(handover)
 
     def _successor(self, model: Model, wish: Wish) -> Worker | None:
-        """The worker whose copy is made soonest: the holder's own, else the nearest, else the worker with most room. A
+        """The worker that makes the copy soonest: the holder's own, else the nearest, else the worker with most room. A
         worker that could not make the copy comes last, and not before a while has passed.
         """
         holding = wish.holding

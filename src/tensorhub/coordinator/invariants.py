@@ -98,7 +98,7 @@ def check_noted(cluster: Cluster) -> None:
 
 
 def with_neighbours(noted: Iterable[Noted]) -> dict[Noted, None]:
-    """The noted entities, and the entities whose promises are about them."""
+    """The noted entities, and the entities that have promises about them."""
     found: dict[Noted, None] = dict.fromkeys(noted)
     for about in list(found):
         match about:
@@ -449,7 +449,7 @@ def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
         pressing = model.pressing.get(holding.member.registration) is withdrawal
         demand(pressing, "who waits for another holder is looked at", holding)  # G7
         retained = holding.version.number in model.retained()
-        waits = retained or withdrawal.closes  # who closes may wait for the copies of its worker
+        waits = retained or withdrawal.closes  # a closing handle may wait for the copies of its worker
         demand(not holding.leaving and waits, "who waits to leave a retained version serves on", holding)  # G5
 
 

@@ -57,10 +57,10 @@ class Holders(Generic[H]):
     def __init__(self) -> None:
         self.complete = 0  # that have all of it, committed or not
         self.sources = 0  # that are complete, committed, and take readers
-        self.live_sources = 0  # those of them whose workers are heard of now
+        self.live_sources = 0  # sources with workers that are heard of now
         self.nbytes = 0  # of the shard: the largest that was ever here
-        self.chunks = 0  # the same
-        self.patches = 0  # ACTIVE leases on them that were granted while nobody held all of it: these alone may form cycles
+        self.chunks = 0  # of the shard: the most that were ever here
+        self.patches = 0  # ACTIVE leases, granted while no holding had the whole shard: only such leases may form cycles
         self.steady: dict[H, None] = {}  # sources that are not spot
         self._minted = 0
         self._there: list[H] = []  # by number
@@ -81,7 +81,7 @@ class Holders(Generic[H]):
         return holding in self._counts
 
     def add(self, holding: H, nbytes: int, chunks: int) -> None:
-        """It comes, and is numbered; it counts as nothing yet."""
+        """Number a new holding, which counts as nothing yet."""
         self._minted += 1
         holding.number = self._minted
         self.nbytes, self.chunks = max(self.nbytes, nbytes), max(self.chunks, chunks)
@@ -89,13 +89,13 @@ class Holders(Generic[H]):
         self._counts[holding] = NOTHING.counts
 
     def remove(self, holding: H) -> None:
-        """It leaves."""
+        """The holding leaves."""
         self.count(holding, NOTHING)
         del self._counts[holding]
         del self._there[bisect_left(self._there, holding.number, key=_number)]
 
     def count(self, holding: H, now: Counted) -> bool:
-        """What it counts as from now on. Whether there is more to read from than before."""
+        """Set what the holding counts as. Whether readers have more to read from than before."""
         before, counts = self._counts[holding], now.counts
         if counts != before:
             self._counts[holding] = counts
@@ -116,11 +116,11 @@ class Holders(Generic[H]):
         return is_new or counts > before
 
     def counted(self, holding: H) -> tuple[Counts, Standing | None, Standing | None]:
-        """What it counts as; how it stands among those that can be read, and among those that lack a source."""
+        """The holding's counts, and its standings: among fed holdings, and among holdings that lack a source."""
         return self._counts[holding], self._fed.standing(holding), self._stranded.standing(holding)
 
     def after(self, holding: H | None) -> Iterator[H]:
-        """All holders but this one, beginning with the next one, as a ring."""
+        """All holdings except this one, in ring order from the next holding on."""
         place = bisect_right(self._there, holding.number, key=_number) if holding is not None else 0
         for at in (*range(place, len(self._there)), *range(place)):
             if self._there[at] is not holding:
@@ -136,36 +136,36 @@ class Holders(Generic[H]):
         *,
         stranded: bool = False,
     ) -> H | None:
-        """From which this reader would have everything first, of those that it does not refuse."""
+        """The holding from which this reader would finish first. Refused holdings are left out."""
         order = self._stranded if stranded else self._fed
         return order.best(reader, transports, wanted, rates, refuses)
 
 
 class Shards(dict[int, Holders[H]]):
-    """By shard; none until every rank has published."""
+    """Holders by shard; empty until every rank has published."""
 
     def __init__(self) -> None:
         super().__init__()
-        # As of what is counted: shards without a source, and those that nobody holds all of.
+        # Counted: shards without a source, and shards without a complete holding.
         self.sourceless = self.broken = 0
         # Holdings of which something has changed since they were counted; none between two steps.
         self.uncounted: dict[H, None] = {}
-        self.has_grown = False  # what is counted since the last wake shows more to read from; never so between two steps
+        self.has_grown = False  # readers have more to read from since the last wake; never so between two steps
 
     def lay_out(self, world_size: int) -> None:
-        """Every rank has published: from now on the shards are held. (Who only says that there are many has said little.)"""
+        """Every rank has published: make the shards. (Not earlier: a large `world_size` alone must not cost memory.)"""
         self.update((shard, Holders()) for shard in range(world_size))
         self.sourceless = self.broken = world_size
 
     # -- changing
 
     def add(self, holding: H, nbytes: int, chunks: int) -> None:
-        """It may be read from now on."""
+        """The holding may be read from now on."""
         self[holding.shard].add(holding, nbytes, chunks)
         self.uncounted[holding] = None
 
     def remove(self, holding: H) -> None:
-        """It takes no readers any more."""
+        """The holding takes no readers any more."""
         there = self[holding.shard]
         sources, complete = there.sources, there.complete
         self.uncounted.pop(holding, None)
@@ -173,7 +173,7 @@ class Shards(dict[int, Holders[H]]):
         self._changed(there, sources, complete)
 
     def count(self) -> None:
-        """Count anew what has changed."""
+        """Count the changed holdings."""
         for holding in self.uncounted:
             there = self[holding.shard]
             sources, complete = there.sources, there.complete
@@ -189,17 +189,17 @@ class Shards(dict[int, Holders[H]]):
     # -- questions
 
     def of(self, shard: int) -> Holders[H]:
-        """Those of this shard, counted."""
+        """The holders of this shard, counted."""
         if self.uncounted:
             self.count()
         return self[shard]
 
     def is_whole(self, shard: int) -> bool:
-        """Whether somebody holds all of this shard, committed or not."""
+        """Whether some holding has the whole shard, committed or not."""
         return self.of(shard).complete > 0
 
     def are_whole(self) -> bool:
-        """The same of every shard."""
+        """Whether each shard has a complete holding, committed or not."""
         if self.uncounted:
             self.count()
         return not self.broken
@@ -211,11 +211,11 @@ class Shards(dict[int, Holders[H]]):
         return not self.sourceless
 
     def missing(self) -> list[int]:
-        """The shards of which it is not so."""
+        """The shards without a source."""
         return [] if self.have_sources() else [shard for shard in self if not self.of(shard).sources]
 
     def copies(self) -> int:
-        """How many complete copies can be read now: of each shard so many at least."""
+        """How many complete copies can be read now: the least number of live sources of a shard."""
         return min((self.of(shard).live_sources for shard in self), default=0)
 
 
@@ -223,23 +223,23 @@ PARTS = 3  # of a rank: catalogue, arrangement and coordinates
 
 
 class LayoutHoldings(Shards[H]):
-    """Those of one version and layout."""
+    """The holdings of one version in one layout, with the descriptions of the shards."""
 
     def __init__(self, layout_id: str) -> None:
         super().__init__()
         self.layout_id = layout_id
         self.manifests: dict[int, bytes] = {}  # by shard; of another layout those of the group that was the first to fill
-        # As of `Member`; by shard, of those of which somebody has said them. Of another layout: where what was published
-        # lies in its readers' memory, as the first has said.
+        # As of `Member`; by shard, where they are known. For another layout: where the published bytes lie in the
+        # readers' memory, as the first reader has said.
         self.parts: dict[int, tuple[bytes, ...]] = {}
-        # What each shard's readers need of published shards, as the first has said.
+        # What each shard's readers need of published shards, as the first reader has said.
         self.needs: dict[int, tuple[Need, ...]] = {}
-        # Of what is held where (`Published`), once a reader of another layout has needed that, or a holder of another layout
-        # has said it after a restart; and the id of that.
+        # Which rank holds which part (`Published`), and its id. Known once a reader of another layout has needed the
+        # description, or the store or a holder of another layout has said it after a restart.
         self.description: bytes = b""
         self.described_as = ""
-        self.stored = False  # the description and what it names are durable, or on their way to the store
-        self.abandoned = False  # the last of its sources left on purpose, and none has come since
+        self.stored = False  # the description and the parts that it names are durable, or on their way to the store
+        self.abandoned = False  # its last source left on purpose, and no source has come since
         self._classes: dict[int, tuple[int, ...]] = {}  # see `classes`; empty: to be made anew
         self._first: dict[int, int] = {}  # of each shard's class, as of `_classes`
 
@@ -252,35 +252,35 @@ class LayoutHoldings(Shards[H]):
 
     @property
     def classes(self) -> dict[int, tuple[int, ...]]:
-        """Shards with equal parts have equal bytes in equal places. By the first of them; a plain one is alone."""
+        """Classes by their first shard: shards with equal parts have equal bytes in equal places. A plain shard is alone."""
         if not self._classes:
             found: dict[object, list[int]] = {}
             for shard in self:
                 parts = self.parts.get(shard)
-                found.setdefault(parts[-1] if parts else shard, []).append(shard)  # the last part names the others
+                found.setdefault(parts[-1] if parts else shard, []).append(shard)  # the last part names all parts
             self._classes = {shards[0]: tuple(shards) for shards in found.values()}
             self._first = {shard: first for first, shards in self._classes.items() for shard in shards}
         return self._classes
 
     def class_of(self, shard: int) -> int:
-        """The first shard of its class."""
+        """The first shard of this shard's class."""
         return self._first[shard] if self.classes else shard
 
     def takes(self, shard: int, parts: tuple[bytes, ...]) -> bool:
-        """Whether, in another layout, who says so of its memory holds that shard as all others here do."""
+        """Whether a rank with these parts holds the shard as the holders here do. Not for the published layout."""
         return len(parts) == PARTS and self.parts.get(shard, parts) == parts
 
     @property
     def is_described(self) -> bool:
-        """Whether readers of other layouts can be told what is held where."""
+        """Whether readers of other layouts can be told which rank holds which part."""
         return len(self.parts) == len(self) > 0 and (self.described_as != "" or len(self.manifests) == len(self))
 
     def has_each_class(self) -> bool:
-        """Whether of each class some shard is held, complete and committed, by a replica that takes readers."""
+        """Whether each class has a source: a shard that is complete, committed, and in a replica that takes readers."""
         return self.have_sources() or all(any(self.of(s).sources for s in shards) for shards in self.classes.values())
 
     def can_each_class_be_read(self) -> bool:
-        """The same, of workers that are heard of now."""
+        """Whether each class has a source at a worker that is heard of now."""
         return all(any(self.of(shard).live_sources for shard in shards) for shards in self.classes.values())
 
     def is_left(self) -> bool:
@@ -288,11 +288,11 @@ class LayoutHoldings(Shards[H]):
         return all(any(self[shard] for shard in shards) for shards in self.classes.values())
 
     def is_class_whole(self, first: int) -> bool:
-        """Whether somebody holds all of a shard of that class, committed or not."""
+        """Whether some holding has a whole shard of this class, committed or not."""
         return any(map(self.is_whole, self.classes[first]))
 
     def learn_parts(self, shard: int, parts: tuple[bytes, ...]) -> None:
-        """From now on these say which part of the model that shard is."""
+        """Set the parts, which say which part of the model the shard is."""
         self.parts[shard] = parts
         self._classes = {}
 

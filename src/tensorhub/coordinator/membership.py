@@ -53,9 +53,9 @@ class Membership:
     _operations: Operations
     _announcements: Announcements
     _manifest_questions: ManifestQuestions
-    _missed: dict[str, None] = field(default_factory=dict, init=False)  # who is away and overdue, unless he is at the door
-    _gone: dict[str, None] = field(default_factory=dict, init=False)  # those of them who were not there
-    _asked_in: int = field(default=0, init=False)  # the step in which it was asked last who is at the door
+    _missed: dict[str, None] = field(default_factory=dict, init=False)  # overdue, without a session; may be pending
+    _gone: dict[str, None] = field(default_factory=dict, init=False)  # missed incarnations without a pending connection
+    _asked_in: int = field(default=0, init=False)  # the step that asked last about pending connections
 
     # -- workers
 
@@ -340,7 +340,7 @@ class Membership:
         before = group.members.get(message.rank)
         if before is not None:
             self.remove(before, f"rank {before.rank} was replaced by worker {worker.name!r}", new_epoch=True)
-        self.tell_epochs()  # who comes hears it from `Registered`
+        self.tell_epochs()  # a rank that comes hears the epoch from `Registered`
         kept = cluster.manifests.keep_all((message.manifest, *parts))
         said = replace(message, manifest=kept[0], parts=kept[1:], part_ids=(), held=None)
         rank = message.registration, worker, group, message.rank, message.shard

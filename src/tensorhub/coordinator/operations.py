@@ -136,7 +136,7 @@ class Operations:
             return
         if key.epoch != group.epoch or key.sequence < group.sequence:
             if key.epoch == group.epoch and self._decisions.ended_without(member, key):
-                # This rank comes late: its call counts for the operation that the others are in now.
+                # This rank comes late: its call counts for the present operation of its group.
                 self._cluster.tell(member, EpochChanged(key.model, key.group, group.epoch, group.sequence))
             else:
                 self._decisions.answer(member, key)
@@ -200,7 +200,7 @@ class Operations:
 
     @staticmethod
     def _waits(member: Member, message: Publish | Fill | Abandon | Resolve) -> bool:
-        """Whether this is about an operation after the one that is being recorded: then it waits for that decision."""
+        """Whether this message is for an operation after an operation being recorded: then it waits for the decision."""
         operation, key = member.group.operation, message.key
         if operation is None or operation.state is not OperationState.PREPARED:
             return False
@@ -218,7 +218,7 @@ class Operations:
         if self._waits(member, message):
             return
         if key.epoch == group.epoch and key.sequence >= group.sequence:
-            # Even if nobody has called yet. Which call it would be is known only for a host copy.
+            # Even if no rank has called yet. Which call it would be is known only for a host copy.
             self._begin(member, key, OpKind.PREFETCH if member.said.purpose is Purpose.PREFETCH else OpKind.PUBLISH)
         operation = group.operation
         if operation is None or operation.key != key:

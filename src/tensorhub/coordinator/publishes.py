@@ -151,7 +151,7 @@ class Lineages:
             return
         known = next((write for write in model.history.rollbacks if _call(write).ident == message.ident), None)
         if known is not None:
-            known.repeat(replace(message, to=_call(known).to), session)  # what is recorded stays
+            known.repeat(replace(message, to=_call(known).to), session)  # the recorded call stays
         elif len(model.history.rollbacks) >= ROLLBACKS_PER_MODEL_MAX:
             error = CoordinatorUnavailable(f"too many rollbacks of {model.name!r} wait to be recorded; call again")
             self._cluster.answer(session, message.request, error)
@@ -195,7 +195,7 @@ class Lineages:
         self._operations.rolled_back(model, message.to)
         forgotten = [number for number in model.history.forgotten if number <= message.to]
         if len(model.history.forgotten) == FORGOTTEN_KEPT_MAX and not forgotten:
-            forgotten = [message.to]  # so long ago that nobody knows: it may have been published
+            forgotten = [message.to]  # so long ago that the decision is forgotten: it may have been published
         model.history.forgotten.clear()
         model.history.forgotten.extend(forgotten)
         model.history.lost = tuple(sorted(forgotten)[-2:])
@@ -206,8 +206,8 @@ class Lineages:
             for pin in [pin for pin in model.pins.values() if pin.number == version.number]:
                 self._cluster.remove_pin(model, pin.pin)
             self._versions.retire(version, model, reason)
-        self._versions.refresh(model)  # who hears Done has heard what is newest now
-        self._cluster.wake_all(model.waiting.unbound)  # another one may be the newest, or the one before it
+        self._versions.refresh(model)  # a worker that hears Done has heard of the newest version
+        self._cluster.wake_all(model.waiting.unbound)  # `latest` and `latest-1` may name other versions now
         self._decide(write, None)
 
     def not_recorded(self, write: PendingWrite, reason: str) -> None:

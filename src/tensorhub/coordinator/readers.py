@@ -24,7 +24,7 @@ RETRY_S_MAX = 2.0
 REFUSALS_MAX = 5  # of a neighbour, one and a half seconds together, before its reader reads from another site
 FASTER = CLEARLY  # so many times sooner a reader must have the rest elsewhere, to be moved while it reads
 COMPARE_S = 1.0  # how often that is asked, at most
-YIELDING_MAX = 8  # readers of a source of which some yield to the others; among more it matters little
+YIELDING_MAX = 8  # readers of a source, of which some yield; among more readers it matters little
 
 
 @dataclass(eq=False, repr=False)
@@ -140,7 +140,7 @@ class Readers:
                 self._cluster.note(lease, lease.holding.member)
 
     def assign_sources(self, part: RankPart) -> list[Grant]:
-        """New leases for a reader whose leases do not bring it everything: on a source or, while no rank holds the whole
+        """New leases for a reader that lacks a source for some chunks: on a source or, while no rank holds the whole
         shard, on partial copies of other readers. Such readers wait together for the chunks that all of them lack (R9).
         """
         for lease in list(part.leases.values()):
@@ -185,8 +185,8 @@ class Readers:
             self.release(lease, why)
 
     def failed(self, part: RankPart, lease_id: str, reason: str, detail: str) -> ReadLease | None:
-        """The reader gave this source up. It gets another source, or after a while this one again. Returns the lease that
-        is over.
+        """The reader gave this source up. It gets another source, or after a while this source again. Returns the lease
+        that is over.
         """
         lease = part.leases.get(lease_id) or self._cluster.leases.get(lease_id)
         if lease is None or lease.part is not part:
@@ -345,7 +345,7 @@ class Readers:
     def _swap(self, part: RankPart, holding: Holding) -> None:
         """The reader reads from that source instead."""
         (lease,) = part.leases.values()
-        lease.dropping = True  # what reads from the other one is not filled through this any more
+        lease.dropping = True  # from now on the reader is not fed through this lease
         self._tell_to_add(part, self.lend(part, None, holding))
         self._leave_for(lease, (), "another source is better")
 

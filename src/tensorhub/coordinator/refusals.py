@@ -54,7 +54,7 @@ def misfit(operation: Operation, version: Version) -> Blame | None:
 
 
 def unnamed(operation: Operation, version: Version) -> Blame | None:
-    """The rank that goes on with a shard whose manifest is not known, since there was no room to keep it."""
+    """The blame if a rank goes on with a shard, and the coordinator had no room to keep the shard's manifest."""
     for part in operation.parts.values():
         published = ways.as_published(version, operation)
         known = not published or version.manifests.get(part.shard) or named(part)
@@ -65,7 +65,7 @@ def unnamed(operation: Operation, version: Version) -> Blame | None:
 
 
 def misnamed(operation: Operation, version: Version) -> Blame | None:
-    """Which rank goes on with other tensors, or other chunks, than were published, if one does."""
+    """The blame if a rank goes on with other tensors, or other chunks, than were published."""
     for part in operation.parts.values():
         is_its = named(part) and ways.as_published(version, operation)  # a rank of another layout names its own manifest
         recorded = version.recorded(part.shard) if is_its else None
@@ -85,7 +85,7 @@ def abandoned(operation: Operation) -> Blame:
 
 
 def selects_another(operation: Operation, version: Version) -> Blame:
-    """The ranks call again by themselves. (Only a rank whose caller has given up meanwhile shows this error.)"""
+    """The ranks call again by themselves. (A rank shows this error only if its caller has given up meanwhile.)"""
     text = f"version {version.number} of {operation.group.model.name!r}: what this call has read is gone; call again"
     return Blame(GroupAborted(text), again=True)
 

@@ -1,7 +1,7 @@
 """What a worker registers and announces: whether that fits and has room, and which manifests have to be asked for.
 
 A Register or a ReadyToWrite may name a manifest by its id. If the coordinator does not know that manifest, it asks one rank,
-and the other ranks wait for that answer. So a coordinator that has restarted is told each manifest once, and not by each of
+and all other ranks wait for that answer. So a coordinator that has restarted is told each manifest once, and not by each of
 a thousand workers that come back at once. No rank is registered, or ready, while it waits: it says the message again. A rank
 that lacks a manifest that another rank was asked for waits for that manifest first, so that it is asked for the rest once.
 
@@ -126,7 +126,7 @@ class Announcements:
         is_publishers = held.published and group.name == version.publisher.group
         testimony = version.testimonies.get(member.shard)
         root = testimony.root if testimony is not None else b""
-        # The other ranks of its group may never come back; this rank has the bytes of that published shard all the same.
+        # This rank has the bytes of the published shard, even if no other rank of its group comes back.
         is_proven = root != b"" and held.root == root and group.world_size == version.info.world_size
         is_known = not held.publication and (member.fits_any_layout or is_publishers or is_proven)
         if not is_known and group.layout_id is None:
@@ -146,7 +146,7 @@ class Announcements:
         if member.shard not in layout:
             return False
         if layout is version.holdings and root and held.root not in (b"", root):
-            return False  # it is not what was published (R8)
+            return False  # its bytes are not the published bytes (R8)
         recorded = version.recorded(member.shard) if layout is version.holdings else None
         if recorded is not None and recorded[0] != cluster.manifests.name(held.manifest):
             return False  # nor are these the tensors
@@ -164,13 +164,13 @@ class Announcements:
         self._holdings.add(holding)
         if held.published and group.name == version.publisher.group and member.said.purpose is Purpose.USE:
             self._testimonies.publisher_is_back(holding)
-        if replica.state is not ReplicaState.READY and replica.is_whole:  # if DRAINING: whoever wanted to leave has stayed
+        if replica.state is not ReplicaState.READY and replica.is_whole:  # if DRAINING: the leaving rank has stayed
             self._holdings.make_ready(replica, "announced again by every rank")
         return True
 
     def _is_published(self, version: Version, publication_id: str, said: bytes) -> bool:
-        """Whether that describes what was published, as far as is known; then it is known from now on, so that readers which
-        have planned with it go on, also if no holder of the published layout comes back.
+        """Whether `said` may describe the published version. If so, the description is kept: readers that planned with it
+        go on, also if no holder of the published layout comes back.
         """
         published = version.holdings
         if published.is_described:
@@ -189,19 +189,19 @@ class Announcements:
         return published.described_as == publication_id
 
 
-ANSWER = 1 / 8  # of a lease, that the one who is asked has; then all others are asked as well
-ANSWER_S_MAX = 5.0  # the same, however long a lease is: callers wait for it
+ANSWER = 1 / 8  # of a lease, within which the asked rank must answer; then all waiting ranks are asked
+ANSWER_S_MAX = 5.0  # the longest time for an answer, however long a lease is: callers wait for it
 
 Parts = tuple[bytes, ...]
 Again = RegisterAgain | ReadyAgain
 
 
 class ManifestQuestions:
-    """Those of one coordinator."""
+    """The open questions of one coordinator."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        # By id that was asked for: (session, what it will be told, whether that is a part's id) of the others.
+        # By id that was asked for: (session, its message then, whether the id is a part's) of each waiting rank.
         self._waiting: dict[str, deque[tuple[int, Again, bool]]] = {}
         self._count = 0  # of all those
 

@@ -1,13 +1,14 @@
-"""Ranks that have published the same part of a model (HSDP, data parallelism): which may be read, and are they equal?
+"""Ranks that have published equal parts of a model (HSDP, data parallelism): do their bytes agree?
 
-Theory of operation. Such ranks are one class of shards. Different ranks of a reader read different selections of them, so
-that no digest of a selection shows that two of them have drifted apart. Their own chunks' digests do: when a class is
-published, all its publishers are asked for these, and votes of readers of another layout count once they have answered.
+Theory of operation. Shards that describe one part of the model form one class. Ranks of a reader read different selections
+from the shards of a class, so no digest of a selection shows that two shards have drifted apart. The digests of the shards'
+own chunks do. When a class is published, all its publishers are asked for these digests. Votes of readers of another layout
+count once the publishers have answered.
 
-If they differ, no reader of another layout commits, and the error names ranks and tensors (`Version.drifted`). Nobody is
-quarantined: it is not known which of them is right.
+If the digests differ, no reader of another layout commits, and the error names ranks and tensors (`Version.drifted`). No
+holding is quarantined: it is not known which bytes are right.
 
-Responsible for telling equal ones from others. Not responsible for asking them (`testimonies`).
+Responsible for comparing the shards of a class. Not responsible for asking the publishers (`testimonies`).
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from tensorhub.model.digests import head_of
 from tensorhub.model.manifest import Manifest
 
 NAMES_MAX = 8  # tensors that an error names
-MANIFEST_BYTES_MAX = 2**20  # a longer one is not decoded for an error: others would wait for that
+MANIFEST_BYTES_MAX = 2**20  # a longer manifest is not decoded for an error: all workers would wait for that
 
 
 def needed(part: RankPart) -> Iterator[int]:
-    """The classes of what was published that this rank reads, by their first shards."""
+    """The published classes that this rank reads, by their first shards."""
     if part.bridges:
         yield from (need.shard for need in part.needs or ())
 
 
 def drifted(version: Version, first: int) -> tuple[int, int] | None:
-    """Two shards of a class whose digests differ, if there are two."""
+    """Two shards of a class with different digests, or None."""
     known = [shard for shard in version.holdings.classes[first] if _root(version, shard)]
     return next(((one, other) for one in known[:1] for other in known[1:] if _differ(version, one, other)), None)
 
@@ -44,12 +45,12 @@ def _differ(version: Version, one: int, other: int) -> bool:
 
 
 def _have_one_grid(version: Version, one: int, other: int) -> bool:
-    """Their pieces lie in equal places. With equal settings they are cut into equal chunks."""
+    """Whether the segments of two shards lie in equal places. With equal settings they are cut into equal chunks."""
     return head_of(version.manifests.get(one, b"")) == head_of(version.manifests.get(other, b""))
 
 
 def what_differs(version: Version, one: int, other: int) -> str:
-    """The tensors in which they differ, as far as that is still known: the rest of a sentence."""
+    """The tensors in which two shards differ, if that is still known: the end of an error's sentence."""
     manifest = version.manifests.get(one, b"")
     chunks = list(_chunks_that_differ(version, one, other))
     if not chunks or len(manifest) > MANIFEST_BYTES_MAX:

@@ -1,8 +1,8 @@
 """What must stay fetchable (R4, R5, G5): the newest `retain` versions of each model, and pinned ones.
 
-Responsible for the policy, for pins, for telling holders what is retained, and for the single question whether a holder may
-leave. Not responsible for what follows from the answer: `holdings` and `fills` let holders wait, `handovers` finds
-successors.
+Responsible for the policy, for pins, for telling holders which versions are retained, and for the single question whether a
+holder may leave. Not responsible for the consequences of the answer: `holdings` and `fills` let holders wait, `handovers`
+finds successors.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Retentions:
         return next(self.alone(holding, going), None) is not None
 
     def alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
-        """The holdings of its replica whose shards no second replica holds reliably, if its version is retained. `going`:
+        """The holdings of its replica without a second reliable copy of the shard, if its version is retained. `going`:
         its worker, if the worker may end with this leave (R5): then no holding of that worker counts.
 
-        Only the published layout keeps a version, because readers of every layout can read that. A replica stops serving
+        Only the published layout keeps a version, because readers of every layout can read it. A replica stops serving
         when its first rank leaves. A version that has lost another shard cannot be fetched any more: nothing is kept for it.
         """
         version, replica, group = holding.version, holding.replica, holding.member.group

@@ -34,7 +34,7 @@ class Feeding:
     """Changes which holdings are fed; no other component does."""
 
     _cluster: Cluster
-    # Who is fed no more in this step. What is filled from it seems to be fed until `settle`.
+    # Holdings that are fed no more in this step. Holdings downstream of them seem to be fed until `settle`.
     dry: dict[Holding, None] = field(default_factory=dict, init=False)
 
     def feed(self, holding: Holding | None) -> None:
@@ -70,7 +70,7 @@ class Feeding:
             for each in dry:
                 if each.is_fed:
                     self._become_fed(each, is_so=False)
-            for each in dry:  # as it was published, and without patches, each was filled from one of the others
+            for each in dry:  # without other layouts and patches, each of them was filled from another dry holding
                 if (each.peers.patches or each.bridges) and is_filled_by(each, _is_fed):
                     self._spread(each)
 
@@ -135,7 +135,7 @@ def _is_surely_fed(holding: Holding) -> bool:
 
 LOOKS_MAX = 32  # at sources that might be faster
 GAIN_S = 0.25  # so much sooner at least a reader must have the rest elsewhere
-PATCHES_MAX = 4  # partial copies that one reader reads from while nobody holds all of it
+PATCHES_MAX = 4  # partial copies that one reader reads from while no rank holds the whole shard
 
 
 @dataclass(eq=False, repr=False)
@@ -200,7 +200,7 @@ class SourceChoice:
             if holding.complete or need is not None or part.holding is None or not part.holding.readers:
                 return False
             if not (part.holding.is_fed or holding.peers.patches or part.bridges or self._feeding.dry):
-                return False  # each is filled from one other: what is filled from this reader is no more fed than it is
+                return False  # each has one source: a holding that is filled from this reader is no more fed than the reader
             below = self._below(part.holding) if below is None else below
             return holding in below
 
@@ -251,7 +251,7 @@ class SourceChoice:
         so that a chunk of one copy comes to all readers; the further copies are the best ones.
         """
         if part.is_abandoned:
-            return []  # its last holder left on purpose: nobody waits for it (R12)
+            return []  # its last holder left on purpose: no reader waits for it (R12)
         mine = part.holding
         read = [lease.holding for lease in part.leases.values() if not lease.dropping and lease.need is None]
         neighbour = next((h for h in there.after(mine) if h is not mine and self._reachable(h, part)), None)
@@ -316,7 +316,7 @@ def _estimate(
     """When it would have everything from there; the newest comes first of equals. `lease`: its own, if it reads there."""
     reader, worker = part.member.worker, holding.member.worker
     load = holding.load_without(lease)
-    if worker.reaches(reader) & SAME_HOST_TRANSPORTS:  # who copies out of its memory shares nothing of it with others
+    if worker.reaches(reader) & SAME_HOST_TRANSPORTS:  # a reader on its host takes no share of its link
         load = load._replace(readers=0)
     apart = distance(reader.location, worker.location)
     return rank(apart, load, holding.traffic.depth, wanted, rates), -holding.number

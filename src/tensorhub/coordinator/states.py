@@ -14,11 +14,11 @@ from enum import StrEnum
 class VersionState(StrEnum):
     """Whether one version of a model can be fetched."""
 
-    STAGED = "staged"  # some ranks of its group have published it; nobody else can see it
+    STAGED = "staged"  # some ranks of its group have published it; no other worker can see it
     AVAILABLE = "available"  # visible, and every shard has a live source
     UNAVAILABLE = "unavailable"  # visible, but at least one shard has no live source
     DISCARDED = "discarded"  # its publish was aborted; its number was not used
-    RETIRED = "retired"  # it was rolled back; or it is old, and nobody holds or retains it
+    RETIRED = "retired"  # it was rolled back; or it is old, not retained, and no worker holds it
 
 
 class ReplicaState(StrEnum):
@@ -71,8 +71,8 @@ class PartState(StrEnum):
 class CoordinatorState(StrEnum):
     """How far a coordinator knows its cluster."""
 
-    RECOVERING = "recovering"  # a lease after a restart: workers say what they hold; one more for whoever came back in it
-    SERVING = "serving"  # what nobody holds or has announced is lost
+    RECOVERING = "recovering"  # a lease after a restart: workers say what they hold; a worker that comes back gets one more
+    SERVING = "serving"  # recovery is over: a version that no worker has announced is lost
 
 
 V, R, L, W, P, K, C = VersionState, ReplicaState, LeaseState, WorkerState, OperationState, PartState, CoordinatorState

@@ -8,12 +8,12 @@ that are wrong, says where they came from, and reads them again.
 A reader of another layout votes with one root for each selection that it reads. The publisher is asked for the digests of
 that selection at the first vote, and the list is kept for the other readers of that layout.
 
-Where no publisher can say its digests (it is lost, silent, or does not know the selection), the digests count with which the
-source has sent the bytes: `RankPart.by_source`. Once a root is known, nobody has to be trusted: a list from any holder is
-right if it has that root.
+A publisher may be unable to say its digests: it is lost, silent, or does not know the selection. Then the digests count with
+which the source has sent the bytes: `Proof.by_source`. Once a root is known, no worker has to be trusted: a list from any
+holder is right if the list has that root.
 
-Responsible for lists and roots, for who is asked for them, and for which votes count. Not responsible for who is to blame
-(`corruption_checks`), nor for what a vote leads to (`operations`).
+Responsible for lists and roots, for the workers that are asked for lists, and for which votes count. Not responsible for
+blame (`corruption_checks`), nor for what a vote leads to (`operations`).
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ COMPARISONS_MAX = 16  # of one rank in one operation; after that its memory, or 
 
 @dataclass(eq=False, repr=False)
 class Testimonies:
-    """Changes testimonies and the claims of parts; nobody else does."""
+    """Changes testimonies and the claims of parts; no other component does."""
 
     _cluster: Cluster
     _readers: Readers
     _holdings: Holdings
     _corruption_checks: CorruptionChecks
-    _recording: dict[int, Version] = field(default_factory=dict, init=False)  # whose roots are on their way to the store
+    _recording: dict[int, Version] = field(default_factory=dict, init=False)  # by record: roots on their way to the store
 
     # -- votes
 
     def expect(self, part: RankPart) -> None:
-        """This rank, which bridges, has said what it needs: it will name roots of that."""
+        """This rank, which bridges, has named its needs. Later it will name a root for each need."""
         for need in part.needs or ():
             testimony = self.of_need(part, need)
             if testimony.need != need:  # a read-only worker has said it has other chunks: see `disagreement`
@@ -62,7 +62,7 @@ class Testimonies:
             testimony.needed_by = {each: None for each in testimony.needed_by if not each.operation.decided}
 
     def claim(self, part: RankPart, message: Prepared) -> None:
-        """This rank has every chunk, and names the roots of its digests. It reads no more. Its vote counts if they agree."""
+        """This rank has every chunk, reads no more, and names its roots. Its vote counts if the roots agree."""
         part.proof.claim, part.proof.rereads = {}, None
         part.move(self._cluster.now)
         if part.reads:
@@ -88,7 +88,7 @@ class Testimonies:
         self._cluster.changed(part.operation, part)
 
     def settle(self, operation: Operation) -> Blame | None:
-        """Count the votes that agree with their publisher. For each of the others that have news, do what brings it on."""
+        """Count the votes that agree with their publisher. Continue the comparison for each other vote with news."""
         for part in list(operation.parts.values() if operation.news is None else operation.news):
             if part.state is not PartState.CLAIMING:
                 continue
@@ -101,10 +101,10 @@ class Testimonies:
         return None
 
     def _settle_claim(self, part: RankPart, need: Need | None, root: bytes) -> Blame | None:
-        """The same for one of the roots that it names."""
+        """Settle one root that the rank names."""
         testimony, version = self._of(part, need), part.operation.bound
         if need is not None and not self._are_replicas_known(version, need.shard):
-            pass  # else it might be half of one, and half of another one that has drifted apart
+            pass  # else the rank might have mixed the bytes of two replicas that have drifted apart
         elif root == testimony.root and (root or not testimony.width):  # as was published; or there are no digests
             self._agree(part, need, by_source=False)
         elif not testimony.root and not self._is_publisher_awaited(testimony, root):
@@ -126,7 +126,7 @@ class Testimonies:
 
     @staticmethod
     def _agree(part: RankPart, need: Need | None, *, by_source: bool) -> None:
-        """What it has of this counts: it is what was published, or (`by_source`) nobody says otherwise."""
+        """The rank's bytes count: they are the published bytes, or (`by_source`) no publisher says otherwise."""
         del part.proof.claim[need]
         part.proof.by_source = part.proof.by_source or by_source
         if part.proof.page is not None and part.proof.compares == need:
@@ -182,15 +182,15 @@ class Testimonies:
         self._cluster.tell(part.member, Compare(part.operation.key, part.rank, first, values, last, *of))
 
     def root_for(self, part: RankPart) -> bytes:
-        """The root that a fetch compares by itself. It is nobody's source, so nobody else depends on its word."""
+        """The root that a fetch compares by itself. A fetch is no reader's source, so no other rank depends on its word."""
         return self._of(part, None).root if part.operation.kind is OpKind.FETCH and not part.bridges else b""
 
-    # -- who is asked
+    # -- asking for digests
 
     def _is_publisher_awaited(self, testimony: Testimony, root: bytes) -> bool:
-        """Whether its publisher may still say its digests; it is asked. `root`: as a reader names it."""
+        """Whether the publisher may still say the digests. Asks the publisher. `root`: as a reader names it."""
         if not testimony.width:
-            return bool(root)  # nobody has said yet whether its chunks have digests
+            return bool(root)  # it is not known yet whether the chunks have digests
         publisher = self.publisher(testimony)
         if publisher is None or not self._can_tell(publisher):
             return False
@@ -202,7 +202,7 @@ class Testimonies:
         return member.registration in testimony.asked
 
     def _ask_next(self, testimony: Testimony) -> None:
-        """Its root is known, and its list is not: ask one holder after the other for that."""
+        """The root is known, and the list is not: ask the next holder for the list."""
         self._set_timer(testimony)
         for registration, (session, _) in list(testimony.asked.items()):
             member = self._cluster.members.get(registration)
@@ -211,12 +211,12 @@ class Testimonies:
         for holding in self._holders(testimony) if not testimony.asked else ():
             member = holding.member
             if member.registration not in testimony.answered and member.worker.session is not None:
-                self._cluster.forget_list(testimony)  # of one who tells it, all or nothing
+                self._cluster.forget_list(testimony)  # a list never mixes the digests of two workers
                 self._ask(testimony, member, holding.generation)
                 return
 
     def _holders(self, testimony: Testimony) -> Iterator[Holding]:
-        """Who has its chunks: first its publisher."""
+        """The holders of the chunks: first the publisher."""
         publisher, version, need = self.publisher(testimony), testimony.version, testimony.need
         if publisher is not None and self._can_tell(publisher):
             yield publisher
@@ -243,8 +243,8 @@ class Testimonies:
             self._cluster.timers.set(*due, self._cluster.now + ANSWER_S)
 
     def overdue(self, model_name: str) -> None:
-        """Nobody waits any longer for those who say nothing. Once every holder of a known root has been asked, all are
-        asked again.
+        """Give up the workers that were silent for two periods. Once every holder of a known root has been asked, all
+        holders are asked again.
         """
         model = self._cluster.models.get(model_name)
         for version in model.versions.values() if model is not None else ():
@@ -258,26 +258,26 @@ class Testimonies:
             self._cluster.wake_all(version.starving)
 
     def publisher(self, testimony: Testimony) -> Holding | None:
-        """Whose word decides. Of a selection of a class that is one of its shards' publishers."""
+        """The publisher that decides: for a selection, a publisher of some shard of the class."""
         version, known = testimony.version, testimony.publisher
         if testimony.need is None or (known is not None and self._may_know(known, testimony)):
             return known
         shards = version.holdings.classes.get(testimony.shard, ())
         each = [own.publisher for shard in shards if (own := version.testimonies.get(shard)) is not None]
         found = next((one for one in each if one is not None and self._may_know(one, testimony)), known)
-        if found is not known and not testimony.root:  # of one who tells it, all or nothing
+        if found is not known and not testimony.root:  # a list never mixes the digests of two workers
             self._cluster.forget_list(testimony)
             testimony.asked.clear()
             testimony.publisher = found
         return found
 
     def _may_know(self, publisher: Holding, testimony: Testimony) -> bool:
-        """Whether it can be asked now for digests of that selection, and has not said that it does not know it."""
+        """Whether this publisher can be asked now for the selection's digests, and has not denied to know them."""
         is_aware = publisher.member.registration not in testimony.unaware
         return is_aware and self._can_tell(publisher) and _is_connected(publisher)
 
     def _can_tell(self, holding: Holding) -> bool:
-        """Whether its owner still has it, as it was published."""
+        """Whether the owner still has this holding, with unchanged bytes as far as is known."""
         member = holding.member
         here = self._cluster.members.get(member.registration) is member and not holding.trust.quarantined
         return here and (member.holding is holding or holding in member.leaving)
@@ -287,7 +287,7 @@ class Testimonies:
         testimony = holding.version.testimonies.get(holding.shard)
         return not holding.bridges and testimony is not None and testimony.publisher is holding
 
-    # -- what is told
+    # -- digests that arrive
 
     def told(self, worker: Worker, message: Digests) -> None:
         """A worker tells digests. They count from a publisher, and, once a root is known, from the holder that was asked."""
@@ -304,18 +304,18 @@ class Testimonies:
         is_publishers = holding is self.publisher(testimony)
         asked = member.registration in testimony.asked
         if not testimony.width or not (asked if testimony.root else is_publishers):
-            return  # once a root is known, one worker tells all: mixed words of several would accuse whoever tells the last
+            return  # once a root is known, one worker tells all: a mixed list would accuse the worker that completes it
         testimony.silent.discard(member.registration)
         if message.last:
             testimony.asked.pop(member.registration, None)
             testimony.answered.add(member.registration)
         if not testimony.is_there and self._take(testimony, message):
             self._complete(testimony, holding)
-        if message.last or testimony.is_there or testimony.turned_away:  # else it brings nobody on who waits
+        if message.last or testimony.is_there or testimony.turned_away:  # else no waiting rank can go on
             self._bring_on(testimony)
 
     def _bring_on(self, testimony: Testimony) -> None:
-        """Those who wait for that. Of a selection that is who needs it: ranks may have thousands of selections."""
+        """Wake the waiting ranks: for a selection only the ranks that need it, of thousands of selections."""
         if testimony.need is None:
             self._cluster.wake_all(testimony.version.starving)
             return
@@ -328,8 +328,8 @@ class Testimonies:
                 self._cluster.changed(part.operation, part)
 
     def _is_left_as_it_is(self, part: RankPart, testimony: Testimony) -> bool:
-        """Settle what it claims of that alone, where its digests are known: it may claim thousands of others, for which it
-        still waits then.
+        """Settle this one claim of the rank, if its digests are known. Whether the rank still waits for other claims: there
+        may be thousands.
         """
         need, claim = testimony.need, part.proof.claim
         if not claim or need not in claim or not testimony.root:
@@ -337,7 +337,7 @@ class Testimonies:
         return self._settle_claim(part, need, claim[need]) is None and bool(claim)
 
     def _told_nothing(self, member: Member, message: Digests) -> None:
-        """It does not hold that any more."""
+        """The member does not hold that generation any more: its answer is empty."""
         for version in member.group.model.versions.values():
             for testimony in all_of(version):
                 asked = testimony.asked.get(member.registration)
@@ -347,7 +347,7 @@ class Testimonies:
                     self._cluster.wake_all(version.starving)
 
     def publisher_is_back(self, holding: Holding) -> None:
-        """It says again what it holds, and that it has published that."""
+        """The owner announces this holding again, and that it has published it."""
         testimony = self.of(holding.version, holding.shard)
         known, member = testimony.publisher.member if testimony.publisher is not None else None, holding.member
         if known is not None and (known.registration, known.worker.incarnation) != (
@@ -359,17 +359,17 @@ class Testimonies:
         testimony.answered.discard(holding.member.registration)
 
     def _told_of(self, holding: Holding, message: Digests) -> Testimony | None:
-        """What these digests are of; None: nobody needs that."""
+        """The testimony that these digests belong to; None: no reader needs them."""
         version = holding.version
         if message.selection:
             return version.selections.get((message.shard, message.selection))
         return None if holding.bridges else self.of(version, holding.shard, holding.member.said.manifest)
 
     def _take(self, testimony: Testimony, message: Digests) -> bool:
-        """Enter them. Whether all are known now."""
+        """Enter the digests. Whether the list is complete now."""
         if testimony.need is not None and message.chunks != testimony.need.chunks:
             testimony.unaware.add(message.registration)
-            return False  # it does not know that selection: nobody has read it there
+            return False  # it does not know that selection: no reader has read the selection there
         within = all(first >= 0 and count > 0 and first + count <= message.chunks for first, count in message.runs)
         if not within or len(message.digests) != sum(count for _, count in message.runs) * testimony.width:
             return False
@@ -395,21 +395,21 @@ class Testimonies:
         return not testimony.turned_away
 
     def recover(self, version: Version, roots: bytes) -> None:
-        """These are durable."""
+        """The version's roots, as the store has them."""
         version.roots_stored = True
         for shard in range(len(roots) // ROOT_BYTES):
             self.of(version, shard).root = roots[shard * ROOT_BYTES : (shard + 1) * ROOT_BYTES]
 
     def _complete(self, testimony: Testimony, teller: Holding) -> None:
         root, version = root_of(testimony.values), testimony.version
-        if testimony.root and root != testimony.root:  # who told this does not hold what it says
+        if testimony.root and root != testimony.root:  # the teller does not hold the published bytes
             self._cluster.forget_list(testimony)
             if teller.committed and not self.is_publisher(teller):
                 self._corruption_checks.condemn(teller)
             return
         testimony.root = root
         testimony.finish()
-        testimony.asked.clear()  # no list from others is of use any more
+        testimony.asked.clear()  # the list is complete: no further answer is of use
         self._record(version)
         if testimony.need is None:
             self._compare_replicas(version, version.holdings.class_of(testimony.shard))
@@ -417,7 +417,7 @@ class Testimonies:
     # -- replicas
 
     def compare_replicas(self, version: Version) -> None:
-        """It was published: ranks that have published the same part of the model are asked for their digests."""
+        """The version was published: ask all ranks that have published equal parts of the model for their digests."""
         for first in version.holdings.classes:
             self._are_replicas_known(version, first)
 
@@ -435,7 +435,7 @@ class Testimonies:
         return are_known
 
     def _compare_replicas(self, version: Version, first: int) -> None:
-        """If two ranks that are to have the same bytes do not, all who read them have to know."""
+        """If two ranks of a class have different bytes, tell every operation on this version."""
         found = replicas.drifted(version, first) if first not in version.drifted else None
         if found is not None:
             version.drifted[first] = *found, replicas.what_differs(version, *found)
@@ -466,7 +466,7 @@ class Testimonies:
         return self.of(version, part.shard, part.member.begun) if need is None else self.of_need(part, need)
 
     def of_need(self, part: RankPart, need: Need) -> Testimony:
-        """What is known of that selection, which this rank reads."""
+        """The testimony of a selection that this rank reads."""
         version, key = part.operation.bound, (need.shard, need.selection)
         testimony = version.selections.get(key)
         if testimony is None:
@@ -480,7 +480,7 @@ class Testimonies:
         return testimony
 
     def of(self, version: Version, shard: int, manifest: bytes = b"") -> Testimony:
-        """What is known of that shard. `manifest`: as the asker knows it, in case that nobody else has told it."""
+        """The testimony of a shard. `manifest`: as the caller knows it, used if the version has no manifest of the shard."""
         testimony = version.testimonies.get(shard)
         if testimony is None:
             page_bytes = digests_bytes_max(self._cluster.options.frame_bytes_max)
@@ -496,7 +496,7 @@ def all_of(version: Version) -> Iterator[Testimony]:
 
 
 def is_asked(version: Version, registration: str) -> bool:
-    """Whether somebody waits for what it says of that version's digests."""
+    """Whether a reader waits for this registration's digests of that version."""
     return any(registration in testimony.asked for testimony in all_of(version))
 
 

@@ -145,7 +145,7 @@ class Answers:
         self._cluster.answer(session, message.request, conflict)
 
 
-Waiting = tuple[str, str, float, str]  # a call, what it waits for, since when, whose call it is
+Waiting = tuple[str, str, float, str]  # a call, what it waits for, since when, its caller
 
 
 def summarize(model: Model, now: float) -> tuple[ModelSummary, dict[int, VersionSummary]]:

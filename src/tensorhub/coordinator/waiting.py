@@ -90,7 +90,7 @@ def is_filled_by(holding: Holding, trusted: Callable[[Holding], bool]) -> bool:
     if not holding.bridges or part is None or part.holding is not holding or part.needs is None or not part.reads:
         return False
     fed = {lease.need.shard for lease in lasting if lease.need is not None and trusted(lease.holding)}
-    is_idle = holding.leaving and not part.needs  # who needs nothing has no lease
+    is_idle = holding.leaving and not part.needs  # a part without needs has no lease
     return not is_idle and all(need.shard in fed for need in _reads_now(part))
 
 
@@ -121,7 +121,7 @@ def waits_in(operation: Operation) -> list[dict[OpKey, Operation]]:
 
 def starves(operation: Operation) -> bool:
     """Whether some rank lacks a source that stays, or agreement on its digests; not yet begun, whether all are ready."""
-    # Of hundreds of ranks mostly one has said something: what was said of the others still is so.
+    # Of hundreds of ranks mostly one has said something: the results for all other ranks still hold.
     parts = operation.parts.values() if operation.is_starving or operation.news is None else operation.news
     fills = operation.kind is not OpKind.PUBLISH
     if fills and not operation.writing and not operation.unchanged and all(part.ready for part in operation.parts.values()):

@@ -1,6 +1,6 @@
-"""In which layout a group reads a version, from which holders, and what a reader of another layout needs.
+"""In which layout a group reads a version, from which holders, and which bytes a reader of another layout needs.
 
-A group whose layout is the published one reads that, chunk by chunk. A group of another layout reads each chunk from a
+A group of the published layout reads in that layout, chunk by chunk. A group of another layout reads each chunk from a
 holder of its own layout, or from a complete holder of the published layout. There is no third kind of source, so the chunks
 of a reader follow from the published layout and from its own.
 
@@ -26,12 +26,12 @@ from tensorhub.layouts.identity import ALONE
 from tensorhub.messages import Need, ReadyToWrite
 from tensorhub.types import READ_ONLY
 
-Source = tuple[Need | None, Holding]  # for which need; None: for everything
-OF_ITS_OWN = ("own/", "ranks/")  # how the ids of layouts begin whose ranks know which part of the model they have
+Source = tuple[Need | None, Holding]  # the need that it serves; None: all needs
+OF_ITS_OWN = ("own/", "ranks/")  # prefixes of layout ids: these ranks know which part of the model they have
 
 
 def choose(part: RankPart, needs: Sequence[Need], best: Callable[[Need | None], Holding | None]) -> list[Source]:
-    """From whom it has these, as far as somebody has them. `best`: the best source for a need, or of its own layout."""
+    """The sources for these needs, where there are sources. `best`: the source for a need; for None, in the own layout."""
     own = best(None)
     if own is not None and own.member.worker.location.site == part.member.worker.location.site:
         return [(None, own)]
@@ -40,7 +40,7 @@ def choose(part: RankPart, needs: Sequence[Need], best: Callable[[Need | None], 
 
 
 def are_enough(sources: Iterable[Source], needs: Sequence[Need]) -> bool:
-    """Whether these bring all that is needed."""
+    """Whether these sources cover all needs."""
     found = list(sources)
     return any(need is None for need, _ in found) or len(found) == len(needs)
 
@@ -64,15 +64,15 @@ def misfit(group: Group, version: Version) -> ManifestMismatch | None:
 
 
 def as_known(member: Member, version: Version, parts: tuple[bytes, ...]) -> tuple[bytes, ...] | None:
-    """What this rank says of which part of the model it holds, in the layout in which that was published. None: it does not
-    know that; it has read this from others, and nobody had told it.
+    """The rank's statement, in the published layout, of which part of the model it holds. None: the rank cannot know. It has
+    read the version from other workers and was never told.
     """
     has_own = version.layout_id if member.fits_any_layout else member.said.layout_id
     return parts if parts or not has_own.startswith(OF_ITS_OWN) else None
 
 
 def check(part: RankPart, said: ReadyToWrite, selections: int) -> TensorHubError | None:
-    """Why this rank cannot need that, or have it there, if it cannot. `selections`: how many there are in all."""
+    """The error in the needs that a rank of another layout names, if there is one. `selections`: their number in all."""
     needs, version = said.needs, part.operation.bound
     known = part.layout.needs.get(part.shard)
     who = f"rank {part.rank} of group {part.member.group.name!r}"
@@ -95,8 +95,8 @@ def check(part: RankPart, said: ReadyToWrite, selections: int) -> TensorHubError
 
 
 def disagreement(part: RankPart, needs: Sequence[Need]) -> StateError | None:
-    """Others have said that one of these selections is another one. Its name is a hash of what it is, so somebody is
-    wrong, and no list of digests would ever do for both.
+    """The error if another rank has described one of these selections differently. A selection's id is a hash of its
+    content, so one rank is wrong, and no list of digests fits both.
     """
     version = part.operation.bound
     for need in needs:
@@ -121,9 +121,9 @@ Layout = LayoutHoldings[Holding]
 
 
 class Way(NamedTuple):
-    """`layout`: the group's own; None: no worker holds or fills it yet. `published`: the published layout, where the group
-    has another one. `shard`: the only shard that is read; None: all shards. `is_known`: a rank can tell which chunks it
-    reads.
+    """`layout`: the group's own layout; None: no worker holds or fills it yet. `published`: the published layout, if the
+    group has another layout. `shard`: the only shard that is read; None: all shards. `is_known`: a rank can tell which
+    chunks it reads.
     """
 
     layout: Layout | None
@@ -145,23 +145,23 @@ class Way(NamedTuple):
 
     @property
     def can_be_read(self) -> bool:
-        """The same, of workers that are heard of now."""
+        """Whether workers that are heard of now have all shards of the group's own layout, or all published classes."""
         is_own = self.layout is not None and self.layout.copies() > 0
         return self.is_known and (is_own or (self.published is not None and self.published.can_each_class_be_read()))
 
     @property
     def has_holders(self) -> bool:
-        """Whether a worker holds or fills some of what could be read."""
+        """Whether a worker holds or fills a shard of either layout."""
         return any(each is not None and each.has_holders for each in (self.layout, self.published))
 
 
 def first_part(operation: Operation) -> RankPart:
-    """That of the rank that has called first."""
+    """The part of the rank that has called first."""
     return next(iter(operation.parts.values()))
 
 
 def first_member(operation: Operation) -> Member:
-    """The same rank's."""
+    """The rank that has called first."""
     return first_part(operation).member
 
 
@@ -172,7 +172,7 @@ def as_published(version: Version, operation: Operation) -> bool:
 
 
 def of(version: Version, operation: Operation) -> Way:
-    """How its ranks read that version. A rank that goes on with what it has begun has its plan already."""
+    """How the ranks of an operation read that version. A rank that goes on with a begun fill has its plan already."""
     member, begun, published = first_member(operation), operation.resumes, version.holdings
     if as_published(version, operation):
         is_one = member.is_of_one_shard and member.shard in published
@@ -190,7 +190,7 @@ def offered_in_vain(part: RankPart, version: Version, way: Way) -> list[str]:
         return []
     own = [layout[part.shard]] if layout is not None and part.shard in layout else []
     offers = [own]
-    if published is not None:  # it needs one for each class then
+    if published is not None:  # then the reader needs a source for each class
         offers = [[*own, *(published[shard] for shard in each)] for each in published.classes.values()]
     for each in offers:
         theirs = set[str]()
