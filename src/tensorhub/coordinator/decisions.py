@@ -40,10 +40,10 @@ class OperationHandler(Protocol):
         """Every rank has voted: what must be durable before any rank hears of a commit, if anything must."""
 
     def commit(self, operation: Operation) -> None:
-        """It is decided: make true what it was for."""
+        """The commit is decided: carry the operation out."""
 
     def abort(self, operation: Operation) -> None:
-        """It is decided: undo the begun work."""
+        """The abort is decided: undo the begun work."""
 
 
 @dataclass(eq=False, repr=False)

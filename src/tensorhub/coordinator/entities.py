@@ -153,7 +153,7 @@ class Member:
         self.dropped = dropped
 
     def wait(self, request: int) -> None:
-        """It cannot be known yet in which layout it holds what that Register says; 0: it need not be."""
+        """The layout of the holding that this Register announces is not known yet; 0: it need not be known."""
         self.unheard = request
 
     @property
@@ -175,7 +175,7 @@ class Member:
 
     @property
     def holdings(self) -> list[Holding]:
-        """What its memory holds, and what it has held and not fenced yet."""
+        """The present holding, and withdrawn holdings without a confirmed fence."""
         return [*([] if self.holding is None else [self.holding]), *self.leaving]
 
     def __repr__(self) -> str:
@@ -203,7 +203,7 @@ class Group:
         self.operation, self.sequence = operation, operation.key.sequence
 
     def end(self, key: OpKey) -> None:
-        """That operation is decided."""
+        """The group's operation is decided."""
         self.operation = None
         if key.epoch == self.epoch:
             self.sequence = key.sequence + 1
@@ -501,7 +501,7 @@ class Holding:
 
     @property
     def counted(self) -> Counted:
-        """What it counts as, and where it stands."""
+        """What the holding counts as, and where it stands."""
         worker, takes_readers = self.member.worker, self.takes_readers
         is_live, is_source = worker.state is WorkerState.LIVE, self.committed and takes_readers
         standing = None
@@ -655,7 +655,7 @@ class RankPart(_Moving[PartState]):
 
     @property
     def begun(self) -> Begun | None:
-        """What it has begun under a former coordinator."""
+        """The fill that the rank has begun under a former coordinator."""
         return self.call.resume if isinstance(self.call, Fill) else None
 
     @property

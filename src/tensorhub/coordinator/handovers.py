@@ -50,7 +50,7 @@ class Handovers:
     # ------------------------------------------------------------------------------------------------------- facts
 
     def refused(self, worker: Worker, copy: str) -> None:
-        """It cannot make that copy."""
+        """The worker cannot make that copy."""
         for model, handover in self._under_way(copy):
             if handover.worker is worker:
                 self._fail(model, handover)

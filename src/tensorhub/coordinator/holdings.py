@@ -54,12 +54,12 @@ class Holdings:
         self.settle_replica(before)
 
     def verified(self, holding: Holding, *, is_so: bool) -> None:
-        """It has every chunk, or some have to be read again after all."""
+        """The holding has every chunk, or some chunks have to be read again after all."""
         holding.verified = is_so
         self._feeding.feed(holding)
 
     def completed(self, holding: Holding) -> None:
-        """It has all that was published."""
+        """The holding has every chunk, with agreed digests."""
         holding.complete = holding.verified = True
         self._readers.place(holding)
         self._feeding.feed(holding)

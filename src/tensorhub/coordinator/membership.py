@@ -116,7 +116,7 @@ class Membership:
             self._handovers.back(worker)
 
     def _reach_changed(self, worker: Worker) -> None:
-        """It has come back with other transports: there are other sources for its ranks, and it is one for other readers."""
+        """The worker is back with other transports: its ranks have other sources, and serve other readers."""
         cluster = self._cluster
         for member in worker.members.values():
             operation = member.group.operation
@@ -148,7 +148,7 @@ class Membership:
                 self._handovers.room_changed()
 
     def arrived(self, worker: Worker) -> None:
-        """It has said all that it holds: a worker does so before its first heartbeat. Or it is gone."""
+        """The worker has announced all holdings, as before its first heartbeat, or is gone."""
         if worker.incarnation not in self._cluster.arriving:
             return
         del self._cluster.arriving[worker.incarnation]
@@ -274,13 +274,13 @@ class Membership:
         self._cluster.timers.set("worker", worker.incarnation, self._suspect_at(worker) if is_live else lost_at)
 
     def _suspect(self, worker: Worker, why: str) -> None:
-        """It counts no more, if it did."""
+        """The worker counts no more, if it did."""
         if worker.state is WorkerState.LIVE:
             self._cluster.become(worker, WorkerState.SUSPECT, why)
             self._touch_models(worker)
 
     def leave(self, worker: Worker, reason: str) -> None:
-        """It closes: its lease ends now."""
+        """The worker closes: its lease ends now."""
         self._suspect(worker, "leaves")
         self.lose(worker, f"worker {worker.name!r} has left: {reason}")
 

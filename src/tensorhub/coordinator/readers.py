@@ -68,14 +68,14 @@ class Readers:
         return self.to_grant(lease)
 
     def _feed(self, part: RankPart) -> None:
-        """What fills its holding has changed."""
+        """The sources of the rank's holding have changed."""
         if part.holding is not None:
             self.place(part.holding)
         self._feeding.feed(part.holding)
 
     @staticmethod
     def place(holding: Holding) -> None:
-        """It is so far from a complete copy, and is filled so slowly."""
+        """Set the holding's distance from a complete copy, and the slowness of its sources."""
         lasting = [lease.holding for lease in holding.fillers if waiting.lasts(lease)]
         if holding.complete:
             holding.traffic.depth = holding.traffic.behind = 0
@@ -332,7 +332,7 @@ class Readers:
                     self._improve(each.part, 1.0)
 
     def _improve(self, part: RankPart, factor: float, gain_s: float = 0.0) -> None:
-        """It moves if it has the rest so many times sooner elsewhere, and as much sooner. (Without a gain: it yields.)"""
+        """The rank moves if another source brings the rest `factor` times sooner, and `gain_s` sooner. (0: it yields.)"""
         if not part.reads or part.bridges or part.member.worker.read_only:
             return
         if [lease.is_only and lease.holding.is_fed for lease in part.leases.values()] != [True]:

@@ -75,7 +75,7 @@ class Feeding:
                     self._spread(each)
 
     def _spread(self, holding: Holding) -> None:
-        """It is fed: so is all that is filled from it."""
+        """The holding is fed: so are its downstream holdings."""
         todo = [] if holding.is_fed else [holding]
         while todo:
             each = todo.pop()
@@ -103,7 +103,7 @@ class Feeding:
 
 
 def _filled(holding: Holding) -> list[Holding]:
-    """Those that are filled through leases on it which last."""
+    """The holdings that are filled through lasting leases on this holding."""
     return [
         lease.part.holding
         for lease in holding.readers.values()
@@ -281,7 +281,7 @@ class SourceChoice:
         return there.best(reader.location, reader.transports, _wanted(there, need), rates, refuses, stranded=stranded)
 
     def _below(self, holding: Holding) -> dict[Holding, None]:
-        """What must not be read to fill this: it is filled from this itself, and they would wait for each other."""
+        """The downstream holdings. They must not fill this holding: reader and source would wait for each other."""
         return self._feeding.follow(holding)
 
     def _reachable(self, holding: Holding, part: RankPart) -> bool:
@@ -323,7 +323,7 @@ def _estimate(
 
 
 def _rest(part: RankPart) -> Wanted:
-    """What it still has to read."""
+    """What the part still has to read."""
     there = part.layout.of(part.shard)
     left, wanted = max(0, there.chunks - part.attempts.progress[0]) / max(1, there.chunks), _wanted(there, None)
     return Wanted(round(wanted.nbytes * left), wanted.chunk_bytes)

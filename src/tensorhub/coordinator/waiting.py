@@ -37,7 +37,7 @@ def is_spare(lease: ReadLease) -> bool:
 
 
 def lacking(part: RankPart, without: ReadLease | None = None) -> list[Need]:
-    """What it needs of other layouts and has no such source for. One of its own layout is enough for everything."""
+    """The part's needs without a source in the published layout. A source of its own layout covers all needs."""
     lasting = [lease for lease in part.leases.values() if lasts(lease) and lease is not without]
     if any(lease.need is None for lease in lasting):
         return []
