@@ -1,4 +1,6 @@
-"""`python -m benches [SUBJECT] [OPTIONS]`: run a benchmark; without a subject, all of them but `gpu`."""
+"""`python -m benches [SUBJECT] [OPTIONS]`: run a benchmark; without a subject, all of them but
+`gpu`.
+"""
 
 import sys
 
@@ -43,7 +45,9 @@ def main(arguments: list[str]) -> int:
     if arguments and not arguments[0].startswith("-"):
         subject = SUBJECTS.get(arguments[0])
         if subject is None:
-            print(f"no benchmark {arguments[0]!r}: choose from {', '.join(SUBJECTS)}", file=sys.stderr)
+            print(
+                f"no benchmark {arguments[0]!r}: choose from {', '.join(SUBJECTS)}", file=sys.stderr
+            )
             return 2
         return subject(arguments[1:])
     return max(subject(arguments) for name, subject in SUBJECTS.items() if name != "gpu")

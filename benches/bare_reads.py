@@ -1,8 +1,10 @@
-"""The baseline of one-sided transports: the same bytes, copied out of another process' memory, and nothing else.
+"""The baseline of one-sided transports: the same bytes, copied out of another process' memory, and
+nothing else.
 
-By `process_vm_readv` (cma), or by memmove out of a mapping of the memfd in which they are (shm); by one thread or by two,
-which take turns at calls of 8 MiB. With digests the calls are of 1 MiB, each piece is digested while it is in the cache, and
-compared with the source's digest, which was made before.
+By `process_vm_readv` (cma), or by memmove out of a mapping of the memfd in which they are (shm); by
+one thread or by two, which take turns at calls of 8 MiB. With digests the calls are of 1 MiB, each
+piece is digested while it is in the cache, and compared with the source's digest, which was made
+before.
 """
 
 import ctypes
@@ -29,7 +31,9 @@ HOT_BYTES = 2**20  # of a call whose pieces are digested: they are still in the 
 
 @dataclass(frozen=True, slots=True)
 class Lie:
-    """Where the bytes of a process lie. `segments`: (address, bytes, descriptor) of the shared memory that they are in."""
+    """Where the bytes of a process lie. `segments`: (address, bytes, descriptor) of the shared
+    memory that they are in.
+    """
 
     pid: int
     addresses: tuple[int, ...]
@@ -40,9 +44,15 @@ class Lie:
     def of(views: Sequence[memoryview], exposures: Exposures | None = None) -> "Lie":
         """Of this process' own memory."""
         places = [(address_of(view), view.nbytes) for view in views]
-        agent = exposures.of(RegistrationId("bare"), places, views).metadata if exposures is not None else b""
+        agent = (
+            exposures.of(RegistrationId("bare"), places, views).metadata
+            if exposures is not None
+            else b""
+        )
         segments = shm.segments_of([(address_of(view), view.nbytes) for view in views]) or ()
-        found = tuple([(segment.address, segment.nbytes, segment.descriptor) for segment in segments])
+        found = tuple(
+            [(segment.address, segment.nbytes, segment.descriptor) for segment in segments]
+        )
         return Lie(os.getpid(), tuple([address_of(view) for view in views]), found, agent)
 
 
@@ -61,8 +71,13 @@ class NixlRead:
         here = [(address_of(view), view.nbytes, 0) for view in views]
         agent.register_memory([(*place, "") for place in here], "DRAM")
         name = agent.add_remote_agent(there.agent)
-        far = [(address, view.nbytes, 0) for address, view in zip(there.addresses, views, strict=True)]
-        mine, theirs = agent.prep_xfer_dlist("NIXL_INIT_AGENT", here, "DRAM"), agent.prep_xfer_dlist(name, far, "DRAM")
+        far = [
+            (address, view.nbytes, 0) for address, view in zip(there.addresses, views, strict=True)
+        ]
+        mine, theirs = (
+            agent.prep_xfer_dlist("NIXL_INIT_AGENT", here, "DRAM"),
+            agent.prep_xfer_dlist(name, far, "DRAM"),
+        )
         every = list(range(len(here)))
         self._transfer = agent.make_prepped_xfer("READ", mine, every, theirs, every)
 
@@ -82,12 +97,22 @@ class Reader:
         self._copy = self._by_shm if kind == "shm" else self._by_cma
         self._transfer = NixlRead(there, views) if kind == "nixl" else None
         self._pid = there.pid
-        self._mapped = [_map(there.pid, segment[2], segment[1]) for segment in there.segments] if kind == "shm" else []
-        addresses = there.addresses if kind != "shm" else [self._here(there, address) for address in there.addresses]
+        self._mapped = (
+            [_map(there.pid, segment[2], segment[1]) for segment in there.segments]
+            if kind == "shm"
+            else []
+        )
+        addresses = (
+            there.addresses
+            if kind != "shm"
+            else [self._here(there, address) for address in there.addresses]
+        )
         places = zip(views, addresses, strict=True)
         pieces = [Piece(address_of(view), address, view.nbytes) for view, address in places]
         self._calls, self._hot_calls = list(cut_up(pieces)), list(cut_up(pieces, HOT_BYTES))
-        self._arrived = [[bytes_at(piece.here, piece.nbytes, None) for piece in call] for call in self._hot_calls]
+        self._arrived = [
+            [bytes_at(piece.here, piece.nbytes, None) for piece in call] for call in self._hot_calls
+        ]
 
     def read(self, threads: int, digests: list[int] | None = None) -> None:
         """Copy all of it. `digests`: what `digests_of` gave there; ValueError if one differs."""

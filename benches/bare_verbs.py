@@ -1,7 +1,8 @@
 """The baseline of rdma: the same bytes, read by a plain loop over pyverbs, and nothing else.
 
-Work requests of 1 MiB, 16 at a time, each told of when it is done, as a textbook has them. `poll`: the reader looks for
-completions again and again, and lets others run in between; else it sleeps until the device says that there are some.
+Work requests of 1 MiB, 16 at a time, each told of when it is done, as a textbook has them. `poll`:
+the reader looks for completions again and again, and lets others run in between; else it sleeps
+until the device says that there are some.
 """
 
 from __future__ import annotations
@@ -36,10 +37,14 @@ class BareSource:
         self._fabric = Fabric(usable_ports())
         self._port = self._fabric.ports[0]
         self._device = self._fabric.device(self._port)
-        self._regions = [register(self._device.domain, address_of(view), view.nbytes) for view in regions]
+        self._regions = [
+            register(self._device.domain, address_of(view), view.nbytes) for view in regions
+        ]
         self._queues: list[Queue] = []
         found = zip(regions, self._regions, strict=True)
-        self._places = [Place(address_of(view), view.nbytes, int(region.rkey)) for view, region in found]
+        self._places = [
+            Place(address_of(view), view.nbytes, int(region.rkey)) for view, region in found
+        ]
 
     def pair(self, theirs: QueueCard) -> tuple[QueueCard, list[Place]]:
         """What the reader with this end must know."""
@@ -68,7 +73,9 @@ class BareReader:
             here, there = address_of(view), place.address
             for offset in range(0, place.nbytes, PIECE_BYTES):
                 nbytes = min(PIECE_BYTES, place.nbytes - offset)
-                self._pieces.append((here + offset, int(region.lkey), there + offset, place.key, nbytes))
+                self._pieces.append(
+                    (here + offset, int(region.lkey), there + offset, place.key, nbytes)
+                )
 
     def read(self, poll: bool) -> None:
         """Read all of it."""
@@ -92,14 +99,22 @@ class BareReader:
         v = verbs()
         here, here_key, there, there_key, nbytes = self._pieces[number]
         part = v.wr.SGE(here, nbytes, here_key)
-        work = v.wr.SendWR(number, v.enums.IBV_WR_RDMA_READ, num_sge=1, sg=[part], send_flags=v.enums.IBV_SEND_SIGNALED)
+        work = v.wr.SendWR(
+            number,
+            v.enums.IBV_WR_RDMA_READ,
+            num_sge=1,
+            sg=[part],
+            send_flags=v.enums.IBV_SEND_SIGNALED,
+        )
         work.set_wr_rdma(there_key, there)
         pair.post_send(work)
         work.close()
         part.close()
 
     def _sleep(self) -> None:
-        """Until there is a completion; the caller looks once more in between, as it must after arming."""
+        """Until there is a completion; the caller looks once more in between, as it must after
+        arming.
+        """
         if not getattr(self, "_is_armed", False):
             self._queue.arm()
             self._is_armed = True

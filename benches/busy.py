@@ -1,10 +1,12 @@
-"""A source whose main thread runs pure Python without pause: how fast it serves, and what that costs its loop.
+"""A source whose main thread runs pure Python without pause: how fast it serves, and what that
+costs its loop.
 
-The source's tensors are published once and read by one receiver, again and again, through the public API; digests were made
-before. In turns: `alone`, the source's main thread counts, and nothing is copied; `idle`, it waits while the source serves;
-`busy`, it counts meanwhile; `beside`, it counts, the source serves nobody, and a process of its own has the same bytes
-copied to the same receiver in the barest way. `busy / idle` is of the throughput; the loop's speed is what it counts while
-bytes are copied, by what it counts in the same round alone.
+The source's tensors are published once and read by one receiver, again and again, through the
+public API; digests were made before. In turns: `alone`, the source's main thread counts, and
+nothing is copied; `idle`, it waits while the source serves; `busy`, it counts meanwhile; `beside`,
+it counts, the source serves nobody, and a process of its own has the same bytes copied to the same
+receiver in the barest way. `busy / idle` is of the throughput; the loop's speed is what it counts
+while bytes are copied, by what it counts in the same round alone.
 
     python -m benches busy --transports tcp cma shm --mib 256 --rounds 7
 """
@@ -34,11 +36,14 @@ WAYS = ("alone", "idle", "busy", "beside")
 Span = tuple[float, float]
 
 
-# --------------------------------------------------------------------------------------------------------- the source
+# --------------------------------------------------------------------------------------------------
+# the source
 
 
 class Loop:
-    """What a trainer's main thread does: pure Python, without pause. Its clock is read every STEPS steps."""
+    """What a trainer's main thread does: pure Python, without pause. Its clock is read every STEPS
+    steps.
+    """
 
     def __init__(self) -> None:
         self._runs = threading.Event()
@@ -83,7 +88,9 @@ def source_main(pipe: Connection, address: str, profile: SizeProfile, transport:
     with sync.connect(address, name="source", transports=(transport,), options=Options()) as hub:
         hub.register(MODEL, memory.tensors).publish(VERSION)
         pipe.send((True, len(memory.tensors)))
-        own = {method.__name__: call_in_thread(method) for method in (loop.start, loop.stop, loop.rate)}
+        own = {
+            method.__name__: call_in_thread(method) for method in (loop.start, loop.stop, loop.rate)
+        }
 
         def listen() -> None:
             try:
@@ -95,7 +102,8 @@ def source_main(pipe: Connection, address: str, profile: SizeProfile, transport:
         loop.run()
 
 
-# ------------------------------------------------------------------------------------------------------------- rounds
+# --------------------------------------------------------------------------------------------------
+# rounds
 
 
 class BenchProcesses:
@@ -106,7 +114,9 @@ class BenchProcesses:
         self._all = [Remote("coordinator", coordinator_main)]
         address, models = self._all[0].hear(), {MODEL: Options()}
         self.source = Remote("source", source_main, address, profile, transport)
-        self._receiver = Remote("receiver", receiver_main, address, profile, "receiver", models, transport)
+        self._receiver = Remote(
+            "receiver", receiver_main, address, profile, "receiver", models, transport
+        )
         self._sender = Remote("sender", sender_main, profile, transport)
         self._all += [self.source, self._receiver, self._sender]
         (self.tensors,) = {remote.hear() for remote in self._all[1:]}
@@ -128,7 +138,9 @@ class BenchProcesses:
     def copy_beside(self) -> Span:
         """The receiver gets as many bytes from the sender."""
         if self._transport != "tcp":
-            span: Span = self._receiver.ask("read", self._transport, self._sender.ask("lie"), 1, None)
+            span: Span = self._receiver.ask(
+                "read", self._transport, self._sender.ask("lie"), 1, None
+            )
             return span
         port = self._sender.ask("listen")
         self._sender.tell("send", 1, False)
@@ -155,8 +167,12 @@ class BenchProcesses:
         return end - start, self.source.ask("rate", (start, end))
 
 
-def measure(profile: SizeProfile, transport: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """What `BenchProcesses.turn` gave of each way, round by round; the first round does not count."""
+def measure(
+    profile: SizeProfile, transport: str, rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """What `BenchProcesses.turn` gave of each way, round by round; the first round does not
+    count.
+    """
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     bench_processes, order = BenchProcesses(profile, transport), list(WAYS)
     try:
@@ -176,12 +192,22 @@ def row_of(found: dict[str, list[tuple[float, float]]], nbytes: int) -> dict[str
     gib = nbytes / 2**30
     seconds = {way: [turn[0] for turn in turns] for way, turns in found.items()}
     alone = [rate for _, rate in found["alone"]]
-    speed = {way: [rate / whole for (_, rate), whole in zip(found[way], alone, strict=True)] for way in ("busy", "beside")}
-    row = {f"GiB/s {way}": spread([gib / value for value in seconds[way]]) for way in ("idle", "busy", "beside")}
-    row["busy / idle"] = spread([idle / busy for idle, busy in zip(seconds["idle"], seconds["busy"], strict=True)])
+    speed = {
+        way: [rate / whole for (_, rate), whole in zip(found[way], alone, strict=True)]
+        for way in ("busy", "beside")
+    }
+    row = {
+        f"GiB/s {way}": spread([gib / value for value in seconds[way]])
+        for way in ("idle", "busy", "beside")
+    }
+    row["busy / idle"] = spread(
+        [idle / busy for idle, busy in zip(seconds["idle"], seconds["busy"], strict=True)]
+    )
     for way, speeds in speed.items():
         row[f"loop's speed, {way}"] = spread(speeds)
-    row["loop, busy / beside"] = spread([a / b for a, b in zip(speed["busy"], speed["beside"], strict=True)])
+    row["loop, busy / beside"] = spread(
+        [a / b for a, b in zip(speed["busy"], speed["beside"], strict=True)]
+    )
     for way, speeds in speed.items():
         lost = [(1 - part) * value / gib for part, value in zip(speeds, seconds[way], strict=True)]
         row[f"loop s lost per GiB, {way}"] = spread(lost)
@@ -190,11 +216,20 @@ def row_of(found: dict[str, list[tuple[float, float]]], nbytes: int) -> dict[str
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benches busy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benches busy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--transports", nargs="+", choices=tuple(BARE_COPIES), default=list(BARE_COPIES))
+    parser.add_argument(
+        "--transports", nargs="+", choices=tuple(BARE_COPIES), default=list(BARE_COPIES)
+    )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--mib", type=int, default=256, help="bytes of the model, in MiB (three processes hold them)")
+    parser.add_argument(
+        "--mib",
+        type=int,
+        default=256,
+        help="bytes of the model, in MiB (three processes hold them)",
+    )
     SizeProfile.add_options(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts and rows")
     options = parser.parse_args(arguments)
@@ -207,7 +242,10 @@ def main(arguments: list[str] | None = None) -> int:
     nbytes, rows = sum(profile.sizes()), {}
     for transport in options.transports:
         rows[transport] = row = row_of(measure(profile, transport, options.rounds), nbytes)
-        print(f"\n{transport}: {nbytes / 2**20:.0f} MiB ({profile}); median [least-largest] of {options.rounds} rounds")
+        print(
+            f"\n{transport}: {nbytes / 2**20:.0f} MiB ({profile}); median [least-largest] of "
+            f"{options.rounds} rounds"
+        )
         for title, (mid, low, high) in row.items():
             print(f"  {title:32}{mid:7.3f} [{low:.3f}-{high:.3f}]")
     if options.json is not None:

@@ -1,4 +1,5 @@
-"""Tensors whose every word says which content it belongs to, whose part it is, and where it is: one look proves all bytes.
+"""Tensors whose every word says which content it belongs to, whose part it is, and where it is: one
+look proves all bytes.
 
 Nothing of the library is used here: it is what checks the library.
 """
@@ -29,23 +30,36 @@ def write(memory: Tensors, content: int, rank: int = 0) -> None:
 
 
 def read(path: Path) -> dict[str, npt.NDArray[np.uint64]]:
-    """The tensors of a safetensors file, read by its format alone: a length, a JSON header, the bytes."""
+    """The tensors of a safetensors file, read by its format alone: a length, a JSON header, the
+    bytes.
+    """
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
-    spans = {name: entry["data_offsets"] for name, entry in sorted(header.items()) if name != "__metadata__"}
-    return {name: np.frombuffer(data[start + first : start + end], np.uint64) for name, (first, end) in spans.items()}
+    spans = {
+        name: entry["data_offsets"]
+        for name, entry in sorted(header.items())
+        if name != "__metadata__"
+    }
+    return {
+        name: np.frombuffer(data[start + first : start + end], np.uint64)
+        for name, (first, end) in spans.items()
+    }
 
 
 def contents(memory: Tensors, rank: int = 0) -> set[int]:
-    """Which contents' words are there; one that no content has shows as a number that nobody wrote, or as several."""
+    """Which contents' words are there; one that no content has shows as a number that nobody wrote,
+    or as several.
+    """
     found: set[int] = set()
     for tensor, first in zip(memory.values(), _firsts(0, rank), strict=True):
         words = tensor - np.uint64(first) - np.arange(len(tensor), dtype=np.uint64)
         if words.size and words.min() == words.max() and not int(words[0]) % 2**40:
             found.add(int(words[0]) >> 40)
         else:
-            found.update(int(word) >> 40 if not int(word) % 2**40 else -1 for word in np.unique(words)[:16])
+            found.update(
+                int(word) >> 40 if not int(word) % 2**40 else -1 for word in np.unique(words)[:16]
+            )
     return found
 
 

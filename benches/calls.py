@@ -1,7 +1,9 @@
-"""What a caller waits for where no weights move: publish of many tensors, update with nothing new, newest.
+"""What a caller waits for where no weights move: publish of many tensors, update with nothing new,
+newest.
 
-The coordinator is a process of its own; the callers are in this one. Every round takes each call once, in turns; a round
-trip to the coordinator (`describe` of a small model) is the yardstick beside them. See README.md.
+The coordinator is a process of its own; the callers are in this one. Every round takes each call
+once, in turns; a round trip to the coordinator (`describe` of a small model) is the yardstick
+beside them. See README.md.
 """
 
 import argparse
@@ -39,7 +41,10 @@ async def _timed(figures: Figures, name: str, call: Callable[[], Awaitable[T]]) 
 
 async def measure(address: str, ranks: list[Remote], tensors: int, rounds: int) -> Figures:
     figures: Figures = {}
-    async with tensorhub.connect(address, name="caller") as hub, tensorhub.connect(address, name="reader") as other:
+    async with (
+        tensorhub.connect(address, name="caller") as hub,
+        tensorhub.connect(address, name="reader") as other,
+    ):
         many = {f"layers.{n}.weight": torch.zeros(16) for n in range(tensors)}
         trainer = await hub.register("many", many)
         few = await hub.register("few", {"w": torch.ones(1024)})
@@ -50,7 +55,11 @@ async def measure(address: str, ranks: list[Remote], tensors: int, rounds: int) 
         for number in range(rounds + 1):
             if number == 1:
                 figures.clear()  # the first round warms up
-            await _timed(figures, f"publish, {tensors:,} tensors", lambda number=number: trainer.publish(number))  # type: ignore[misc]
+            await _timed(
+                figures,
+                f"publish, {tensors:,} tensors",
+                lambda number=number: trainer.publish(number),  # type: ignore[misc]
+            )
             await trainer.unpublish()
             await _timed(figures, TRIP, lambda: other.describe("few"))
             report = await _timed(figures, "update, nothing new", reader.update)
@@ -70,11 +79,16 @@ async def measure(address: str, ranks: list[Remote], tensors: int, rounds: int) 
 
 
 def table(figures: Figures) -> list[dict[str, object]]:
-    """One row for each call: microseconds, and as a multiple of the round trip of the same round."""
+    """One row for each call: microseconds, and as a multiple of the round trip of the same
+    round.
+    """
     rows: list[dict[str, object]] = []
     for name, seconds in figures.items():
         trips = figures[IDLE_TRIP if name == LAST_OF_TWO else TRIP]
-        us, ratios = [1e6 * second for second in seconds], [mine / trip for mine, trip in zip(seconds, trips, strict=True)]
+        us, ratios = (
+            [1e6 * second for second in seconds],
+            [mine / trip for mine, trip in zip(seconds, trips, strict=True)],
+        )
         rows.append({"call": name, "us": spread(us), "of a round trip": spread(ratios)})
     return rows
 
@@ -84,14 +98,18 @@ def show(rows: list[dict[str, object]]) -> None:
     for row in rows:
         cells = [value for value in row.values() if isinstance(value, list)]
         (us, low, high), (ratio, least, most) = cells
-        print(f"{row['call']:<40}{f'{us:,.1f} [{low:,.1f}-{high:,.1f}]':>34}{f'{ratio:.3f} [{least:.2f}-{most:.2f}]':>26}")
+        print(
+            f"{row['call']:<40}{f'{us:,.1f} [{low:,.1f}-{high:,.1f}]':>34}{f'{ratio:.3f} [{least:.2f}-{most:.2f}]':>26}"
+        )
     print("\nMedian [least-largest] of the rounds.")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches calls", description=__doc__)
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--tensors", type=int, default=10_000, help="of the model that is published")
+    parser.add_argument(
+        "--tensors", type=int, default=10_000, help="of the model that is published"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts and rows")
     options = parser.parse_args(arguments)
     if min(options.rounds, options.tensors) < 1:

@@ -1,8 +1,10 @@
-"""Readers behind equal, capped links: how close to bytes over goodput all of them are done. For root, on Linux, with iperf3.
+"""Readers behind equal, capped links: how close to bytes over goodput all of them are done. For
+root, on Linux, with iperf3.
 
-Each process is in a network namespace of its own (`benches.chaos.namespaces`). No link carries more than `--mbit` each way.
-Before each round iperf3 measures what the links carry between two of the same namespaces. The optimum of any number of
-readers is one reader's: each passes on what it gets, while it gets it. See README.md.
+Each process is in a network namespace of its own (`benches.chaos.namespaces`). No link carries more
+than `--mbit` each way. Before each round iperf3 measures what the links carry between two of the
+same namespaces. The optimum of any number of readers is one reader's: each passes on what it gets,
+while it gets it. See README.md.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ WAIT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One update of so many readers at once. `optimum_s`: bytes over the goodput measured in this round."""
+    """One update of so many readers at once. `optimum_s`: bytes over the goodput measured in this
+    round.
+    """
 
     readers: int
     round: int
@@ -63,18 +67,32 @@ class BenchProcesses:
         self._all = [self._coordinator, self._publisher, *self._readers]
 
     def _start(self, name: str, stack: ExitStack) -> Process:
-        process = Process(name, MODULE, prefix=self._network.prefix(name), environment={"TENSORHUB_TOKEN": "of this run"})
+        process = Process(
+            name,
+            MODULE,
+            prefix=self._network.prefix(name),
+            environment={"TENSORHUB_TOKEN": "of this run"},
+        )
         stack.callback(process.end)
         return process
 
     def _join(self, name: str, stack: ExitStack, nbytes: int) -> Process:
         process = self._start(name, stack)
         address, host = self._network.address(name), self._network.location(name)
-        process.do("join", address=address, name=name, host=host, nbytes=nbytes, chunk_bytes=nbytes // CHUNKS)
+        process.do(
+            "join",
+            address=address,
+            name=name,
+            host=host,
+            nbytes=nbytes,
+            chunk_bytes=nbytes // CHUNKS,
+        )
         return process
 
     def update(self, readers: int) -> tuple[float, float]:
-        """A new version for the first so many: seconds from the first call to the last end; CPU seconds of all."""
+        """A new version for the first so many: seconds from the first call to the last end; CPU
+        seconds of all.
+        """
         self._version += 1
         self._publisher.do("mutate", version=self._version)
         used = [process.do("cpu_s") for process in self._all]
@@ -101,9 +119,22 @@ def goodput(network: Namespaces) -> float:
         while "listening" not in server.stdout.readline():
             if server.poll() is not None:
                 raise RuntimeError(f"iperf3 ended with {server.returncode} before it listened")
-        client = ["iperf3", "--client", network.host(reader), "--time", f"{GOODPUT_S:g}", "--omit", "1", "--json"]
+        client = [
+            "iperf3",
+            "--client",
+            network.host(reader),
+            "--time",
+            f"{GOODPUT_S:g}",
+            "--omit",
+            "1",
+            "--json",
+        ]
         done = subprocess.run(
-            [*network.prefix(PUBLISHER), *client], capture_output=True, text=True, timeout=GOODPUT_S + 30, check=True
+            [*network.prefix(PUBLISHER), *client],
+            capture_output=True,
+            text=True,
+            timeout=GOODPUT_S + 30,
+            check=True,
         )
         server.communicate(timeout=30)
     finally:
@@ -138,7 +169,9 @@ def table(figures: Sequence[Figure]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"readers": count}
         for name in ("seconds", "optimum_s", "ratio", "cpu"):
             values = [getattr(figure, name) for figure in mine]
-            row[name] = [round(value, 4) for value in (statistics.median(values), min(values), max(values))]
+            row[name] = [
+                round(value, 4) for value in (statistics.median(values), min(values), max(values))
+            ]
         rows.append(row)
     return rows
 
@@ -146,8 +179,13 @@ def table(figures: Sequence[Figure]) -> list[dict[str, Any]]:
 def show(rows: Sequence[dict[str, Any]]) -> None:
     print(f"\n{'readers':<10}{'seconds':>24}{'bytes / goodput':>24}{'ratio':>26}{'CPU':>8}")
     for row in rows:
-        cells = [f"{mid:.3f} [{low:.3f}-{high:.3f}]" for mid, low, high in (row["seconds"], row["optimum_s"], row["ratio"])]
-        print(f"{row['readers']:<10}{cells[0]:>24}{cells[1]:>24}{cells[2]:>26}{row['cpu'][0]:>8.0%}")
+        cells = [
+            f"{mid:.3f} [{low:.3f}-{high:.3f}]"
+            for mid, low, high in (row["seconds"], row["optimum_s"], row["ratio"])
+        ]
+        print(
+            f"{row['readers']:<10}{cells[0]:>24}{cells[1]:>24}{cells[2]:>26}{row['cpu'][0]:>8.0%}"
+        )
     print("\nMedian [least-largest] of the rounds. CPU: of all cores, while the readers update.")
 
 
@@ -164,7 +202,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mbit", type=float, default=40, help="of each link, either way")
     parser.add_argument("--mib", type=float, default=24, help=f"of the version, in {CHUNKS} chunks")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts, figures and rows")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write facts, figures and rows"
+    )
     options = parser.parse_args(arguments)
     if min(*options.readers, options.rounds, options.mbit, options.mib) < 1:
         parser.error("give at least 1 of everything")
@@ -178,5 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = table(figures)
     show(rows)
     if options.json is not None:
-        options.json.write_text(json.dumps({"machine": known, "figures": [asdict(f) for f in figures], "rows": rows}))
+        options.json.write_text(
+            json.dumps({"machine": known, "figures": [asdict(f) for f in figures], "rows": rows})
+        )
     return 0

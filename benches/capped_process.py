@@ -1,4 +1,6 @@
-"""A process of `benches.capped` and `benches.wan`: a coordinator, or a worker behind its own link (`benches.commands`)."""
+"""A process of `benches.capped` and `benches.wan`: a coordinator, or a worker behind its own link
+(`benches.commands`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class BenchProcess:
         self._memory: byte_patterns.Tensors
 
     async def serve(self, host: str, port: int, state_dir: str) -> None:
-        await self._stack.enter_async_context(tensorhub.serve(host=host, port=port, state_dir=state_dir))
+        await self._stack.enter_async_context(
+            tensorhub.serve(host=host, port=port, state_dir=state_dir)
+        )
 
     async def join(
         self,
@@ -55,7 +59,12 @@ class BenchProcess:
         report = await self._weights.update()
         ended_s = time.monotonic()
         sources = [asdict(source) for source in report.sources]
-        return {"began": started_s, "ended": ended_s, "cpu_s": time.process_time() - cpu_s, "sources": sources}
+        return {
+            "began": started_s,
+            "ended": ended_s,
+            "cpu_s": time.process_time() - cpu_s,
+            "sources": sources,
+        }
 
     async def holds(self) -> list[int]:
         """Which versions' words the memory holds."""

@@ -1,7 +1,8 @@
-"""Child processes that run many commands at the same time: the parent's side (`commands` is the child's).
+"""Child processes that run many commands at the same time: the parent's side (`commands` is the
+child's).
 
-On top of `tensorhub.cli.child_processes`, each command has a number, which its answer repeats. Each wait has a deadline.
-A child that is stopped when its parent ends goes on then, and ends, too.
+On top of `tensorhub.cli.child_processes`, each command has a number, which its answer repeats. Each
+wait has a deadline. A child that is stopped when its parent ends goes on then, and ends, too.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from tensorhub.cli.child_processes import ChildProcess, Line
 
 WAIT_S = 120.0
 ROOT = Path(__file__).parents[1]
-# A program that gets SIGCONT (18) when a thread of the process that started it ends, the last one included
-# (PR_SET_PDEATHSIG, 1), and says that this is so. The kernel wakes by itself only orphans that have stopped already.
+# A program that gets SIGCONT (18) when a thread of the process that started it ends, the last one
+# included (PR_SET_PDEATHSIG, 1), and says that this is so. The kernel wakes by itself only orphans
+# that have stopped already.
 _GOES_ON = """import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 18)
 print('{"id": 0, "value": null}', flush=True)
@@ -64,9 +66,11 @@ class Pending:
 
 
 class Process(ChildProcess):
-    """`python -m MODULE ARGUMENTS`, with `environment` instead of TENSORHUB_*; any thread may give it commands.
+    """`python -m MODULE ARGUMENTS`, with `environment` instead of TENSORHUB_*; any thread may give
+    it commands.
 
-    `prefix`: a command that runs the command behind it. `errors`: a file to which its standard error is appended.
+    `prefix`: a command that runs the command behind it. `errors`: a file to which its standard
+    error is appended.
     """
 
     def __init__(
@@ -78,7 +82,9 @@ class Process(ChildProcess):
         prefix: Sequence[str] = (),
         errors: Path | None = None,
     ) -> None:
-        given = {key: value for key, value in os.environ.items() if not key.startswith("TENSORHUB_")}
+        given = {
+            key: value for key, value in os.environ.items() if not key.startswith("TENSORHUB_")
+        }
         given["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
         self._changed = threading.Condition()
         self._answers: dict[int, Line] = {}
@@ -86,7 +92,17 @@ class Process(ChildProcess):
         self._numbers = count(1)
         super().__init__(
             name,
-            [sys.executable, "-IS", "-c", _GOES_ON, *prefix, sys.executable, "-m", module, *arguments],
+            [
+                sys.executable,
+                "-IS",
+                "-c",
+                _GOES_ON,
+                *prefix,
+                sys.executable,
+                "-m",
+                module,
+                *arguments,
+            ],
             self._keep,
             environment=given | dict(environment or {}),
             errors=None if errors is None else errors.open("ab"),
@@ -102,7 +118,9 @@ class Process(ChildProcess):
             self._changed.notify_all()
 
     def begin(self, what: str, **arguments: Any) -> Pending:
-        """Give a command, and do not wait for it. Raises OSError or ValueError if the process has ended."""
+        """Give a command, and do not wait for it. Raises OSError or ValueError if the process has
+        ended.
+        """
         number = next(self._numbers)
         self.write({"id": number, "do": what, **arguments})
         return Pending(self, number, what)
@@ -117,14 +135,18 @@ class Process(ChildProcess):
 
     def answer(self, number: int, what: str, timeout_s: float) -> Any:
         with self._changed:
-            came = self._changed.wait_for(lambda: number in self._answers or self._is_over, timeout_s)
+            came = self._changed.wait_for(
+                lambda: number in self._answers or self._is_over, timeout_s
+            )
             answer = self._answers.get(number)
         if answer is None:
             when = "before its end" if came else f"in {timeout_s:g} s"
             raise Gone(f"{self.name} did not answer {what!r} {when}", in_time=came)
         if "error" in answer:
             error = answer["error"]
-            raise (Aborted if error["kind"] == "GroupAborted" and error["retryable"] else Failed)(**error)
+            raise (Aborted if error["kind"] == "GroupAborted" and error["retryable"] else Failed)(
+                **error
+            )
         return answer["value"]
 
     def kill(self) -> None:
@@ -141,7 +163,9 @@ class Process(ChildProcess):
         self._popen.send_signal(signal.SIGCONT)
 
     def leave(self, timeout_s: float = WAIT_S) -> int | None:
-        """Let it end by itself, as its input ends; its exit code, None if it has not ended in time."""
+        """Let it end by itself, as its input ends; its exit code, None if it has not ended in
+        time.
+        """
         self.end_input()
         return self.wait(timeout_s)
 
@@ -156,9 +180,12 @@ class Process(ChildProcess):
 
 
 def children(pid: int) -> list[int]:
-    """The processes that this one has started, the ended ones that nobody has waited for included."""
+    """The processes that this one has started, the ended ones that nobody has waited for
+    included.
+    """
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile: its children are another one's now
+        # a thread that has ended meanwhile: its children are another one's now
+        with contextlib.suppress(FileNotFoundError):
             found += map(int, (task / "children").read_text().split())
     return found

@@ -1,7 +1,8 @@
-"""A child process' side of `child_processes`: commands from its parent, each answered when it is done.
+"""A child process' side of `child_processes`: commands from its parent, each answered when it is
+done.
 
-`{"id": 1, "do": "replicate", ...}` is answered by `{"id": 1, "value": ...}` or `{"id": 1, "error": ...}`. Commands run
-at the same time. The end of standard input ends the process.
+`{"id": 1, "do": "replicate", ...}` is answered by `{"id": 1, "value": ...}` or `{"id": 1, "error":
+...}`. Commands run at the same time. The end of standard input ends the process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from tensorhub.cli.child_processes import Inbox, Line, Parent
 
 
 async def obey(make: Callable[[AsyncExitStack], object]) -> None:
-    """Do what comes: each command is a coroutine method of the object made. What is on the stack ends with the input."""
+    """Do what comes: each command is a coroutine method of the object made. What is on the stack
+    ends with the input.
+    """
     inbox = Inbox()
     parent = Parent(inbox.put, at_end=partial(inbox.put, None))
     async with AsyncExitStack() as stack, anyio.create_task_group() as tasks:

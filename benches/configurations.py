@@ -1,10 +1,13 @@
-"""The sizes of public model families, as their configuration files on the Hugging Face Hub give them.
+"""The sizes of public model families, as their configuration files on the Hugging Face Hub give
+them.
 
-Responsible for the figures only: `catalogue` makes tensors of them. `parameters` is what the family publishes for its
-checkpoint (tied embeddings counted once), so that a wrong figure shows. Sources: `config.json` of the named repositories,
-sentence-transformers/all-MiniLM-L6-v2 (BERT), Qwen/Qwen2.5-*, Qwen/Qwen3-*, Qwen/Qwen3-Coder-480B-A35B-Instruct,
-meta-llama/Llama-3.1-* and Llama-3.2-*, mistralai/Mistral-* and Mixtral-*, google/gemma-2-*, deepseek-ai/DeepSeek-V3 (arXiv
-2412.19437, without its module for multi-token prediction), moonshotai/Kimi-K2-Instruct (arXiv 2507.20534).
+Responsible for the figures only: `catalogue` makes tensors of them. `parameters` is what the family
+publishes for its checkpoint (tied embeddings counted once), so that a wrong figure shows. Sources:
+`config.json` of the named repositories, sentence-transformers/all-MiniLM-L6-v2 (BERT),
+Qwen/Qwen2.5-*, Qwen/Qwen3-*, Qwen/Qwen3-Coder-480B-A35B-Instruct, meta-llama/Llama-3.1-* and
+Llama-3.2-*, mistralai/Mistral-* and Mixtral-*, google/gemma-2-*, deepseek-ai/DeepSeek-V3 (arXiv
+2412.19437, without its module for multi-token prediction), moonshotai/Kimi-K2-Instruct (arXiv
+2507.20534).
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class LatentDecoder:
-    """DeepSeek-V3's: multi-head latent attention, shared and routed experts, float8 weights with a scale per block."""
+    """DeepSeek-V3's: multi-head latent attention, shared and routed experts, float8 weights with a
+    scale per block.
+    """
 
     parameters: int  # without scales
     vocabulary: int
@@ -80,37 +85,88 @@ _GEMMA2 = 256_000
 
 
 def _qwen2(
-    parameters: int, hidden: int, layers: int, heads: int, kv: int, intermediate: int, *, tied: bool = False
+    parameters: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv: int,
+    intermediate: int,
+    *,
+    tied: bool = False,
 ) -> Decoder:
     vocabulary, head = _QWEN if tied else 152_064, hidden // heads
-    return Decoder(parameters, vocabulary, hidden, layers, heads, kv, head, intermediate, tied=tied, qkv_bias=True)
+    return Decoder(
+        parameters,
+        vocabulary,
+        hidden,
+        layers,
+        heads,
+        kv,
+        head,
+        intermediate,
+        tied=tied,
+        qkv_bias=True,
+    )
 
 
-def _qwen3(parameters: int, hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool = False) -> Decoder:
-    return Decoder(parameters, _QWEN, hidden, layers, heads, 8, 128, intermediate, tied=tied, qk_norm=True)
+def _qwen3(
+    parameters: int, hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool = False
+) -> Decoder:
+    return Decoder(
+        parameters, _QWEN, hidden, layers, heads, 8, 128, intermediate, tied=tied, qk_norm=True
+    )
 
 
-def _qwen3_moe(parameters: int, hidden: int, layers: int, heads: int, kv: int, experts: int, inner: int) -> Decoder:
+def _qwen3_moe(
+    parameters: int, hidden: int, layers: int, heads: int, kv: int, experts: int, inner: int
+) -> Decoder:
     sizes = (parameters, _QWEN, hidden, layers, heads, kv, 128, 0)
     return Decoder(*sizes, qk_norm=True, experts=experts, expert_intermediate=inner)
 
 
-def _llama3(parameters: int, hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool = False) -> Decoder:
-    return Decoder(parameters, _LLAMA3, hidden, layers, heads, 8, hidden // heads, intermediate, tied=tied)
+def _llama3(
+    parameters: int, hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool = False
+) -> Decoder:
+    return Decoder(
+        parameters, _LLAMA3, hidden, layers, heads, 8, hidden // heads, intermediate, tied=tied
+    )
 
 
-def _mistral(parameters: int, vocabulary: int, hidden: int, layers: int, heads: int, intermediate: int) -> Decoder:
+def _mistral(
+    parameters: int, vocabulary: int, hidden: int, layers: int, heads: int, intermediate: int
+) -> Decoder:
     return Decoder(parameters, vocabulary, hidden, layers, heads, 8, 128, intermediate)
 
 
-def _mixtral(parameters: int, vocabulary: int, hidden: int, layers: int, heads: int, inner: int) -> Decoder:
+def _mixtral(
+    parameters: int, vocabulary: int, hidden: int, layers: int, heads: int, inner: int
+) -> Decoder:
     sizes = (parameters, vocabulary, hidden, layers, heads, 8, 128, 0)
     names = ("w1", "w3", "w2")
-    return Decoder(*sizes, experts=8, expert_intermediate=inner, expert_block="block_sparse_moe", expert_projections=names)
+    return Decoder(
+        *sizes,
+        experts=8,
+        expert_intermediate=inner,
+        expert_block="block_sparse_moe",
+        expert_projections=names,
+    )
 
 
-def _gemma2(parameters: int, hidden: int, layers: int, heads: int, kv: int, head: int, intermediate: int) -> Decoder:
-    return Decoder(parameters, _GEMMA2, hidden, layers, heads, kv, head, intermediate, tied=True, four_norms=True)
+def _gemma2(
+    parameters: int, hidden: int, layers: int, heads: int, kv: int, head: int, intermediate: int
+) -> Decoder:
+    return Decoder(
+        parameters,
+        _GEMMA2,
+        hidden,
+        layers,
+        heads,
+        kv,
+        head,
+        intermediate,
+        tied=True,
+        four_norms=True,
+    )
 
 
 CONFIGURATIONS: Final[Mapping[str, Configuration]] = MappingProxyType(

@@ -1,9 +1,11 @@
-"""What the digests that are made right after each publication cost a busy trainer, with no reader about.
+"""What the digests that are made right after each publication cost a busy trainer, with no reader
+about.
 
-One process, whose trainer publishes after every step; a step multiplies matrices with all of torch's threads, or runs pure
-Python. With early digests and without, in turns within a round; `with / without` is of the steps per second. `mutate` is the
-longest one: how long the digests that are being made keep the trainer from its memory. `CPU ms/GiB` is what the thread that
-makes them takes, which says more than a rate where other processes want the cores, too.
+One process, whose trainer publishes after every step; a step multiplies matrices with all of
+torch's threads, or runs pure Python. With early digests and without, in turns within a round; `with
+/ without` is of the steps per second. `mutate` is the longest one: how long the digests that are
+being made keep the trainer from its memory. `CPU ms/GiB` is what the thread that makes them takes,
+which says more than a rate where other processes want the cores, too.
 
     python -m benches early_digests --mib 256 --rounds 15
 """
@@ -48,7 +50,9 @@ def counted(made: Made) -> Iterator[None]:
         make(owner, *what, **how)
         made.cpu_s += time.thread_time() - began
 
-    def keeps(owner: SharedOwner, access: Access, memory: ChunkMemory, chunk: int, digest: int) -> int:
+    def keeps(
+        owner: SharedOwner, access: Access, memory: ChunkMemory, chunk: int, digest: int
+    ) -> int:
         made.nbytes += memory.sizes[chunk]
         return keep(owner, access, memory, chunk, digest)
 
@@ -71,14 +75,24 @@ def early(is_early: bool) -> Iterator[None]:
         Handle._digest_early = usual  # type: ignore[method-assign]
 
 
-def measure(mib: int, rounds: int, name: str, step: Callable[[], object], seconds: float = ROUND_S) -> dict[str, Any]:
+def measure(
+    mib: int, rounds: int, name: str, step: Callable[[], object], seconds: float = ROUND_S
+) -> dict[str, Any]:
     """Steps per second both ways; the first round does not count."""
     import torch
 
     tensors = {f"w{number}": torch.zeros(mib * 2**20 // 4 // 16) for number in range(16)}
-    numbers, rates, longest = count(1), {way: list[float]() for way in WAYS}, dict.fromkeys(WAYS, 0.0)
+    numbers, rates, longest = (
+        count(1),
+        {way: list[float]() for way in WAYS},
+        dict.fromkeys(WAYS, 0.0),
+    )
     made = Made()
-    with counted(made), sync.serve(token="") as coordinator, sync.connect(coordinator.address, token="") as hub:
+    with (
+        counted(made),
+        sync.serve(token="") as coordinator,
+        sync.connect(coordinator.address, token="") as hub,
+    ):
         weights = hub.register("m", tensors)
         for round_ in range(rounds + 1):
             for way in WAYS if round_ % 2 else WAYS[::-1]:
@@ -95,7 +109,11 @@ def measure(mib: int, rounds: int, name: str, step: Callable[[], object], second
 
 
 def _train(
-    weights: sync.Weights, tensors: Mapping[str, Any], numbers: Iterator[int], step: Callable[[], object], seconds: float
+    weights: sync.Weights,
+    tensors: Mapping[str, Any],
+    numbers: Iterator[int],
+    step: Callable[[], object],
+    seconds: float,
 ) -> tuple[float, float]:
     started, steps, longest_s = time.perf_counter(), 0, 0.0
     while (now := time.perf_counter()) < started + seconds:
@@ -128,7 +146,10 @@ def main(arguments: list[str] | None = None) -> int:
         "torch, all threads": lambda: a @ a,
         "pure Python": lambda: sum(range(PYTHON_STEPS)),
     }
-    rows = [measure(options.mib, options.rounds, name, step, options.seconds) for name, step in steps.items()]
+    rows = [
+        measure(options.mib, options.rounds, name, step, options.seconds)
+        for name, step in steps.items()
+    ]
     for row in rows:
         print("  ".join(f"{name}: {value}" for name, value in row.items()))
     if options.json is not None:

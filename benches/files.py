@@ -1,8 +1,9 @@
 """What serving a file costs its publisher, and how fast a version comes back as a file.
 
-`tensorhub publish` serves a file of random bytes from a process of its own, one reader fetches it into its memory, and
-`tensorhub fetch` writes it to a file. The publisher's anonymous memory is sampled all the while: the file itself is only
-mapped. A copy of the file by `shutil.copyfile` and fsync, in the same directory and round, is the yardstick. See README.md.
+`tensorhub publish` serves a file of random bytes from a process of its own, one reader fetches it
+into its memory, and `tensorhub fetch` writes it to a file. The publisher's anonymous memory is
+sampled all the while: the file itself is only mapped. A copy of the file by `shutil.copyfile` and
+fsync, in the same directory and round, is the yardstick. See README.md.
 """
 
 import argparse
@@ -38,7 +39,16 @@ class Publisher:
     """A `tensorhub publish` process; its anonymous resident memory is sampled until it is ended."""
 
     def __init__(self, address: str, path: Path, model: str) -> None:
-        command = [sys.executable, "-m", "tensorhub", "publish", str(path), "--model", model, "--quiet"]
+        command = [
+            sys.executable,
+            "-m",
+            "tensorhub",
+            "publish",
+            str(path),
+            "--model",
+            model,
+            "--quiet",
+        ]
         started = time.perf_counter()
         environment = {**os.environ, "TENSORHUB_ADDRESS": address}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
@@ -73,7 +83,11 @@ def make_file(path: Path, nbytes: int) -> None:
     torch.manual_seed(nbytes)
     each = nbytes // TENSORS // 4
     save_file(
-        {f"layers.{n}.weight": torch.randint(-(2**31), 2**31 - 1, (each,), dtype=torch.int32) for n in range(TENSORS)}, path
+        {
+            f"layers.{n}.weight": torch.randint(-(2**31), 2**31 - 1, (each,), dtype=torch.int32)
+            for n in range(TENSORS)
+        },
+        path,
     )
 
 
@@ -87,8 +101,23 @@ def one_round(address: str, folder: Path, path: Path, model: str, figures: Figur
             report = hub.fetch(model).report
             note("fetch into memory, s", report.seconds)
         out, copy = folder / "out.safetensors", folder / "copy.safetensors"
-        command = [sys.executable, "-m", "tensorhub", "fetch", model, "--out", str(out), "--quiet", "--json"]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, "TENSORHUB_ADDRESS": address})
+        command = [
+            sys.executable,
+            "-m",
+            "tensorhub",
+            "fetch",
+            model,
+            "--out",
+            str(out),
+            "--quiet",
+            "--json",
+        ]
+        done = subprocess.run(
+            command,
+            check=True,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "TENSORHUB_ADDRESS": address},
+        )
         note("fetch into a file, s", json.loads(done.stdout)["seconds"])
         started = time.perf_counter()
         shutil.copyfile(path, copy)
@@ -100,14 +129,23 @@ def one_round(address: str, folder: Path, path: Path, model: str, figures: Figur
         out.unlink()
         copy.unlink()
     note("publisher's anonymous MiB", publisher.anonymous_bytes_max / MIB)
-    note("copy / fetch into a file", figures["copy and fsync, s"][-1] / figures["fetch into a file, s"][-1])
+    note(
+        "copy / fetch into a file",
+        figures["copy and fsync, s"][-1] / figures["fetch into a file, s"][-1],
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches files", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024], help="the files' sizes")
-    parser.add_argument("--folder", type=Path, help="where the files are made; default: the system's temporary directory")
+    parser.add_argument(
+        "--mib", type=int, nargs="+", default=[64, 256, 1024], help="the files' sizes"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the files are made; default: the system's temporary directory",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts and rows")
     options = parser.parse_args(arguments)
     if min(options.rounds, *options.mib) < 1:
@@ -125,7 +163,9 @@ def main(arguments: list[str] | None = None) -> int:
                 make_file(path, mib * MIB)
                 for number in range(options.rounds):
                     one_round(address, Path(name), path, f"model-{mib}-{number}", figures)
-                rows.append({"MiB": mib, **{name: spread(values) for name, values in figures.items()}})
+                rows.append(
+                    {"MiB": mib, **{name: spread(values) for name, values in figures.items()}}
+                )
     finally:
         coordinator.end()
     show(rows)

@@ -1,11 +1,11 @@
 """What does an update cost through a framework's adapter, beside what it must cost?
 
-    python -m tests.frameworks --only-make verl
-    PYTHONPATH=src:. .venv-frameworks/verl/bin/python -m benches.frameworks verl --mib 128 --rounds 7
+    python -m tests.frameworks --only-make verl PYTHONPATH=src:. .venv-frameworks/verl/bin/python -m
+    benches.frameworks verl --mib 128 --rounds 7
 
-An update through the adapter is compared with the sum of three others of the same bytes, in turns in the same processes: a
-bare `update` of registered memory, the framework's own run with an engine that moves nothing, and the copies that the
-framework's interface forces, at memory's speed.
+An update through the adapter is compared with the sum of three others of the same bytes, in turns
+in the same processes: a bare `update` of registered memory, the framework's own run with an engine
+that moves nothing, and the copies that the framework's interface forces, at memory's speed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,31 @@ def report(mib: int, through: list[float], parts: dict[str, list[float]]) -> Non
     named = {"through the adapter": through, **parts}
     medians = {name: statistics.median(found) for name, found in named.items()}
     for name, found in named.items():
-        print(f"{name:40} {1000 * medians[name]:9.1f} ms   ({1000 * min(found):.1f} to {1000 * max(found):.1f})")
+        print(
+            f"{name:40} {1000 * medians[name]:9.1f} ms   ({1000 * min(found):.1f} to "
+            f"{1000 * max(found):.1f})"
+        )
     whole = sum(medians[name] for name in parts)
-    print(f"{mib} MiB: the adapter's update takes {medians['through the adapter'] / whole:.2f} times the sum of the others")
+    print(
+        f"{mib} MiB: the adapter's update takes {medians['through the adapter'] / whole:.2f} times "
+        f"the sum of the others"
+    )
 
 
 def ray(mib: int, rounds: int) -> None:
-    """Two actors on a local Ray: weights that are updated in place, and objects that Ray Direct Transport moves, into new
-    tensors and in place. The run that moves nothing has a transport that gives out tensors that it has.
+    """Two actors on a local Ray: weights that are updated in place, and objects that Ray Direct
+    Transport moves, into new tensors and in place. The run that moves nothing has a transport that
+    gives out tensors that it has.
     """
     import secrets
     import tempfile
 
     import ray
     from ray.experimental import set_target_for_ref
-    from ray.experimental.rdt.tensor_transport_manager import CommunicatorMetadata, TensorTransportMetadata
+    from ray.experimental.rdt.tensor_transport_manager import (
+        CommunicatorMetadata,
+        TensorTransportMetadata,
+    )
     from ray.experimental.rdt.util import get_tensor_transport_manager, register_tensor_transport
 
     from tensorhub import sync
@@ -65,7 +75,9 @@ def ray(mib: int, rounds: int) -> None:
         def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: Any) -> Any:
             return TensorTransportMetadata([(each.shape, each.dtype) for each in rdt_object], "cpu")
 
-        def recv_multiple_tensors(self, obj_id: str, of: Any, by: CommunicatorMetadata, target_buffers: Any = None) -> Any:
+        def recv_multiple_tensors(
+            self, obj_id: str, of: Any, by: CommunicatorMetadata, target_buffers: Any = None
+        ) -> Any:
             return self.held if target_buffers is None else list(target_buffers)
 
         def garbage_collect(self, obj_id: str, of: Any, its: Any) -> None: ...
@@ -76,8 +88,13 @@ def ray(mib: int, rounds: int) -> None:
     class Worker:
         def __init__(self, address: str, tcp: str) -> None:
             self.memory = {name: tensors(mib) for name in ("actor", "bare", "object")}
-            self.hubs = {"actor": sync.connect(address, location=location()), "bare": sync.connect(tcp)}
-            self.weights = {name: hub.register(name, self.memory[name]) for name, hub in self.hubs.items()}
+            self.hubs = {
+                "actor": sync.connect(address, location=location()),
+                "bare": sync.connect(tcp),
+            }
+            self.weights = {
+                name: hub.register(name, self.memory[name]) for name, hub in self.hubs.items()
+            }
 
         def step(self, version: int) -> None:
             for name, weights in self.weights.items():
@@ -120,7 +137,13 @@ def ray(mib: int, rounds: int) -> None:
 
     os.environ["TENSORHUB_TOKEN"] = secrets.token_hex()
     with tempfile.TemporaryDirectory() as state_dir:
-        ray.init("local", num_cpus=8, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+        ray.init(
+            "local",
+            num_cpus=8,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=False,
+        )
         address = start_coordinator(state_dir=state_dir)
         remote = ray.remote(enable_tensor_transport=True)(Worker)
         trainer, rollout = [remote.remote(address, look_up("tensorhub")) for _ in range(2)]
@@ -133,7 +156,9 @@ def ray(mib: int, rounds: int) -> None:
             found.setdefault(name, []).append(time.perf_counter() - began)
 
         def in_place(method: Any) -> Any:
-            """Into the driver's tensors, as Ray takes a target from the owner of a reference only."""
+            """Into the driver's tensors, as Ray takes a target from the owner of a reference
+            only.
+            """
             set_target_for_ref(of := method.remote(), own)
             return of
 
@@ -145,7 +170,9 @@ def ray(mib: int, rounds: int) -> None:
                 lambda: told("bare", rollout.bare.remote(version)),
                 lambda: timed("update", lambda: rollout.update.remote(version)),
                 lambda: timed("call", rollout.nothing.remote),
-                lambda: timed("object", lambda: rollout.take.remote(trainer.tensors.remote(), version)),
+                lambda: timed(
+                    "object", lambda: rollout.take.remote(trainer.tensors.remote(), version)
+                ),
                 lambda: timed("in place", lambda: in_place(trainer.tensors)),
                 lambda: timed("unmoved", lambda: rollout.take.remote(trainer.unmoved.remote(), 0)),
                 lambda: timed("unmoved in place", lambda: in_place(trainer.unmoved)),
@@ -154,17 +181,26 @@ def ray(mib: int, rounds: int) -> None:
 
         for version in range(1, rounds + 2):
             ray.get(trainer.step.remote(version))
-            first = version % 8  # each of them comes first now and then: it finds the trainer's memory in no cache
+            # each of them comes first now and then: it finds the trainer's memory in no cache
+            first = version % 8
             for turn in turns(version)[first:] + turns(version)[:first]:
                 turn()
                 while ray.get(trainer.pending.remote()):
                     time.sleep(0.01)
-        after = {name: times[1:] for name, times in found.items()}  # the first round allocates, and connects
+        # the first round allocates, and connects
+        after = {name: times[1:] for name, times in found.items()}
         bare, load = {"bare update": after["bare"]}, "{:.0f} {:.0f} {:.0f}".format(*os.getloadavg())
         report(mib, after["update"], {**bare, "a call of Ray that moves nothing": after["call"]})
         report(mib, after["object"], {**bare, "an object that is not moved": after["unmoved"]})
-        report(mib, after["in place"], {**bare, "an object that is not moved, in place": after["unmoved in place"]})
-        print(f"beside it: new tensors and a copy take {1000 * statistics.median(after['copy']):.1f} ms; load {load}")
+        report(
+            mib,
+            after["in place"],
+            {**bare, "an object that is not moved, in place": after["unmoved in place"]},
+        )
+        print(
+            f"beside it: new tensors and a copy take {1000 * statistics.median(after['copy']):.1f} "
+            f"ms; load {load}"
+        )
         ray.shutdown()
 
 
@@ -196,7 +232,8 @@ def verl(mib: int, rounds: int) -> None:
 
         class Nothing(CheckpointEngine):
             def __init__(self) -> None:
-                self.held = {name: each.fill_(1) for name, each in tensors(mib).items()}  # in pages that are there
+                # in pages that are there
+                self.held = {name: each.fill_(1) for name, each in tensors(mib).items()}
 
             def prepare(self) -> dict[str, Any]:
                 return {}
@@ -207,7 +244,9 @@ def verl(mib: int, rounds: int) -> None:
 
             def finalize(self) -> None: ...
 
-            async def send_weights(self, weights: Iterable[Any], global_steps: int | None = None) -> None:
+            async def send_weights(
+                self, weights: Iterable[Any], global_steps: int | None = None
+            ) -> None:
                 for _ in weights:
                     pass
 
@@ -268,7 +307,9 @@ def verl(mib: int, rounds: int) -> None:
 
         @everyone
         def publish(self, version: int) -> float:
-            """When a bare publication began; its readers wait for it already, as those of the adapter do."""
+            """When a bare publication began; its readers wait for it already, as those of the
+            adapter do.
+            """
             if not self.is_master:
                 return 0.0
             with self.bare.weights.mutate(version):
@@ -304,15 +345,27 @@ def verl(mib: int, rounds: int) -> None:
         )
         for name in ("tensorhub", "nothing")
     }
-    ray.init("local", num_cpus=64, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+    ray.init(
+        "local",
+        num_cpus=64,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+    )
     options = Options(op_timeout_s=120.0)
     with sync.serve(token="") as coordinator:
         actors = group("actors", Actor)
         rollout = RolloutConfig(name="vllm", checkpoint_engine=config["tensorhub"])
-        rollouts = group("rollouts", Rollout, server_adapter=Engine(), rollout_config=rollout, model_config=None)
+        rollouts = group(
+            "rollouts", Rollout, server_adapter=Engine(), rollout_config=rollout, model_config=None
+        )
         replicas = [Replica(worker) for worker in rollouts.workers]
-        CheckpointEngineRegistry.register("nothing")(type("Nothing", (), {"build_topology": staticmethod(nowhere)}))
-        managers = {name: CheckpointEngineManager(config[name], actors, replicas) for name in config}
+        CheckpointEngineRegistry.register("nothing")(
+            type("Nothing", (), {"build_topology": staticmethod(nowhere)})
+        )
+        managers = {
+            name: CheckpointEngineManager(config[name], actors, replicas) for name in config
+        }
         for workers in (actors, rollouts):
             workers.join(coordinator.address, options)
         through, bare, nothing, copies = [], [], [], []
@@ -333,13 +386,19 @@ def verl(mib: int, rounds: int) -> None:
                 nothing.append(seconds["nothing"])
                 bare.append(updated)
                 copies.append(copied)
-        parts = {"bare update": bare, "verl with an engine that moves nothing": nothing, "the sender's copy": copies}
+        parts = {
+            "bare update": bare,
+            "verl with an engine that moves nothing": nothing,
+            "the sender's copy": copies,
+        }
         report(mib, through, parts)
     ray.shutdown()
 
 
 def trl(mib: int, rounds: int) -> None:
-    """TRL's calls of a weight transfer, and a rollout in the same process; an engine that moves nothing iterates."""
+    """TRL's calls of a weight transfer, and a rollout in the same process; an engine that moves
+    nothing iterates.
+    """
     from tensorhub import sync
     from tensorhub.integrations.trl import RolloutWeights, WeightTransfer
 
@@ -357,7 +416,10 @@ def trl(mib: int, rounds: int) -> None:
         sync.connect(coordinator.address, token="") as receiver,
         torch.no_grad(),
     ):
-        published, updated = sender.register("bare", trained), receiver.register("bare", bare_policy)
+        published, updated = (
+            sender.register("bare", trained),
+            receiver.register("bare", bare_policy),
+        )
         for version in range(1, rounds + 2):
             with published.mutate(version):
                 for each in trained:
@@ -381,11 +443,17 @@ def trl(mib: int, rounds: int) -> None:
     rollout.close()
     transfer.destroy()
     through, bare, nothing, copies = map(list, zip(*found[1:], strict=True))
-    report(mib, through, {"bare update": bare, "an engine that moves nothing": nothing, "the sender's copy": copies})
+    report(
+        mib,
+        through,
+        {"bare update": bare, "an engine that moves nothing": nothing, "the sender's copy": copies},
+    )
 
 
 def vllm(mib: int, rounds: int) -> None:
-    """vLLM's offline `LLM` and a trainer in one process; every layer is written in place, so that no copy is forced."""
+    """vLLM's offline `LLM` and a trainer in one process; every layer is written in place, so that
+    no copy is forced.
+    """
     import tempfile
     from pathlib import Path
 
@@ -393,7 +461,12 @@ def vllm(mib: int, rounds: int) -> None:
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     layer_mib = 32
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    }
     vllm_cpu.LLAMA.update(sizes, head_dim=64, num_hidden_layers=max(1, mib // layer_mib))
     path = vllm_cpu.prepare(Path(tempfile.mkdtemp()))
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -404,20 +477,31 @@ def vllm(mib: int, rounds: int) -> None:
     from tensorhub import sync
     from tensorhub.integrations.vllm import OfflineClient, TrainerInit
 
-    llm = LLM(model=path, weight_transfer_config=WeightTransferConfig(backend="tensorhub"), **vllm_cpu.ENGINE)
+    llm = LLM(
+        model=path,
+        weight_transfer_config=WeightTransferConfig(backend="tensorhub"),
+        **vllm_cpu.ENGINE,
+    )
     model = LlamaForCausalLM(LlamaConfig(**vllm_cpu.LLAMA)).to(torch.bfloat16)
     (engine,) = llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
     receive, get_ready = engine.receive_weights, engine.init_transfer_engine
-    with sync.serve() as coordinator, sync.connect(coordinator.address) as hub, sync.connect(coordinator.address) as readers:
+    with (
+        sync.serve() as coordinator,
+        sync.connect(coordinator.address) as hub,
+        sync.connect(coordinator.address) as readers,
+    ):
         init = TrainerInit(address=coordinator.address, rank=0)
-        trainer = WeightTransferTrainerFactory.trainer_init(init, client=OfflineClient(llm), source=model)
+        trainer = WeightTransferTrainerFactory.trainer_init(
+            init, client=OfflineClient(llm), source=model
+        )
         published, reader = hub.register("bare", model), None
         through, bare, nothing = [], [], []
         for version in range(rounds + 1):  # the first round records and registers
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(1)
-            order = ("adapter", "bare")  # in turns: who comes second finds the trainer's memory in caches
+            # in turns: who comes second finds the trainer's memory in caches
+            order = ("adapter", "bare")
             for name in order if version % 2 == 0 else reversed(order):
                 if name == "adapter":
                     began = time.perf_counter()
@@ -425,8 +509,12 @@ def vllm(mib: int, rounds: int) -> None:
                     through.append(time.perf_counter() - began)
                     continue
                 if reader is None:
-                    memory = {name: torch.zeros_like(tensor) for name, tensor in engine._live.items()}
-                    reader = readers.register("bare", memory, sources=engine._plan.recording.sources, partial=True)
+                    memory = {
+                        name: torch.zeros_like(tensor) for name, tensor in engine._live.items()
+                    }
+                    reader = readers.register(
+                        "bare", memory, sources=engine._plan.recording.sources, partial=True
+                    )
                 published.publish(version)
                 began = time.perf_counter()
                 reader.update(version)
@@ -444,19 +532,30 @@ def vllm(mib: int, rounds: int) -> None:
             engine.receive_weights, engine.init_transfer_engine = receive, get_ready
             engine.finish_weight_update, engine._is_open = finish, False
         nbytes = sum(tensor.nbytes for tensor in memory.values()) >> 20
-        report(nbytes, through[1:], {"bare update": bare[1:], "vLLM with an engine that moves nothing": nothing[1:]})
+        report(
+            nbytes,
+            through[1:],
+            {"bare update": bare[1:], "vLLM with an engine that moves nothing": nothing[1:]},
+        )
         trainer.shutdown()
 
 
 def sglang(mib: int, rounds: int) -> None:
-    """One rank of SGLang's and a trainer in one process; every layer is written in place, so that no copy is forced."""
+    """One rank of SGLang's and a trainer in one process; every layer is written in place, so that
+    no copy is forced.
+    """
     import tempfile
     from pathlib import Path
 
     from tests.frameworks import sglang_cpu, vllm_cpu
 
     layer_mib = 32
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    }
     config = {**sizes, "head_dim": 64, "num_hidden_layers": max(1, mib // layer_mib)}
     rank = sglang_cpu.Rank(Path(tempfile.mkdtemp()), **config)
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -479,7 +578,8 @@ def sglang(mib: int, rounds: int) -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(1)
-            order = ("adapter", "bare")  # in turns: who comes second finds the trainer's memory in caches
+            # in turns: who comes second finds the trainer's memory in caches
+            order = ("adapter", "bare")
             for name in order if version % 2 == 0 else reversed(order):
                 if name == "adapter":
                     began = time.perf_counter()
@@ -488,8 +588,12 @@ def sglang(mib: int, rounds: int) -> None:
                     continue
                 if reader is None:
                     plan = rank.model._modules["tensorhub"].receiver._plan
-                    memory = {name: torch.zeros_like(tensor) for name, tensor in plan.in_place.items()}
-                    reader = readers.register("bare", memory, sources=plan.recording.sources, partial=True)
+                    memory = {
+                        name: torch.zeros_like(tensor) for name, tensor in plan.in_place.items()
+                    }
+                    reader = readers.register(
+                        "bare", memory, sources=plan.recording.sources, partial=True
+                    )
                 info = published.publish(version)
                 began = time.perf_counter()
                 reader.update(version)
@@ -501,7 +605,11 @@ def sglang(mib: int, rounds: int) -> None:
             nothing.append(time.perf_counter() - began)
             Receiver.take = take  # type: ignore[method-assign]
         nbytes = sum(tensor.nbytes for tensor in memory.values()) >> 20
-        report(nbytes, through[1:], {"bare update": bare[1:], "SGLang with a loader that moves nothing": nothing[1:]})
+        report(
+            nbytes,
+            through[1:],
+            {"bare update": bare[1:], "SGLang with a loader that moves nothing": nothing[1:]},
+        )
 
 
 FRAMEWORKS = {"ray": ray, "sglang": sglang, "trl": trl, "verl": verl, "vllm": vllm}

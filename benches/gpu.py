@@ -1,19 +1,21 @@
-"""Everything that needs a GPU, in one command: a proof that CUDA IPC works, the tests marked `gpu`, and the benchmarks.
+"""Everything that needs a GPU, in one command: a proof that CUDA IPC works, the tests marked `gpu`,
+and the benchmarks.
 
-    make gpu                                        # PYTHON=python3.12 make gpu, if that one has torch and cupy
-    PYTHONPATH=src python3 -m benches.gpu --gib 32 --json gpu.json
+    make gpu                                        # PYTHON=python3.12 make gpu, if that one has
+    torch and cupy PYTHONPATH=src python3 -m benches.gpu --gib 32 --json gpu.json
 
-It installs nothing: it runs with the Python that it is given, and says which packages that one lacks. Each step is a process
-of its own with a deadline, so that none takes the others with it; all of them together have less than ten minutes.
+It installs nothing: it runs with the Python that it is given, and says which packages that one
+lacks. Each step is a process of its own with a deadline, so that none takes the others with it; all
+of them together have less than ten minutes.
 
-`digest`: XXH3-64 of 4 MiB chunks by the kernel, the table of chunks resident, against a copy within the GPU.
-`packing`: the kernel of 10,000 tensors of 16 KiB, against a `copy_` for each.
-`cuda_ipc`: the transfer phase of a fetch between two processes, digests off, against a `copy_` of as many bytes within one.
-`layouts`: readers of another layout by cuda_ipc and tcp, against readers of the same one (see `benches.resharded`).
-`staging`: GPU to GPU over tcp, against CPU to CPU, in the same rounds.
-`stall`: a trainer and two rollout processes on one GPU: cuda_ipc, staged copies over tcp, and torch.distributed's broadcast
-by gloo (NCCL takes one rank for each GPU). A rollout's stall begins where its engine is to pause; the trainer's is publish
-and unpublish.
+`digest`: XXH3-64 of 4 MiB chunks by the kernel, the table of chunks resident, against a copy within
+the GPU. `packing`: the kernel of 10,000 tensors of 16 KiB, against a `copy_` for each. `cuda_ipc`:
+the transfer phase of a fetch between two processes, digests off, against a `copy_` of as many bytes
+within one. `layouts`: readers of another layout by cuda_ipc and tcp, against readers of the same
+one (see `benches.resharded`). `staging`: GPU to GPU over tcp, against CPU to CPU, in the same
+rounds. `stall`: a trainer and two rollout processes on one GPU: cuda_ipc, staged copies over tcp,
+and torch.distributed's broadcast by gloo (NCCL takes one rank for each GPU). A rollout's stall
+begins where its engine is to pause; the trainer's is publish and unpublish.
 """
 
 from __future__ import annotations
@@ -54,23 +56,32 @@ LIMITS_S = {
     "staging": 120,
     "stall": 120,
 }
-LAUNCHES = 20  # of a short kernel, one behind the other, so that the time between two launches does not count
+# of a short kernel, one behind the other, so that the time between two launches does not count
+LAUNCHES = 20
 FIGURE = "FIGURE "
 ROOT = Path(__file__).resolve().parent.parent
 
 
-# ------------------------------------------------------------------------------------------------------------ the command
+# --------------------------------------------------------------------------------------------------
+# the command
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benches.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benches.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", nargs="+", choices=tuple(LIMITS_S), default=tuple(LIMITS_S), metavar="STEP")
-    parser.add_argument("--gib", type=float, default=32, help="of the cuda_ipc step; the others take less")
+    parser.add_argument(
+        "--only", nargs="+", choices=tuple(LIMITS_S), default=tuple(LIMITS_S), metavar="STEP"
+    )
+    parser.add_argument(
+        "--gib", type=float, default=32, help="of the cuda_ipc step; the others take less"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--step", choices=tuple(LIMITS_S), help=argparse.SUPPRESS)  # this process is one of them
+    # this process is one of them
+    parser.add_argument("--step", choices=tuple(LIMITS_S), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if (fault := _fault()) is not None:
         print(f"nothing was run: {fault}", file=sys.stderr)
@@ -81,24 +92,37 @@ def main(arguments: list[str] | None = None) -> int:
     until, outcomes, figures = time.monotonic() + TOTAL_S, dict[str, str](), list[dict[str, Any]]()
     for step in options.only:
         left_s = min(LIMITS_S[step], until - time.monotonic())
-        outcomes[step] = _run(step, options, left_s, figures) if left_s > 5 else "not begun: no time is left"
+        outcomes[step] = (
+            _run(step, options, left_s, figures) if left_s > 5 else "not begun: no time is left"
+        )
         if step == "ipc" and outcomes[step] != "passed":
             print("CUDA IPC does not work here: what follows from it fails, too")
     print("\n" + "\n".join(f"{step}: {outcome}" for step, outcome in outcomes.items()))
     for figure in figures:
         print(_line(figure))
     if options.json is not None:
-        options.json.write_text(json.dumps({"machine": _machine(), "outcomes": outcomes, "figures": figures}))
-    missed = [figure["name"] for figure in figures if figure["bar"] is not None and figure["value"] < figure["bar"]]
+        options.json.write_text(
+            json.dumps({"machine": _machine(), "outcomes": outcomes, "figures": figures})
+        )
+    missed = [
+        figure["name"]
+        for figure in figures
+        if figure["bar"] is not None and figure["value"] < figure["bar"]
+    ]
     return 1 if missed or any(outcome != "passed" for outcome in outcomes.values()) else 0
 
 
 def _fault() -> str | None:
     lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if lacking:
-        return f"{sys.executable} lacks {', '.join(lacking)} (cupy is the package cupy-cuda13x): give another one by PYTHON="
+        return (
+            f"{sys.executable} lacks {', '.join(lacking)} (cupy is the package cupy-cuda13x): "
+            f"give another one by PYTHON="
+        )
     old = [
-        f"{name} {_version(name)}" for name, least in PACKAGES.items() if least > (0,) and _numbers(_version(name)) < least
+        f"{name} {_version(name)}"
+        for name, least in PACKAGES.items()
+        if least > (0,) and _numbers(_version(name)) < least
     ]
     if old:
         return f"{sys.executable} has {', '.join(old)}, which is too old: see pyproject.toml"
@@ -127,13 +151,23 @@ def _machine() -> dict[str, object]:
     return {**facts(), "gpu": gpu, "cuda": torch.version.cuda, "cupy": cupy.__version__}
 
 
-def _run(step: str, options: argparse.Namespace, limit_s: float, figures: list[dict[str, Any]]) -> str:
+def _run(
+    step: str, options: argparse.Namespace, limit_s: float, figures: list[dict[str, Any]]
+) -> str:
     """Run one step in a process of its own, with all that it starts; collect its figures."""
     print(f"\n== {step}", flush=True)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+    }
     environment["PYTHONUNBUFFERED"] = "1"
     process = subprocess.Popen(
-        _command(step, options), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        _command(step, options),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     is_late = threading.Event()
 
@@ -177,14 +211,18 @@ def _line(figure: dict[str, Any]) -> str:
 
 def tell(name: str, value: float, unit: str, bar: float | None = None, note: str = "") -> None:
     """A figure; `bar`: what it is to reach."""
-    print(FIGURE + json.dumps({"name": name, "value": value, "unit": unit, "bar": bar, "note": note}), flush=True)
+    print(
+        FIGURE + json.dumps({"name": name, "value": value, "unit": unit, "bar": bar, "note": note}),
+        flush=True,
+    )
 
 
 def _spread(values: Sequence[float]) -> str:
     return f"[{min(values):.3g}-{max(values):.3g}] of {len(values)}"
 
 
-# ------------------------------------------------------------------------------------------------------------- the steps
+# --------------------------------------------------------------------------------------------------
+# the steps
 
 
 def prove_ipc(options: argparse.Namespace) -> None:
@@ -202,11 +240,16 @@ def prove_ipc(options: argparse.Namespace) -> None:
         handle, offset, count = exporter.hear()
         device = cuda_device(0)
         base = device.open(handle, offset + 4 * count)
-        found = numpy.frombuffer(bytes_of(DeviceBytes(device, base + offset, 4 * count, None)), numpy.float32)
+        found = numpy.frombuffer(
+            bytes_of(DeviceBytes(device, base + offset, 4 * count, None)), numpy.float32
+        )
         device.close(base)
         if found.tolist() != list(range(count)):
             raise SystemExit("the memory was opened, and holds other bytes")
-        print(f"CUDA IPC works: {count} numbers, {offset} bytes behind the start of an allocation of torch's")
+        print(
+            f"CUDA IPC works: {count} numbers, {offset} bytes behind the start of an allocation of "
+            f"torch's"
+        )
     finally:
         exporter.end()
 
@@ -214,7 +257,9 @@ def prove_ipc(options: argparse.Namespace) -> None:
 def run_tests(options: argparse.Namespace) -> None:
     where = ["tests/cuda", "tests/test_fetch.py", "tests/test_every_tensor.py"]
     arguments = ["-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-rs", *where]
-    raise SystemExit(subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT).returncode)
+    raise SystemExit(
+        subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT).returncode
+    )
 
 
 def digest(options: argparse.Namespace) -> None:
@@ -230,23 +275,49 @@ def digest(options: argparse.Namespace) -> None:
     other = torch.empty_like(whole)
     torch.cuda.synchronize()
     bare = _seconds(lambda: other.copy_(whole), options.rounds)
-    tell("a copy within the GPU", whole.nbytes / statistics.median(bare) / 1e12, "TB/s", note="bytes copied, 16 GiB")
-    for count, each, bar in ((4096, 4 * 2**20, 1.5), (256, 4 * 2**20, None), (65_536, 16 * 2**10, None)):
+    tell(
+        "a copy within the GPU",
+        whole.nbytes / statistics.median(bare) / 1e12,
+        "TB/s",
+        note="bytes copied, 16 GiB",
+    )
+    for count, each, bar in (
+        (4096, 4 * 2**20, 1.5),
+        (256, 4 * 2**20, None),
+        (65_536, 16 * 2**10, None),
+    ):
         places = [(whole.data_ptr() + number * each, each) for number in range(count)]
         table, made = device.table(places), cupy.empty(count, cupy.uint64)
-        seconds = _seconds(lambda: device.launch("digest_chunks", count, table, made), options.rounds)  # noqa: B023
+        seconds = _seconds(
+            lambda: device.launch("digest_chunks", count, table, made),  # noqa: B023
+            options.rounds,
+        )
         for number in (0, count // 2, count - 1):
-            expected = xxhash.xxh3_64_intdigest(whole[number * each : (number + 1) * each].cpu().numpy().data)
+            expected = xxhash.xxh3_64_intdigest(
+                whole[number * each : (number + 1) * each].cpu().numpy().data
+            )
             if int(made[number]) != expected:
                 raise SystemExit(
-                    f"chunk {number} of {each} bytes has digest {int(made[number])}, and should have {expected}"
+                    f"chunk {number} of {each} bytes has digest {int(made[number])}, and should "
+                    f"have {expected}"
                 )
         rates = [count * each / second / 1e12 for second in seconds]
-        tell(f"digest of {count} x {each // 1024} KiB", statistics.median(rates), "TB/s", bar, _spread(rates))
+        tell(
+            f"digest of {count} x {each // 1024} KiB",
+            statistics.median(rates),
+            "TB/s",
+            bar,
+            _spread(rates),
+        )
         started = time.perf_counter()
         device.digests(places)
         taken_s = time.perf_counter() - started
-        tell("  the same, with its table and its answer", count * each / taken_s / 1e12, "TB/s", note="one call")
+        tell(
+            "  the same, with its table and its answer",
+            count * each / taken_s / 1e12,
+            "TB/s",
+            note="one call",
+        )
 
 
 def _seconds(work: Callable[[], object], rounds: int, times: int = 1) -> list[float]:
@@ -272,10 +343,15 @@ def packing(options: argparse.Namespace) -> None:
 
     count, each = 10_000, 16 * 2**10
     device = cuda_device(0)
-    tensors = [torch.full((each,), number % 251, dtype=torch.uint8, device="cuda") for number in range(count)]
+    tensors = [
+        torch.full((each,), number % 251, dtype=torch.uint8, device="cuda")
+        for number in range(count)
+    ]
     torch.cuda.synchronize()
     region = device.allocate(count * each)
-    kernels = device.packing(region, [(tensor.data_ptr(), number * each, each) for number, tensor in enumerate(tensors)])
+    kernels = device.packing(
+        region, [(tensor.data_ptr(), number * each, each) for number, tensor in enumerate(tensors)]
+    )
     apart = torch.empty(count * each, dtype=torch.uint8, device="cuda")
     parts = [apart[number * each : (number + 1) * each] for number in range(count)]
     loops: dict[str, Callable[[], object]] = {
@@ -287,13 +363,23 @@ def packing(options: argparse.Namespace) -> None:
         for number in range(options.rounds + 1):
             with kernels.stream:
                 (our_s,) = _seconds(lambda: kernels.queue(f"{name}_pieces"), 1, LAUNCHES)  # noqa: B023
-            (their_s,) = _seconds(loop, 1)  # both are on the null stream, which is torch's default one
+            # both are on the null stream, which is torch's default one
+            (their_s,) = _seconds(loop, 1)
             if number:
                 ours.append(our_s)
                 theirs.append(their_s)
         ratios = [their / our for their, our in zip(theirs, ours, strict=True)]
-        note = f"{statistics.median(ours) * 1e6:.0f} us against {statistics.median(theirs) * 1e3:.1f} ms; {_spread(ratios)}"
-        tell(f"{name} of {count} x 16 KiB, against a copy_ for each", statistics.median(ratios), "times", 10, note)
+        note = (
+            f"{statistics.median(ours) * 1e6:.0f} us against "
+            f"{statistics.median(theirs) * 1e3:.1f} ms; {_spread(ratios)}"
+        )
+        tell(
+            f"{name} of {count} x 16 KiB, against a copy_ for each",
+            statistics.median(ratios),
+            "times",
+            10,
+            note,
+        )
     if not torch.equal(torch.utils.dlpack.from_dlpack(region.storage), apart):
         raise SystemExit("the packed region holds other bytes than the tensors")
 
@@ -323,9 +409,18 @@ def cuda_ipc(options: argparse.Namespace) -> None:
             if version > 1:
                 ratios.append(bare_s / report["phases"]["transfer"])
                 rates.append(total / report["seconds"] / 1e9)
-        note = f"{_spread(ratios)}; whole calls {statistics.median(rates):.0f} GB/s; {report['transports']}"
+        note = (
+            f"{_spread(ratios)}; whole calls {statistics.median(rates):.0f} GB/s; "
+            f"{report['transports']}"
+        )
         gib = total / 2**30
-        tell(f"cuda_ipc's transfer of {gib:.0f} GiB, of a copy within", statistics.median(ratios), "", 0.9, note)
+        tell(
+            f"cuda_ipc's transfer of {gib:.0f} GiB, of a copy within",
+            statistics.median(ratios),
+            "",
+            0.9,
+            note,
+        )
     finally:
         for remote in reversed(started):
             remote.end()
@@ -340,7 +435,12 @@ def layouts(options: argparse.Namespace) -> None:
             ratios = [each["same"][0] / each[case.name][0] for each in rounds]
             rate = statistics.median([2 / each[case.name][0] for each in rounds])
             note = f"{_spread(ratios)}; {rate:.3g} GiB/s"
-            tell(f"{transport}, {case.name}: speed of the same layout", statistics.median(ratios), "", note=note)
+            tell(
+                f"{transport}, {case.name}: speed of the same layout",
+                statistics.median(ratios),
+                "",
+                note=note,
+            )
 
 
 def staging(options: argparse.Namespace) -> None:
@@ -354,7 +454,9 @@ def staging(options: argparse.Namespace) -> None:
             started.append(Remote(f"publisher on {device}", publisher_main, nbytes, each, device))
         addresses = [publisher.hear()[0] for publisher in started]
         for device, address in zip(devices, addresses, strict=True):
-            started.append(Remote(f"reader on {device}", reader_main, address, nbytes, each, device, ("tcp",)))
+            started.append(
+                Remote(f"reader on {device}", reader_main, address, nbytes, each, device, ("tcp",))
+            )
         for reader in started[2:]:
             reader.hear()
         pairs = dict(zip(devices, zip(started[:2], started[2:], strict=True), strict=True))
@@ -366,7 +468,9 @@ def staging(options: argparse.Namespace) -> None:
                 for model in ("digested", "plain"):
                     report = reader.ask("fetch", model, version)
                     if version == 1 and reader.ask("sum") != publisher.ask("sum"):
-                        raise SystemExit(f"{device}: the reader holds other bytes than the publisher")
+                        raise SystemExit(
+                            f"{device}: the reader holds other bytes than the publisher"
+                        )
                     reader.ask("unpublish", model)
                     if version > 1:
                         seconds.setdefault((model, device), []).append(report["seconds"])
@@ -374,9 +478,17 @@ def staging(options: argparse.Namespace) -> None:
         for model, bar in (("digested", 0.85), ("plain", None)):
             both = zip(seconds[model, "cpu"], seconds[model, "cuda"], strict=True)
             ratios = [cpu_s / gpu_s for cpu_s, gpu_s in both]
-            rates = {device: nbytes / statistics.median(seconds[model, device]) / 1e9 for device in pairs}
+            rates = {
+                device: nbytes / statistics.median(seconds[model, device]) / 1e9 for device in pairs
+            }
             note = f"{_spread(ratios)}; GPU {rates['cuda']:.2f} GB/s, CPU {rates['cpu']:.2f} GB/s"
-            tell(f"GPU to GPU over tcp, of CPU to CPU ({model})", statistics.median(ratios), "", bar, note)
+            tell(
+                f"GPU to GPU over tcp, of CPU to CPU ({model})",
+                statistics.median(ratios),
+                "",
+                bar,
+                note,
+            )
     finally:
         for remote in reversed(started):
             remote.end()
@@ -386,20 +498,30 @@ def stall(options: argparse.Namespace) -> None:
     from benches.gpu_processes import gloo_main, publisher_main, reader_main
     from benches.remotes import Remote
 
-    # Less of it than of the others: gloo moves some GB/s at the best, and starting its eight processes takes a while.
+    # Less of it than of the others: gloo moves some GB/s at the best, and starting its eight
+    # processes takes a while.
     nbytes, each, started = 4 * 2**30, 64 * 2**20, list[Remote]()
     try:
         publisher = Remote("trainer", publisher_main, nbytes, each, "cuda")
         started.append(publisher)
         meeting = f"tcp://127.0.0.1:{_free_port()}"
-        ranks = [Remote(f"gloo {rank}", gloo_main, rank, 3, meeting, nbytes, each) for rank in range(3)]
+        ranks = [
+            Remote(f"gloo {rank}", gloo_main, rank, 3, meeting, nbytes, each) for rank in range(3)
+        ]
         started += ranks
         address, _ = publisher.hear()
         rollouts: dict[str, list[Remote]] = {}
         for transport in ("cuda_ipc", "tcp"):
             rollouts[transport] = [
                 Remote(
-                    f"{transport} {number}", reader_main, address, nbytes, each, "cuda", (transport,), len(started) + number
+                    f"{transport} {number}",
+                    reader_main,
+                    address,
+                    nbytes,
+                    each,
+                    "cuda",
+                    (transport,),
+                    len(started) + number,
                 )
                 for number in range(2)
             ]
@@ -421,8 +543,12 @@ def stall(options: argparse.Namespace) -> None:
                 for reader in readers:
                     reader.ask("unpublish", "digested")
                 if number:
-                    stalls.setdefault(transport, []).append(max(report["stall"] for report in reports))
-                    phases.setdefault(transport, []).append(max(reports, key=lambda report: report["stall"])["phases"])
+                    stalls.setdefault(transport, []).append(
+                        max(report["stall"] for report in reports)
+                    )
+                    phases.setdefault(transport, []).append(
+                        max(reports, key=lambda report: report["stall"])["phases"]
+                    )
                     trainers.setdefault(transport, []).append(trainer_s)
             for rank in ranks:
                 rank.tell("broadcast")
@@ -432,12 +558,22 @@ def stall(options: argparse.Namespace) -> None:
                 trainers.setdefault("gloo", []).append(taken[0])
         for way, found in stalls.items():
             last = (
-                ", ".join(f"{name} {taken_s * 1e3:.1f}" for name, taken_s in phases[way][-1].items())
+                ", ".join(
+                    f"{name} {taken_s * 1e3:.1f}" for name, taken_s in phases[way][-1].items()
+                )
                 if way in phases
                 else ""
             )
-            note = f"{_spread(found)}; the trainer {statistics.median(trainers[way]):.3g} s; phases in ms: {last or 'none'}"
-            tell(f"stall of two rollouts, {nbytes // 2**30} GiB, {way}", statistics.median(found), "s", note=note)
+            note = (
+                f"{_spread(found)}; the trainer {statistics.median(trainers[way]):.3g} s; "
+                f"phases in ms: {last or 'none'}"
+            )
+            tell(
+                f"stall of two rollouts, {nbytes // 2**30} GiB, {way}",
+                statistics.median(found),
+                "s",
+                note=note,
+            )
     finally:
         for remote in reversed(started):
             remote.end()

@@ -1,4 +1,6 @@
-"""The processes of the GPU benchmarks: each does what its pipe says, and ends with it. See `remotes`."""
+"""The processes of the GPU benchmarks: each does what its pipe says, and ends with it. See
+`remotes`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ MODELS = {"digested": True, "plain": False}  # whether there are digests
 def tensors_of(nbytes: int, each: int, device: str, *, random: bool) -> dict[str, torch.Tensor]:
     """So many bytes, in tensors of `each` bytes, all of which have been touched."""
     count = max(1, nbytes // each)
-    made = {f"t{number}": torch.empty(each, dtype=torch.uint8, device=device) for number in range(count)}
+    made = {
+        f"t{number}": torch.empty(each, dtype=torch.uint8, device=device) for number in range(count)
+    }
     for number, tensor in enumerate(made.values()):
         if random:
             tensor[: 2**20].random_(0, 256)
@@ -42,17 +46,23 @@ def _synchronize() -> None:
 def sum_of(tensors: Tensors) -> int:
     """Of all bytes, some at a time: torch takes eight times what it sums as int64."""
     flat = [
-        tensor.view(-1)[start : start + 2**26] for tensor in tensors.values() for start in range(0, tensor.numel(), 2**26)
+        tensor.view(-1)[start : start + 2**26]
+        for tensor in tensors.values()
+        for start in range(0, tensor.numel(), 2**26)
     ]
     return sum([int(part.sum(dtype=torch.int64)) for part in flat])
 
 
-def publisher_main(pipe: Connection, nbytes: int, each: int, device: str, chunk_bytes: int = 4 * 2**20) -> None:
+def publisher_main(
+    pipe: Connection, nbytes: int, each: int, device: str, chunk_bytes: int = 4 * 2**20
+) -> None:
     """A coordinator, and a publisher of one set of tensors under each name of MODELS."""
     anyio.run(_publisher, pipe, nbytes, each, device, chunk_bytes)
 
 
-async def _publisher(pipe: Connection, nbytes: int, each: int, device: str, chunk_bytes: int) -> None:
+async def _publisher(
+    pipe: Connection, nbytes: int, each: int, device: str, chunk_bytes: int
+) -> None:
     own = tensors_of(nbytes, each, device, random=True)
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(tensorhub.serve())
@@ -73,7 +83,9 @@ async def _publisher(pipe: Connection, nbytes: int, each: int, device: str, chun
         async def total() -> int:
             return await anyio.to_thread.run_sync(sum_of, own)
 
-        pipe.send((True, (coordinator.address, {name: tensor.nbytes for name, tensor in own.items()})))
+        pipe.send(
+            (True, (coordinator.address, {name: tensor.nbytes for name, tensor in own.items()}))
+        )
         await obey(pipe, {"publish": publish, "unpublish": unpublish, "sum": total})
 
 
@@ -87,22 +99,38 @@ async def _handles(
 ) -> dict[str, tensorhub.Weights]:
     handles: dict[str, tensorhub.Weights] = {}
     for model, is_digested in MODELS.items():
-        options = tensorhub.Options(op_timeout_s=120, chunk_bytes=chunk_bytes, integrity=is_digested)
-        connecting = tensorhub.connect(address, name=f"{name}-{model}", transports=transports, options=options)
+        options = tensorhub.Options(
+            op_timeout_s=120, chunk_bytes=chunk_bytes, integrity=is_digested
+        )
+        connecting = tensorhub.connect(
+            address, name=f"{name}-{model}", transports=transports, options=options
+        )
         hub = await stack.enter_async_context(connecting)
         handles[model] = await hub.register(model, own)
     return handles
 
 
 def reader_main(
-    pipe: Connection, address: str, nbytes: int, each: int, device: str, transports: tuple[str, ...], number: int = 0
+    pipe: Connection,
+    address: str,
+    nbytes: int,
+    each: int,
+    device: str,
+    transports: tuple[str, ...],
+    number: int = 0,
 ) -> None:
     """A reader, which also copies as many bytes within its own GPU."""
     anyio.run(_reader, pipe, address, nbytes, each, device, transports, number)
 
 
 async def _reader(
-    pipe: Connection, address: str, nbytes: int, each: int, device: str, transports: tuple[str, ...], number: int
+    pipe: Connection,
+    address: str,
+    nbytes: int,
+    each: int,
+    device: str,
+    transports: tuple[str, ...],
+    number: int,
 ) -> None:
     own = tensors_of(nbytes, each, device, random=False)
     async with AsyncExitStack() as stack:
@@ -113,7 +141,9 @@ async def _reader(
 
 def _commands(own: Tensors, handles: Mapping[str, tensorhub.Weights]) -> Commands:
     async def fetch(model: str, version: int) -> dict[str, Any]:
-        """What a fetch took: the report's phases, and the stall, from where the engine is to pause."""
+        """What a fetch took: the report's phases, and the stall, from where the engine is to
+        pause.
+        """
         paused: list[float] = []
 
         async def pause(info: object) -> None:
@@ -122,7 +152,12 @@ def _commands(own: Tensors, handles: Mapping[str, tensorhub.Weights]) -> Command
         report = await handles[model].update(version, before_write=pause)
         stall_s = time.monotonic() - paused[0] if paused else report.seconds
         used = sorted({source.transport for source in report.sources})
-        return {"seconds": report.seconds, "stall": stall_s, "phases": dict(report.phases), "transports": used}
+        return {
+            "seconds": report.seconds,
+            "stall": stall_s,
+            "phases": dict(report.phases),
+            "transports": used,
+        }
 
     async def unpublish(model: str) -> None:
         await handles[model].unpublish()
@@ -142,8 +177,12 @@ def _commands(own: Tensors, handles: Mapping[str, tensorhub.Weights]) -> Command
 
 
 def bare_copy(own: Tensors) -> float:
-    """Seconds of a plain device-to-device copy of as many bytes into these tensors, by one copy for each."""
-    source = torch.empty(max(tensor.nbytes for tensor in own.values()), dtype=torch.uint8, device="cuda")
+    """Seconds of a plain device-to-device copy of as many bytes into these tensors, by one copy for
+    each.
+    """
+    source = torch.empty(
+        max(tensor.nbytes for tensor in own.values()), dtype=torch.uint8, device="cuda"
+    )
     source.fill_(1)
     torch.cuda.synchronize()
     started = time.perf_counter()
@@ -153,12 +192,16 @@ def bare_copy(own: Tensors) -> float:
     return time.perf_counter() - started
 
 
-# ----------------------------------------------------------------------------------------- the smallest proof, and a peer
+# ----------------------------------------------------------------------------------------- the
+# smallest proof, and a peer
 
 
 def exporter_main(pipe: Connection) -> None:
     """Export a tensor that lies somewhere within torch's own allocation, as the library does."""
-    first, second = torch.zeros(1000, device="cuda"), torch.arange(1000, device="cuda", dtype=torch.float32)
+    first, second = (
+        torch.zeros(1000, device="cuda"),
+        torch.arange(1000, device="cuda", dtype=torch.float32),
+    )
     torch.cuda.synchronize()
     allocation = cuda_device(0).export(second.data_ptr())
     pipe.send((True, (allocation.handle, second.data_ptr() - allocation.address, first.numel())))
@@ -166,8 +209,12 @@ def exporter_main(pipe: Connection) -> None:
         pipe.recv()
 
 
-def gloo_main(pipe: Connection, rank: int, world: int, address: str, nbytes: int, each: int) -> None:
-    """A rank that gets its tensors by torch.distributed's broadcast; NCCL takes one rank for each GPU only."""
+def gloo_main(
+    pipe: Connection, rank: int, world: int, address: str, nbytes: int, each: int
+) -> None:
+    """A rank that gets its tensors by torch.distributed's broadcast; NCCL takes one rank for each
+    GPU only.
+    """
     import torch.distributed as dist
 
     own = tensors_of(nbytes, each, "cuda", random=rank == 0)

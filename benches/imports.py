@@ -1,7 +1,7 @@
 """How long a process takes until TensorHub is imported, and until `tensorhub --help` is printed.
 
-Each program is an interpreter of its own, timed from its start to its end. The programs take turns, and an empty program is
-the yardstick beside them. See README.md.
+Each program is an interpreter of its own, timed from its start to its end. The programs take turns,
+and an empty program is the yardstick beside them. See README.md.
 """
 
 import argparse
@@ -31,7 +31,9 @@ Figures = dict[str, list[float]]  # seconds of each round, by program
 
 
 def measure(rounds: int) -> Figures:
-    """Seconds from the start of each program to its end; the round that writes the bytecode does not count."""
+    """Seconds from the start of each program to its end; the round that writes the bytecode does
+    not count.
+    """
     figures: Figures = {name: [] for name in PROGRAMS}
     with tempfile.TemporaryDirectory() as bytecode:
         environment = os.environ | {"PYTHONPYCACHEPREFIX": bytecode}
@@ -40,29 +42,58 @@ def measure(rounds: int) -> Figures:
             for name, arguments in PROGRAMS.items():
                 command = [sys.executable, *arguments]
                 started = time.perf_counter()
-                subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
+                subprocess.run(
+                    command,
+                    check=True,
+                    env=environment,
+                    stdout=subprocess.DEVNULL,
+                    timeout=TIMEOUT_S,
+                )
                 if round_:
                     figures[name].append(time.perf_counter() - started)
     return figures
 
 
 def table(figures: Figures) -> list[dict[str, object]]:
-    """One row for each program: milliseconds, milliseconds over the empty program of the same round, and their ratio."""
+    """One row for each program: milliseconds, milliseconds over the empty program of the same
+    round, and their ratio.
+    """
     rows: list[dict[str, object]] = []
     for name, seconds in figures.items():
         pairs = list(zip(seconds, figures[EMPTY], strict=True))
         over = spread([1000 * (mine - empty) for mine, empty in pairs])
-        row = {"program": name, "ms": spread([1000 * second for second in seconds]), "ms over the empty one": over}
-        rows.append(row | {"of the empty one": spread([mine / empty for mine, empty in pairs]), "aim": AIM_MS.get(name)})
+        row = {
+            "program": name,
+            "ms": spread([1000 * second for second in seconds]),
+            "ms over the empty one": over,
+        }
+        rows.append(
+            row
+            | {
+                "of the empty one": spread([mine / empty for mine, empty in pairs]),
+                "aim": AIM_MS.get(name),
+            }
+        )
     return rows
 
 
 def show(rows: list[dict[str, object]]) -> None:
-    print(f"\n{'program':<24}{'ms':>24}{'ms over the empty one':>26}{'of the empty one':>24}{'aim':>8}")
+    print(
+        f"\n{'program':<24}{'ms':>24}{'ms over the empty one':>26}{'of the empty one':>24}{'aim':>8}"
+    )
     for row in rows:
-        cells = ["{:,.1f} [{:,.1f}-{:,.1f}]".format(*value) for value in row.values() if isinstance(value, list)]
-        print(f"{row['program']:<24}{cells[0]:>24}{cells[1]:>26}{cells[2]:>24}{row['aim'] or '':>8}")
-    print("\nMedian [least-largest] of the rounds. An aim is of the milliseconds over the empty program.")
+        cells = [
+            "{:,.1f} [{:,.1f}-{:,.1f}]".format(*value)
+            for value in row.values()
+            if isinstance(value, list)
+        ]
+        print(
+            f"{row['program']:<24}{cells[0]:>24}{cells[1]:>26}{cells[2]:>24}{row['aim'] or '':>8}"
+        )
+    print(
+        "\nMedian [least-largest] of the rounds. An aim is of the milliseconds over the empty "
+        "program."
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

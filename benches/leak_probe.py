@@ -1,4 +1,6 @@
-"""What a process holds, counted from within: memory, descriptors, threads, tasks, objects by type, every book by name."""
+"""What a process holds, counted from within: memory, descriptors, threads, tasks, objects by type,
+every book by name.
+"""
 
 import asyncio
 import atexit
@@ -19,7 +21,16 @@ import anyio
 
 from tensorhub.runtime.loop_thread import LoopThread
 
-KINDS = ("memory", "descriptors", "threads", "tasks", "objects", "books", "other objects", "process")
+KINDS = (
+    "memory",
+    "descriptors",
+    "threads",
+    "tasks",
+    "objects",
+    "books",
+    "other objects",
+    "process",
+)
 Sample = dict[str, dict[str, int]]  # by kind, then by what is counted
 
 _CONTAINERS = (dict, list, set, deque, weakref.WeakSet)
@@ -48,14 +59,23 @@ async def sample(*files: Path) -> Sample:
             "log handlers": len(logging.root.handlers),
         },
     }
-    found["process"] |= {f"bytes of {path.name}": path.stat().st_size for path in files if path.exists()}
+    found["process"] |= {
+        f"bytes of {path.name}": path.stat().st_size for path in files if path.exists()
+    }
     return {kind: dict(counts) for kind, counts in found.items()}
 
 
 def _memory() -> dict[str, int]:
     status = Path("/proc/self/status").read_text()
-    sizes = {key: int(re.findall(rf"^{key}:\s+(\d+) kB", status, re.MULTILINE)[0]) for key in ("VmRSS", "RssAnon")}
-    return {"RSS KiB": sizes["VmRSS"], "anonymous KiB": sizes["RssAnon"], "Python's blocks": sys.getallocatedblocks()}
+    sizes = {
+        key: int(re.findall(rf"^{key}:\s+(\d+) kB", status, re.MULTILINE)[0])
+        for key in ("VmRSS", "RssAnon")
+    }
+    return {
+        "RSS KiB": sizes["VmRSS"],
+        "anonymous KiB": sizes["RssAnon"],
+        "Python's blocks": sys.getallocatedblocks(),
+    }
 
 
 def _descriptors() -> Counter[str]:
@@ -70,7 +90,11 @@ def _descriptors() -> Counter[str]:
 
 
 def _kind_of_thread(name: str) -> str:
-    return "pool (idle ones end after 10 s)" if name.startswith(("AnyIO worker", "Trio thread")) else name
+    return (
+        "pool (idle ones end after 10 s)"
+        if name.startswith(("AnyIO worker", "Trio thread"))
+        else name
+    )
 
 
 async def _tasks() -> Counter[str]:
@@ -88,7 +112,9 @@ async def _count_tasks() -> int:
 
 
 def _forget_ended_deadlines() -> None:
-    """Have the loop let go of what it keeps until it cares to prune it: 1,000 ended scopes (trio), 100 timers (asyncio)."""
+    """Have the loop let go of what it keeps until it cares to prune it: 1,000 ended scopes (trio),
+    100 timers (asyncio).
+    """
     if (loop := cast(Any, asyncio._get_running_loop())) is not None:
         loop._scheduled = [timer for timer in loop._scheduled if not timer.cancelled()]
         heapq.heapify(loop._scheduled)
@@ -99,7 +125,9 @@ def _forget_ended_deadlines() -> None:
 
 
 def _objects() -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Objects of this library's classes; all others; and how much each attribute of the former that is a container holds."""
+    """Objects of this library's classes; all others; and how much each attribute of the former that
+    is a container holds.
+    """
     ours: Counter[str] = Counter()
     others: Counter[str] = Counter()
     books: Counter[str] = Counter()
@@ -111,7 +139,8 @@ def _objects() -> tuple[Counter[str], Counter[str], Counter[str]]:
             continue
         ours[kind.__qualname__] += 1
         for name, value in _attributes(each):
-            if isinstance(value, _CONTAINERS) and getattr(value, "maxlen", None) is None:  # else it bounds itself
+            # else it bounds itself
+            if isinstance(value, _CONTAINERS) and getattr(value, "maxlen", None) is None:
                 books[f"{kind.__qualname__}.{name}"] += _length(value)
     return ours, others, books
 

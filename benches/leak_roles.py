@@ -1,7 +1,7 @@
 """Who takes part in the leak run, each in a process of its own: what one cycle is for each of them.
 
-Whatever may fail on purpose or by chance is counted by its error, and the cycle goes on: that nothing piles up must not
-depend on success.
+Whatever may fail on purpose or by chance is counted by its error, and the cycle goes on: that
+nothing piles up must not depend on success.
 """
 
 import contextlib
@@ -38,14 +38,18 @@ SETTLE_S = 120.0
 PERIOD = 8  # cycles after which all is as before: what is compared is taken at multiples of it
 BOUND = 32  # of the books that the code bounds, in these processes
 FRESH_NAMES = 4  # of models that come and go, in one cycle of one process
-OPTIONS = tensorhub.Options(lease_s=LEASE_S, op_timeout_s=30, chunk_bytes=16_384, host_memory_bytes=MIB, drain_grace_s=0.02)
+OPTIONS = tensorhub.Options(
+    lease_s=LEASE_S, op_timeout_s=30, chunk_bytes=16_384, host_memory_bytes=MIB, drain_grace_s=0.02
+)
 Hook = Callable[[Hub], None] | None
 """Called by the follower after each of its cycles: a test injects a leak there."""
 
 Tensors = dict[str, npt.NDArray[np.uint8]]
 
 
-def run_role(pipe: Connection, backend: str, role: Callable[..., Awaitable[None]], *arguments: object) -> None:
+def run_role(
+    pipe: Connection, backend: str, role: Callable[..., Awaitable[None]], *arguments: object
+) -> None:
     """The process' main function; trio's and asyncio's alike."""
     anyio.run(partial(role, pipe, *arguments), backend=backend)
 
@@ -71,11 +75,14 @@ class Failures:
         return dict(self.counts)
 
 
-# ------------------------------------------------------------------------------------------------------ coordinator
+# --------------------------------------------------------------------------------------------------
+# coordinator
 
 
 def _lower_bounds() -> None:
-    """Let the books that the code bounds have their bounds where a run reaches them: full, they must not grow."""
+    """Let the books that the code bounds have their bounds where a run reaches them: full, they
+    must not grow.
+    """
     cluster.LOST_KEPT_MAX = membership.LOST_KEPT_MAX = BOUND  # type: ignore[attr-defined]
     entities.FORGOTTEN_KEPT_MAX = publishes.FORGOTTEN_KEPT_MAX = BOUND  # type: ignore[attr-defined]
     limits.DECISIONS_MAX = store.PUBLICATIONS_KEPT_MAX = store.PRUNED_AT = BOUND
@@ -86,23 +93,38 @@ def _lower_bounds() -> None:
 async def coordinator(pipe: Connection, durable: bool) -> None:
     _lower_bounds()
     with contextlib.ExitStack() as stack:
-        state_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leaks-"))) if durable else None
+        state_dir = (
+            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leaks-")))
+            if durable
+            else None
+        )
         async with tensorhub.serve(token="", state_dir=state_dir, options=OPTIONS) as serving:
             pipe.send((True, serving.address))
-            files = [state_dir / "state.sqlite3", state_dir / "state.sqlite3-wal"] if state_dir is not None else []
-            await obey(pipe, {"settle": partial(_settle, serving), "sample": partial(sample, *files)})
+            files = (
+                [state_dir / "state.sqlite3", state_dir / "state.sqlite3-wal"]
+                if state_dir is not None
+                else []
+            )
+            await obey(
+                pipe, {"settle": partial(_settle, serving), "sample": partial(sample, *files)}
+            )
 
 
 async def _settle(serving: Coordinator, workers: int) -> str:
-    """Wait until just so many workers have a lease, and nothing is under way: moments that can be compared."""
+    """Wait until just so many workers have a lease, and nothing is under way: moments that can be
+    compared.
+    """
     books = serving._server._core.cluster
     with anyio.fail_after(SETTLE_S):
-        while len(books.workers) != workers or books.leases or any(True for _ in books.operations()):  # noqa: ASYNC110
+        while (  # noqa: ASYNC110
+            len(books.workers) != workers or books.leases or any(True for _ in books.operations())
+        ):
             await anyio.sleep(0.05)
     return repr(serving._server._core)
 
 
-# ---------------------------------------------------------------------------------------------------------- trainer
+# --------------------------------------------------------------------------------------------------
+# trainer
 
 
 async def trainer(pipe: Connection, address: str) -> None:
@@ -110,7 +132,10 @@ async def trainer(pipe: Connection, address: str) -> None:
     failures = Failures()
     async with tensorhub.connect(address, name="trainer", token="", options=OPTIONS) as hub:
         weights = await hub.register("m", tensors())
-        pair = [await hub.register("pair", tensors(), group="p", rank=rank, world_size=2) for rank in range(2)]
+        pair = [
+            await hub.register("pair", tensors(), group="p", rank=rank, world_size=2)
+            for rank in range(2)
+        ]
 
         async def publish(version: int) -> None:
             async with weights.mutate(version):
@@ -134,7 +159,9 @@ async def trainer(pipe: Connection, address: str) -> None:
                 await hub.rollback("m", to=version - 1)
 
         pipe.send((True, None))
-        await obey(pipe, {"fill": fill, "cycle": cycle, "sample": sample, "failures": failures.told})
+        await obey(
+            pipe, {"fill": fill, "cycle": cycle, "sample": sample, "failures": failures.told}
+        )
 
 
 async def _mutate(weights: Weights, version: int) -> None:
@@ -142,16 +169,22 @@ async def _mutate(weights: Weights, version: int) -> None:
         pass
 
 
-# --------------------------------------------------------------------------------------------------------- follower
+# --------------------------------------------------------------------------------------------------
+# follower
 
 
 async def follower(pipe: Connection, address: str, hook: Hook, fetches: bool) -> None:
-    """It follows every version in one of several ways, asks for names that come and go, and calls what fails."""
+    """It follows every version in one of several ways, asks for names that come and go, and calls
+    what fails.
+    """
     _lower_bounds()
     failures = Failures()
     async with tensorhub.connect(address, name="follower", token="", options=OPTIONS) as hub:
         weights = await hub.register("m", tensors())
-        pair = [await hub.register("pair", tensors(), group="f", rank=rank, world_size=2) for rank in range(2)]
+        pair = [
+            await hub.register("pair", tensors(), group="f", rank=rank, world_size=2)
+            for rank in range(2)
+        ]
 
         async def cycle(version: int) -> None:
             with failures.counted():
@@ -163,7 +196,8 @@ async def follower(pipe: Connection, address: str, hook: Hook, fetches: bool) ->
             await _fail(hub, weights, version, failures)
             await _ask(hub, version, failures)
             if version % PERIOD == 7:
-                await hub._thread.call(_reconnect, hub)  # the worker connects again, and says anew what it holds
+                # the worker connects again, and says anew what it holds
+                await hub._thread.call(_reconnect, hub)
             if hook is not None:
                 hook(hub)
 
@@ -242,7 +276,9 @@ def _link(hub: Hub) -> CoordinatorLink:
 
 
 async def _reconnect(hub: Hub) -> None:
-    """In the hub's own thread: the session that ends is told from the one that follows, however soon that is."""
+    """In the hub's own thread: the session that ends is told from the one that follows, however
+    soon that is.
+    """
     link = _link(hub)
     ended = link._outbox
     if ended is not None:
@@ -252,7 +288,8 @@ async def _reconnect(hub: Hub) -> None:
             await anyio.sleep(0.001)
 
 
-# ------------------------------------------------------------------------------------- who come and go, and who die
+# ------------------------------------------------------------------------------------- who come and
+# go, and who die
 
 
 async def comer(pipe: Connection, address: str) -> None:
@@ -286,7 +323,10 @@ async def _joined(address: str) -> AsyncIterator[Hub]:
 
 async def _as_gang(hub: Hub, version: int, failures: Failures) -> None:
     """A group of two under a name that nobody had before."""
-    gang = [await hub.register("pair", tensors(), group=f"gang-{version}", rank=rank, world_size=2) for rank in range(2)]
+    gang = [
+        await hub.register("pair", tensors(), group=f"gang-{version}", rank=rank, world_size=2)
+        for rank in range(2)
+    ]
     async with anyio.create_task_group() as tasks:
         for rank in gang:
             tasks.start_soon(_update, rank, failures)
@@ -298,7 +338,8 @@ async def _leave(hub: Hub, weights: Weights, version: int) -> None:
             await weights.close()
         case 1:
             await weights.close(abandon=True)
-        case 2 if version // PERIOD % 4 == 2:  # not always: the books can be compared only once its lease has ended
+        # not always: the books can be compared only once its lease has ended
+        case 2 if version // PERIOD % 4 == 2:
             assert isinstance(hub._thread, LoopThread)
             hub._thread.post(hub._thread._tasks.cancel_scope.cancel)  # without goodbye
         case _:

@@ -1,6 +1,8 @@
-"""Does anything pile up? Thousands of join, publish, update and leave cycles, and what every process holds now and then.
+"""Does anything pile up? Thousands of join, publish, update and leave cycles, and what every
+process holds now and then.
 
-`python -m benches.leaks --cycles 3000`. Exit status 1 if anything grows. How it is judged: see README.md.
+`python -m benches.leaks --cycles 3000`. Exit status 1 if anything grows. How it is judged: see
+README.md.
 """
 
 import argparse
@@ -22,7 +24,8 @@ from tensorhub.machine import SWEEP_AT
 SAMPLED = ("coordinator", "trainer", "follower", "comer")
 HELD = 3  # workers that stay: trainer, follower, mortal
 WARM_UP = 0.25  # of the samples
-# Growth per 1,000 cycles that is still flat, and growth of the whole run that is too little to tell. What is not named: 0.
+# Growth per 1,000 cycles that is still flat, and growth of the whole run that is too little to
+# tell. What is not named: 0.
 TOLERANCE: dict[str, tuple[float, float]] = {
     "RSS KiB": (48, 1024),
     "anonymous KiB": (48, 1024),
@@ -47,17 +50,22 @@ class Row:
     flat: bool
 
 
-# --------------------------------------------------------------------------------------------------------- judging
+# --------------------------------------------------------------------------------------------------
+# judging
 
 
 def growth(series: Series) -> float:
-    """By how much the least value grows from each third of the samples to the next, per cycle: the lesser of the two, or 0.
+    """By how much the least value grows from each third of the samples to the next, per cycle: the
+    lesser of the two, or 0.
 
-    What is there for a moment comes on top of what stays, so the least value is what has leaked. What grows once, as a
-    cache that is first used late, or a table of the interpreter's that doubles, does not pile up: it grows once.
+    What is there for a moment comes on top of what stays, so the least value is what has leaked.
+    What grows once, as a cache that is first used late, or a table of the interpreter's that
+    doubles, does not pile up: it grows once.
     """
     third = max(1, len(series) // 3)
-    first, middle, last = (min(v for _, v in part) for part in (series[:third], series[third:-third], series[-third:]))
+    first, middle, last = (
+        min(v for _, v in part) for part in (series[:third], series[third:-third], series[-third:])
+    )
     return max(0.0, 2 * min(middle - first, last - middle) / (series[-third][0] - series[0][0]))
 
 
@@ -79,7 +87,10 @@ def rows(samples: dict[str, list[tuple[int, Sample]]]) -> list[Row]:
         kept = taken[int(len(taken) * WARM_UP) :]
         for kind in KINDS:
             names = sorted({name for _, each in kept for name in each[kind]})
-            found += [judge(process, kind, name, [(at, each[kind].get(name, 0)) for at, each in kept]) for name in names]
+            found += [
+                judge(process, kind, name, [(at, each[kind].get(name, 0)) for at, each in kept])
+                for name in names
+            ]
     return found
 
 
@@ -90,25 +101,37 @@ def show(found: Sequence[Row]) -> None:
         mine = [row for row in found if row.process == process]
         for row in mine:
             if row.kind == "memory" or not row.flat:
-                _line(process, row.name if row.kind == "memory" else f"{row.kind}: {row.name}", row, row.flat)
+                _line(
+                    process,
+                    row.name if row.kind == "memory" else f"{row.kind}: {row.name}",
+                    row,
+                    row.flat,
+                )
         for kind in KINDS[1:]:
             good = [row for row in mine if row.kind == kind and row.flat]
-            total = Row(process, kind, "", sum(r.first for r in good), sum(r.last for r in good), 0, 0, True)
+            total = Row(
+                process, kind, "", sum(r.first for r in good), sum(r.last for r in good), 0, 0, True
+            )
             _line(process, f"{kind}, {len(good)} kinds, all flat", total, True)
 
 
 def _line(process: str, text: str, row: Row, flat: bool) -> None:
     growth = f"{row.per_1000:,.1f}" if row.name else ""
-    print(f"{process:<14}{text:<62}{row.first:>10,}{row.last:>10,}{growth:>18}{'' if flat else '  NOT FLAT'}")
+    print(
+        f"{process:<14}{text:<62}{row.first:>10,}{row.last:>10,}{growth:>18}{'' if flat else '  NOT FLAT'}"
+    )
 
 
-# --------------------------------------------------------------------------------------------------------- running
+# --------------------------------------------------------------------------------------------------
+# running
 
 
 class BenchProcesses:
     """All processes of one run."""
 
-    def __init__(self, stack: ExitStack, backend: str, durable: bool, hook: Hook, fetches: bool) -> None:
+    def __init__(
+        self, stack: ExitStack, backend: str, durable: bool, hook: Hook, fetches: bool
+    ) -> None:
         self._stack, self._backend = stack, backend
         self.coordinator = self._start("coordinator", roles.coordinator, durable)
         self.address: str = self.coordinator.hear()
@@ -147,15 +170,23 @@ class BenchProcesses:
 
     def sample(self) -> dict[str, Sample]:
         self.coordinator.ask("settle", HELD)
-        return {remote.name: remote.ask("sample") for remote in (self.coordinator, self.trainer, self.follower, self.comer)}
+        return {
+            remote.name: remote.ask("sample")
+            for remote in (self.coordinator, self.trainer, self.follower, self.comer)
+        }
 
     def failures(self) -> dict[str, dict[str, int]]:
-        return {remote.name: remote.ask("failures") for remote in (self.trainer, self.follower, self.comer)}
+        return {
+            remote.name: remote.ask("failures")
+            for remote in (self.trainer, self.follower, self.comer)
+        }
 
 
 @contextmanager
 def _one_arena() -> Iterator[None]:
-    """Processes that start meanwhile allocate from one heap: glibc's many, one for a few threads, fragment for hours."""
+    """Processes that start meanwhile allocate from one heap: glibc's many, one for a few threads,
+    fragment for hours.
+    """
     before = os.environ.get(name := "MALLOC_ARENA_MAX")
     os.environ[name] = "1"
     try:
@@ -167,7 +198,9 @@ def _one_arena() -> Iterator[None]:
 
 
 @contextmanager
-def bench_processes(backend: str, durable: bool, hook: Hook, fetches: bool) -> Iterator[BenchProcesses]:
+def bench_processes(
+    backend: str, durable: bool, hook: Hook, fetches: bool
+) -> Iterator[BenchProcesses]:
     with ExitStack() as stack:
         stack.enter_context(_one_arena())
         yield BenchProcesses(stack, backend, durable, hook, fetches)
@@ -198,16 +231,39 @@ def run(options: argparse.Namespace, durable: bool, hook: Hook) -> list[Row]:
 def main(arguments: list[str] | None = None, hook: Hook = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches.leaks", description=__doc__)
     parser.add_argument("--cycles", type=int, default=3000)
-    parser.add_argument("--every", type=int, default=96, metavar="CYCLES", help=f"between two samples; of {PERIOD}")
-    parser.add_argument("--fill", type=int, default=64, metavar="TIMES", help="fill books that the code bounds, first")
-    parser.add_argument("--deaths", type=int, default=480, metavar="CYCLES", help="between two killed processes; 0: none")
+    parser.add_argument(
+        "--every", type=int, default=96, metavar="CYCLES", help=f"between two samples; of {PERIOD}"
+    )
+    parser.add_argument(
+        "--fill",
+        type=int,
+        default=64,
+        metavar="TIMES",
+        help="fill books that the code bounds, first",
+    )
+    parser.add_argument(
+        "--deaths",
+        type=int,
+        default=480,
+        metavar="CYCLES",
+        help="between two killed processes; 0: none",
+    )
     parser.add_argument("--backend", choices=("asyncio", "trio"), default="asyncio")
-    parser.add_argument("--state", choices=("both", "with", "without"), default="both", help="the coordinator's state_dir")
-    parser.add_argument("--without-fetch", action="store_true", help="hub.fetch imports torch, which takes seconds")
+    parser.add_argument(
+        "--state",
+        choices=("both", "with", "without"),
+        default="both",
+        help="the coordinator's state_dir",
+    )
+    parser.add_argument(
+        "--without-fetch", action="store_true", help="hub.fetch imports torch, which takes seconds"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts and all rows")
     options = parser.parse_args(arguments)
     if options.cycles < 4 * options.every or options.every % PERIOD or options.fill % PERIOD:
-        parser.error(f"give cycles for 4 samples or more; --every and --fill are multiples of {PERIOD}")
+        parser.error(
+            f"give cycles for 4 samples or more; --every and --fill are multiples of {PERIOD}"
+        )
     known = facts()
     for name, value in known.items():
         print(f"{name}: {value}")
@@ -215,7 +271,9 @@ def main(arguments: list[str] | None = None, hook: Hook = None) -> int:
     results = {"with" if durable else "without": run(options, durable, hook) for durable in runs}
     if options.json is not None:
         shown = {state: [asdict(row) for row in found] for state, found in results.items()}
-        options.json.write_text(json.dumps({"machine": known, "backend": options.backend, "runs": shown}))
+        options.json.write_text(
+            json.dumps({"machine": known, "backend": options.backend, "runs": shown})
+        )
     flat = all(row.flat for found in results.values() for row in found)
     print("\nEverything is flat." if flat else "\nNOT FLAT: see above.")
     return 0 if flat else 1

@@ -8,7 +8,9 @@ SAMPLE_S = 0.002
 
 
 class Sampler:
-    """The anonymous resident bytes of these processes, from now until `end`: at first, and at most."""
+    """The anonymous resident bytes of these processes, from now until `end`: at first, and at
+    most.
+    """
 
     def __init__(self, pids: Iterable[int]) -> None:
         self.before = {pid: anonymous_bytes(pid) for pid in pids}

@@ -1,14 +1,18 @@
-"""One reader, or several, of one source on one host, by cma, shm, rdma or nixl: the data plane against a bare copy.
+"""One reader, or several, of one source on one host, by cma, shm, rdma or nixl: the data plane
+against a bare copy.
 
-`bare 1` and `bare 2` copy the same bytes into the same memory by one and by two threads, in calls of 8 MiB, and do nothing
-else: by process_vm_readv (cma), by memmove out of a mapping (shm), or by one READ of everything (nixl, where both are the
-same). By rdma they are plain loops of READs: `bare 1` looks for completions again and again, `bare 2` sleeps until there
-are some. The better of the two in a round is what the others are compared with. `first`: digests are made now; `again`:
-they are known; `none`: there are none. Memory is touched on both sides. All ways take turns, in another order each round; a
-ratio compares neighbours of one round (1 = as fast as the better bare copy). `CPU` is the same of the readers' CPU seconds,
-against those of `bare 1`: it says what the data plane adds to the copy, also where other programs use the machine.
+`bare 1` and `bare 2` copy the same bytes into the same memory by one and by two threads, in calls
+of 8 MiB, and do nothing else: by process_vm_readv (cma), by memmove out of a mapping (shm), or by
+one READ of everything (nixl, where both are the same). By rdma they are plain loops of READs: `bare
+1` looks for completions again and again, `bare 2` sleeps until there are some. The better of the
+two in a round is what the others are compared with. `first`: digests are made now; `again`: they
+are known; `none`: there are none. Memory is touched on both sides. All ways take turns, in another
+order each round; a ratio compares neighbours of one round (1 = as fast as the better bare copy).
+`CPU` is the same of the readers' CPU seconds, against those of `bare 1`: it says what the data
+plane adds to the copy, also where other programs use the machine.
 
-    python -m benches one_sided --transport shm --mib 1024 --tensors 300 --tiny 150 --rounds 7 --readers 1
+    python -m benches one_sided --transport shm --mib 1024 --tensors 300 --tiny 150 --rounds 7
+    --readers 1
 """
 
 from __future__ import annotations
@@ -29,7 +33,16 @@ import anyio
 from benches.bare_reads import Lie, Reader
 from benches.bare_verbs import BareReader, BareSource
 from benches.comparison.facts import facts
-from benches.pulls import HUB_MODES, Puller, cpu_s, memory_of, options_parser, serving, sizes_of, spoil
+from benches.pulls import (
+    HUB_MODES,
+    Puller,
+    cpu_s,
+    memory_of,
+    options_parser,
+    serving,
+    sizes_of,
+    spoil,
+)
 
 WAIT_S = 60.0
 BARE = ("bare 1", "bare 2")
@@ -37,20 +50,37 @@ MODES = (*BARE, *HUB_MODES)
 
 
 def source(pipe: Connection, args: argparse.Namespace) -> None:
-    anyio.run(_serve, pipe, args, memory_of(sizes_of(args), fill=True, shared=args.transport == "shm"))
+    anyio.run(
+        _serve, pipe, args, memory_of(sizes_of(args), fill=True, shared=args.transport == "shm")
+    )
 
 
 async def _serve(pipe: Connection, args: argparse.Namespace, regions: list[memoryview]) -> None:
     bare = BareSource(regions) if args.transport == "rdma" else None
     async with serving(args.transport, args, regions) as offers:
-        pipe.send((offers.address, Lie.of(regions, offers.exposures), [bytes(region[-8:]) for region in regions]))
+        pipe.send(
+            (
+                offers.address,
+                Lie.of(regions, offers.exposures),
+                [bytes(region[-8:]) for region in regions],
+            )
+        )
         while (order := await anyio.to_thread.run_sync(pipe.recv)) != "stop":
-            pipe.send(await offers.offer(order) if bare is None or isinstance(order, str) else bare.pair(order))
+            pipe.send(
+                await offers.offer(order)
+                if bare is None or isinstance(order, str)
+                else bare.pair(order)
+            )
 
 
-def reader(pipe: Connection, args: argparse.Namespace, address: str, there: Lie, ends: list[bytes]) -> None:
+def reader(
+    pipe: Connection, args: argparse.Namespace, address: str, there: Lie, ends: list[bytes]
+) -> None:
     regions = memory_of(sizes_of(args), fill=False)
-    puller, read = Puller(args.transport, address, args, regions), _bare_read(pipe, args, there, regions)
+    puller, read = (
+        Puller(args.transport, address, args, regions),
+        _bare_read(pipe, args, there, regions),
+    )
     while (order := pipe.recv()) != "stop":
         mode, generation = order
         spoil(regions)
@@ -63,7 +93,9 @@ def reader(pipe: Connection, args: argparse.Namespace, address: str, there: Lie,
         pipe.send((started, ended, used_s, [bytes(region[-8:]) for region in regions] == ends))
 
 
-def _bare_read(pipe: Connection, args: argparse.Namespace, there: Lie, regions: list[memoryview]) -> Callable[[int], None]:
+def _bare_read(
+    pipe: Connection, args: argparse.Namespace, there: Lie, regions: list[memoryview]
+) -> Callable[[int], None]:
     """What reads all of it in a bare loop: by so many threads, or (rdma) in that way."""
     if args.transport != "rdma":
         pipe.send(None)
@@ -75,7 +107,9 @@ def _bare_read(pipe: Connection, args: argparse.Namespace, there: Lie, regions: 
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of each way, from the first start to the last end, round by round; and the readers' CPU seconds."""
+    """Seconds of each way, from the first start to the last end, round by round; and the readers'
+    CPU seconds.
+    """
     context, (mine, theirs) = multiprocessing.get_context("spawn"), multiprocessing.Pipe()
     processes = [context.Process(target=source, args=(theirs, args), daemon=True)]
     processes[0].start()
@@ -94,7 +128,8 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str,
     turns: list[tuple[str, ...]] = [("first", "again"), ("none",), *[(mode,) for mode in BARE]]
     for number in range(args.rounds + 1):
         random.shuffle(turns)
-        for mode in [mode for turn in turns for mode in turn]:  # `again` is of the version that `first` was of
+        # `again` is of the version that `first` was of
+        for mode in [mode for turn in turns for mode in turn]:
             generation = 0
             if mode not in BARE:
                 mine.send(mode)
@@ -107,7 +142,9 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str,
             if not all(ok for *_, ok in spans):
                 raise SystemExit(f"{mode}: a reader holds other bytes than the source")
             if number:  # the first round only warms up
-                seconds[mode].append(max(end for _, end, _, _ in spans) - min(start for start, _, _, _ in spans))
+                seconds[mode].append(
+                    max(end for _, end, _, _ in spans) - min(start for start, _, _, _ in spans)
+                )
                 used_s[mode].append(sum(used for _, _, used, _ in spans))
     for pipe in [mine, *pipes]:
         pipe.send("stop")
@@ -137,8 +174,15 @@ def main(arguments: list[str] | None = None) -> int:
         rows[mode] = {"seconds": found, "ratios": ratios, "CPU seconds": used_s[mode]}
         mid, low, high = statistics.median(found), min(found), max(found)
         ratio = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}]"
-        text = f"{mode:8} {mid * 1e3:9.2f} ms [{low * 1e3:.2f}-{high * 1e3:.2f}]   of the better bare copy: {ratio}"
+        text = (
+            f"{mode:8} {mid * 1e3:9.2f} ms [{low * 1e3:.2f}-{high * 1e3:.2f}]   of the better "
+            f"bare copy: {ratio}"
+        )
         print(f"{text}   CPU {statistics.median(cpu):.2f}")
     if args.json is not None:
-        args.json.write_text(json.dumps({"machine": facts(), "transport": args.transport, "mib": args.mib, "rows": rows}))
+        args.json.write_text(
+            json.dumps(
+                {"machine": facts(), "transport": args.transport, "mib": args.mib, "rows": rows}
+            )
+        )
     return 0

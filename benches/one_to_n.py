@@ -1,8 +1,10 @@
-"""One publisher to one and to several receivers of one host, against bare copies of the same bytes by the same means.
+"""One publisher to one and to several receivers of one host, against bare copies of the same bytes
+by the same means.
 
-All ways run in the same processes, between the same tensors, in turns (A B C D, D C B A, ...): a slow minute of the
-machine hits all alike, and a ratio compares neighbours of one round. Every copy is of a content that was never published
-before, so its digests are made anew; or (`again`) they were made when the same receivers fetched it before. See README.md.
+All ways run in the same processes, between the same tensors, in turns (A B C D, D C B A, ...): a
+slow minute of the machine hits all alike, and a ratio compares neighbours of one round. Every copy
+is of a content that was never published before, so its digests are made anew; or (`again`) they
+were made when the same receivers fetched it before. See README.md.
 """
 
 import argparse
@@ -28,7 +30,9 @@ MEMORY_PART = 0.8  # of what is available: the rest is for the programs themselv
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to copy. `model`: TensorHub's, by the publisher's setting of `integrity`; None: a bare copy."""
+    """One way to copy. `model`: TensorHub's, by the publisher's setting of `integrity`; None: a
+    bare copy.
+    """
 
     name: str
     model: str | None
@@ -55,7 +59,9 @@ Spans = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One copy to `receivers` receivers: seconds from the first start to the last end, CPU seconds of all processes."""
+    """One copy to `receivers` receivers: seconds from the first start to the last end, CPU seconds
+    of all processes.
+    """
 
     way: str
     receivers: int
@@ -75,24 +81,32 @@ class Cluster:
         address, to_all = self.coordinator.hear(), (MODELS, transport)
         self.publisher = Remote("publisher", publisher_main, address, profile, *to_all)
         names = [f"receiver-{n}" for n in range(receivers)]
-        self.receivers = [Remote(name, receiver_main, address, profile, name, *to_all) for name in names]
+        self.receivers = [
+            Remote(name, receiver_main, address, profile, name, *to_all) for name in names
+        ]
         self._all += [self.publisher, *self.receivers]
         (self.tensors,) = {remote.hear() for remote in self._all[1:]}
         self.extra_mib: dict[tuple[str, int], tuple[float, float]] = {}
-        """By way and receivers: anonymous memory that the verified copy added, of the publisher and of a receiver."""
+        """By way and receivers: anonymous memory that the verified copy added, of the publisher and
+        of a receiver.
+        """
 
     def end(self) -> None:
         for remote in reversed(self._all):
             remote.end()
 
     def copy(self, way: Way, receivers: int, number: int, *, verify: bool = False) -> Figure:
-        """A new content, copied and checked: by its changing bytes, or (`verify`) all of it into cleared memory."""
+        """A new content, copied and checked: by its changing bytes, or (`verify`) all of it into
+        cleared memory.
+        """
         readers = self.receivers[:receivers]
         self.publisher.ask("change")
         if verify:
             _ask_all(readers, "clear")
             sampler = Sampler(remote.pid for remote in (self.publisher, *readers))
-        spans, cpu_s = self._bare(way, readers) if way.model is None else self._hub(way, way.model, readers)
+        spans, cpu_s = (
+            self._bare(way, readers) if way.model is None else self._hub(way, way.model, readers)
+        )
         if verify:
             sampler.end()
             most = max(sampler.more_mib(reader.pid) for reader in readers)
@@ -118,8 +132,14 @@ class Cluster:
 
     def _bare(self, way: Way, readers: list[Remote]) -> tuple[Spans, float]:
         if self._transport != "tcp":
-            there, known = self.publisher.ask("lie"), self.publisher.ask("digests") if way.digests else None
-            return min((self._read(readers, there, n, known) for n in (1, 2)), key=lambda copied: _seconds(copied[0]))
+            there, known = (
+                self.publisher.ask("lie"),
+                self.publisher.ask("digests") if way.digests else None,
+            )
+            return min(
+                (self._read(readers, there, n, known) for n in (1, 2)),
+                key=lambda copied: _seconds(copied[0]),
+            )
         port = self.publisher.ask("listen")
         before = self._cpu_s()
         self.publisher.tell("send", len(readers), way.digests)
@@ -157,7 +177,9 @@ def cluster(profile: SizeProfile, receivers: int, transport: str = "tcp") -> Ite
 
 
 def measure(made: Cluster, fans: Sequence[int], rounds: int) -> list[Figure]:
-    """One verified copy of each kind that does not count; then the rounds, every other one backwards."""
+    """One verified copy of each kind that does not count; then the rounds, every other one
+    backwards.
+    """
     figures = []
     for fan in fans:
         for way in WAYS:
@@ -169,27 +191,36 @@ def measure(made: Cluster, fans: Sequence[int], rounds: int) -> list[Figure]:
     return figures
 
 
-# ------------------------------------------------------------------------------------------------------------- report
+# --------------------------------------------------------------------------------------------------
+# report
 
 
 def _of(figures: Sequence[Figure], way: Way, fan: int) -> list[float]:
-    return [figure.seconds for figure in figures if (figure.way, figure.receivers) == (way.name, fan)]
+    return [
+        figure.seconds for figure in figures if (figure.way, figure.receivers) == (way.name, fan)
+    ]
 
 
 def ratios(figures: Sequence[Figure], way: Way, baseline: Way, fan: int) -> list[float]:
-    """Of each round: the baseline's seconds by this way's, i.e. this way's speed as a part of the baseline's."""
+    """Of each round: the baseline's seconds by this way's, i.e. this way's speed as a part of the
+    baseline's.
+    """
     pairs = zip(_of(figures, baseline, fan), _of(figures, way, fan), strict=True)
     return [base / mine for base, mine in pairs]
 
 
 def table(figures: Sequence[Figure], fans: Sequence[int], nbytes: int) -> list[dict[str, object]]:
-    """One row for each fan-out and way: medians, and the least and the largest value of all rounds."""
+    """One row for each fan-out and way: medians, and the least and the largest value of all
+    rounds.
+    """
     rows: list[dict[str, object]] = []
     for fan in fans:
         bare = _of(figures, BARE, fan)
         for way in WAYS:
             seconds = _of(figures, way, fan)
-            mine = [figure for figure in figures if (figure.way, figure.receivers) == (way.name, fan)]
+            mine = [
+                figure for figure in figures if (figure.way, figure.receivers) == (way.name, fan)
+            ]
             cpu_s = [figure.cpu_s / (fan * nbytes / GIB) for figure in mine]
             row: dict[str, object] = {
                 "receivers": fan,
@@ -201,7 +232,9 @@ def table(figures: Sequence[Figure], fans: Sequence[int], nbytes: int) -> list[d
             for title, baseline in (("speed of bare", BARE), ("of bare + XXH3", BARE_DIGESTED)):
                 row[title] = spread(ratios(figures, way, baseline, fan))
             row["ms"] = spread([1000 * value for value in seconds])
-            row["ms over 2 x bare"] = spread([1000 * (value - 2 * base) for value, base in zip(seconds, bare, strict=True)])
+            row["ms over 2 x bare"] = spread(
+                [1000 * (value - 2 * base) for value, base in zip(seconds, bare, strict=True)]
+            )
             rows.append(row)
     return rows
 
@@ -212,11 +245,18 @@ def spread(values: list[float]) -> list[float]:
 
 
 def show(rows: list[dict[str, object]]) -> None:
-    titles = [title for title in rows[0] if title not in ("receivers", "way", "seconds")]  # `ms` says it
+    # `ms` says it
+    titles = [title for title in rows[0] if title not in ("receivers", "way", "seconds")]
     print(f"\n{'':7}{'':28}" + "".join(f"{title:>24}" for title in titles))
     for row in rows:
-        print(f"1 -> {row['receivers']:<2} {row['way']:<28}" + "".join(f"{_cell(row[title]):>24}" for title in titles))
-    print("\nMedian [least-largest] of the rounds. A ratio is taken within each round; above 1 is faster.")
+        print(
+            f"1 -> {row['receivers']:<2} {row['way']:<28}"
+            + "".join(f"{_cell(row[title]):>24}" for title in titles)
+        )
+    print(
+        "\nMedian [least-largest] of the rounds. A ratio is taken within each round; above 1 is "
+        "faster."
+    )
 
 
 def _cell(value: object) -> str:
@@ -225,16 +265,23 @@ def _cell(value: object) -> str:
 
 def one_size(options: argparse.Namespace, mib: int) -> tuple[list[dict[str, object]], list[Figure]]:
     """Measure, and show, as many of the fan-outs as there is memory for."""
-    profile = SizeProfile(mib * 2**20, each=mib * 2**20) if options.one_tensor else SizeProfile.of(options, mib)
+    profile = (
+        SizeProfile(mib * 2**20, each=mib * 2**20)
+        if options.one_tensor
+        else SizeProfile.of(options, mib)
+    )
     nbytes = sum(profile.sizes())
-    fans = [fan for fan in options.receivers if (1 + fan) * nbytes < MEMORY_PART * available_bytes()]
+    fans = [
+        fan for fan in options.receivers if (1 + fan) * nbytes < MEMORY_PART * available_bytes()
+    ]
     if fans != options.receivers:
         print(f"\n{mib} MiB: there is memory for these numbers of receivers only: {fans or 'none'}")
     if not fans:
         return [], []
     with cluster(profile, max(fans), options.transport) as made:
         print(
-            f"\n{made.tensors} tensors ({profile}), {nbytes / 2**20:.0f} MiB, {options.transport}; each verified (SHA-256)"
+            f"\n{made.tensors} tensors ({profile}), {nbytes / 2**20:.0f} MiB, {options.transport}; "
+            f"each verified (SHA-256)"
         )
         figures = measure(made, fans, options.rounds)
     rows = table(figures, fans, nbytes)
@@ -247,19 +294,33 @@ def one_size(options: argparse.Namespace, mib: int) -> tuple[list[dict[str, obje
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches one_to_n", description=__doc__)
-    parser.add_argument("--transport", choices=tuple(BARE_COPIES), default="tcp", help="of TensorHub and of the bare copy")
+    parser.add_argument(
+        "--transport",
+        choices=tuple(BARE_COPIES),
+        default="tcp",
+        help="of TensorHub and of the bare copy",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--mib", type=int, nargs="+", default=[1024], help="bytes of the model, in MiB (each process has them)"
+        "--mib",
+        type=int,
+        nargs="+",
+        default=[1024],
+        help="bytes of the model, in MiB (each process has them)",
     )
     parser.add_argument("--one-tensor", action="store_true", help="all of it is one tensor")
     SizeProfile.add_options(parser)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 4], help="the fan-outs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts, rows and every single figure")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write facts, rows and every single figure"
+    )
     options = parser.parse_args(arguments)
     if min(options.rounds, *options.mib, *options.receivers) < 1:
         parser.error("give at least 1 round, 1 MiB and 1 receiver")
-    known = facts() | {"transport": options.transport, "a bare copy": BARE_COPIES[options.transport]}
+    known = facts() | {
+        "transport": options.transport,
+        "a bare copy": BARE_COPIES[options.transport],
+    }
     if options.transport == "tcp":
         known["congestion control of bare sockets"] = CONGESTION_CONTROL.decode()
     for name, value in known.items():
@@ -269,7 +330,10 @@ def main(arguments: list[str] | None = None) -> int:
     for mib in options.mib:
         found, figures = one_size(options, mib)
         rows += found
-        single += [{"mib": mib, **{name: getattr(figure, name) for name in Figure.__slots__}} for figure in figures]
+        single += [
+            {"mib": mib, **{name: getattr(figure, name) for name in Figure.__slots__}}
+            for figure in figures
+        ]
     if options.json is not None:
         kept = {
             "machine": known,

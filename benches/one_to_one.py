@@ -1,8 +1,8 @@
 """One reader, one source, two processes, one host: the data plane against a bare blocking socket.
 
-Prints the time of a bare copy (recv_into and sendall of whole tensors, same congestion control, no digests)
-and of the lanes, interleaved in one run, and their ratio (1 = as fast as the bare socket). Memory is touched
-on both sides.
+Prints the time of a bare copy (recv_into and sendall of whole tensors, same congestion control, no
+digests) and of the lanes, interleaved in one run, and their ratio (1 = as fast as the bare socket).
+Memory is touched on both sides.
 
     python -m benches.one_to_one --mib 1024 --tensors 300 --tiny 150 --rounds 7
     python -m benches.one_to_one --mib 256 --model Qwen2.5-7B
@@ -22,7 +22,16 @@ from multiprocessing.connection import Connection
 
 import anyio
 
-from benches.pulls import HUB_MODES, Puller, cpu_s, memory_of, options_parser, serving, sizes_of, spoil
+from benches.pulls import (
+    HUB_MODES,
+    Puller,
+    cpu_s,
+    memory_of,
+    options_parser,
+    serving,
+    sizes_of,
+    spoil,
+)
 from benches.size_profiles import SizeProfile
 from tensorhub.transport import sockets
 
@@ -34,7 +43,8 @@ def spin(stop: threading.Event) -> None:
         sum(range(1000))
 
 
-# ------------------------------------------------------------------------------------------------- the source
+# -------------------------------------------------------------------------------------------------
+# the source
 
 
 def source(pipe: Connection, args: argparse.Namespace) -> None:
@@ -68,7 +78,8 @@ def _bare_send(server: socket.socket, regions: list[memoryview]) -> None:
     connection.close()
 
 
-# ------------------------------------------------------------------------------------------------- the reader
+# -------------------------------------------------------------------------------------------------
+# the reader
 
 
 def _bare_receive(address: tuple[str, int], regions: list[memoryview]) -> None:
@@ -81,7 +92,9 @@ def _bare_receive(address: tuple[str, int], regions: list[memoryview]) -> None:
                 left = left[connection.recv_into(left, 0, socket.MSG_WAITALL) :]
 
 
-def rounds(pipe: Connection, args: argparse.Namespace) -> Iterator[tuple[str, float, float, float, str]]:
+def rounds(
+    pipe: Connection, args: argparse.Namespace
+) -> Iterator[tuple[str, float, float, float, str]]:
     regions = memory_of(sizes_of(args), fill=False)
     if args.busy == "reader":
         threading.Thread(target=spin, args=(threading.Event(),), daemon=True).start()
@@ -107,7 +120,9 @@ def rounds(pipe: Connection, args: argparse.Namespace) -> Iterator[tuple[str, fl
 
 def main() -> None:
     parser = options_parser(None, __doc__)
-    parser.add_argument("--busy", choices=("source", "reader"), help="a thread spins in pure Python there")
+    parser.add_argument(
+        "--busy", choices=("source", "reader"), help="a thread spins in pure Python there"
+    )
     args = parser.parse_args()
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=source, args=(there, args))
@@ -117,12 +132,15 @@ def main() -> None:
         results[mode].append(tuple(result))  # type: ignore[arg-type]
     process.join()
     bare = statistics.median(result[0] for result in results["bare"])
-    tensors = f"{len(sizes_of(args))} tensors" + (f" ({SizeProfile.of(args)})" if args.model else "")
+    tensors = f"{len(sizes_of(args))} tensors" + (
+        f" ({SizeProfile.of(args)})" if args.model else ""
+    )
     print(f"{args.mib} MiB, {tensors}, chunks of {args.chunk}, {os.cpu_count()} cores")
     for mode, found in results.items():
         seconds, reads, serves, phases = sorted(found)[len(found) // 2]
         print(
-            f"{mode:6} {seconds:.3f} s ({min(f[0] for f in found):.3f} to {max(f[0] for f in found):.3f})  "
+            f"{mode:6} {seconds:.3f} s ({min(f[0] for f in found):.3f} to "
+            f"{max(f[0] for f in found):.3f})  "
             f"ratio {bare / seconds:.2f}  cpu s: reader {reads:.2f} source {serves:.2f}  {phases}"
         )
 

@@ -1,11 +1,13 @@
-"""What a reader's plan costs: a mixture of experts of 1.01T parameters in 98,947 tensors, from 64 ranks to one of 16.
+"""What a reader's plan costs: a mixture of experts of 1.01T parameters in 98,947 tensors, from 64
+ranks to one of 16.
 
-For each pair of layouts: the bytes that the reader gets about all ranks (catalogue, arrangements, coordinates); the CPU
-seconds that it takes to decode them, to plan, to make every cell, and to make the reading (the plan included: what the
-reader's chunks are, and the selections that it sends to its sources); the memory that plan and reading take at most and
-keep; the CPU seconds that a source takes to decode and check all selections; how many cells, runs, chunks and strips
-there are. "By name" has its tensors in the order of their names, as text. Nothing is read, and no weights are made. See
-README.md.
+For each pair of layouts: the bytes that the reader gets about all ranks (catalogue, arrangements,
+coordinates); the CPU seconds that it takes to decode them, to plan, to make every cell, and to make
+the reading (the plan included: what the reader's chunks are, and the selections that it sends to
+its sources); the memory that plan and reading take at most and keep; the CPU seconds that a source
+takes to decode and check all selections; how many cells, runs, chunks and strips there are. "By
+name" has its tensors in the order of their names, as text. Nothing is read, and no weights are
+made. See README.md.
 """
 
 from __future__ import annotations
@@ -40,7 +42,16 @@ from tensorhub.layouts.plan import Row
 from tensorhub.layouts.sharding import Cut, cut
 from tensorhub.types import Options
 
-LAYERS, EXPERTS, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 64, 512, 7168, 1408, 128, 8, 128, 163_840
+LAYERS, EXPERTS, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = (
+    64,
+    512,
+    7168,
+    1408,
+    128,
+    8,
+    128,
+    163_840,
+)
 SOURCES, READERS = 64, 16
 CHUNK_BYTES = Options().chunk_bytes
 
@@ -48,7 +59,9 @@ T = TypeVar("T")
 
 
 class Tensor(NamedTuple):
-    """`columns`: whether tensor parallelism cuts its columns; None: not at all. `units`: equal parts that are not cut."""
+    """`columns`: whether tensor parallelism cuts its columns; None: not at all. `units`: equal
+    parts that are not cut.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -62,8 +75,18 @@ def tensors() -> Iterator[Tensor]:
     for layer in range(LAYERS):
         at = f"model.layers.{layer}"
         yield Tensor(f"{at}.self_attn.q_proj.weight", (HEADS * HEAD, HIDDEN), False, HEADS)
-        yield Tensor(f"{at}.self_attn.k_proj.weight", (KEY_VALUE_HEADS * HEAD, HIDDEN), False, KEY_VALUE_HEADS)
-        yield Tensor(f"{at}.self_attn.v_proj.weight", (KEY_VALUE_HEADS * HEAD, HIDDEN), False, KEY_VALUE_HEADS)
+        yield Tensor(
+            f"{at}.self_attn.k_proj.weight",
+            (KEY_VALUE_HEADS * HEAD, HIDDEN),
+            False,
+            KEY_VALUE_HEADS,
+        )
+        yield Tensor(
+            f"{at}.self_attn.v_proj.weight",
+            (KEY_VALUE_HEADS * HEAD, HIDDEN),
+            False,
+            KEY_VALUE_HEADS,
+        )
         yield Tensor(f"{at}.self_attn.o_proj.weight", (HIDDEN, HEADS * HEAD), True, HEADS)
         yield Tensor(f"{at}.self_attn.q_norm.weight", (HEAD,))
         yield Tensor(f"{at}.self_attn.k_norm.weight", (HEAD,))
@@ -83,7 +106,8 @@ def tensors() -> Iterator[Tensor]:
 TENSORS = tuple(tensors())
 
 
-# --------------------------------------------------------------------------------------------------------- layouts
+# --------------------------------------------------------------------------------------------------
+# layouts
 
 
 def kind_of(tensor: Tensor) -> Kind:
@@ -115,7 +139,9 @@ def rank_of(held: Iterable[tuple[Tensor, Box]], catalogue: Catalogue | None) -> 
     return arrange(pieces, catalogue)
 
 
-def experts_of(ranks: int, rank: int, others: Callable[[Tensor, int, int], Box]) -> Iterator[tuple[Tensor, Box]]:
+def experts_of(
+    ranks: int, rank: int, others: Callable[[Tensor, int, int], Box]
+) -> Iterator[tuple[Tensor, Box]]:
     """Expert parallelism; the rest is cut as `others` says."""
     for tensor in TENSORS:
         if tensor.expert is None:
@@ -130,7 +156,10 @@ def fsdp(ranks: int) -> list[Coordinates]:
     first = rank_of(((tensor, by_rows(tensor, ranks, 0)) for tensor in TENSORS), catalogue)
     kinds = {box: catalogue.kinds[kind] for kind, box, _ in first.arrangement.forms}
     shapes = [Tensor("", kinds[number].shape) for number in range(len(kinds))]
-    return [Coordinates(first.arrangement, tuple([by_rows(each, ranks, rank) for each in shapes])) for rank in range(ranks)]
+    return [
+        Coordinates(first.arrangement, tuple([by_rows(each, ranks, rank) for each in shapes]))
+        for rank in range(ranks)
+    ]
 
 
 def experts(ranks: int) -> list[Coordinates]:
@@ -141,11 +170,14 @@ PUBLISHERS = {f"FSDP {SOURCES}": fsdp, f"EP {SOURCES}": experts}
 READING: dict[str, Callable[[int], Iterable[tuple[Tensor, Box]]]] = {
     f"EP {READERS}": lambda rank: experts_of(READERS, rank, by_units),
     f"TP {READERS}": lambda rank: ((tensor, by_units(tensor, READERS, rank)) for tensor in TENSORS),
-    f"TP {READERS} by name": lambda rank: ((tensor, by_units(tensor, READERS, rank)) for tensor in sorted(TENSORS)),
+    f"TP {READERS} by name": lambda rank: (
+        (tensor, by_units(tensor, READERS, rank)) for tensor in sorted(TENSORS)
+    ),
 }
 
 
-# ------------------------------------------------------------------------------------------------------- measuring
+# --------------------------------------------------------------------------------------------------
+# measuring
 
 
 def timed(call: Callable[[], T]) -> tuple[float, T]:
@@ -164,15 +196,22 @@ class Wire(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        parts = [*self.catalogues.values(), *(blob for _, blob in (*self.arrangements.values(), *self.coordinates))]
+        parts = [
+            *self.catalogues.values(),
+            *(blob for _, blob in (*self.arrangements.values(), *self.coordinates)),
+        ]
         return sum(map(len, parts))
 
     def decoded(self) -> list[Coordinates]:
         catalogues = {key: Catalogue.decode(blob) for key, blob in self.catalogues.items()}
         arrangements = {
-            key: Arrangement.decode(blob, catalogues[catalogue]) for key, (catalogue, blob) in self.arrangements.items()
+            key: Arrangement.decode(blob, catalogues[catalogue])
+            for key, (catalogue, blob) in self.arrangements.items()
         }
-        return [Coordinates.decode(blob, arrangements[arrangement]) for arrangement, blob in self.coordinates]
+        return [
+            Coordinates.decode(blob, arrangements[arrangement])
+            for arrangement, blob in self.coordinates
+        ]
 
 
 def said(ranks: Sequence[Coordinates]) -> Wire:
@@ -195,10 +234,14 @@ def measure(rank: int) -> Iterator[dict[str, object]]:
         decode_s, ranks = timed(wire.decoded)
         merge_s, publication = timed(lambda ranks=ranks: checked(ranks))  # type: ignore[misc]
         for name, held in READING.items():
-            arrange_s, reader = timed(lambda held=held, p=publication: rank_of(held(rank), p.catalogue))  # type: ignore[misc]
+            arrange_s, reader = timed(
+                lambda held=held, p=publication: rank_of(held(rank), p.catalogue)  # type: ignore[misc]
+            )
             sources = [each.coordinates for each in publication.classes]
 
-            def planned(reader: Coordinates = reader, sources: Sequence[Coordinates] = sources) -> Plan:
+            def planned(
+                reader: Coordinates = reader, sources: Sequence[Coordinates] = sources
+            ) -> Plan:
                 return plan(reader, sources, turn=rank)
 
             plan_s, made = timed(planned)
@@ -285,7 +328,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     print(f"{len(TENSORS):,} tensors", flush=True)
     for row in measure(options.rank):
-        print(json.dumps(row) if options.json else "\n  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        print(
+            json.dumps(row)
+            if options.json
+            else "\n  ".join(f"{key} {value}" for key, value in row.items()),
+            flush=True,
+        )
     return 0
 
 

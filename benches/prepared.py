@@ -1,9 +1,11 @@
-"""Child interpreters that have imported already: a server forks them, because a small child costs little but its imports.
+"""Child interpreters that have imported already: a server forks them, because a small child costs
+little but its imports.
 
-Where `prepared` is installed, `subprocess.Popen` of this Python with `-c` or `-m` is such a fork. The fork is a process like
-any other: a child of this process, with the descriptors, the directory, the environment and the limit of descriptors that it
-would have. It runs the program in `__main__`, with modules that nobody has used yet, and ends as an interpreter ends. Its
-priority, namespaces and signal handlers are the server's. Every other command is started as ever, and so is whatever a child
+Where `prepared` is installed, `subprocess.Popen` of this Python with `-c` or `-m` is such a fork.
+The fork is a process like any other: a child of this process, with the descriptors, the directory,
+the environment and the limit of descriptors that it would have. It runs the program in `__main__`,
+with modules that nobody has used yet, and ends as an interpreter ends. Its priority, namespaces and
+signal handlers are the server's. Every other command is started as ever, and so is whatever a child
 starts. What a program imports cannot be seen here: see tests/test_lazy_imports.py.
 """
 
@@ -36,7 +38,8 @@ PR_SET_CHILD_SUBREAPER = 36
 _LENGTH_BYTES = 4
 
 
-# --------------------------------------------------------------------------------------------------- the parent's side
+# --------------------------------------------------------------------------------------------------
+# the parent's side
 
 
 _Popen = subprocess.Popen
@@ -54,20 +57,33 @@ class _Server:
         self._channel, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-c", SERVER, str(theirs.fileno()), *self._modules]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+            environment = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            }
             self._process = _Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment,
             )
 
     def start(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
-        """The process id of a child of this process that does so, with these as its standard input, output and error."""
+        """The process id of a child of this process that does so, with these as its standard input,
+        output and error.
+        """
         body = json.dumps(request).encode()
         with self._one_at_a_time, _adopting():
             try:
-                socket.send_fds(self._channel, [len(body).to_bytes(_LENGTH_BYTES, "big")], descriptors)
+                socket.send_fds(
+                    self._channel, [len(body).to_bytes(_LENGTH_BYTES, "big")], descriptors
+                )
                 self._channel.sendall(body)
                 return int.from_bytes(_exactly(self._channel, _LENGTH_BYTES), "big")
-            except BaseException:  # such as a test's deadline: the next request would be given this one's answer
+            except (
+                BaseException
+            ):  # such as a test's deadline: the next request would be given this one's answer
                 self._channel.close()
                 self._process.kill()
                 self._process.wait()
@@ -92,13 +108,22 @@ _PARAMETERS = inspect.signature(_execute_child)
 
 def _request(given: Mapping[str, Any]) -> dict[str, Any] | None:
     """What a server is asked for instead of this start; None if it must be a new interpreter."""
-    command, environment = list(given["args"]) if isinstance(given["args"], list | tuple) else [], given["env"]
+    command, environment = (
+        list(given["args"]) if isinstance(given["args"], list | tuple) else [],
+        given["env"],
+    )
     environment = dict(os.environ if environment is None else environment)
-    if given["preexec_fn"] or given["pass_fds"] or given["shell"] or command[:1] != [sys.executable]:
+    if (
+        given["preexec_fn"]
+        or given["pass_fds"]
+        or given["shell"]
+        or command[:1] != [sys.executable]
+    ):
         return None
     if _for_python(environment) != _for_python(os.environ):
         return None
-    goes_on = command[1:4] == ["-IS", "-c", _GOES_ON]  # how the harness begins, before it becomes the command behind it
+    # how the harness begins, before it becomes the command behind it
+    goes_on = command[1:4] == ["-IS", "-c", _GOES_ON]
     command = command[4:] if goes_on and command[4:5] == [sys.executable] else command
     warns = command[1:3] == ["-W", "error"]
     how, what, *arguments = [*command[3 if warns else 1 :], "", ""]
@@ -118,9 +143,15 @@ def _request(given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _for_python(environment: Mapping[str, str]) -> dict[str, str]:
-    """What an interpreter reads before its program does; where it looks for modules, and how it hashes, is the server's."""
+    """What an interpreter reads before its program does; where it looks for modules, and how it
+    hashes, is the server's.
+    """
     others = ("PYTHONPATH", "PYTHONHASHSEED")
-    return {name: value for name, value in environment.items() if name.startswith("PYTHON") and name not in others}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith("PYTHON") and name not in others
+    }
 
 
 @functools.cache
@@ -137,7 +168,9 @@ def popen(*modules: str) -> type[subprocess.Popen[Any]]:
                 return
             theirs = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
             try:
-                self.pid = server.start(request, [n if each == -1 else each for n, each in enumerate(theirs)])
+                self.pid = server.start(
+                    request, [n if each == -1 else each for n, each in enumerate(theirs)]
+                )
                 self._child_created = True
             finally:
                 ours = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -146,7 +179,8 @@ def popen(*modules: str) -> type[subprocess.Popen[Any]]:
     return Popen
 
 
-# ------------------------------------------------------------------------------------------------------ the child's side
+# --------------------------------------------------------------------------------------------------
+# the child's side
 
 
 def _exactly(channel: socket.socket, length: int) -> bytes:
@@ -160,12 +194,15 @@ def _exactly(channel: socket.socket, length: int) -> bytes:
 
 
 def serve() -> tuple[str, dict[str, Any]]:
-    """In the server: returns at its end, with nothing to do. In each child: returns its program, and the globals of that."""
+    """In the server: returns at its end, with nothing to do. In each child: returns its program,
+    and the globals of that.
+    """
     channel = socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2:]:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # a child collects among its own objects, not in all modules; that takes it longest when it ends
+    # a child collects among its own objects, not in all modules; that takes it longest when it ends
+    gc.freeze()
     while True:
         head, descriptors, _, _ = socket.recv_fds(channel, _LENGTH_BYTES, 3)
         if not head:
@@ -187,8 +224,12 @@ def serve() -> tuple[str, dict[str, Any]]:
             os.close(each)
 
 
-def _prepared(request: dict[str, Any], channel: socket.socket, descriptors: Sequence[int]) -> tuple[str, dict[str, Any]]:
-    """In a child: be as was asked, and tell the parent. Its program and the globals of that, which nothing keeps alive."""
+def _prepared(
+    request: dict[str, Any], channel: socket.socket, descriptors: Sequence[int]
+) -> tuple[str, dict[str, Any]]:
+    """In a child: be as was asked, and tell the parent. Its program and the globals of that, which
+    nothing keeps alive.
+    """
     if request["session"]:
         os.setsid()
     if request["group"] not in (None, -1):

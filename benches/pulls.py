@@ -1,4 +1,6 @@
-"""One source and its readers on one host, below the public API: the data plane alone, for `one_to_one` and `one_sided`."""
+"""One source and its readers on one host, below the public API: the data plane alone, for
+`one_to_one` and `one_sided`.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,20 @@ from tensorhub.transport.registry import Local
 from tensorhub.transport.segments import Segment
 from tensorhub.transport.shm import ShmTransport
 from tensorhub.transport.tcp import TcpTransport
-from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
+from tensorhub.types import (
+    ContentId,
+    Endpoint,
+    Incarnation,
+    LeaseId,
+    Location,
+    Options,
+    RegistrationId,
+)
 
 REGISTRATION, SECRET = RegistrationId("registration"), b"bench"
 TINY_BYTES = 4096
-HUB_MODES = ("first", "again", "none")  # first: digests made now; again: digests known; none: no digests
+# first: digests made now; again: digests known; none: no digests
+HUB_MODES = ("first", "again", "none")
 TRANSPORTS: dict[str, Callable[[Local], Transport]] = {
     "tcp": TcpTransport,
     "cma": CmaTransport,
@@ -47,7 +58,9 @@ TRANSPORTS: dict[str, Callable[[Local], Transport]] = {
 
 def options_parser(prog: str | None, text: str | None) -> argparse.ArgumentParser:
     """Of what both subjects have."""
-    parser = argparse.ArgumentParser(prog=prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=300)
     parser.add_argument("--tiny", type=int, default=150)
@@ -55,7 +68,9 @@ def options_parser(prog: str | None, text: str | None) -> argparse.ArgumentParse
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--chunk", type=int, default=Options().chunk_bytes)
     parser.add_argument("--batch", type=int, default=64 * 2**20)
-    parser.add_argument("--lanes", type=int, default=0, help="threads of each reader; 0: as the transport says")
+    parser.add_argument(
+        "--lanes", type=int, default=0, help="threads of each reader; 0: as the transport says"
+    )
     return parser
 
 
@@ -73,7 +88,11 @@ def memory_of(sizes: Sequence[int], fill: bool, shared: bool = False) -> list[me
     segment = Segment(sum(sizes)) if shared else None
     made: list[memoryview] = []
     for number, size in enumerate(sizes):
-        view = segment.bytes_at(sum(sizes[:number]), size) if segment is not None else memoryview(bytearray(size))
+        view = (
+            segment.bytes_at(sum(sizes[:number]), size)
+            if segment is not None
+            else memoryview(bytearray(size))
+        )
         view[:] = (pattern * (size // len(pattern) + 1))[:size] if fill else b"\1" * size
         made.append(view)
     return made
@@ -103,7 +122,9 @@ def _manifest_of(mode: str, args: argparse.Namespace) -> Manifest:
 
 
 class Memories:
-    """These regions, as each mode's manifest cuts them: the same from one pull to the next, as a registration's are."""
+    """These regions, as each mode's manifest cuts them: the same from one pull to the next, as a
+    registration's are.
+    """
 
     def __init__(self, args: argparse.Namespace, regions: list[memoryview]) -> None:
         self._args = args
@@ -125,12 +146,20 @@ class Offers:
     """What a source serves, to whoever connects to `address`."""
 
     def __init__(self, transport: str, args: argparse.Namespace, regions: list[memoryview]) -> None:
-        side = built_in.TRANSPORTS.make(Local(Incarnation("source"), [SECRET], Options()), [transport])[0].serve()
+        side = built_in.TRANSPORTS.make(
+            Local(Incarnation("source"), [SECRET], Options()), [transport]
+        )[0].serve()
         assert side is not None
         self.exposures = side.exposures if isinstance(side, NixlOwner) else None
         self.owner = SharedOwner([side])
-        self.listener: socket.socket = unix.listen() if side.shares_memory else sockets.listen("127.0.0.1")
-        self.address = unix.address_of(self.listener) if side.shares_memory else sockets.address_of(self.listener)
+        self.listener: socket.socket = (
+            unix.listen() if side.shares_memory else sockets.listen("127.0.0.1")
+        )
+        self.address = (
+            unix.address_of(self.listener)
+            if side.shares_memory
+            else sockets.address_of(self.listener)
+        )
         self._args = args
         self._memories = Memories(args, regions)
         self._generation = 0
@@ -146,11 +175,18 @@ class Offers:
 
 
 @asynccontextmanager
-async def serving(transport: str, args: argparse.Namespace, regions: list[memoryview]) -> AsyncIterator[Offers]:
+async def serving(
+    transport: str, args: argparse.Namespace, regions: list[memoryview]
+) -> AsyncIterator[Offers]:
     """A source of these regions, for the length of the block."""
     offers = Offers(transport, args, regions)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(serve_readers, offers.listener, offers.owner, ServeSettings(Incarnation("source"), [SECRET]))
+        tasks.start_soon(
+            serve_readers,
+            offers.listener,
+            offers.owner,
+            ServeSettings(Incarnation("source"), [SECRET]),
+        )
         yield offers
         tasks.cancel_scope.cancel()
     offers.listener.close()
@@ -167,9 +203,13 @@ class Pulled(NamedTuple):
 
 
 class Puller:
-    """Reads that source into these regions, by one transport, which keeps what it keeps from one pull to the next."""
+    """Reads that source into these regions, by one transport, which keeps what it keeps from one
+    pull to the next.
+    """
 
-    def __init__(self, transport: str, address: str, args: argparse.Namespace, regions: list[memoryview]) -> None:
+    def __init__(
+        self, transport: str, address: str, args: argparse.Namespace, regions: list[memoryview]
+    ) -> None:
         self._transport = TRANSPORTS[transport](Local(Incarnation("reader"), (SECRET,), Options()))
         self._endpoint = Endpoint(transport, address)
         self._args = args
@@ -184,12 +224,23 @@ class Puller:
         owner, content = SharedOwner(words=GenerationWords()), _content_of(generation)
         owner.open(REGISTRATION, 1, content, memory, complete=False)
 
-        def open_channel(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
-            right = ReadRight(LeaseId("l"), Incarnation("source"), REGISTRATION, generation, content)
+        def open_channel(
+            grant: Grant, destination: Destination, cutter: Cutter, left: int
+        ) -> Opened:
+            right = ReadRight(
+                LeaseId("l"), Incarnation("source"), REGISTRATION, generation, content
+            )
             channel = self._transport.open(grant.endpoints[0], right, destination, cutter)
-            return Opened(self._transport.name, channel, self._args.lanes or self._transport.lanes, self._args.batch)
+            return Opened(
+                self._transport.name,
+                channel,
+                self._args.lanes or self._transport.lanes,
+                self._args.batch,
+            )
 
-        grant = Grant("l", "s", "source", REGISTRATION, generation, (self._endpoint,), Location(), True)
+        grant = Grant(
+            "l", "s", "source", REGISTRATION, generation, (self._endpoint,), Location(), True
+        )
         started, before_s = time.monotonic(), cpu_s()
         async with PullRunner(memory, owner, REGISTRATION, 1, open_channel) as runner:
             runner.add_source(grant)

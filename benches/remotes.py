@@ -1,4 +1,6 @@
-"""A process of a benchmark, as the benchmark sees it, and what makes it obey its pipe. Imports no torch."""
+"""A process of a benchmark, as the benchmark sees it, and what makes it obey its pipe. Imports no
+torch.
+"""
 
 import multiprocessing
 import sys
@@ -22,7 +24,9 @@ class Remote:
         context = multiprocessing.get_context("spawn")
         self.name = name
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, *arguments), name=name, daemon=True)
+        self._process = context.Process(
+            target=target, args=(theirs, *arguments), name=name, daemon=True
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -35,7 +39,9 @@ class Remote:
         self._pipe.send((command, *arguments))
 
     def hear(self) -> Any:
-        """The answer to the oldest unanswered command; RuntimeError if it is an error, or does not come."""
+        """The answer to the oldest unanswered command; RuntimeError if it is an error, or does not
+        come.
+        """
         if not self._pipe.poll(REPLY_S):
             raise RuntimeError(f"{self.name} has not answered for {REPLY_S:g} s")
         try:

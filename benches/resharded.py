@@ -1,16 +1,17 @@
-"""Readers of another layout against readers of the same one: the same bytes, processes and transports, in turns.
+"""Readers of another layout against readers of the same one: the same bytes, processes and
+transports, in turns.
 
 Four ranks of a trainer hold a model cut by rows, as FSDP2 does, and two ranks of a rollout read it:
 
-    same            two of the trainer's ranks hold just what the rollout's two hold: replication, chunk by chunk
-    rows            cut by rows, too: each rollout rank takes all of two trainer ranks (runs of whole tensors)
-    columns 64 KiB  cut by columns: each rollout rank takes a half of each row of all four, runs of 64 KiB
-    columns 4 KiB   the same with shorter rows, runs of 4 KiB
+    same            two of the trainer's ranks hold just what the rollout's two hold: replication,
+    chunk by chunk rows            cut by rows, too: each rollout rank takes all of two trainer
+    ranks (runs of whole tensors) columns 64 KiB  cut by columns: each rollout rank takes a half of
+    each row of all four, runs of 64 KiB columns 4 KiB   the same with shorter rows, runs of 4 KiB
     columns 512 B   the same again
 
-All models are of the same size. Each copy is of a new version, whose digests the publisher makes in the time; with
-`--plain` chunks have no digests. The time is from the first rank's start to the last one's end. Every copy is checked by
-samples, the first of each kind whole.
+All models are of the same size. Each copy is of a new version, whose digests the publisher makes in
+the time; with `--plain` chunks have no digests. The time is from the first rank's start to the last
+one's end. Every copy is checked by samples, the first of each kind whole.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def _content(case: Case, nbytes: int, tensor: int, device: str) -> torch.Tensor:
     return ((rows.unsqueeze(1) + columns.unsqueeze(0)) % 251).to(torch.uint8)
 
 
-# ----------------------------------------------------------------------------------------------- inside the processes
+# -----------------------------------------------------------------------------------------------
+# inside the processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,9 @@ class Setting:
 
     def connect(self, name: str) -> contextlib.AbstractAsyncContextManager[tensorhub.Hub]:
         options = tensorhub.Options(integrity=not self.plain)
-        return tensorhub.connect(self.address, name=name, transports=(self.transport,), options=options)
+        return tensorhub.connect(
+            self.address, name=name, transports=(self.transport,), options=options
+        )
 
 
 def source_main(pipe: Connection, setting: Setting, rank: int) -> None:
@@ -113,7 +117,9 @@ async def _source(pipe: Connection, setting: Setting, rank: int) -> None:
                 step = whole.shape[0] // ranks
                 rows = slice(rank * step, (rank + 1) * step)
                 tensors[f"w{number}"] = whole[rows].clone()
-                sources[f"w{number}"] = tensorhub.source(f"w{number}", shape=tuple(whole.shape))[rows]
+                sources[f"w{number}"] = tensorhub.source(f"w{number}", shape=tuple(whole.shape))[
+                    rows
+                ]
             if setting.transport == "shm":
                 shared = tensorhub.shared_empty_like(tensors)
                 for name, tensor in tensors.items():
@@ -121,7 +127,12 @@ async def _source(pipe: Connection, setting: Setting, rank: int) -> None:
                 tensors = shared
             held[case.name] = list(tensors.values())
             handles[case.name] = await hub.register(
-                case.name, tensors, group="trainer", rank=rank, world_size=ranks, sources=None if case is SAME else sources
+                case.name,
+                tensors,
+                group="trainer",
+                rank=rank,
+                world_size=ranks,
+                sources=None if case is SAME else sources,
             )
 
         async def publish(case: str, version: int) -> None:
@@ -135,7 +146,9 @@ async def _source(pipe: Connection, setting: Setting, rank: int) -> None:
                 await handles[case].unpublish()
 
         pipe.send((True, None))
-        await obey(pipe, {"publish": publish, "unpublish": unpublish, "cpu": call_in_thread(cpu_seconds)})
+        await obey(
+            pipe, {"publish": publish, "unpublish": unpublish, "cpu": call_in_thread(cpu_seconds)}
+        )
 
 
 async def _reader(pipe: Connection, setting: Setting, rank: int) -> None:
@@ -159,7 +172,12 @@ async def _reader(pipe: Connection, setting: Setting, rank: int) -> None:
                 sources[f"w{number}"] = tensorhub.source(f"w{number}")[part]
             held[case.name], parts[case.name] = tensors, part
             handles[case.name] = await hub.register(
-                case.name, tensors, group="rollout", rank=rank, world_size=READERS, sources=None if case is SAME else sources
+                case.name,
+                tensors,
+                group="rollout",
+                rank=rank,
+                world_size=READERS,
+                sources=None if case is SAME else sources,
             )
 
         async def fetch(case: str, version: int) -> tuple[float, float]:
@@ -170,13 +188,20 @@ async def _reader(pipe: Connection, setting: Setting, rank: int) -> None:
         def is_right(name: str, version: int, whole: bool) -> bool:
             case = next(each for each in CASES if each.name == name)
             for number, tensor in enumerate(held[name].values()):
-                expected = _content(case, setting.nbytes, number, setting.device)[parts[name]] if whole else None
+                expected = (
+                    _content(case, setting.nbytes, number, setting.device)[parts[name]]
+                    if whole
+                    else None
+                )
                 if expected is not None:
                     if not tensor.equal(expected.add(version)):
                         return False
                     continue
                 for row, column in ((0, 0), (tensor.shape[0] // 3, tensor.shape[1] // 2), (-1, -1)):
-                    at = range(parts[name][0].start, parts[name][0].stop)[row], range(*parts[name][1].indices(2**40))[column]
+                    at = (
+                        range(parts[name][0].start, parts[name][0].stop)[row],
+                        range(*parts[name][1].indices(2**40))[column],
+                    )
                     value = ((at[0] * 31 % 251) + (at[1] * 7 % 251) + number) % 251
                     if int(tensor[row, column]) != (value + version) % 256:
                         return False
@@ -191,7 +216,8 @@ async def _reader(pipe: Connection, setting: Setting, rank: int) -> None:
         await obey(pipe, commands)
 
 
-# ----------------------------------------------------------------------------------------------------- the benchmark
+# --------------------------------------------------------------------------------------------------
+# the benchmark
 
 
 class Cluster:
@@ -243,7 +269,8 @@ def compare(
         for case in CASES:
             cluster.copy(case, whole=True)
         return [
-            {case.name: cluster.copy(case) for case in (CASES if number % 2 else CASES[::-1])} for number in range(rounds)
+            {case.name: cluster.copy(case) for case in (CASES if number % 2 else CASES[::-1])}
+            for number in range(rounds)
         ]
     finally:
         cluster.end()
@@ -256,7 +283,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=int, default=256, help="of each model")
     parser.add_argument("--plain", action="store_true", help="without digests")
-    parser.add_argument("--device", default="cpu", help="of all tensors: cpu, or cuda (for cuda_ipc and tcp)")
+    parser.add_argument(
+        "--device", default="cpu", help="of all tensors: cpu, or cuda (for cuda_ipc and tcp)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     if min(options.rounds, options.mib) < 1:
@@ -265,8 +294,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{name}: {value}")
     kept = []
     for transport in options.transports:
-        rounds = compare(options.mib, transport, options.device, options.rounds, plain=options.plain)
-        print(f"\n{transport}: {options.mib} MiB on {options.device}, {SOURCES} sources to a group of {READERS}")
+        rounds = compare(
+            options.mib, transport, options.device, options.rounds, plain=options.plain
+        )
+        print(
+            f"\n{transport}: {options.mib} MiB on {options.device}, {SOURCES} sources to a group "
+            f"of {READERS}"
+        )
         print(f"{'':16}{'GiB/s':>24}{'speed of same':>24}{'CPU s/GiB':>24}")
         for case in CASES:
             mine = [each[case.name] for each in rounds]
@@ -275,10 +309,28 @@ def main(arguments: list[str] | None = None) -> int:
             cpu = spread([cpu_s / options.mib * 1024 for _, cpu_s in mine])
             print(
                 f"{case.name:16}"
-                + "".join("{:>9.3f} [{:.2f}-{:.2f}]".format(*each).rjust(24) for each in (rates, ratios, cpu))
+                + "".join(
+                    "{:>9.3f} [{:.2f}-{:.2f}]".format(*each).rjust(24)
+                    for each in (rates, ratios, cpu)
+                )
             )
-            kept.append({"transport": transport, "case": case.name, "GiB/s": rates, "of same": ratios, "CPU s/GiB": cpu})
-        print(f"load now {os.getloadavg()[0]:.1f}; {options.rounds} rounds; median [least-largest], ratios within a round")
+            kept.append(
+                {
+                    "transport": transport,
+                    "case": case.name,
+                    "GiB/s": rates,
+                    "of same": ratios,
+                    "CPU s/GiB": cpu,
+                }
+            )
+        print(
+            f"load now {os.getloadavg()[0]:.1f}; {options.rounds} rounds; median [least-largest], "
+            f"ratios within a round"
+        )
     if options.json is not None:
-        options.json.write_text(json.dumps({"machine": facts(), "mib": options.mib, "plain": options.plain, "rows": kept}))
+        options.json.write_text(
+            json.dumps(
+                {"machine": facts(), "mib": options.mib, "plain": options.plain, "rows": kept}
+            )
+        )
     return 0

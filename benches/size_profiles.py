@@ -1,4 +1,6 @@
-"""How large the tensors of a benchmark are: half tiny, half large; or those of a real model, scaled down."""
+"""How large the tensors of a benchmark are: half tiny, half large; or those of a real model, scaled
+down.
+"""
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ TINY_BYTES_MAX = 8192
 
 @dataclass(frozen=True, slots=True)
 class SizeProfile:
-    """About `nbytes` of tensors. `model`: of the catalogue, as one of `ranks` ranks has it; None: 300, half of them tiny, or
-    as many as there are of `each` bytes.
+    """About `nbytes` of tensors. `model`: of the catalogue, as one of `ranks` ranks has it; None:
+    300, half of them tiny, or as many as there are of `each` bytes.
     """
 
     nbytes: int
@@ -25,14 +27,21 @@ class SizeProfile:
     @staticmethod
     def add_options(parser: ArgumentParser) -> None:
         parser.add_argument(
-            "--model", choices=catalogue.models(), metavar="NAME", help="its tensors, of which the large are cut"
+            "--model",
+            choices=catalogue.models(),
+            metavar="NAME",
+            help="its tensors, of which the large are cut",
         )
-        parser.add_argument("--ranks", type=int, default=1, help="with --model: one of so many ranks' part of it")
+        parser.add_argument(
+            "--ranks", type=int, default=1, help="with --model: one of so many ranks' part of it"
+        )
 
     @staticmethod
     def of(options: Namespace, mib: int | None = None) -> "SizeProfile":
         """`mib`: instead of the option's."""
-        return SizeProfile((options.mib if mib is None else mib) * 2**20, options.model, options.ranks)
+        return SizeProfile(
+            (options.mib if mib is None else mib) * 2**20, options.model, options.ranks
+        )
 
     def __str__(self) -> str:
         if self.each is not None:

@@ -1,9 +1,11 @@
-"""One reader of another layout on one host: chunks of many runs against contiguous chunks of as many bytes.
+"""One reader of another layout on one host: chunks of many runs against contiguous chunks of as
+many bytes.
 
-The source holds rows of twice a run, and the reader takes half of each, as tensor-parallel readers take columns: side by
-side, or (`--gap`) into rows that have a pitch as well. `first`: digests are made now; `again`: they are known. All ways take
-turns, in another order each round; a ratio compares with the contiguous read of the same round (1 = as fast). `CPU` is the
-same of the CPU seconds of both processes. Memory is touched on both sides.
+The source holds rows of twice a run, and the reader takes half of each, as tensor-parallel readers
+take columns: side by side, or (`--gap`) into rows that have a pitch as well. `first`: digests are
+made now; `again`: they are known. All ways take turns, in another order each round; a ratio
+compares with the contiguous read of the same round (1 = as fast). `CPU` is the same of the CPU
+seconds of both processes. Memory is touched on both sides.
 
     python -m benches strided --transport tcp --mib 256 --runs 4096 65536 --rounds 9
 """
@@ -37,7 +39,15 @@ from tensorhub.transport import built_in, sockets, unix
 from tensorhub.transport.base import Cutter, Destination, ReadRight
 from tensorhub.transport.generation_words import GenerationWords
 from tensorhub.transport.registry import Local
-from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
+from tensorhub.types import (
+    ContentId,
+    Endpoint,
+    Incarnation,
+    LeaseId,
+    Location,
+    Options,
+    RegistrationId,
+)
 
 REGISTRATION = RegistrationId("registration")
 WAIT_S = 120.0
@@ -45,16 +55,23 @@ CHUNK = Options().chunk_bytes
 
 
 def manifest_of(nbytes: int) -> Manifest:
-    return build_manifest([TensorDescription("t", "uint8", (nbytes,), 1 << 40, nbytes)], CHUNK, "xxh3-64")
+    return build_manifest(
+        [TensorDescription("t", "uint8", (nbytes,), 1 << 40, nbytes)], CHUNK, "xxh3-64"
+    )
 
 
 def reading_of(nbytes: int, run: int, gap: int) -> Reading:
     """Every second run of twice as many bytes."""
     rows, at_once = nbytes // run, max(1, CHUNK // run)
     counts = [(first, min(at_once, rows - first)) for first in range(0, rows, at_once)]
-    taken = [(Strip(0, first * 2 * run, 0, 0, 1, ((count, 2 * run),), run),) for first, count in counts]
+    taken = [
+        (Strip(0, first * 2 * run, 0, 0, 1, ((count, 2 * run),), run),) for first, count in counts
+    ]
     pitch = run + gap
-    places = [(shortest(Strip(0, first * pitch, 0, 0, 1, ((count, pitch),), run)),) for first, count in counts]
+    places = [
+        (shortest(Strip(0, first * pitch, 0, 0, 1, ((count, pitch),), run)),)
+        for first, count in counts
+    ]
     part = Part(0, (0,), Selection(tuple(taken)), tuple(range(len(taken))))
     return Reading(tuple(places), part.selection.sizes, (part,))
 
@@ -65,7 +82,9 @@ def source(pipe: Connection, args: argparse.Namespace) -> None:
 
 async def _serve(pipe: Connection, args: argparse.Namespace) -> None:
     nbytes = args.mib * 2**20
-    side = built_in.TRANSPORTS.make(Local(Incarnation("source"), [SECRET], Options()), [args.transport])[0].serve()
+    side = built_in.TRANSPORTS.make(
+        Local(Incarnation("source"), [SECRET], Options()), [args.transport]
+    )[0].serve()
     assert side is not None
     regions = memory_of([2 * nbytes, nbytes], fill=True, shared=args.transport == "shm")
     owner = SharedOwner([side])
@@ -77,12 +96,20 @@ async def _serve(pipe: Connection, args: argparse.Namespace) -> None:
     }
     generation = 0
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(serve_readers, listener, owner, ServeSettings(Incarnation("source"), [SECRET]))
+        tasks.start_soon(
+            serve_readers, listener, owner, ServeSettings(Incarnation("source"), [SECRET])
+        )
         while (order := await anyio.to_thread.run_sync(pipe.recv)) != "stop":
             if order in memories:
                 generation += 1
                 await owner.fence_async(REGISTRATION)
-                owner.open(REGISTRATION, generation, ContentId(f"c{generation}"), memories[order], complete=True)
+                owner.open(
+                    REGISTRATION,
+                    generation,
+                    ContentId(f"c{generation}"),
+                    memories[order],
+                    complete=True,
+                )
                 pipe.send(generation)
             else:
                 pipe.send(cpu_s())
@@ -108,12 +135,16 @@ class _Way:
             self.memory = ChunkMemory(manifest_of(nbytes), [region])
 
 
-def reader(args: argparse.Namespace, address: str, pipe: Connection) -> dict[str, dict[str, list[tuple[float, float]]]]:
+def reader(
+    args: argparse.Namespace, address: str, pipe: Connection
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """(wall seconds, CPU seconds of both) by way and mode."""
     transport = TRANSPORTS[args.transport](Local(Incarnation("reader"), (SECRET,), Options()))
     endpoint = Endpoint(args.transport, address)
     ways = [_Way(args.mib * 2**20, run, args.gap) for run in (0, *args.runs)]
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {way.name: {"first": [], "again": []} for way in ways}
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {
+        way.name: {"first": [], "again": []} for way in ways
+    }
 
     def ask(order: str) -> float:
         pipe.send(order)
@@ -126,15 +157,23 @@ def reader(args: argparse.Namespace, address: str, pipe: Connection) -> dict[str
         owner, content = SharedOwner(words=GenerationWords()), ContentId(f"c{generation}")
         owner.open(REGISTRATION, 1, content, way.memory, complete=False)
 
-        def open_channel(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
+        def open_channel(
+            grant: Grant, destination: Destination, cutter: Cutter, left: int
+        ) -> Opened:
             selection = way.parts[grant.selection].selection if grant.selection else None
-            right = ReadRight(LeaseId("l"), Incarnation("source"), REGISTRATION, generation, content, selection)
+            right = ReadRight(
+                LeaseId("l"), Incarnation("source"), REGISTRATION, generation, content, selection
+            )
             channel = transport.open(grant.endpoints[0], right, destination, cutter)
             return Opened(transport.name, channel, transport.lanes)
 
         name = next(iter(way.parts), "")
-        grant = Grant("l", "s", "source", REGISTRATION, generation, (endpoint,), Location(), True, name)
-        async with PullRunner(way.memory, owner, REGISTRATION, 1, open_channel, selections=way.parts) as runner:
+        grant = Grant(
+            "l", "s", "source", REGISTRATION, generation, (endpoint,), Location(), True, name
+        )
+        async with PullRunner(
+            way.memory, owner, REGISTRATION, 1, open_channel, selections=way.parts
+        ) as runner:
             runner.add_source(grant)
             event = await runner.next_event()
             if not isinstance(event, AllVerified):
@@ -157,12 +196,16 @@ def reader(args: argparse.Namespace, address: str, pipe: Connection) -> dict[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benches strided", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benches strided",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--transport", choices=("tcp", "cma", "shm"), default="tcp")
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--runs", type=int, nargs="+", default=[4096, 65536], metavar="BYTES")
-    parser.add_argument("--gap", type=int, default=0, metavar="BYTES", help="between two runs at the reader")
+    parser.add_argument(
+        "--gap", type=int, default=0, metavar="BYTES", help="between two runs at the reader"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(arguments)
@@ -174,20 +217,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     process.join()
     mine.close()
     theirs.close()
-    print(f"{args.transport}: {args.mib} MiB; gap {args.gap}; median [least-largest] of {args.rounds} rounds")
+    print(
+        f"{args.transport}: {args.mib} MiB; gap {args.gap}; median [least-largest] of "
+        f"{args.rounds} rounds"
+    )
     for name in ("contiguous", *[f"runs of {run}" for run in args.runs]):
         for mode, taken in found[name].items():
             walls = [wall * 1e3 for wall, _ in taken]
-            line = f"{name:14} {mode:6} {statistics.median(walls):8.1f} ms [{min(walls):.1f}-{max(walls):.1f}]"
+            line = (
+                f"{name:14} {mode:6} {statistics.median(walls):8.1f} ms "
+                f"[{min(walls):.1f}-{max(walls):.1f}]"
+            )
             base = found["contiguous"][mode]
             ratios = [plain[0] / mine[0] for plain, mine in zip(base, taken, strict=True)]
             cpus = [plain[1] / mine[1] for plain, mine in zip(base, taken, strict=True)]
             print(
-                f"{line}   of contiguous: {statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}]   "
+                f"{line}   of contiguous: {statistics.median(ratios):.2f} "
+                f"[{min(ratios):.2f}-{max(ratios):.2f}]   "
                 f"CPU {statistics.median(cpus):.2f}"
             )
     if args.json is not None:
         args.json.write_text(
-            json.dumps({"machine": facts(), "transport": args.transport, "mib": args.mib, "seconds": found})
+            json.dumps(
+                {"machine": facts(), "transport": args.transport, "mib": args.mib, "seconds": found}
+            )
         )
     return 0

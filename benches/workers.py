@@ -1,4 +1,5 @@
-"""The processes of a benchmark: a coordinator, a publisher, receivers; each does what its pipe says and answers.
+"""The processes of a benchmark: a coordinator, a publisher, receivers; each does what its pipe says
+and answers.
 
 Every process ends when its pipe does, so that none outlives the benchmark.
 """
@@ -28,7 +29,8 @@ Models = Mapping[str, tensorhub.Options]
 
 MODELS: Models = {"digested": tensorhub.Options(), "plain": tensorhub.Options(integrity=False)}
 
-# ----------------------------------------------------------------------------------------------- inside the processes
+# -----------------------------------------------------------------------------------------------
+# inside the processes
 
 
 def coordinator_main(pipe: Connection) -> None:
@@ -36,13 +38,22 @@ def coordinator_main(pipe: Connection) -> None:
 
 
 def publisher_main(
-    pipe: Connection, address: str, profile: SizeProfile, models: Models = MODELS, transport: str = "tcp"
+    pipe: Connection,
+    address: str,
+    profile: SizeProfile,
+    models: Models = MODELS,
+    transport: str = "tcp",
 ) -> None:
     anyio.run(_worker, pipe, address, profile, "publisher", models, transport)
 
 
 def receiver_main(
-    pipe: Connection, address: str, profile: SizeProfile, name: str, models: Models = MODELS, transport: str = "tcp"
+    pipe: Connection,
+    address: str,
+    profile: SizeProfile,
+    name: str,
+    models: Models = MODELS,
+    transport: str = "tcp",
 ) -> None:
     anyio.run(_worker, pipe, address, profile, name, models, transport)
 
@@ -68,13 +79,17 @@ async def _sender(pipe: Connection, profile: SizeProfile, transport: str) -> Non
     await obey(pipe, memory.commands())
 
 
-async def _worker(pipe: Connection, address: str, profile: SizeProfile, name: str, models: Models, transport: str) -> None:
+async def _worker(
+    pipe: Connection, address: str, profile: SizeProfile, name: str, models: Models, transport: str
+) -> None:
     torch.set_num_threads(1)
     own = Memory(profile, random=name == "publisher", shared=transport == "shm")
     async with AsyncExitStack() as stack:
         handles: dict[str, tensorhub.Weights] = {}
         for model, options in models.items():
-            connecting = tensorhub.connect(address, name=f"{name}-{model}", transports=(transport,), options=options)
+            connecting = tensorhub.connect(
+                address, name=f"{name}-{model}", transports=(transport,), options=options
+            )
             hub = await stack.enter_async_context(connecting)
             handles[model] = await hub.register(model, own.tensors)
         pipe.send((True, len(own.tensors)))
@@ -86,7 +101,9 @@ async def _rank(pipe: Connection, address: str, rank: int, world_size: int) -> N
     import torch
 
     async with tensorhub.connect(address, name=f"rank-{rank}") as hub:
-        weights = await hub.register("group", {"w": torch.ones(1024)}, group="g", rank=rank, world_size=world_size)
+        weights = await hub.register(
+            "group", {"w": torch.ones(1024)}, group="g", rank=rank, world_size=world_size
+        )
 
         async def publish(version: int) -> None:
             await weights.publish(version)

@@ -15,7 +15,8 @@ from tensorhub import conversion, errors, sync, testing, types
 from tensorhub.model import read_plan
 
 VALUES = (
-    "Options Location VersionInfo FetchReport SourceReport ModelInfo VersionView ReplicaView ShardView LeaseView WorkerView "
+    "Options Location VersionInfo FetchReport SourceReport ModelInfo VersionView ReplicaView "
+    "ShardView LeaseView WorkerView "
     "Endpoint ModelSummary VersionSummary LayoutSummary CallsSummary SilentWorker"
 ).split()
 PLANS = ("ReadPlan", "PlannedSource")
@@ -36,7 +37,10 @@ def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     for title, names in (
-        ("Functions", [name for name in tensorhub.__all__ if inspect.isroutine(getattr(tensorhub, name))]),
+        (
+            "Functions",
+            [name for name in tensorhub.__all__ if inspect.isroutine(getattr(tensorhub, name))],
+        ),
         ("Classes", [name for name in tensorhub.__all__ if _is_handle(getattr(tensorhub, name))]),
     ):
         parts.append(f"## {title}\n")
@@ -56,11 +60,17 @@ def page() -> str:
 
 
 def _is_handle(thing: object) -> bool:
-    return inspect.isclass(thing) and not dataclasses.is_dataclass(thing) and not issubclass(thing, Exception)
+    return (
+        inspect.isclass(thing)
+        and not dataclasses.is_dataclass(thing)
+        and not issubclass(thing, Exception)
+    )
 
 
 def _entry(title: str, name: str, thing: Any, shown: set[Example]) -> Iterator[str]:
-    """A function or a class with its members; an example that was shown under this class already is not shown again."""
+    """A function or a class with its members; an example that was shown under this class already is
+    not shown again.
+    """
     yield f"### `{title}`\n"
     yield from _body(name, thing, shown)
     if inspect.isclass(thing):
@@ -97,15 +107,31 @@ def _signature(thing: Any) -> str:
     head = ("async " if inspect.iscoroutinefunction(function) else "") + function.__name__
     returns = _plain(made.return_annotation)
     line = f"{head}({', '.join(words)}) -> {returns}"
-    return line if len(line) <= 100 else f"{head}(\n    " + ",\n    ".join(words) + f",\n) -> {returns}"
+    return (
+        line
+        if len(line) <= 100
+        else f"{head}(\n    " + ",\n    ".join(words) + f",\n) -> {returns}"
+    )
 
 
-_WIRE_TYPES = {"Name": "str", "Id": "str", "Text": "str", "U64": "int", "Seconds": "float", "contextlib.": "", "_async.": ""}
+_WIRE_TYPES = {
+    "Name": "str",
+    "Id": "str",
+    "Text": "str",
+    "U64": "int",
+    "Seconds": "float",
+    "contextlib.": "",
+    "_async.": "",
+}
 
 
 def _plain(annotation: str) -> str:
     """A type as a user writes it: without quotes, and without what bounds it on the wire."""
-    text = re.sub(r"Annotated\[([^\[\]]+(?:\[[^\[\]]*\])?), \w+\([^()]*\)\]", r"\1", annotation.replace("'", ""))
+    text = re.sub(
+        r"Annotated\[([^\[\]]+(?:\[[^\[\]]*\])?), \w+\([^()]*\)\]",
+        r"\1",
+        annotation.replace("'", ""),
+    )
     for wire, plain in _WIRE_TYPES.items():
         text = re.sub(rf"\b{re.escape(wire)}" + ("" if wire.endswith(".") else r"\b"), plain, text)
     return text
@@ -114,7 +140,11 @@ def _plain(annotation: str) -> str:
 def _code(example: Example) -> str:
     """The body of an example's function."""
     lines = inspect.getsource(example).splitlines(keepends=True)
-    start = next(number for number, line in enumerate(lines) if line.lstrip().startswith(("def ", "async def ")))
+    start = next(
+        number
+        for number, line in enumerate(lines)
+        if line.lstrip().startswith(("def ", "async def "))
+    )
     while not lines[start].rstrip().endswith(":"):
         start += 1
     return textwrap.dedent("".join(lines[start + 1 :]))
@@ -148,7 +178,9 @@ def _errors() -> Iterator[str]:
     yield "## Errors\n"
     yield f"```\n{textwrap.dedent((errors.__doc__ or '').partition(chr(10))[2]).strip()}\n```\n"
     for name, kind in errors.BY_NAME.items():
-        retryable = "retryable by default" if kind.retryable_by_default else "not retryable by default"
+        retryable = (
+            "retryable by default" if kind.retryable_by_default else "not retryable by default"
+        )
         yield f"### `{name}`\n"
         yield f"{inspect.getdoc(kind)} ({retryable})\n"
         if name in EXAMPLES:
@@ -166,13 +198,18 @@ def _warnings() -> Iterator[str]:
 def _sync() -> Iterator[str]:
     yield "## `tensorhub.sync`\n"
     yield (inspect.getdoc(sync) or "") + "\n"
-    for example in dict.fromkeys(example for name, example in EXAMPLES.items() if name.startswith("sync.")):
+    for example in dict.fromkeys(
+        example for name, example in EXAMPLES.items() if name.startswith("sync.")
+    ):
         yield f"```python\n{_code(example)}```\n"
 
 
 def _conversion() -> Iterator[str]:
     yield "## `tensorhub.conversion`\n"
-    yield "To publish other bytes than the trainer's own; without an event loop: `tensorhub.sync.register_converted`.\n"
+    yield (
+        "To publish other bytes than the trainer's own; without an event loop: "
+        "`tensorhub.sync.register_converted`.\n"
+    )
     for name in CONVERSION:
         thing = getattr(conversion, name)
         made = (
@@ -185,10 +222,15 @@ def _conversion() -> Iterator[str]:
 
 def _testing() -> Iterator[str]:
     yield "## `tensorhub.testing`\n"
-    yield "For tests of code that uses TensorHub: see [operating.md](operating.md#test-your-own-orchestrator).\n"
+    yield (
+        "For tests of code that uses TensorHub: see "
+        "[operating.md](operating.md#test-your-own-orchestrator).\n"
+    )
     for name in TESTING:
         yield from _entry(f"tensorhub.testing.{name}", name, getattr(testing, name), shown=set())
     yield "### `tensorhub.testing.SimulatedCluster`\n"
-    yield "Made of a seed, kinds of faults (None: all) and the coordinator's options (None: drawn).\n"
+    yield (
+        "Made of a seed, kinds of faults (None: all) and the coordinator's options (None: drawn).\n"
+    )
     yield "#### `SimulatedCluster.running`\n"
     yield from _body("SimulatedCluster.running", testing.SimulatedCluster.running, set())

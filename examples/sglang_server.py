@@ -1,13 +1,13 @@
 """A trainer that keeps an SGLang server's weights up to date, by TensorHub.
 
-    python -m sglang.launch_server --model-path MODEL --custom-weight-loader tensorhub.integrations.sglang.load
-    python examples/sglang_server.py http://127.0.0.1:30000 MODEL
+    python -m sglang.launch_server --model-path MODEL --custom-weight-loader
+    tensorhub.integrations.sglang.load python examples/sglang_server.py http://127.0.0.1:30000 MODEL
 
-MODEL is the directory of a model for transformers, or its configuration alone (with `--load-format dummy` at the server):
-the trainer begins with random weights. Its steps stand for yours.
+MODEL is the directory of a model for transformers, or its configuration alone (with `--load-format
+dummy` at the server): the trainer begins with random weights. Its steps stand for yours.
 
-Needs SGLang 0.5.23 and `pip install '.[torch]'` of a checkout where the server runs; here transformers, requests and that
-installation.
+Needs SGLang 0.5.23 and `pip install '.[torch]'` of a checkout where the server runs; here
+transformers, requests and that installation.
 """
 
 import sys
@@ -27,7 +27,8 @@ def train_one_step(model: torch.nn.Module) -> None:
 
 def main(server: str, path: str) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).to(torch.bfloat16)
-    with sync.serve() as coordinator, Trainer(model, server, coordinator.address) as trainer:  # or `tensorhub serve`
+    # or `tensorhub serve`
+    with sync.serve() as coordinator, Trainer(model, server, coordinator.address) as trainer:
         for _ in range(3):
             train_one_step(model)
             print("the server has version", trainer.send_weights())

@@ -1,6 +1,8 @@
-"""A small orchestrator, and tests that run it unchanged in a simulated cluster in which everything fails.
+"""A small orchestrator, and tests that run it unchanged in a simulated cluster in which everything
+fails.
 
-The orchestrator takes `connect` as an argument, so that a test can pass a simulated cluster's `connect`.
+The orchestrator takes `connect` as an argument, so that a test can pass a simulated cluster's
+`connect`.
 """
 
 import asyncio
@@ -17,10 +19,12 @@ from tensorhub.testing import RunningCluster, SimulatedCluster, VirtualLoop, sim
 
 Connect = Callable[..., contextlib.AbstractAsyncContextManager[tensorhub.Hub]]
 Process = Callable[..., Coroutine[Any, Any, None]]
-Samples = list[tuple[int, set[float]]]  # the version that a rollout generated with, and the values of its weights
+# the version that a rollout generated with, and the values of its weights
+Samples = list[tuple[int, set[float]]]
 
 ADDRESS = "tcp://coordinator:17337"
-OPTIONS = Options(chunk_bytes=4096, op_timeout_s=20)  # small chunks, so that even small tensors can be torn
+# small chunks, so that even small tensors can be torn
+OPTIONS = Options(chunk_bytes=4096, op_timeout_s=20)
 
 
 def make_model() -> dict[str, torch.Tensor]:
@@ -72,7 +76,9 @@ async def rollout(connect: Connect, name: str, samples: Samples) -> None:
 
 
 async def careless_rollout(connect: Connect, name: str, samples: Samples) -> None:
-    """Generate after a failed update, too. A source that dies during an update leaves the weights torn."""
+    """Generate after a failed update, too. A source that dies during an update leaves the weights
+    torn.
+    """
     async with connect(ADDRESS, name=name, options=OPTIONS) as hub:
         model = make_model()
         weights = await hub.register("actor", model, spot=True)
@@ -117,7 +123,9 @@ async def careless_scenario(cluster: RunningCluster) -> None:
 
 
 def find_the_bug() -> None:
-    """Fail at one of the first seeds with "generated with {2.0, 3.0} as version 2", and print how to repeat that seed."""
+    """Fail at one of the first seeds with "generated with {2.0, 3.0} as version 2", and print how
+    to repeat that seed.
+    """
     simulate(careless_scenario, seeds=range(100), spared=["trainer"])
 
 
@@ -151,7 +159,8 @@ async def by_hand() -> str:
 
 def test_the_same_seed_is_the_same_run() -> None:
     def once() -> str:
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:  # on trio: MockClock(autojump_threshold=0)
+        # on trio: MockClock(autojump_threshold=0)
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
             return runner.run(by_hand())
 
     assert once() == once()

@@ -1,9 +1,12 @@
-"""TRL's AsyncGRPOTrainer, and a rollout worker that generates with the policy of the newest version.
+"""TRL's AsyncGRPOTrainer, and a rollout worker that generates with the policy of the newest
+version.
 
-    python examples/trl_async_grpo.py MODEL     # the path of a model with its tokenizer, or a name on the Hub
+    python examples/trl_async_grpo.py MODEL     # the path of a model with its tokenizer, or a name
+    on the Hub
 
-The worker is a thread of the trainer's process here, with a policy of its own. In another process, or on another machine, it
-does the same: `transfer.rollout_settings()` is what it has to be told (for other machines `WeightTransfer(host=...)`).
+The worker is a thread of the trainer's process here, with a policy of its own. In another process,
+or on another machine, it does the same: `transfer.rollout_settings()` is what it has to be told
+(for other machines `WeightTransfer(host=...)`).
 
 Needs `pip install trl==1.16.0 '.[torch]'` in a checkout, and a GPU for TRL's attention kernel.
 """
@@ -33,14 +36,22 @@ class Rollouts:
     def __init__(self, path: str, transfer: WeightTransfer) -> None:
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
-        self.policy, self.tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        self.policy, self.tokenizer = (
+            AutoModelForCausalLM.from_pretrained(path),
+            AutoTokenizer.from_pretrained(path),
+        )
         self.weights = RolloutWeights(self.policy, transfer.rollout_settings)
-        self.stopped, self.thread = threading.Event(), threading.Thread(target=self.run, daemon=True)
+        self.stopped, self.thread = (
+            threading.Event(),
+            threading.Thread(target=self.run, daemon=True),
+        )
         self.start, self.update_model_version = self.thread.start, self.weights.update_model_version
 
     def run(self) -> None:
         for group in itertools.count():
-            for sample in self.generate(PROMPTS[group % len(PROMPTS)]["prompt"], self.weights.refresh(), group):
+            for sample in self.generate(
+                PROMPTS[group % len(PROMPTS)]["prompt"], self.weights.refresh(), group
+            ):
                 self.rollout_buffer.put(sample)
             if self.stopped.wait(0.01 * self.rollout_buffer.qsize()):
                 break
@@ -51,10 +62,28 @@ class Rollouts:
         made = [self.policy.generate(given, do_sample=True, max_new_tokens=8)[0] for _ in range(4)]
         rewards = [len(set(tokens.tolist())) for tokens in made]
         for tokens, reward in zip(made, rewards, strict=True):
-            logs = self.policy(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-            mask, old = np.arange(len(tokens)) >= given.shape[1], np.append(0.0, logs.numpy()).astype(np.float32)
+            logs = (
+                self.policy(tokens[None])
+                .logits[0, :-1]
+                .log_softmax(-1)
+                .gather(1, tokens[1:, None])[:, 0]
+            )
+            mask, old = (
+                np.arange(len(tokens)) >= given.shape[1],
+                np.append(0.0, logs.numpy()).astype(np.float32),
+            )
             advantage, metrics = reward - sum(rewards) / len(rewards), {"reward": float(reward)}
-            yield RolloutSample([], [], tokens.numpy(), mask.astype(int), old * mask, advantage, version, group, metrics)
+            yield RolloutSample(
+                [],
+                [],
+                tokens.numpy(),
+                mask.astype(int),
+                old * mask,
+                advantage,
+                version,
+                group,
+                metrics,
+            )
 
     def check_health(self, stale_after_s: float) -> None:
         assert self.thread.is_alive()
@@ -70,7 +99,9 @@ def main(path: str, **settings: Any) -> Rollouts:
     transfer = WeightTransfer()
     rollouts = Rollouts(path, transfer)
     arguments = AsyncGRPOConfig(**{"max_steps": 20, "token_budget": 4096, **settings})
-    AsyncGRPOTrainer(path, None, arguments, PROMPTS, rollout_worker=rollouts, weight_transfer=transfer).train()
+    AsyncGRPOTrainer(
+        path, None, arguments, PROMPTS, rollout_worker=rollouts, weight_transfer=transfer
+    ).train()
     return rollouts
 
 

@@ -1,10 +1,12 @@
-"""A trainer that keeps a vLLM server's weights up to date, by TensorHub, while the server generates.
+"""A trainer that keeps a vLLM server's weights up to date, by TensorHub, while the server
+generates.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "tensorhub"}'
     python examples/vllm_server.py http://127.0.0.1:8000 MODEL
 
-MODEL is the directory of a model for transformers, or its configuration alone (with `--load-format dummy` at the server):
-the trainer begins with random weights. Its steps stand for yours. vLLM's routes for weights need VLLM_SERVER_DEV_MODE.
+MODEL is the directory of a model for transformers, or its configuration alone (with `--load-format
+dummy` at the server): the trainer begins with random weights. Its steps stand for yours. vLLM's
+routes for weights need VLLM_SERVER_DEV_MODE.
 
 Needs vLLM 0.32 or 0.33, transformers, and `pip install '.[torch]'` of a checkout where either runs.
 """
@@ -32,11 +34,16 @@ def main(server: str, path: str) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).to(torch.bfloat16)
     with sync.serve() as coordinator:  # or `tensorhub serve` on a machine that all workers reach
         settings = TrainerInit(address=coordinator.address, rank=0, pause="keep")
-        trainer = WeightTransferTrainerFactory.trainer_init(settings, client=HTTPVLLMWeightSyncClient(server), source=model)
+        trainer = WeightTransferTrainerFactory.trainer_init(
+            settings, client=HTTPVLLMWeightSyncClient(server), source=model
+        )
         for _ in range(3):
             train_one_step(model)
             trainer.send_weights()
-            print("the server has version", requests.get(f"{server}/weight_info", timeout=10).json()["weight_version"])
+            print(
+                "the server has version",
+                requests.get(f"{server}/weight_info", timeout=10).json()["weight_version"],
+            )
         trainer.shutdown()
 
 

@@ -1,4 +1,6 @@
-"""What every test shares: tests that need something which this machine lacks are skipped, with the reason."""
+"""What every test shares: tests that need something which this machine lacks are skipped, with the
+reason.
+"""
 
 import gc
 import logging
@@ -57,7 +59,9 @@ _LACKS: dict[str, Callable[[], str | None]] = {
     "root": lambda: None if os.geteuid() == 0 else "not root",
     "gpu": _lacks_gpu,
     "rdma": _lacks_rdma,
-    "peer": lambda: None if os.environ.get("TENSORHUB_TEST_PEER") else "TENSORHUB_TEST_PEER is not set",
+    "peer": lambda: (
+        None if os.environ.get("TENSORHUB_TEST_PEER") else "TENSORHUB_TEST_PEER is not set"
+    ),
 }
 
 
@@ -68,12 +72,16 @@ def pytest_configure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rewrite-traces", action="store_true", help="write the golden traces of tests/traces anew")
+    parser.addoption(
+        "--rewrite-traces", action="store_true", help="write the golden traces of tests/traces anew"
+    )
 
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
-    """A command run within the tests' process sets up logging as for a process of its own; no later test is to see that."""
+    """A command run within the tests' process sets up logging as for a process of its own; no later
+    test is to see that.
+    """
     level, handlers = logging.root.level, logging.root.handlers[:]
     repeats.forget()
     yield
@@ -83,14 +91,18 @@ def logging_as_it_was() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Tests that look for what is left collect garbage: among their own objects, not in all modules of torch each time."""
+    """Tests that look for what is left collect garbage: among their own objects, not in all modules
+    of torch each time.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Nor in all modules that the tests of another file have imported, once their own fixtures have gone."""
+    """Nor in all modules that the tests of another file have imported, once their own fixtures have
+    gone.
+    """
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()

@@ -1,6 +1,8 @@
-"""A whole cluster in one process, over loopback sockets; gates that hold a transfer; and proof that nothing is left.
+"""A whole cluster in one process, over loopback sockets; gates that hold a transfer; and proof that
+nothing is left.
 
-Nothing here sleeps to let things happen: a test waits for what it wants to see (`until`), or holds a gate.
+Nothing here sleeps to let things happen: a test waits for what it wants to see (`until`), or holds
+a gate.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ WAIT_S = data_rig.WAIT_S
 CHUNK_BYTES = 65_536
 CHUNKS = 12  # of the tensors below
 BEST = "tcp" if cma.fault_here() else "cma"  # the transport that two workers here read by
-OPTIONS = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, drain_grace_s=0.2, coordinator_wait_s=0)
+OPTIONS = Options(
+    op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, drain_grace_s=0.2, coordinator_wait_s=0
+)
 
 Tensors = Mapping[str, npt.NDArray[np.uint8]]
 
@@ -79,7 +83,8 @@ def equal(some: Tensors, other: Tensors) -> bool:
     return all(np.array_equal(some[name], other[name]) for name in other)
 
 
-# --------------------------------------------------------------------------------------------------- nothing is left
+# --------------------------------------------------------------------------------------------------
+# nothing is left
 
 
 def open_files() -> dict[str, str]:
@@ -92,7 +97,9 @@ def open_files() -> dict[str, str]:
 
 def library_threads() -> list[str]:
     """Threads of hubs and coordinators, and what any other thread does inside TensorHub."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tensorhub-")] + busy_threads()
+    return [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("tensorhub-")
+    ] + busy_threads()
 
 
 @contextlib.asynccontextmanager
@@ -104,7 +111,9 @@ async def nothing_left(wait_s: float = 2 * WAIT_S) -> AsyncIterator[None]:
         yield
         await until(lambda: {task.id for task in anyio.get_running_tasks()} <= tasks)
     assert not library_threads()
-    gc.collect()  # shared memory goes with its last tensor; of a socket that nobody closed it warns, which is an error
+    # shared memory goes with its last tensor; of a socket that nobody closed it warns, which is an
+    # error
+    gc.collect()
     left = [target for number, target in open_files().items() if files.get(number) != target]
     assert not left, left
 
@@ -129,7 +138,8 @@ async def all_of(*calls: Awaitable[Any]) -> list[Any]:
     return found
 
 
-# -------------------------------------------------------------------------------------------------------- clusters
+# --------------------------------------------------------------------------------------------------
+# clusters
 
 
 @dataclass
@@ -144,11 +154,17 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def cluster(
-    *names: str, options: Options = OPTIONS, token: str = "", transports: Sequence[str] | None = None, **serving: Any
+    *names: str,
+    options: Options = OPTIONS,
+    token: str = "",
+    transports: Sequence[str] | None = None,
+    **serving: Any,
 ) -> AsyncIterator[Cluster]:
     """A coordinator and one hub per name; all of it closed, and nothing left, at the end."""
     async with nothing_left(), contextlib.AsyncExitStack() as stack:
-        coordinator = await stack.enter_async_context(tensorhub.serve(token=token, options=options, **serving))
+        coordinator = await stack.enter_async_context(
+            tensorhub.serve(token=token, options=options, **serving)
+        )
         joining = [connect(coordinator.address, name, options, token, transports) for name in names]
         hubs = [await stack.enter_async_context(each) for each in joining]
         yield Cluster(coordinator, hubs)
@@ -161,7 +177,9 @@ def connect(
     token: str = "",
     transports: Sequence[str] | None = None,
 ) -> contextlib.AbstractAsyncContextManager[Hub]:
-    return tensorhub.connect(address, name=name, token=token, options=options, transports=transports)
+    return tensorhub.connect(
+        address, name=name, token=token, options=options, transports=transports
+    )
 
 
 class Restartable:
@@ -187,7 +205,8 @@ class Restartable:
         await self.start()
         await until(lambda: all("online" in repr(hub) for hub in hubs))
         for hub in hubs:
-            await hub.describe()  # asked in its loop, hence after all that its welcome brought about
+            # asked in its loop, hence after all that its welcome brought about
+            await hub.describe()
 
 
 async def published(hub: Hub, version: int = 1, content: int = 1, **settings: Any) -> Weights:
@@ -197,15 +216,20 @@ async def published(hub: Hub, version: int = 1, content: int = 1, **settings: An
     return weights
 
 
-async def ranks_of(hubs: Sequence[Hub], given: Sequence[Any], group: str, **settings: Any) -> list[Weights]:
+async def ranks_of(
+    hubs: Sequence[Hub], given: Sequence[Any], group: str, **settings: Any
+) -> list[Weights]:
     """A rank of a group of `m` for each of these sets of tensors, on these hubs in turn."""
     return [
-        await hubs[rank % len(hubs)].register("m", its, group=group, rank=rank, world_size=len(given), **settings)
+        await hubs[rank % len(hubs)].register(
+            "m", its, group=group, rank=rank, world_size=len(given), **settings
+        )
         for rank, its in enumerate(given)
     ]
 
 
-# ----------------------------------------------------------------------------------------------------------- gates
+# --------------------------------------------------------------------------------------------------
+# gates
 
 
 class Gate:
@@ -238,7 +262,8 @@ class Gate:
             self._changed.notify_all()
 
     def pass_one(self, cutter: Cutter) -> None:
-        until = time.monotonic() + WAIT_S  # else a test that fails while a reader is held would wait for it for ever
+        # else a test that fails while a reader is held would wait for it for ever
+        until = time.monotonic() + WAIT_S
         with self._changed:
             self._waiting += 1
             while self._left == 0 and not cutter.is_cut and time.monotonic() < until:
@@ -265,7 +290,8 @@ class _GatedChannel:
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         self._gate.pass_one(self._cutter)
-        if self._cutter.is_cut:  # what lies in the socket's buffer is not read, so that a test knows how much was
+        # what lies in the socket's buffer is not read, so that a test knows how much was
+        if self._cutter.is_cut:
             raise ReadFailure("lost", "cut at the gate")
         answer = self._channel.receive(min(bytes_max, CHUNK_BYTES))
         if isinstance(answer, Lacking):
@@ -283,8 +309,9 @@ class _GatedTransport(Transport):
 
     def __init__(self, inner: Transport, gate: Gate, heeds_cuts: bool) -> None:
         self.name, self.strides = inner.name, inner.strides
-        # Where bytes come over sockets, what is asked for before the gate lies in their buffers, even when its source is
-        # dead. A one-sided reader asks where bytes lie, and then needs nobody.
+        # Where bytes come over sockets, what is asked for before the gate lies in their buffers,
+        # even when its source is dead. A one-sided reader asks where bytes lie, and then needs
+        # nobody.
         self.batch_bytes = CHUNK_BYTES if inner.name == "tcp" else inner.batch_bytes
         self._inner = inner
         self._gate = gate
@@ -296,9 +323,13 @@ class _GatedTransport(Transport):
     def reaches(self, here: Location, there: Location) -> bool:
         return self._inner.reaches(here, there)
 
-    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+    def open(
+        self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter
+    ) -> Channel:
         heard = cutter if self._heeds_cuts else Cutter()
-        return _GatedChannel(self._inner.open(endpoint, right, destination, heard), self._gate, heard)
+        return _GatedChannel(
+            self._inner.open(endpoint, right, destination, heard), self._gate, heard
+        )
 
     def sweep(self) -> None:
         """Nothing is kept for so long here."""
@@ -309,13 +340,20 @@ class _GatedTransport(Transport):
 
 @contextlib.contextmanager
 def gated(arrivals: int, *, heeds_cuts: bool = True, transport: str = "tcp") -> Iterator[Gate]:
-    """Workers that connect in this block read through a gate: so many arrivals, of one chunk each, then it holds.
+    """Workers that connect in this block read through a gate: so many arrivals, of one chunk each,
+    then it holds.
 
-    `heeds_cuts` False: a reader that is told to leave its source does not, as one whose process was stopped. They have that
-    `transport` only.
+    `heeds_cuts` False: a reader that is told to leave its source does not, as one whose process was
+    stopped. They have that `transport` only.
     """
-    gate, usual, kinds = Gate(arrivals), built_in.TRANSPORTS, {**KINDS, "rdma": RdmaTransport, "nixl": NixlTransport}
-    built_in.TRANSPORTS = Registry({transport: lambda local: _GatedTransport(kinds[transport](local), gate, heeds_cuts)})
+    gate, usual, kinds = (
+        Gate(arrivals),
+        built_in.TRANSPORTS,
+        {**KINDS, "rdma": RdmaTransport, "nixl": NixlTransport},
+    )
+    built_in.TRANSPORTS = Registry(
+        {transport: lambda local: _GatedTransport(kinds[transport](local), gate, heeds_cuts)}
+    )
     try:
         yield gate
     finally:
@@ -325,7 +363,9 @@ def gated(arrivals: int, *, heeds_cuts: bool = True, transport: str = "tcp") -> 
 
 @contextlib.contextmanager
 def damaging() -> Iterator[None]:
-    """Workers that connect in this block read over tcp, where a byte of all that they receive is another one in the end."""
+    """Workers that connect in this block read over tcp, where a byte of all that they receive is
+    another one in the end.
+    """
     usual, receives = built_in.TRANSPORTS, BlockingConnection.receive_into
     registry = Registry({"tcp": TcpTransport})
 

@@ -1,4 +1,6 @@
-"""Tokens over real sockets: a change of token under running transfers, what is revoked, and what a read-only one may do."""
+"""Tokens over real sockets: a change of token under running transfers, what is revoked, and what a
+read-only one may do.
+"""
 
 from __future__ import annotations
 
@@ -56,20 +58,25 @@ def token_file(path: Path, *tokens: str) -> Path:
 async def test_a_token_is_changed_under_running_transfers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Coordinator, trainer and reader each have a file of their own, changed one after the other."""
+    """Coordinator, trainer and reader each have a file of their own, changed one after the
+    other.
+    """
     caplog.set_level(logging.INFO, "tensorhub")
     files = [token_file(tmp_path / name, "old") for name in ("coordinator", "trainer", "reader")]
     mine, reports = tensors(), list[tensorhub.FetchReport]()
 
     async def everywhere(*tokens: str) -> None:
-        read = f"token_file_read' path='{files[0]}'"  # the others are looked at when there is a reason
+        # the others are looked at when there is a reason
+        read = f"token_file_read' path='{files[0]}'"
         before = caplog.text.count(read)
         for file in files:
             token_file(file, *tokens)
         await until(lambda: caplog.text.count(read) == before + 1)
 
     async with nothing_left(), contextlib.AsyncExitStack() as stack:
-        coordinator = await stack.enter_async_context(tensorhub.serve(token=files[0], options=OPTIONS))
+        coordinator = await stack.enter_async_context(
+            tensorhub.serve(token=files[0], options=OPTIONS)
+        )
 
         async def connect(name: str, file: Path) -> Hub:
             joining = tensorhub.connect(coordinator.address, name=name, token=file, options=OPTIONS)
@@ -85,7 +92,10 @@ async def test_a_token_is_changed_under_running_transfers(
             async def replicate() -> None:
                 reports.append(await weights.replicate())
 
-            monkeypatch.setitem(PullRunner.__init__.__kwdefaults__ or {}, "batch_bytes", CHUNK_BYTES)  # many Reads
+            # many Reads
+            monkeypatch.setitem(
+                PullRunner.__init__.__kwdefaults__ or {}, "batch_bytes", CHUNK_BYTES
+            )
             async with reader.pin("m", 1), anyio.create_task_group() as tasks:
                 tasks.start_soon(replicate)
                 await until(lambda: gate.holds)
@@ -120,7 +130,9 @@ async def test_a_revoked_token_ends_what_came_with_it_also_who_only_listens(tmp_
             tensorhub.connect(coordinator.address, token="old", options=OPTIONS) as goes,
             MessageStream(await anyio.connect_tcp(host, port), FROM_COORDINATOR, 2**20) as listens,
         ):
-            await listens.handshake(ClientHandshake("observer", "o", b"old", bytes(NONCE_BYTES)), WAIT_S)
+            await listens.handshake(
+                ClientHandshake("observer", "o", b"old", bytes(NONCE_BYTES)), WAIT_S
+            )
             await listens.send(Watch("m"))
             assert await listens.receive() is not None
             token_file(file, "new")
@@ -132,7 +144,9 @@ async def test_a_revoked_token_ends_what_came_with_it_also_who_only_listens(tmp_
             assert await stays.describe() == ()
 
 
-async def test_a_token_file_that_goes_bad_cuts_nobody_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_token_file_that_goes_bad_cuts_nobody_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = token_file(tmp_path / "token", "good")
     async with nothing_left(), tensorhub.serve(token=file, options=OPTIONS) as coordinator:
         async with tensorhub.connect(coordinator.address, token="good", options=OPTIONS) as hub:
@@ -145,15 +159,20 @@ async def test_a_token_file_that_goes_bad_cuts_nobody_off(tmp_path: Path, caplog
             assert await hub.describe() == ()
 
 
-# ------------------------------------------------------------------------------------------------ the read-only token
+# ------------------------------------------------------------------------------------------------
+# the read-only token
 
 
 async def test_a_read_only_token_fetches_and_looks_and_nothing_else() -> None:
     async with (
         nothing_left(),
         tensorhub.serve(token=SECRET, options=OPTIONS) as coordinator,
-        tensorhub.connect(coordinator.address, token=SECRET, options=OPTIONS, name="trainer") as trainer,
-        tensorhub.connect(coordinator.address, token=READ_ONLY, options=OPTIONS, name="dashboard") as dashboard,
+        tensorhub.connect(
+            coordinator.address, token=SECRET, options=OPTIONS, name="trainer"
+        ) as trainer,
+        tensorhub.connect(
+            coordinator.address, token=READ_ONLY, options=OPTIONS, name="dashboard"
+        ) as dashboard,
     ):
         assert "read-only" in repr(dashboard)
         assert "read-only" not in repr(trainer)
@@ -164,9 +183,13 @@ async def test_a_read_only_token_fetches_and_looks_and_nothing_else() -> None:
             assert seen == info
             break
         fetched = await dashboard.fetch("m")
-        assert all(np.array_equal(fetched[name].numpy(), tensor) for name, tensor in tensors(1).items())
+        assert all(
+            np.array_equal(fetched[name].numpy(), tensor) for name, tensor in tensors(1).items()
+        )
         model = await dashboard.describe("m")
-        assert [shard.worker for replica in model.replicas for shard in replica.shards] == ["trainer"]
+        assert [shard.worker for replica in model.replicas for shard in replica.shards] == [
+            "trainer"
+        ]
         counts = (await dashboard.describe("m", limit=0)).summary
         assert counts is not None
         assert counts.shards == 1
@@ -177,14 +200,21 @@ async def test_a_read_only_token_fetches_and_looks_and_nothing_else() -> None:
             (dashboard.pin("m", 1).__aenter__(), "pin"),
             (seed_shard(dashboard, info, 0), "seed"),
         ):
-            with pytest.raises(AuthenticationFailed, match=f"this token is read-only: {named} needs the cluster's own"):
+            with pytest.raises(
+                AuthenticationFailed,
+                match=f"this token is read-only: {named} needs the cluster's own",
+            ):
                 await call
         await source.unpublish()
         assert (await trainer.describe("m")).leases == ()
 
 
-async def test_who_is_left_with_a_read_only_token_keeps_its_memory_and_hears_why(tmp_path: Path) -> None:
-    """Its registration is refused from then on; what it held is its own, and nobody waits for it."""
+async def test_who_is_left_with_a_read_only_token_keeps_its_memory_and_hears_why(
+    tmp_path: Path,
+) -> None:
+    """Its registration is refused from then on; what it held is its own, and nobody waits for
+    it.
+    """
     file = token_file(tmp_path / "token", "old")
     async with nothing_left(), tensorhub.serve(token=SECRET, options=OPTIONS) as coordinator:
         token_file(file, SECRET)

@@ -26,7 +26,9 @@ HELD = "held now: version 1 by 1 replica; the selector 'available' gets 1"
 
 @asynccontextmanager
 async def trainer_left(*names: str) -> AsyncIterator[Cluster]:
-    """Version 1 is held by a keeper. Version 2 was published, and its trainer has gone before anybody has fetched it."""
+    """Version 1 is held by a keeper. Version 2 was published, and its trainer has gone before
+    anybody has fetched it.
+    """
     options = replace(OPTIONS, host_memory_bytes=2 * CHUNKS * CHUNK_BYTES)
     async with cluster("trainer", "keeper", *names, options=options) as c:
         memory = tensors(1)
@@ -68,6 +70,8 @@ async def test_at_least_is_waited_for() -> None:
         weights = await c.hubs[2].register("m", tensors())
         with pytest.raises(VersionUnavailable, match="version 3 of 'm' was not published"):
             await weights.update("available", at_least=3, timeout=0.05)
-        with pytest.raises(VersionUnavailable, match="nobody holds version 2 of 'm' or a newer one"):
+        with pytest.raises(
+            VersionUnavailable, match="nobody holds version 2 of 'm' or a newer one"
+        ):
             await weights.update("available", at_least=2, timeout=WAIT_S)
         assert weights.state == "empty"

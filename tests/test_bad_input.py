@@ -1,4 +1,6 @@
-"""What users and unauthenticated peers get wrong: each is a typed error that says what to do, and nobody else notices."""
+"""What users and unauthenticated peers get wrong: each is a typed error that says what to do, and
+nobody else notices.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def check(error: TensorHubError, *, retryable: bool) -> None:
     assert (error.retryable, error.memory) == (retryable, "intact")
 
 
-# ------------------------------------------------------------------------------------------------- connecting, serving
+# -------------------------------------------------------------------------------------------------
+# connecting, serving
 
 
 @contextlib.contextmanager
@@ -71,7 +74,10 @@ def answering(answer: bytes) -> Iterator[str]:
     [
         (
             PREFACE[:-1] + bytes([PROTOCOL_VERSION + 1]),
-            f"speaks version {PROTOCOL_VERSION + 1} of the protocol, this side version {PROTOCOL_VERSION}: upgrade",
+            (
+                f"speaks version {PROTOCOL_VERSION + 1} of the protocol, this side version "
+                f"{PROTOCOL_VERSION}: upgrade"
+            ),
         ),
         (PREFACE + b"\xff\xff\xff\xff", "4294967295 bytes"),
         (PREFACE + b"\x00\x00\x00\x03abc", "."),
@@ -93,7 +99,10 @@ async def test_of_several_addresses_a_silent_one_does_not_use_up_the_time_of_the
             address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
             async with connect([address, c.address], options=QUICK) as hub:
                 assert await hub.describe() == ()
-            text = r"handshake took longer than 1 s, and nothing was said at all: it has very much to|no answer within 1 s"
+            text = (
+                r"handshake took longer than 1 s, and nothing was said at all: it has very much "
+                r"to|no answer within 1 s"
+            )
             with pytest.raises(CoordinatorUnavailable, match=text):
                 async with connect(address, options=QUICK):
                     pass
@@ -124,7 +133,8 @@ async def test_names_that_cannot_be_said(settings: dict[str, object]) -> None:
                 pass
 
 
-# ------------------------------------------------------------------------------------------------------------ arguments
+# --------------------------------------------------------------------------------------------------
+# arguments
 
 
 async def test_arguments_that_no_message_can_carry() -> None:
@@ -173,15 +183,23 @@ async def test_arguments_that_no_message_can_carry() -> None:
         assert weights.state == "ready"
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor, IntEnum("Numbers", {f"n{n}": n for n in range(64)})])
+@pytest.mark.parametrize(
+    "kind", [np.int64, np.uint8, torch.tensor, IntEnum("Numbers", {f"n{n}": n for n in range(64)})]
+)
 async def test_an_integer_may_be_of_any_library(kind: Callable[[int], Any]) -> None:
     """Each public argument that is a number of something; on the wire there are plain ones only."""
-    options = Options(readers_max=kind(8), chunk_bytes=np.int64(CHUNK_BYTES), shared_memory_uids=(kind(3),))  # type: ignore[arg-type]
+    options = Options(
+        readers_max=kind(8),
+        chunk_bytes=np.int64(CHUNK_BYTES),  # type: ignore[arg-type]
+        shared_memory_uids=(kind(3),),
+    )
     plain = (options.readers_max, options.chunk_bytes, *options.shared_memory_uids)
     assert [type(each) for each in plain] == [int, int, int]
     async with cluster("trainer", "rollout", options=replace(options, op_timeout_s=WAIT_S)) as c:
         trainer, rollout = c.hubs
-        weights = await trainer.register("m", tensors(1), group="g", rank=kind(0), world_size=kind(1))
+        weights = await trainer.register(
+            "m", tensors(1), group="g", rank=kind(0), world_size=kind(1)
+        )
         reader = await rollout.register("m", tensors())
         await weights.publish(kind(3))
         assert (await rollout.wait_for("m", at_least=kind(3))).version == 3
@@ -190,8 +208,13 @@ async def test_an_integer_may_be_of_any_library(kind: Callable[[int], Any]) -> N
             await trainer.retain("m", latest=kind(1))
         fetched = await rollout.fetch("m", kind(3), rank=kind(0))
         assert fetched.info.version == 3
-        assert [v.version for v in (await rollout.describe("m", version=kind(3), limit=kind(5))).versions] == [3]
-        assert (await rollout.plan("m", tensors(), kind(3), rank=kind(0), world_size=kind(1))).version.version == 3
+        assert [
+            v.version
+            for v in (await rollout.describe("m", version=kind(3), limit=kind(5))).versions
+        ] == [3]
+        assert (
+            await rollout.plan("m", tensors(), kind(3), rank=kind(0), world_size=kind(1))
+        ).version.version == 3
         async with weights.mutate(kind(4)):
             pass
         assert (await reader.update(at_least=kind(4))).version == 4
@@ -224,7 +247,9 @@ async def test_options_may_be_any_numbers() -> None:
         await published(c.hubs[0])
     for name in ("op_timeout_s", "lease_s"):
         for value in ("5", None, 0, -1, float("nan"), 1e9):
-            with pytest.raises(StateError, match=rf"Options\.{name} = .*: give a number of seconds, more than 0"):
+            with pytest.raises(
+                StateError, match=rf"Options\.{name} = .*: give a number of seconds, more than 0"
+            ):
                 Options(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(StateError, match=r"Options\.readers_max = 2\.5: give an integer"):
         Options(readers_max=2.5)  # type: ignore[arg-type]
@@ -238,7 +263,9 @@ async def test_options_may_be_any_numbers() -> None:
 
 
 async def test_an_error_of_the_callers_may_say_anything() -> None:
-    """The other ranks hear of it, so it is said to the coordinator: what cannot be said would cost the connection."""
+    """The other ranks hear of it, so it is said to the coordinator: what cannot be said would cost
+    the connection.
+    """
 
     async def hook(_: VersionInfo) -> None:
         raise ZeroDivisionError("half a character: \ud800" + 99_999 * "!")
@@ -253,7 +280,10 @@ async def test_an_error_of_the_callers_may_say_anything() -> None:
         with pytest.raises(ZeroDivisionError):
             await weights.update(before_write=hook)
         assert (await weights.update(timeout=WAIT_S)).version == 1
-        group = [await hub.register("n", tensors(), group="g", rank=rank, world_size=2) for rank, hub in enumerate(c.hubs)]
+        group = [
+            await hub.register("n", tensors(), group="g", rank=rank, world_size=2)
+            for rank, hub in enumerate(c.hubs)
+        ]
         with pytest.raises(Mute):
             async with group[0].mutate(1):
                 raise Mute

@@ -1,4 +1,6 @@
-"""R12: a call by selector whose version goes away goes on with the version that the selector names next (`rebinds`)."""
+"""R12: a call by selector whose version goes away goes on with the version that the selector names
+next (`rebinds`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,18 @@ import pytest
 
 from tensorhub.errors import VersionUnavailable
 from tensorhub.types import FetchReport
-from tests.rig import all_of, cluster, connect, gated, holds, published, ranks_of, tensors, until, write
+from tests.rig import (
+    all_of,
+    cluster,
+    connect,
+    gated,
+    holds,
+    published,
+    ranks_of,
+    tensors,
+    until,
+    write,
+)
 
 
 @pytest.mark.parametrize(("selector", "number"), [("latest", 3), ("latest-1", 2), ("available", 3)])
@@ -16,7 +29,10 @@ async def test_the_trainer_moves_on_in_mid_read(selector: str, number: int) -> N
         with gated(2) as gate:
             async with connect(c.address, "reader") as hub:
                 memory, older = tensors(1), tensors(0)
-                source, keeper = await c.hubs[0].register("m", memory), await c.hubs[1].register("m", older)
+                source, keeper = (
+                    await c.hubs[0].register("m", memory),
+                    await c.hubs[1].register("m", older),
+                )
                 await source.publish(1)
                 if selector == "latest-1":
                     await keeper.publish(2)
@@ -41,7 +57,10 @@ async def test_the_trainer_moves_on_in_mid_read(selector: str, number: int) -> N
 async def test_all_ranks_of_a_group_go_on_with_one_version() -> None:
     async with cluster("trainer0", "trainer1") as c:
         with gated(2) as gate:
-            async with connect(c.address, "reader0") as first, connect(c.address, "reader1") as second:
+            async with (
+                connect(c.address, "reader0") as first,
+                connect(c.address, "reader1") as second,
+            ):
                 memories = [tensors(1), tensors(1)]
                 sources = await ranks_of(c.hubs, memories, "t")
                 await all_of(*(source.publish(1) for source in sources))
@@ -93,7 +112,9 @@ async def test_without_a_newer_version_it_waits_until_its_deadline() -> None:
                 weights = await hub.register("m", tensors())
 
                 async def fill() -> None:
-                    with pytest.raises(VersionUnavailable, match="has lost its last source") as caught:
+                    with pytest.raises(
+                        VersionUnavailable, match="has lost its last source"
+                    ) as caught:
                         await weights.replicate("latest", timeout=2.0)
                     assert (caught.value.memory, caught.value.retryable) == ("torn", True)
 

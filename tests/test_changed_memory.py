@@ -1,4 +1,6 @@
-"""Published memory that its owner has written, replaced or freed: readers have what was published, or an error (G1, R15)."""
+"""Published memory that its owner has written, replaced or freed: readers have what was published,
+or an error (G1, R15).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def lazily(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model() -> dict[str, torch.Tensor]:
-    return {name: torch.full((LENGTH,), MERGED) for name in ("a", "b")} | {"bias": torch.full((4,), MERGED)}
+    return {name: torch.full((LENGTH,), MERGED) for name in ("a", "b")} | {
+        "bias": torch.full((4,), MERGED)
+    }
 
 
 def empty() -> dict[str, torch.Tensor]:
@@ -64,7 +68,9 @@ def unmerge(tensors: Mapping[str, torch.Tensor]) -> None:
             tensor.sub_(MERGED - UNMERGED)
 
 
-@pytest.mark.parametrize("options", [OPTIONS, replace(OPTIONS, chunk_bytes=4 * 2**20), replace(OPTIONS, integrity=False)])
+@pytest.mark.parametrize(
+    "options", [OPTIONS, replace(OPTIONS, chunk_bytes=4 * 2**20), replace(OPTIONS, integrity=False)]
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.usefixtures("lazily")
 async def test_a_reader_has_what_was_published_or_an_error(way: str, options: Options) -> None:
@@ -92,7 +98,9 @@ async def test_a_reader_has_what_was_published_or_an_error(way: str, options: Op
 
 @pytest.mark.usefixtures("lazily")
 @pytest.mark.parametrize("way", WAYS[:2])
-async def test_what_is_written_while_its_digest_is_made_is_not_served(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_written_while_its_digest_is_made_is_not_served(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with cluster("trainer", "rollout", transports=[way]) as c:
         mine, memory = model(), empty()
         trainer = await c.hubs[0].register("m", mine)
@@ -126,7 +134,10 @@ def replaces(tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("change", [frees, replaces])
 @pytest.mark.parametrize("way", WAYS[:2])
 async def test_memory_that_was_freed_or_replaced_is_offered_no_more(
-    way: str, change: Callable[[torch.Tensor], None], digested: bool, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    change: Callable[[torch.Tensor], None],
+    digested: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not digested:
         monkeypatch.setattr(handle.Handle, "_digest_early", lambda self: None, raising=False)
@@ -148,7 +159,9 @@ async def test_memory_that_was_freed_or_replaced_is_offered_no_more(
 
 
 @pytest.mark.parametrize("change", [frees, replaces])
-async def test_a_handle_can_be_closed_as_its_error_advises(change: Callable[[torch.Tensor], None]) -> None:
+async def test_a_handle_can_be_closed_as_its_error_advises(
+    change: Callable[[torch.Tensor], None],
+) -> None:
     async with cluster("trainer", "rollout") as c:
         mine = model()
         trainer = await c.hubs[0].register("m", mine)

@@ -1,4 +1,6 @@
-"""What a worker holds can be compared with the digests of its version: writes that nobody counts are found, and named."""
+"""What a worker holds can be compared with the digests of its version: writes that nobody counts
+are found, and named.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tiny tensors that travel as one packed region, through whole clusters: every way by which memory is filled."""
+"""Tiny tensors that travel as one packed region, through whole clusters: every way by which memory
+is filled.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,14 @@ CHUNKS = 8  # six of the large ones, two of the packed region
 
 
 def model(content: int = 0) -> dict[str, torch.Tensor]:
-    """Tiny and large tensors of several dtypes, a tied pair and an empty one; all 0, or bytes that depend on `content`."""
+    """Tiny and large tensors of several dtypes, a tied pair and an empty one; all 0, or bytes that
+    depend on `content`.
+    """
     made = {
-        f"tiny.{n}": torch.zeros(n * 50 + 1, dtype=(torch.uint8, torch.bfloat16, torch.float32)[n % 3]) for n in range(20)
+        f"tiny.{n}": torch.zeros(
+            n * 50 + 1, dtype=(torch.uint8, torch.bfloat16, torch.float32)[n % 3]
+        )
+        for n in range(20)
     }
     made |= {f"norm.{n}": torch.zeros(1024, dtype=torch.float32) for n in range(20)}
     made |= {f"large.{n}": torch.zeros(2 * rig.CHUNK_BYTES, dtype=torch.uint8) for n in range(3)}
@@ -46,7 +53,8 @@ def write(tensors: dict[str, torch.Tensor], content: int) -> None:
 def holds(tensors: dict[str, torch.Tensor], content: int) -> bool:
     expected = model(content)
     return tensors.keys() == expected.keys() and all(
-        tensor.dtype == expected[name].dtype and torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
+        tensor.dtype == expected[name].dtype
+        and torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
         for name, tensor in tensors.items()
     )
 
@@ -83,7 +91,10 @@ async def test_a_reader_gets_every_tensor_in_few_reads_and_passes_it_on() -> Non
 
 async def test_the_publisher_alone_settles_what_is_packed() -> None:
     """A reader that packs reads from a publisher that does not, and the other way round (R8)."""
-    async with cluster("packs", options=OPTIONS) as c, rig.connect(c.address, "plain", PLAIN) as plain:
+    async with (
+        cluster("packs", options=OPTIONS) as c,
+        rig.connect(c.address, "plain", PLAIN) as plain,
+    ):
         for number, (source, reader) in enumerate([(c.hubs[0], plain), (plain, c.hubs[0])]):
             memory = model()
             await (await source.register(f"m{number}", model(1))).publish(1)
@@ -95,7 +106,10 @@ async def test_the_publisher_alone_settles_what_is_packed() -> None:
 async def test_each_version_is_packed_anew() -> None:
     async with cluster("trainer", "reader", options=OPTIONS) as c:
         tensors, memory = model(1), model()
-        source, weights = await c.hubs[0].register("m", tensors), await c.hubs[1].register("m", memory)
+        source, weights = (
+            await c.hubs[0].register("m", tensors),
+            await c.hubs[1].register("m", memory),
+        )
         await source.publish(1)
         await weights.replicate()
         for version in 2, 3:
@@ -119,12 +133,18 @@ async def test_fetch_makes_tensors_of_their_own() -> None:
         some = await c.hubs[1].fetch("m", names=["tiny.*", "large.1"])
         expected = model(1)
         assert some.keys() == {name for name in expected if name.startswith("tiny.")} | {"large.1"}
-        assert all(torch.equal(some[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in some)
+        assert all(
+            torch.equal(some[name].view(torch.uint8), expected[name].view(torch.uint8))
+            for name in some
+        )
         assert not (await c.hubs[1].fetch("m", names="empty"))["empty"].numel()
 
 
 async def test_files_are_written_from_a_packed_version_and_served_in_place(tmp_path: Path) -> None:
-    save_file({name: tensor for name, tensor in model(1).items() if name != "tied"}, tmp_path / "in.safetensors")
+    save_file(
+        {name: tensor for name, tensor in model(1).items() if name != "tied"},
+        tmp_path / "in.safetensors",
+    )
     async with cluster("trainer", "files", options=OPTIONS) as c:
         await (await c.hubs[0].register("m", model(1))).publish(1)
         with FileTarget(tmp_path / "out.safetensors") as target:
@@ -142,7 +162,9 @@ async def test_files_are_written_from_a_packed_version_and_served_in_place(tmp_p
 
 
 async def test_a_broken_fill_keeps_what_it_has_of_the_packed_region() -> None:
-    """The tiny tensors themselves are untouched until all is verified; a retry reads the rest only (R9)."""
+    """The tiny tensors themselves are untouched until all is verified; a retry reads the rest only
+    (R9).
+    """
     with gated(3) as gate:
         async with cluster("trainer", "reader", options=OPTIONS) as c:
             source = await c.hubs[0].register("m", model(1))
@@ -155,7 +177,9 @@ async def test_a_broken_fill_keeps_what_it_has_of_the_packed_region() -> None:
                 tasks.cancel_scope.cancel()
             gate.open()
             assert weights.state == "torn"
-            assert not any(memory[name].any() for name in memory if name.startswith(("tiny", "norm")))
+            assert not any(
+                memory[name].any() for name in memory if name.startswith(("tiny", "norm"))
+            )
             write(memory, 5)
             report = await weights.replicate()
             assert holds(memory, 1)
@@ -170,9 +194,14 @@ async def test_a_broken_fill_keeps_what_it_has_of_the_packed_region() -> None:
 @pytest.mark.filterwarnings("ignore")  # torch means to give quantized tensors up
 async def test_quantized_tensors_and_arrays() -> None:
     async with cluster("trainer", "reader", options=OPTIONS) as c:
-        made = {f"q{n}": torch.quantize_per_tensor(torch.rand(64), 0.5, 3, torch.quint8) for n in range(3)}
+        made = {
+            f"q{n}": torch.quantize_per_tensor(torch.rand(64), 0.5, 3, torch.quint8)
+            for n in range(3)
+        }
         await (await c.hubs[0].register("m", made | {"array": np.arange(9)})).publish(1)
-        empty = {name: torch.quantize_per_tensor(torch.zeros(64), 0.5, 3, torch.quint8) for name in made}
+        empty = {
+            name: torch.quantize_per_tensor(torch.zeros(64), 0.5, 3, torch.quint8) for name in made
+        }
         array = np.zeros(9, np.int64)
         await (await c.hubs[1].register("m", empty | {"array": array})).replicate()
         assert all(torch.equal(empty[name].int_repr(), made[name].int_repr()) for name in made)

@@ -1,4 +1,6 @@
-"""Whether a reader can hold what a source has: what makes a difference, what makes none, and what is said of it."""
+"""Whether a reader can hold what a source has: what makes a difference, what makes none, and what
+is said of it.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,18 @@ def test_what_makes_a_difference() -> None:
         "tensor 'scale' has (scale, zero point) (0.5, 0) at the source and (0.5, -3) at the reader",
         "tensors 'one' and 'two' share memory at the reader only",
     )
-    with pytest.raises(ManifestMismatch, match=r"8 difference\(s\): the layout.*tensorhub.conversion") as caught:
+    with pytest.raises(
+        ManifestMismatch, match=r"8 difference\(s\): the layout.*tensorhub.conversion"
+    ) as caught:
         check_compatible(source, reader)
     assert caught.value.differences == found
 
 
 def test_a_message_lists_ten_differences_and_counts_the_rest() -> None:
     source = manifest(*[spec(f"t{i}", "uint8", region=i) for i in range(12)])
-    with pytest.raises(ManifestMismatch, match=r"12 .*'t9' is missing at the reader \(and 2 more\)") as caught:
+    with pytest.raises(
+        ManifestMismatch, match=r"12 .*'t9' is missing at the reader \(and 2 more\)"
+    ) as caught:
         check_compatible(source, manifest())
     assert "t10" not in str(caught.value)
     assert len(caught.value.differences) == 12
@@ -58,12 +64,17 @@ def test_a_message_lists_ten_differences_and_counts_the_rest() -> None:
 
 def test_what_a_reader_may_leave_out_is_said() -> None:
     source, reader = manifest(spec("a", "uint8")), manifest(spec("b", "uint8"))
-    with pytest.raises(ManifestMismatch, match=r"unread says so: register\(\.\.\., partial=True\).*sources={'b': \[\]}"):
+    with pytest.raises(
+        ManifestMismatch,
+        match=r"unread says so: register\(\.\.\., partial=True\).*sources={'b': \[\]}",
+    ):
         check_compatible(source, reader)
 
 
 def test_what_makes_none() -> None:
-    source = manifest(spec("a", "uint8", 2), spec("b", "uint8", 3, region=1), spec("e", "uint8", 0, region=2))
+    source = manifest(
+        spec("a", "uint8", 2), spec("b", "uint8", 3, region=1), spec("e", "uint8", 0, region=2)
+    )
     reader = Manifest(
         (spec("e", "uint8", 0), spec("b", "uint8", 3, offset=8), spec("a", "uint8", 2)),
         (RegionSpec(11),),
@@ -78,7 +89,9 @@ def test_what_makes_none() -> None:
 def test_a_source_may_tie_what_its_reader_keeps_apart() -> None:
     tied = manifest(spec("a", "uint8", 2), spec("b", "uint8", 2), spec("c", "uint8", 2, region=1))
     apart = manifest(*[spec(name, "uint8", 2, region=i) for i, name in enumerate("abc")])
-    other = manifest(spec("a", "uint8", 2), spec("b", "uint8", 2, region=1), spec("c", "uint8", 2, region=1))
+    other = manifest(
+        spec("a", "uint8", 2), spec("b", "uint8", 2, region=1), spec("c", "uint8", 2, region=1)
+    )
     check_compatible(tied, apart)
     assert differences(apart, tied) == ("tensors 'a' and 'b' share memory at the reader only",)
     assert differences(tied, other) == ("tensors 'b' and 'c' share memory at the reader only",)

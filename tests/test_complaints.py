@@ -1,6 +1,8 @@
-"""What users of weight transfer complain of, one test each, named after the complaint: none of it happens here.
+"""What users of weight transfer complain of, one test each, named after the complaint: none of it
+happens here.
 
-The list is that of public trackers of RL frameworks and transfer engines. Real sockets; real processes where somebody dies.
+The list is that of public trackers of RL frameworks and transfer engines. Real sockets; real
+processes where somebody dies.
 """
 
 from __future__ import annotations
@@ -31,14 +33,18 @@ async def published(hub: Hub, version: int = 1) -> tuple[tensorhub.Weights, Tens
     return weights, memory
 
 
-# ------------------------------------------------------------------------------------ 7: no staged commit or rollback
+# ------------------------------------------------------------------------------------ 7: no staged
+# commit or rollback
 
 
-# ------------------------------------------------------------------------------------- 10: memory overhead of staging
+# ------------------------------------------------------------------------------------- 10: memory
+# overhead of staging
 
 
 def test_10_memory_overhead_of_staging(processes: ChildProcesses) -> None:
-    """A reader's peak memory grows by far less than what it reads: bytes go straight into its own tensors."""
+    """A reader's peak memory grows by far less than what it reads: bytes go straight into its own
+    tensors.
+    """
     coordinator = processes.process("coordinator")
     address = coordinator.do("serve")
     trainer, reader = (processes.worker(address, name, 256 * MIB) for name in ("trainer", "reader"))
@@ -51,11 +57,14 @@ def test_10_memory_overhead_of_staging(processes: ChildProcesses) -> None:
     assert reader.do("peak_bytes") - before < 64 * MIB
 
 
-# -------------------------------------------------------------------------------------------- 11: registering each time
+# -------------------------------------------------------------------------------------------- 11:
+# registering each time
 
 
 async def test_11_memory_is_registered_anew_at_every_step() -> None:
-    """Once per handle: the hundredth version costs what the second one did, and leaves no more behind."""
+    """Once per handle: the hundredth version costs what the second one did, and leaves no more
+    behind.
+    """
     async with cluster("trainer", "reader") as c:
         source, memory = await published(c.hubs[0])
         weights = await c.hubs[1].register("m", tensors())
@@ -72,7 +81,8 @@ async def test_11_memory_is_registered_anew_at_every_step() -> None:
         assert max(sizes) == max(sizes[:5]) <= (4, 2, 0)
 
 
-# ------------------------------------------------------------------------------------------------------ 15: packaging
+# --------------------------------------------------------------------------------------------------
+# 15: packaging
 
 SIGNATURES = {
     "serve": "(host, port, *, token, state_dir, options)",

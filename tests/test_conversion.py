@@ -1,4 +1,6 @@
-"""A converted copy is what is published: cast, fused, tied as the original, in two buffers that take turns."""
+"""A converted copy is what is published: cast, fused, tied as the original, in two buffers that
+take turns.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,17 @@ class Tied(nn.Module):
 
 def zeros(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     state = Tied().state_dict()
-    return {n: torch.zeros_like(t, dtype=dtype if t.is_floating_point() else t.dtype) for n, t in state.items()}
+    return {
+        n: torch.zeros_like(t, dtype=dtype if t.is_floating_point() else t.dtype)
+        for n, t in state.items()
+    }
 
 
 def holds(tensors: Mapping[str, torch.Tensor], value: float) -> bool:
-    return all(bool(tensor.eq(int(value) if name == "steps" else value).all()) for name, tensor in tensors.items())
+    return all(
+        bool(tensor.eq(int(value) if name == "steps" else value).all())
+        for name, tensor in tensors.items()
+    )
 
 
 @pytest.mark.anyio
@@ -61,10 +69,13 @@ async def test_a_cast_copy_is_published_and_the_masters_may_change_meanwhile() -
     async with cluster("trainer", "rollout") as c:
         trainer, rollout = c.hubs
         model, held = Tied(), zeros()
-        weights = await register_converted(trainer, "actor", cast(model, torch.bfloat16), group="trainer")
+        weights = await register_converted(
+            trainer, "actor", cast(model, torch.bfloat16), group="trainer"
+        )
         model.set(1.5)
         report = await weights.publish(1)
-        assert (report.version, report.nbytes, weights.version) == (1, 2 * (SIZE + 24) + 24, 1)  # what is tied is there once
+        # what is tied is there once
+        assert (report.version, report.nbytes, weights.version) == (1, 2 * (SIZE + 24) + 24, 1)
         model.set(2.5)  # the masters are nobody's but the trainer's
         reader = await rollout.register("actor", held)
         assert (await reader.replicate()).version == 1
@@ -87,7 +98,9 @@ async def test_a_publication_waits_for_no_reader_of_the_version_before() -> None
         async with cluster("trainer", "rollout") as c:
             trainer, rollout = c.hubs
             model, held = Tied(), zeros()
-            weights = await register_converted(trainer, "actor", cast(model, torch.bfloat16), group="trainer")
+            weights = await register_converted(
+                trainer, "actor", cast(model, torch.bfloat16), group="trainer"
+            )
             model.set(1)
             await weights.publish(1)
             reader = await rollout.register("actor", held)
@@ -103,13 +116,17 @@ async def test_a_publication_waits_for_no_reader_of_the_version_before() -> None
 
 
 @pytest.mark.anyio
-async def test_a_publication_waits_for_readers_of_the_version_before_that_for_the_grace_and_no_longer() -> None:
+async def test_a_publication_waits_for_readers_of_the_version_before_that_for_the_grace_and_no_longer() -> (
+    None
+):
     """A reader of version 1 is held in mid-read, and version 3 takes the memory of version 1."""
     with gated(1) as gate:
         async with cluster("trainer", "rollout") as c:
             trainer, rollout = c.hubs
             model, held = Tied(), zeros()
-            weights = await register_converted(trainer, "actor", cast(model, torch.bfloat16), group="trainer")
+            weights = await register_converted(
+                trainer, "actor", cast(model, torch.bfloat16), group="trainer"
+            )
             await weights.publish(1)
             reader = await rollout.register("actor", held)
             failed: list[VersionUnavailable] = []
@@ -135,7 +152,9 @@ async def test_a_publication_waits_for_readers_of_the_version_before_that_for_th
 
 @pytest.mark.anyio
 async def test_ranks_of_a_group_cast_what_they_have_and_a_reader_puts_it_together() -> None:
-    """Each rank says which rows its masters are; both choose the same buffer for each version, also after a failure."""
+    """Each rank says which rows its masters are; both choose the same buffer for each version, also
+    after a failure.
+    """
     async with cluster("trainer", "rollout") as c:
         trainer, rollout = c.hubs
         masters = [torch.zeros(SIZE // 2) for _ in range(2)]
@@ -143,9 +162,14 @@ async def test_ranks_of_a_group_cast_what_they_have_and_a_reader_puts_it_togethe
         async def register(rank: int) -> ConvertedWeights:
             rows = tensorhub.source("w", shape=(SIZE,))[rank * SIZE // 2 : (rank + 1) * SIZE // 2]
             conversion = cast({"mine": masters[rank]}, torch.bfloat16, sources={"mine": rows})
-            return await register_converted(trainer, "actor", conversion, group="t", rank=rank, world_size=2)
+            return await register_converted(
+                trainer, "actor", conversion, group="t", rank=rank, world_size=2
+            )
 
-        ranks, held = [await register(rank) for rank in range(2)], torch.zeros(SIZE, dtype=torch.bfloat16)
+        ranks, held = (
+            [await register(rank) for rank in range(2)],
+            torch.zeros(SIZE, dtype=torch.bfloat16),
+        )
         reader = await rollout.register("actor", {"w": held})
 
         async def publish(version: int) -> None:
@@ -180,7 +204,9 @@ async def outcome_of(call: Awaitable[object]) -> Any:
 async def test_what_fails_publishes_nothing_and_may_be_tried_again() -> None:
     async with cluster("trainer") as c:
         model = Tied()
-        weights = await register_converted(c.hubs[0], "actor", cast(model, torch.bfloat16), group="trainer")
+        weights = await register_converted(
+            c.hubs[0], "actor", cast(model, torch.bfloat16), group="trainer"
+        )
         await weights.publish(1)
         model.extra = nn.Parameter(torch.zeros(2))
         with pytest.raises(RegistrationError, match="'extra'"):
@@ -202,12 +228,20 @@ async def test_bad_arguments_register_nothing() -> None:
         (hub,) = c.hubs
         for buffers in (0, 1, 17, 2.0, True):
             with pytest.raises(InvalidValue, match="buffers"):
-                await register_converted(hub, "actor", cast(Tied(), torch.bfloat16), group="g", buffers=buffers)  # type: ignore[arg-type]
+                await register_converted(
+                    hub,
+                    "actor",
+                    cast(Tied(), torch.bfloat16),
+                    group="g",
+                    buffers=buffers,  # type: ignore[arg-type]
+                )
         with pytest.raises(InvalidType, match="group"):
             await register_converted(hub, "actor", cast(Tied(), torch.bfloat16), group=None)  # type: ignore[arg-type]
         sets = iter([{"w": torch.zeros(2)}, {"w": torch.zeros(2, 2).t()[:, :1].expand(2, 2)}])
         with pytest.raises(RegistrationError):
-            await register_converted(hub, "actor", Conversion(lambda: next(sets), lambda target: None), group="g")
+            await register_converted(
+                hub, "actor", Conversion(lambda: next(sets), lambda target: None), group="g"
+            )
         assert not any(model.workers for model in await hub.describe())
 
 

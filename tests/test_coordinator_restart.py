@@ -1,4 +1,6 @@
-"""A coordinator that restarts under real workers: with its state everything goes on, without it everybody is told."""
+"""A coordinator that restarts under real workers: with its state everything goes on, without it
+everybody is told.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +52,22 @@ async def cluster(
         coordinator = Restartable(state_dir)
         await coordinator.start()
         stack.push_async_callback(coordinator.stop)
-        yield coordinator, [await stack.enter_async_context(connect(coordinator.address, name, options)) for name in names]
+        yield (
+            coordinator,
+            [
+                await stack.enter_async_context(connect(coordinator.address, name, options))
+                for name in names
+            ],
+        )
 
 
 async def ranks_of(hubs: list[Hub], group: str, content: int | None = None) -> list[Weights]:
     """Ranks spread over the hubs."""
     world_size = 4
     return [
-        await hubs[rank % len(hubs)].register("m", tensors(content), group=group, rank=rank, world_size=world_size)
+        await hubs[rank % len(hubs)].register(
+            "m", tensors(content), group=group, rank=rank, world_size=world_size
+        )
         for rank in range(world_size)
     ]
 
@@ -104,11 +114,15 @@ async def test_fills_in_mid_read_go_on(where: str, tmp_path: Path) -> None:
                 await until(lambda: gate.holds)
                 await coordinator.restart(*hubs)
                 gate.open()
-            assert [(r.version, r.bytes_read, r.reread_bytes) for r in found] == [(1, NBYTES, 0)] * len(found)
+            assert [(r.version, r.bytes_read, r.reread_bytes) for r in found] == [
+                (1, NBYTES, 0)
+            ] * len(found)
             assert len(found) == (4 if where == "four ranks" else 1)
 
 
-async def test_before_write_runs_once_though_its_coordinator_is_another_one_when_it_returns(tmp_path: Path) -> None:
+async def test_before_write_runs_once_though_its_coordinator_is_another_one_when_it_returns(
+    tmp_path: Path,
+) -> None:
     async with cluster("trainer", "reader", state_dir=tmp_path) as (coordinator, hubs):
         mine = tensors(1)
         source = await hubs[0].register("m", mine)
@@ -127,7 +141,8 @@ async def test_before_write_runs_once_though_its_coordinator_is_another_one_when
         assert (report.version, told, weights.version) == (2, [2], 2)
 
 
-# ------------------------------------------------------------------------------------------------------ without its state
+# --------------------------------------------------------------------------------------------------
+# without its state
 
 LOST = "the coordinator has come back without its state, as a new cluster"
 
@@ -287,9 +302,13 @@ async def test_what_was_staged_and_is_in_doubt_is_dropped(
     lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has recorded it, or nobody knows any more; nothing was overwritten."""
-    monkeypatch.setattr(active_call, "DEADLINE_SLACK_S", 0.1)  # for a coordinator's answer: there is none
+    # for a coordinator's answer: there is none
+    monkeypatch.setattr(active_call, "DEADLINE_SLACK_S", 0.1)
     state_dir = None if lost else tmp_path
-    async with cluster("trainer", "reader", state_dir=state_dir, options=HOSTED) as (coordinator, hubs):
+    async with cluster("trainer", "reader", state_dir=state_dir, options=HOSTED) as (
+        coordinator,
+        hubs,
+    ):
         source, weights, theirs = await holding_one(hubs)
 
         async def pause(_: VersionInfo) -> None:
@@ -330,7 +349,9 @@ async def test_a_prefetch_says_so_too_and_what_was_prefetched_is_freed() -> None
 
 async def test_a_prefetch_in_the_background_leaves_the_loss_to_be_told_to_the_caller() -> None:
     async with cluster("trainer") as (coordinator, (trainer,)):
-        following = tensorhub.connect(coordinator.address, name="follower", token="", prefetch=True, options=HOSTED)
+        following = tensorhub.connect(
+            coordinator.address, name="follower", token="", prefetch=True, options=HOSTED
+        )
         async with following as hub:
             source = await published(trainer)
             memory = tensors()
@@ -341,7 +362,8 @@ async def test_a_prefetch_in_the_background_leaves_the_loss_to_be_told_to_the_ca
                 await source.unpublish()
             await source.publish(1)
             await until(lambda: hub._worker.version_watches.newest("m") is not None)
-            await hub.describe("m")  # whatever would have been prefetched for that news has been begun
+            # whatever would have been prefetched for that news has been begun
+            await hub.describe("m")
             with pytest.raises(LeaseLost):
                 await weights.update()
             await until(lambda: any(h.member.version == 1 for h in copies_of(hub)))

@@ -1,4 +1,6 @@
-"""Copies in host memory that the coordinator orders from a worker (R5): made, refused and ended, over real sockets."""
+"""Copies in host memory that the coordinator orders from a worker (R5): made, refused and ended,
+over real sockets.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ async def test_unpublish_of_the_last_holder_leaves_a_local_copy_that_serves() ->
         await source.unpublish()
         write(out, 9)
         await assert_read_from(c.hubs[0], "trainer", 1)
-        replicas = [r for r in (await trainer.describe("m")).replicas if r.group.startswith("copy/")]
+        replicas = [
+            r for r in (await trainer.describe("m")).replicas if r.group.startswith("copy/")
+        ]
         assert [(r.medium, r.purpose, r.version) for r in replicas] == [("host", "retention", 1)]
         assert reserved(trainer) == NBYTES
         await source.publish(2)
@@ -66,12 +70,17 @@ async def test_unpublish_of_the_last_holder_leaves_a_local_copy_that_serves() ->
 
 async def test_a_copy_of_what_goes_with_its_worker_is_read_over_the_network() -> None:
     async with cluster("trainer", "reader") as c, connect(c.address, "keeper", HOSTED) as keeper:
-        sources = [await c.hubs[0].register("m", tensors(r), group="p", rank=r, world_size=2) for r in range(2)]
+        sources = [
+            await c.hubs[0].register("m", tensors(r), group="p", rank=r, world_size=2)
+            for r in range(2)
+        ]
         await keeper.retain("m", latest=1)
         async with connect(c.address, "other", HOSTED):
             await all_of(*(source.publish(1) for source in sources))
             await all_of(*(source.close() for source in sources))
-            replicas = [r for r in (await keeper.describe("m")).replicas if r.purpose == "retention"]
+            replicas = [
+                r for r in (await keeper.describe("m")).replicas if r.purpose == "retention"
+            ]
             assert sorted(shard.rank for r in replicas for shard in r.shards) == [0, 1]
             ins = [tensors(), tensors()]
             ranks = await ranks_of(c.hubs[1:2], ins, "r")
@@ -80,7 +89,9 @@ async def test_a_copy_of_what_goes_with_its_worker_is_read_over_the_network() ->
             assert holds(ins[1], 1)
 
 
-async def test_a_copy_of_a_version_that_is_rolled_back_goes_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_copy_of_a_version_that_is_rolled_back_goes_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: list[str] = []
     monkeypatch.setattr(host_copies.log, "warning", lambda event, **fields: told.append(event))
     async with cluster("reader") as c, connect(c.address, "trainer", HOSTED) as trainer:
@@ -100,7 +111,10 @@ async def test_with_the_last_handle_what_the_worker_retains_is_handed_over() -> 
     """Whatever that handle holds, or nothing (R5); refused, everything is as it was, and serves."""
     hasty = replace(HOSTED, op_timeout_s=0.5)
     async with cluster("reader") as c, connect(c.address, "trainer", hasty) as trainer:
-        source, other = await trainer.register("m", tensors(1)), await trainer.register("other", tensors())
+        source, other = (
+            await trainer.register("m", tensors(1)),
+            await trainer.register("other", tensors()),
+        )
         await trainer.retain("m", latest=1)
         await source.publish(1)
         await source.unpublish(timeout=20)

@@ -1,4 +1,6 @@
-"""The generated pages of docs/ are what the code says, each transport has a section, and links lead somewhere."""
+"""The generated pages of docs/ are what the code says, each transport has a section, and links lead
+somewhere.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,19 @@ def test_generated_pages_are_current(name: str) -> None:
 
 def test_nothing_tells_anybody_to_install_an_unknown_package() -> None:
     """On PyPI another project has the name. Only `tensorhub[...] @ URL` is this one."""
-    told = re.compile(r"""(pip3?|pipx|uv) (install|add)\b[^`|#]{0,80}?[ '"]tensorhub(\[[\w,]+\])?(?![\w\[./-])(?! @)""")
+    told = re.compile(
+        r"""(pip3?|pipx|uv) (install|add)\b[^`|#]{0,80}?[ '"]tensorhub(\[[\w,]+\])?(?![\w\[./-])(?! @)"""
+    )
     root, wrong = DOCS.parent, []
-    for pattern in ("*.md", "*.toml", "docs/**/*.md", "src/**/*.py", "examples/*.py", "benches/**/*.py", "benches/**/*.md"):
+    for pattern in (
+        "*.md",
+        "*.toml",
+        "docs/**/*.md",
+        "src/**/*.py",
+        "examples/*.py",
+        "benches/**/*.py",
+        "benches/**/*.md",
+    ):
         for path in root.glob(pattern):
             text = " ".join(path.read_text(encoding="utf-8").split())
             wrong += [f"{path.relative_to(root)}: {found[0]}" for found in told.finditer(text)]
@@ -59,15 +71,24 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 def test_pages_that_the_code_names_are_there() -> None:
     root = DOCS.parent
-    sources = [*root.glob("*.md"), *(path for name in ("src", "tests", "benches") for path in (root / name).rglob("*.py"))]
-    named = {name for path in sources for name in re.findall(r"docs/[\w/]+\.md", path.read_text(encoding="utf-8"))}
+    sources = [
+        *root.glob("*.md"),
+        *(path for name in ("src", "tests", "benches") for path in (root / name).rglob("*.py")),
+    ]
+    named = {
+        name
+        for path in sources
+        for name in re.findall(r"docs/[\w/]+\.md", path.read_text(encoding="utf-8"))
+    }
     assert named
     assert [name for name in sorted(named) if not (root / name).exists()] == []
 
 
 @pytest.mark.parametrize("page", MAPS, ids=lambda page: page.stem)
 def test_what_the_maps_name_is_there(page: Path) -> None:
-    """A file by its path from the root or from the package, or by its name alone; what a class has as `Class.name`."""
+    """A file by its path from the root or from the package, or by its name alone; what a class has
+    as `Class.name`.
+    """
     root, text = DOCS.parent, page.read_text(encoding="utf-8")
     package = root / "src" / "tensorhub"
     sources = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
@@ -78,7 +99,9 @@ def test_what_the_maps_name_is_there(page: Path) -> None:
     assert [name for name, is_there in zip(named, there, strict=True) if not is_there] == []
     names: dict[str, set[str]] = {}
     for source in sources.values():
-        for kind, body in re.findall(r"^class (\w+).*?\n((?:[ \t].*\n|\n|\).*\n)*)", source, re.MULTILINE):
+        for kind, body in re.findall(
+            r"^class (\w+).*?\n((?:[ \t].*\n|\n|\).*\n)*)", source, re.MULTILINE
+        ):
             found = re.findall(r"(?:^    (?:async def |def )?|self\.)(\w+)", body, re.MULTILINE)
             names.setdefault(kind, set()).update(found)
     methods = re.findall(r"`([A-Z]\w+)\.(\w+)`", text)

@@ -1,4 +1,6 @@
-"""A rank without tensors, as a pipeline's stage without an adapter, takes part in all that its group does."""
+"""A rank without tensors, as a pipeline's stage without an adapter, takes part in all that its
+group does.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,22 @@ from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
 from tensorhub.errors import RegistrationError
 from tensorhub.layouts.views import source
-from tests.rig import CHUNK_BYTES, OPTIONS, WAIT_S, Cluster, all_of, cluster, equal, holds, tensors, write
+from tests.rig import (
+    CHUNK_BYTES,
+    OPTIONS,
+    WAIT_S,
+    Cluster,
+    all_of,
+    cluster,
+    equal,
+    holds,
+    tensors,
+    write,
+)
 
-STAGED = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, drain_grace_s=0.2, host_memory_bytes=2**24)
+STAGED = Options(
+    op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, drain_grace_s=0.2, host_memory_bytes=2**24
+)
 NONE: Mapping[str, Any] = {}
 
 
@@ -26,7 +41,10 @@ def anyio_backend() -> str:
 
 
 async def group(
-    hubs: Sequence[Hub], name: str, ranks: Sequence[Mapping[str, Any]], sources: Sequence[Any] | None = None
+    hubs: Sequence[Hub],
+    name: str,
+    ranks: Sequence[Mapping[str, Any]],
+    sources: Sequence[Any] | None = None,
 ) -> list[Weights]:
     said = sources or [None] * len(ranks)
     settings = {"group": name, "world_size": len(ranks)}
@@ -69,14 +87,18 @@ async def test_ranks_of_the_same_layout(where: int) -> None:
         assert dict(fetched) == {}
         await c.hubs[0].retain("m", latest=1)
         await all_of(*(each.close() for each in trainer))
-        again = await c.hubs[0].register("m", tensors(), group="late", rank=(where + 1) % 3, world_size=3)
+        again = await c.hubs[0].register(
+            "m", tensors(), group="late", rank=(where + 1) % 3, world_size=3
+        )
         assert again.state == "empty"
         assert [each.version for each in rollout] == [2, 2, 2]
 
 
 @contextlib.asynccontextmanager
 async def trainer_and_rollout(*, packed: int = 0) -> AsyncIterator[Cluster]:
-    options = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, drain_grace_s=0.2, pack_bytes=packed)
+    options = Options(
+        op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, drain_grace_s=0.2, pack_bytes=packed
+    )
     async with cluster("t0", "t1", "r0", "r1", options=options) as c:
         yield c
 
@@ -92,7 +114,9 @@ async def test_the_whole_model_of_a_group_with_an_empty_rank(packed: int) -> Non
         }
         mine = tensors()
         reader = await c.hubs[2].register("m", mine)
-        assert (await c.hubs[3].plan("m", mine)).nbytes == sum(tensor.nbytes for tensor in mine.values())
+        assert (await c.hubs[3].plan("m", mine)).nbytes == sum(
+            tensor.nbytes for tensor in mine.values()
+        )
         await reader.replicate(1)
         assert equal(mine, given)
 
@@ -102,7 +126,9 @@ async def test_a_reading_group_with_an_empty_rank_and_another_layout_than_the_tr
         given, mine = tensors(5), tensors()
         trainer = await c.hubs[0].register("m", given)
         await trainer.publish(1)
-        rollout = await group(c.hubs[2:], "r", [mine, NONE], [{name: source(name) for name in mine}, None])
+        rollout = await group(
+            c.hubs[2:], "r", [mine, NONE], [{name: source(name) for name in mine}, None]
+        )
         await all_of(*(each.replicate(1) for each in rollout))
         assert equal(mine, given)
         await trainer.unpublish()
@@ -113,7 +139,9 @@ async def test_a_reading_group_with_an_empty_rank_and_another_layout_than_the_tr
         assert reports[1].bytes_read == 0
         await trainer.close()  # the group serves what it has
         other = tensors()
-        late = await group(c.hubs[:2], "late", [other, NONE], [{name: source(name) for name in other}, None])
+        late = await group(
+            c.hubs[:2], "late", [other, NONE], [{name: source(name) for name in other}, None]
+        )
         await all_of(*(each.replicate(2) for each in late))
         assert equal(other, given)
 

@@ -1,4 +1,6 @@
-"""Every error of the public API, provoked through it: what it says, whether trying again helps, and what the memory is."""
+"""Every error of the public API, provoked through it: what it says, whether trying again helps, and
+what the memory is.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,10 @@ async def mutate_in_vain(weights: Weights, version: int, timeout: float | None =
 
 
 async def ranks_of(c: Cluster, group: str, content: int | None = None) -> list[Weights]:
-    return [await hub.register("m", tensors(content), group=group, rank=r, world_size=2) for r, hub in enumerate(c.hubs)]
+    return [
+        await hub.register("m", tensors(content), group=group, rank=r, world_size=2)
+        for r, hub in enumerate(c.hubs)
+    ]
 
 
 async def all_call(*calls: Callable[[], Awaitable[object]]) -> None:
@@ -119,7 +124,8 @@ async def all_call(*calls: Callable[[], Awaitable[object]]) -> None:
             tasks.start_soon(call, each)
 
 
-# ------------------------------------------------------------------------------------------------------------- versions
+# --------------------------------------------------------------------------------------------------
+# versions
 
 
 @provokes(VersionUnavailable)
@@ -129,13 +135,29 @@ async def test_a_version_that_there_is_not() -> None:
         async with source.mutate(3):
             pass
         weights = await c.hubs[1].register("m", tensors())
-        with raises(VersionUnavailable, "version 4 of 'm' is not published yet", "wait_for()", retryable=True):
+        with raises(
+            VersionUnavailable,
+            "version 4 of 'm' is not published yet",
+            "wait_for()",
+            retryable=True,
+        ):
             await weights.replicate(4)
-        with raises(VersionUnavailable, "version 2 of 'm' does not exist any more; held now: version 3", retryable=False):
+        with raises(
+            VersionUnavailable,
+            "version 2 of 'm' does not exist any more; held now: version 3",
+            retryable=False,
+        ):
             await weights.replicate(2)
-        with raises(VersionUnavailable, "'m' (the newest version is 3)", "no live worker holds 'latest-1'", retryable=True):
+        with raises(
+            VersionUnavailable,
+            "'m' (the newest version is 3)",
+            "no live worker holds 'latest-1'",
+            retryable=True,
+        ):
             await weights.replicate("latest-1", timeout=0.05)
-        with raises(VersionUnavailable, "no model 'n' is known here; known models: m", retryable=True):
+        with raises(
+            VersionUnavailable, "no model 'n' is known here; known models: m", retryable=True
+        ):
             await c.hubs[1].describe("n")
         assert weights.state == "empty"
 
@@ -148,7 +170,10 @@ async def test_a_version_whose_only_source_leaves_in_mid_read() -> None:
             weights = await c.hubs[1].register("m", tensors())
 
             async def replicate() -> None:
-                says = ("version 1 of 'm': its last holder has left on purpose", "ask again for a newer version")
+                says = (
+                    "version 1 of 'm': its last holder has left on purpose",
+                    "ask again for a newer version",
+                )
                 with raises(VersionUnavailable, *says, retryable=True, memory="torn"):
                     await weights.replicate(1)
 
@@ -167,7 +192,9 @@ async def test_a_number_that_is_used() -> None:
     async with cluster("one", "two") as c:
         source = await published(c.hubs[0], 5)
         await source.unpublish()
-        says = "version 5 of 'm' cannot be published: the newest number so far is 5; publish 6 or more"
+        says = (
+            "version 5 of 'm' cannot be published: the newest number so far is 5; publish 6 or more"
+        )
         with raises(VersionConflict, says, retryable=False):
             await source.publish(5)
         assert source.state == "empty"
@@ -176,7 +203,12 @@ async def test_a_number_that_is_used() -> None:
             tasks.start_soon(ranks[0].publish, 6)
             await until(lambda: ranks[0]._handle.member.running is not None)
             await c.hubs[0].describe("m")  # so that the coordinator has heard of it
-            with raises(VersionConflict, "version 6 of 'm' is being published by group 'g'", "try again", retryable=True):
+            with raises(
+                VersionConflict,
+                "version 6 of 'm' is being published by group 'g'",
+                "try again",
+                retryable=True,
+            ):
                 await source.publish(6)
             tasks.cancel_scope.cancel()
         await source.publish(6)  # that one has failed
@@ -186,7 +218,11 @@ async def test_a_number_that_is_used() -> None:
 async def test_tensors_that_are_not_those_of_the_version() -> None:
     async with cluster("trainer", "reader") as c:
         await published(c.hubs[0])
-        mine: dict[str, Any] = {"a": np.zeros(7, np.uint8), "b": np.zeros(4 * CHUNK_BYTES, np.int8), "d": np.zeros(1)}
+        mine: dict[str, Any] = {
+            "a": np.zeros(7, np.uint8),
+            "b": np.zeros(4 * CHUNK_BYTES, np.int8),
+            "d": np.zeros(1),
+        }
         weights = await c.hubs[1].register("m", mine)
         with raises(ManifestMismatch, "difference(s)", retryable=False) as caught:
             await weights.replicate()
@@ -216,27 +252,47 @@ async def test_the_advice_of_a_mismatch_leads_to_a_fill() -> None:
         assert mine["mine"].tolist() == [7.0] * 3
 
 
-# ---------------------------------------------------------------------------------------------------------- registering
+# --------------------------------------------------------------------------------------------------
+# registering
 
 
 @provokes(RegistrationError)
 async def test_tensors_that_cannot_be_registered_are_all_named() -> None:
     big = torch.zeros(8)
     faults: dict[str, tuple[Any, str]] = {
-        "meta": (torch.zeros(2, device="meta"), "it is on the meta device and has no bytes; materialize it"),
-        "strided": (torch.zeros(4, 4).t(), "it is not contiguous (shape (4, 4), stride (1, 4)); register `.contiguous()`"),
+        "meta": (
+            torch.zeros(2, device="meta"),
+            "it is on the meta device and has no bytes; materialize it",
+        ),
+        "strided": (
+            torch.zeros(4, 4).t(),
+            "it is not contiguous (shape (4, 4), stride (1, 4)); register `.contiguous()`",
+        ),
     }
     async with cluster("trainer") as c:
         hub = c.hubs[0]
-        with raises(RegistrationError, f"{len(faults)} tensor(s) cannot be registered", retryable=False) as caught:
-            await hub.register("m", {"good": big, **{name: tensor for name, (tensor, _) in faults.items()}})
+        with raises(
+            RegistrationError, f"{len(faults)} tensor(s) cannot be registered", retryable=False
+        ) as caught:
+            await hub.register(
+                "m", {"good": big, **{name: tensor for name, (tensor, _) in faults.items()}}
+            )
         lines = str(caught[0]).splitlines()
         for name, (_, says) in faults.items():
-            assert any(line.strip().startswith(f"{name!r}: ") and says in line for line in lines), name
-        with raises(RegistrationError, "'x' and 'y'", "Register the larger one alone, or copy", retryable=False):
+            assert any(line.strip().startswith(f"{name!r}: ") and says in line for line in lines), (
+                name
+            )
+        with raises(
+            RegistrationError,
+            "'x' and 'y'",
+            "Register the larger one alone, or copy",
+            retryable=False,
+        ):
             await hub.register("m", {"x": big[:5], "y": big[3:]})
         with raises(
-            RegistrationError, "give an nn.Module or a mapping of names to tensors, not builtins.list", retryable=False
+            RegistrationError,
+            "give an nn.Module or a mapping of names to tensors, not builtins.list",
+            retryable=False,
         ):
             await hub.register("m", [big])  # type: ignore[arg-type]
         with raises(RegistrationError, "there are none; give at least one", retryable=False):
@@ -251,7 +307,13 @@ async def test_tensors_that_were_replaced() -> None:
         weights = await c.hubs[0].register("m", mine)
         mine["p"].data = torch.ones(4)
         for call in (lambda: weights.publish(1), weights.replicate, weights.update):
-            with raises(RegistrationError, "1 tensor(s) were replaced", "'p': its storage", "`copy_`", retryable=False):
+            with raises(
+                RegistrationError,
+                "1 tensor(s) were replaced",
+                "'p': its storage",
+                "`copy_`",
+                retryable=False,
+            ):
                 await call()
         assert weights.state == "empty"
 
@@ -260,17 +322,29 @@ async def test_tensors_that_were_replaced() -> None:
 async def test_a_rank_that_is_taken() -> None:
     async with cluster("one", "two") as c:
         first = await c.hubs[0].register("m", tensors(), group="g")
-        with raises(RegistrationError, "rank 0 of group 'g' of 'm'", "'one', which is connected: close it", retryable=True):
+        with raises(
+            RegistrationError,
+            "rank 0 of group 'g' of 'm'",
+            "'one', which is connected: close it",
+            retryable=True,
+        ):
             await c.hubs[1].register("m", tensors(), group="g")
-        with raises(RegistrationError, "registered by this worker already: close it first", retryable=False):
+        with raises(
+            RegistrationError, "registered by this worker already: close it first", retryable=False
+        ):
             await c.hubs[0].register("m", tensors(), group="g")
-        with raises(RegistrationError, "group 'g' of 'm' has 1 ranks, not 2: give every rank", retryable=False):
+        with raises(
+            RegistrationError,
+            "group 'g' of 'm' has 1 ranks, not 2: give every rank",
+            retryable=False,
+        ):
             await c.hubs[1].register("m", tensors(), group="g", rank=1, world_size=2)
         await first.close()
         await c.hubs[1].register("m", tensors(), group="g")
 
 
-# ------------------------------------------------------------------------------------------------- memory that is written
+# -------------------------------------------------------------------------------------------------
+# memory that is written
 
 
 def model() -> dict[str, torch.Tensor]:
@@ -362,11 +436,17 @@ async def test_a_rank_whose_memory_was_written_ends_its_groups_mutate() -> None:
         await all_call(good, bad)
 
 
-# --------------------------------------------------------------------------------------------------------------- draining
+# --------------------------------------------------------------------------------------------------
+# draining
 
 LARGE = 48 * 2**20  # more than what the sockets' buffers hold
 PATIENT = Options(op_timeout_s=WAIT_S, chunk_bytes=2**26, drain_grace_s=WAIT_S)
-STAYS = ("'m'", "version 1 is still being read", "it stays published and must not be written", "with a longer timeout")
+STAYS = (
+    "'m'",
+    "version 1 is still being read",
+    "it stays published and must not be written",
+    "with a longer timeout",
+)
 
 
 @provokes(DrainTimeout)
@@ -382,7 +462,8 @@ async def test_memory_that_cannot_be_taken_back_in_time() -> None:
             generations = [generation_of(source)]
 
             async def replicate() -> None:
-                with contextlib.suppress(VersionUnavailable):  # its source was leaving, as far as it could be seen
+                # its source was leaving, as far as it could be seen
+                with contextlib.suppress(VersionUnavailable):
                     await weights.replicate()
                 await weights.update()
 
@@ -398,7 +479,8 @@ async def test_memory_that_cannot_be_taken_back_in_time() -> None:
             assert (copy == 1).all()
             assert weights.version == 1
             assert generations[0] != generations[1]
-            # The reader may have all of it before the owner's lane knows that its send call is over.
+            # The reader may have all of it before the owner's lane knows that its send call is
+            # over.
             await until(lambda: "0 accesses" in repr(handle_of(source)._owner))
             await source.unpublish(timeout=0)
             assert source.state == "empty"
@@ -414,10 +496,16 @@ def generation_of(weights: Weights) -> int:
 
 @contextlib.contextmanager
 def accessed(weights: Weights) -> Iterator[None]:
-    """One of the owner's own accesses runs, which no fence can end: as a digest, or a copy off a device."""
+    """One of the owner's own accesses runs, which no fence can end: as a digest, or a copy off a
+    device.
+    """
     content = weights._handle.member.content
     assert content is not None
-    right = (handle_of(weights)._registration, content.generation, ContentId(content.version.content_id))
+    right = (
+        handle_of(weights)._registration,
+        content.generation,
+        ContentId(content.version.content_id),
+    )
     with handle_of(weights)._owner.access(None, *right, [0], 1, 0.0) as access:
         assert isinstance(access, tuple)
         yield
@@ -464,7 +552,8 @@ def memory_of(weights: Weights) -> Any:
     return memory._given
 
 
-# ------------------------------------------------------------------------------------------------------------------ calls
+# --------------------------------------------------------------------------------------------------
+# calls
 
 
 @provokes(StateError)
@@ -477,7 +566,10 @@ async def test_calls_that_the_handles_state_forbids() -> None:
             tasks.start_soon(weights.replicate)
             await until(lambda: weights._handle.member.running is not None)
             with raises(
-                StateError, "'m' (group", "a call is still running on this handle; one call at a time", retryable=True
+                StateError,
+                "'m' (group",
+                "a call is still running on this handle; one call at a time",
+                retryable=True,
             ):
                 await weights.publish(1)
             tasks.cancel_scope.cancel()
@@ -487,7 +579,11 @@ async def test_calls_that_the_handles_state_forbids() -> None:
             await weights.publish(2)
         with raises(StateError, "holds version 1: update() replaces it", retryable=False):
             await weights.replicate()
-        with raises(StateError, "update(staged=True) needs host memory: set Options.host_memory_bytes", retryable=False):
+        with raises(
+            StateError,
+            "update(staged=True) needs host memory: set Options.host_memory_bytes",
+            retryable=False,
+        ):
             await weights.update(staged=True)
         assert (weights.state, weights.version) == ("ready", 1)
         await weights.close()
@@ -505,14 +601,22 @@ async def test_arguments_and_addresses_that_cannot_be() -> None:
             await hub.wait_for("m", at_least="1")  # type: ignore[arg-type]
         with raises(InvalidValue, "timeout=-1: give seconds, 0 or more", retryable=False):
             await hub.wait_for("m", at_least=1, timeout=-1)
-        with raises(InvalidValue, "'http://x' is not a TensorHub address: give \"tcp://HOST:PORT\"", retryable=False):
+        with raises(
+            InvalidValue,
+            "'http://x' is not a TensorHub address: give \"tcp://HOST:PORT\"",
+            retryable=False,
+        ):
             async with connect("http://x"):
                 pass
         port = parse_address(c.address)[1]
-        with raises(StateError, f"port {port} of 127.0.0.1 is in use", "choose another port", retryable=True):
+        with raises(
+            StateError, f"port {port} of 127.0.0.1 is in use", "choose another port", retryable=True
+        ):
             async with tensorhub.serve(port=port, token=""):
                 pass
-        with raises(InvalidValue, "Options.chunk_bytes = 1: give 4096 to 2**30 bytes", retryable=False):
+        with raises(
+            InvalidValue, "Options.chunk_bytes = 1: give 4096 to 2**30 bytes", retryable=False
+        ):
             Options(chunk_bytes=1)
 
 
@@ -520,7 +624,9 @@ async def test_arguments_and_addresses_that_cannot_be() -> None:
 async def test_deadlines() -> None:
     with gated(2) as gate:
         async with cluster("trainer", "reader") as c:
-            with raises(OperationTimeout, "version 3 of 'm' was not published within 0.05 s", retryable=True) as caught:
+            with raises(
+                OperationTimeout, "version 3 of 'm' was not published within 0.05 s", retryable=True
+            ) as caught:
                 await c.hubs[1].wait_for("m", at_least=3, timeout=0.05)
             assert isinstance(caught[0], TimeoutError)
             ranks = await ranks_of(c, "g", 1)
@@ -544,7 +650,9 @@ async def test_what_another_rank_does_ends_the_groups_call() -> None:
         ranks = await ranks_of(c, "g", 1)
 
         async def good() -> None:
-            with raises(GroupAborted, "publish of group 'g' ended on all ranks: rank 1", retryable=True) as caught:
+            with raises(
+                GroupAborted, "publish of group 'g' ended on all ranks: rank 1", retryable=True
+            ) as caught:
                 async with ranks[0].mutate(1):
                     pass
             assert caught[0].causes == {1: "the body of mutate(1) raised ValueError: mine"}
@@ -558,7 +666,11 @@ async def test_what_another_rank_does_ends_the_groups_call() -> None:
         assert [rank.state for rank in ranks] == ["empty", "empty"]
 
         async def differs(rank: Weights, number: int) -> None:
-            says = ("the ranks of group 'g' made different calls", "publish(1) on rank", "publish(2) on rank")
+            says = (
+                "the ranks of group 'g' made different calls",
+                "publish(1) on rank",
+                "publish(2) on rank",
+            )
             with raises(GroupAborted, *says, retryable=False) as caught:
                 await rank.publish(number)
             assert caught[0].causes == {0: "called publish(1)", 1: "called publish(2)"}
@@ -580,7 +692,12 @@ async def test_a_rank_that_leaves_in_mid_read_tears_the_others() -> None:
                 second = await two.register("m", tensors(), group="g", rank=1, world_size=2)
 
                 async def stays() -> None:
-                    says = ("replicate of group 'g' ended on all ranks: rank 1: the call was cancelled by its caller",)
+                    says = (
+                        (
+                            "replicate of group 'g' ended on all ranks: rank 1: the call was cancelled "
+                            "by its caller"
+                        ),
+                    )
                     with raises(GroupAborted, *says, retryable=True, memory="torn") as caught:
                         await first.replicate()
                     assert set(caught[0].causes) == {1}
@@ -603,7 +720,11 @@ async def test_a_version_that_was_given_up_while_its_holder_was_away() -> None:
         await coordinator.stop()
         await coordinator.start()
         await until(lambda: source.state == "empty")
-        says = ("'m'", "version 3, which it held, is unknown to the coordinator", "write it, and publish a new version")
+        says = (
+            "'m'",
+            "version 3, which it held, is unknown to the coordinator",
+            "write it, and publish a new version",
+        )
         with raises(LeaseLost, *says, retryable=False):
             await source.unpublish()
         with raises(StateError, "there is nothing to unpublish", retryable=False):
@@ -622,12 +743,15 @@ async def restartable() -> AsyncIterator[Restartable]:
             await coordinator.stop()
 
 
-# -------------------------------------------------------------------------------------------------------------- integrity
+# --------------------------------------------------------------------------------------------------
+# integrity
 
 
 @provokes(IntegrityError)
 async def test_bytes_that_do_not_have_their_digest_at_any_source() -> None:
-    """The array is written by a way that nobody counts, after its digests were made for a first reader."""
+    """The array is written by a way that nobody counts, after its digests were made for a first
+    reader.
+    """
     async with cluster("trainer", "first", "second") as c:
         mine = tensors(1)
         source = await c.hubs[0].register("m", mine)
@@ -639,14 +763,23 @@ async def test_bytes_that_do_not_have_their_digest_at_any_source() -> None:
         weights = await c.hubs[2].register("m", tensors())
         chunk = CHUNKS // 3 + 1
         says = (
-            "replicate of 'm': version 1: every source that rank 0 tried sent bytes that do not have their digest",
-            f"reads that failed: worker 'trainer': chunk {chunk} does not have its digest (tensor 'b')",
+            (
+                "replicate of 'm': version 1: every source that rank 0 tried sent bytes that do not "
+                "have their digest"
+            ),
+            (
+                f"reads that failed: worker 'trainer': chunk {chunk} does not have its digest (tensor "
+                f"'b')"
+            ),
             "have it published anew, then call again",
         )
         with raises(IntegrityError, *says, retryable=True, memory="torn"):
             await weights.replicate(timeout=1)
         assert (weights.state, weights.version) == ("torn", None)
-        spoiled = ("version 1 of 'm'", f"while it was published: 'b' (chunk {chunk} does not have its digest any more)")
+        spoiled = (
+            "version 1 of 'm'",
+            f"while it was published: 'b' (chunk {chunk} does not have its digest any more)",
+        )
         with raises(MutabilityViolation, *spoiled, retryable=False, memory="torn"):
             await source.unpublish()
         async with source.mutate(2):
@@ -655,7 +788,8 @@ async def test_bytes_that_do_not_have_their_digest_at_any_source() -> None:
         assert holds(memory_of(weights), 2)
 
 
-# -------------------------------------------------------------------------------------------------------------- connecting
+# --------------------------------------------------------------------------------------------------
+# connecting
 
 
 @provokes(AuthenticationFailed)
@@ -665,7 +799,12 @@ async def test_secrets_that_differ_and_open_access_beyond_loopback() -> None:
             async with connect(c.address, token="wrong"):
                 pass
         assert "wrong" not in str(caught[0]).split()
-        with raises(AuthenticationFailed, "open access is for loopback only", "TENSORHUB_TOKEN", retryable=False):
+        with raises(
+            AuthenticationFailed,
+            "open access is for loopback only",
+            "TENSORHUB_TOKEN",
+            retryable=False,
+        ):
             async with tensorhub.serve("0.0.0.0", token=""):
                 pass
 
@@ -701,7 +840,9 @@ async def test_a_transport_that_there_is_not() -> None:
             async with tensorhub.connect(c.address, token="", transports=["carrier pigeon"]):
                 pass
         with raises(
-            TransportUnavailable, "no transport is allowed; there are cuda_ipc, shm, cma, rdma, nixl, tcp", retryable=False
+            TransportUnavailable,
+            "no transport is allowed; there are cuda_ipc, shm, cma, rdma, nixl, tcp",
+            retryable=False,
         ):
             async with tensorhub.connect(c.address, token="", transports=[]):
                 pass
@@ -711,12 +852,23 @@ async def test_a_transport_that_there_is_not() -> None:
 async def test_a_coordinator_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(active_call, "DEADLINE_SLACK_S", 0.1)  # for its answer
     async with restartable() as coordinator, contextlib.AsyncExitStack() as stack:
-        hub, peer = [await stack.enter_async_context(connect(coordinator.address, name)) for name in ("worker", "peer")]
+        hub, peer = [
+            await stack.enter_async_context(connect(coordinator.address, name))
+            for name in ("worker", "peer")
+        ]
         held, empty = await published(hub), await hub.register("n", tensors())
-        ranks = [await each.register("g", tensors(1), group="g", rank=r, world_size=2) for r, each in enumerate((hub, peer))]
+        ranks = [
+            await each.register("g", tensors(1), group="g", rank=r, world_size=2)
+            for r, each in enumerate((hub, peer))
+        ]
 
         async def publish() -> None:
-            says = ("'g' (group 'g', rank 0): publish: the coordinator could not be reached within 0.5 s",)
+            says = (
+                (
+                    "'g' (group 'g', rank 0): publish: the coordinator could not be reached within 0.5 "
+                    "s"
+                ),
+            )
             with raises(CoordinatorUnavailable, *says, retryable=True, memory="in_doubt"):
                 await ranks[0].publish(1, timeout=0.5)
             assert ranks[0].state == "in_doubt"
@@ -727,16 +879,33 @@ async def test_a_coordinator_that_is_not_there(monkeypatch: pytest.MonkeyPatch) 
             await hub.describe("g")  # so that its vote was heard
             await coordinator.stop()
             await until(lambda: "offline" in repr(hub))
-            with raises(CoordinatorUnavailable, "describe", "could not be reached within 0.05 s", retryable=True):
+            with raises(
+                CoordinatorUnavailable,
+                "describe",
+                "could not be reached within 0.05 s",
+                retryable=True,
+            ):
                 await hub.describe(timeout=0.05)
-            with raises(CoordinatorUnavailable, "version 9 of 'm'", "cannot be reached", retryable=True):
+            with raises(
+                CoordinatorUnavailable, "version 9 of 'm'", "cannot be reached", retryable=True
+            ):
                 await hub.wait_for("m", at_least=9, timeout=0.05)
-            with raises(CoordinatorUnavailable, "'n'", "replicate: the coordinator could not be reached", retryable=True):
+            with raises(
+                CoordinatorUnavailable,
+                "'n'",
+                "replicate: the coordinator could not be reached",
+                retryable=True,
+            ):
                 await empty.replicate(timeout=0.05)
             assert empty.state == "empty"
             await held.unpublish(timeout=5)  # needs nobody
             assert held.state == "empty"
-        with raises(CoordinatorUnavailable, "no coordinator can be reached", "is one running there?", retryable=True):
+        with raises(
+            CoordinatorUnavailable,
+            "no coordinator can be reached",
+            "is one running there?",
+            retryable=True,
+        ):
             async with connect(coordinator.address):
                 pass
         await coordinator.start()

@@ -1,4 +1,6 @@
-"""Every kind of tensor through a real publication, replicated and fetched: no byte, dtype, shape or scale is lost."""
+"""Every kind of tensor through a real publication, replicated and fetched: no byte, dtype, shape or
+scale is lost.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tensorhub.memory.tensors import view
 from tensorhub.types import Options
 from tests.rig import OPTIONS
 
-DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+)
 QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)
 PACKED = (torch.quint4x2, torch.quint2x4)  # refused: tests/memory/test_tensors.py
 SHAPES = [(), (0,), (1,), (3, 0, 2), (1, 1, 1), (7, 5), (300, 1000)]
@@ -34,7 +38,10 @@ class Hubs:
     def through(self, source: dict[str, Any], target: dict[str, Any]) -> tensorhub.Fetched:
         """Publish `source`, replicate it into `target`, fetch it."""
         model = next(self.models)
-        published, replica = self.trainer.register(model, source), self.reader.register(model, target)
+        published, replica = (
+            self.trainer.register(model, source),
+            self.reader.register(model, target),
+        )
         published.publish(1)
         replica.replicate()
         fetched = self.reader.fetch(model)
@@ -62,7 +69,8 @@ def hubs() -> Iterator[Hubs]:
 @contextmanager
 def without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # complex32 is experimental, and quantized tensors are to be given up
+        # complex32 is experimental, and quantized tensors are to be given up
+        warnings.simplefilter("ignore")
         yield
 
 
@@ -80,9 +88,13 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torc
     return made
 
 
-def empty_quantized(dtype: torch.dtype, shape: tuple[int, ...], scale: float, zero_point: int) -> torch.Tensor:
+def empty_quantized(
+    dtype: torch.dtype, shape: tuple[int, ...], scale: float, zero_point: int
+) -> torch.Tensor:
     with without_warnings():
-        made: torch.Tensor = torch._empty_affine_quantized(shape, scale=scale, zero_point=zero_point, dtype=dtype)
+        made: torch.Tensor = torch._empty_affine_quantized(
+            shape, scale=scale, zero_point=zero_point, dtype=dtype
+        )
         return made
 
 
@@ -92,11 +104,18 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """In every bit, and in all that a tensor is besides: NaNs of one pattern are equal, and 0.0 is not -0.0."""
+    """In every bit, and in all that a tensor is besides: NaNs of one pattern are equal, and 0.0 is
+    not -0.0.
+    """
     same_quantizer = one.is_quantized == other.is_quantized and (
-        not one.is_quantized or (one.q_scale(), one.q_zero_point()) == (other.q_scale(), other.q_zero_point())
+        not one.is_quantized
+        or (one.q_scale(), one.q_zero_point()) == (other.q_scale(), other.q_zero_point())
     )
-    return (one.dtype, one.shape, bytes(view(one))) == (other.dtype, other.shape, bytes(view(other))) and same_quantizer
+    return (one.dtype, one.shape, bytes(view(one))) == (
+        other.dtype,
+        other.shape,
+        bytes(view(other)),
+    ) and same_quantizer
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in PACKED], ids=str)
@@ -111,9 +130,13 @@ def test_every_dtype_in_every_shape(hubs: Hubs, dtype: torch.dtype) -> None:
 
 def test_a_reader_of_another_scale_is_told_so(hubs: Hubs) -> None:
     with without_warnings():
-        source, target = (torch.quantize_per_tensor(torch.zeros(4), scale, 0, torch.quint8) for scale in (0.5, 0.25))
+        source, target = (
+            torch.quantize_per_tensor(torch.zeros(4), scale, 0, torch.quint8)
+            for scale in (0.5, 0.25)
+        )
     with pytest.raises(
-        errors.ManifestMismatch, match=r"'w' has \(scale, zero point\) \(0.5, 0\) at the source and \(0.25, 0\)"
+        errors.ManifestMismatch,
+        match=r"'w' has \(scale, zero point\) \(0.5, 0\) at the source and \(0.25, 0\)",
     ):
         hubs.through({"w": source}, {"w": target})
 
@@ -121,19 +144,26 @@ def test_a_reader_of_another_scale_is_told_so(hubs: Hubs) -> None:
 def test_quantized_tensors_that_share_memory(hubs: Hubs) -> None:
     with without_warnings():
         one = torch.quantize_per_tensor(torch.randn(6), 0.1, 1, torch.qint8)
-    other = empty_quantized(torch.qint8, (0,), 0.5, 2).set_(one.untyped_storage(), 0, (2, 3), (3, 1))
-    fetched = hubs.through({"one": one, "other": other}, {"one": empty_like(one), "other": empty_like(other)})
+    other = empty_quantized(torch.qint8, (0,), 0.5, 2).set_(
+        one.untyped_storage(), 0, (2, 3), (3, 1)
+    )
+    fetched = hubs.through(
+        {"one": one, "other": other}, {"one": empty_like(one), "other": empty_like(other)}
+    )
     assert identical(fetched["one"], one)
     assert identical(fetched["other"], other)
     assert fetched["one"].data_ptr() == fetched["other"].data_ptr()
 
 
-@pytest.mark.parametrize("kind", ["bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex128"])
+@pytest.mark.parametrize(
+    "kind", ["bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex128"]
+)
 def test_numpy_arrays_and_torch_tensors_read_each_other(hubs: Hubs, kind: str) -> None:
     array = np.random.default_rng(7).integers(0, 2, (4, 5)).astype(kind)
     tensor = torch.from_numpy(array.copy())
     fetched = hubs.through(
-        {"w": array, "0-d": np.array(3, kind)}, {"w": torch.zeros_like(tensor), "0-d": tensor.new_zeros(())}
+        {"w": array, "0-d": np.array(3, kind)},
+        {"w": torch.zeros_like(tensor), "0-d": tensor.new_zeros(())},
     )
     assert torch.equal(fetched["w"], tensor)
     assert fetched["0-d"].shape == ()
@@ -157,7 +187,11 @@ def test_one_tensor_of_5_gib() -> None:
     """Each element says where it is, so that no byte beyond 2**32 can be in another's place."""
     elements = 5 * 2**30 // 8
     source = {"before": torch.arange(5), "w": torch.arange(elements), "after": torch.arange(-5, 0)}
-    target = {"w": torch.empty(elements, dtype=torch.int64), "before": torch.zeros(5).long(), "after": torch.zeros(5).long()}
+    target = {
+        "w": torch.empty(elements, dtype=torch.int64),
+        "before": torch.zeros(5).long(),
+        "after": torch.zeros(5).long(),
+    }
     with connected(Options(op_timeout_s=500.0)) as hubs:
         published, replica = hubs.trainer.register("m", source), hubs.reader.register("m", target)
         published.publish(1)

@@ -1,4 +1,5 @@
-"""A process with an open hub ends, whatever holds the hub, and what it had in the cluster goes with it.
+"""A process with an open hub ends, whatever holds the hub, and what it had in the cluster goes with
+it.
 
 Each child is a real interpreter. This process sees what the child has said to the coordinator.
 """
@@ -307,7 +308,9 @@ def watcher() -> Iterator[tuple[str, sync.Hub]]:
 @contextmanager
 def child(address: str, program: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-W", "error", "-c", BEGIN + program, address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:
@@ -328,7 +331,9 @@ def begin_anew(hub: sync.Hub) -> None:
 
 
 def has_left(hub: sync.Hub, model: str = "m") -> bool:
-    """Whether the child says goodbye: else it is there until its lease is over, which takes longer."""
+    """Whether the child says goodbye: else it is there until its lease is over, which takes
+    longer.
+    """
     until = time.monotonic() + WAIT_S
     while time.monotonic() < until:
         known = [each for each in hub.describe() if each.model == model]
@@ -338,7 +343,9 @@ def has_left(hub: sync.Hub, model: str = "m") -> bool:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_process_with_an_open_hub_ends_and_has_left(watcher: tuple[str, sync.Hub], way: str) -> None:
+def test_a_process_with_an_open_hub_ends_and_has_left(
+    watcher: tuple[str, sync.Hub], way: str
+) -> None:
     address, hub = watcher
     begin_anew(hub)
     program, code = WAYS[way]
@@ -374,14 +381,19 @@ print('ends', flush=True)"""
 
 
 def test_the_option_is_checked() -> None:
-    with pytest.raises(tensorhub.InvalidValue, match=r"Options.exit_timeout_s = -1: give a number of seconds, 0 or more"):
+    with pytest.raises(
+        tensorhub.InvalidValue,
+        match=r"Options.exit_timeout_s = -1: give a number of seconds, 0 or more",
+    ):
         tensorhub.Options(exit_timeout_s=-1)
     assert tensorhub.Options().exit_timeout_s == 5
 
 
-# ------------------------------------------------------------------------------------------------------------- SIGTERM
+# --------------------------------------------------------------------------------------------------
+# SIGTERM
 
-# Children sleep in short turns: a signal that comes just before a long wait in C would have its handler run after that.
+# Children sleep in short turns: a signal that comes just before a long wait in C would have its
+# handler run after that.
 WAITS = "print('ready', flush=True)\nwhile True:\n    time.sleep(0.05)"
 TERMINATED = {
     "by default": (
@@ -483,7 +495,9 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize("way", TERMINATED)
-def test_sigterm_lets_a_process_leave_before_it_ends(watcher: tuple[str, sync.Hub], way: str) -> None:
+def test_sigterm_lets_a_process_leave_before_it_ends(
+    watcher: tuple[str, sync.Hub], way: str
+) -> None:
     address, hub = watcher
     begin_anew(hub)
     program, code = TERMINATED[way]
@@ -500,8 +514,14 @@ def test_on_sigterm_what_is_retained_is_handed_over(watcher: tuple[str, sync.Hub
     """By `sys.exit`, as at each end, it would be lost: that waits for nobody."""
     address, hub = watcher
     room = Options(op_timeout_s=WAIT_S, host_memory_bytes=2**20)
-    program = f"tensorhub.leave_on_sigterm(1000)\nhub = connect()\nhub.retain('r', latest=1)\n{KEPT}{WAITS}"
-    with sync.connect(address, name="keeper", token="", options=room), child(address, program) as process:
+    program = (
+        f"tensorhub.leave_on_sigterm(1000)\nhub = connect()\nhub.retain('r', "
+        f"latest=1)\n{KEPT}{WAITS}"
+    )
+    with (
+        sync.connect(address, name="keeper", token="", options=room),
+        child(address, program) as process,
+    ):
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.terminate()
@@ -514,7 +534,8 @@ def test_leaving_takes_no_longer_than_it_may(watcher: tuple[str, sync.Hub]) -> N
     """What is retained, and nobody takes, is given up in the end."""
     address, hub = watcher
     program = (
-        f"tensorhub.leave_on_sigterm(4)\nhub = connect()\nhub.retain('r', latest=1)\n{KEPT.replace('(1)', '(2)')}{WAITS}"
+        f"tensorhub.leave_on_sigterm(4)\nhub = connect()\nhub.retain('r', "
+        f"latest=1)\n{KEPT.replace('(1)', '(2)')}{WAITS}"
     )
     with child(address, program) as process:
         assert process.stdout is not None
@@ -527,9 +548,11 @@ def test_leaving_takes_no_longer_than_it_may(watcher: tuple[str, sync.Hub]) -> N
 
 def test_a_forked_child_ends_at_once(watcher: tuple[str, sync.Hub]) -> None:
     program = (
-        "tensorhub.leave_on_sigterm(1000)\nhub = connect()\nready, here = os.pipe()\nchild = os.fork()\n"
+        "tensorhub.leave_on_sigterm(1000)\nhub = connect()\nready, here = os.pipe()\nchild = "
+        "os.fork()\n"
         "if child == 0:\n    os.write(here, b'x')\n    time.sleep(1000)\nos.read(ready, 1)\n"
-        "os.kill(child, signal.SIGTERM)\nassert os.waitpid(child, 0)[1] == signal.SIGTERM\nhub.close()"
+        "os.kill(child, signal.SIGTERM)\nassert os.waitpid(child, 0)[1] == "
+        "signal.SIGTERM\nhub.close()"
     )
     with child(watcher[0], program) as process:
         ends(process, 0)
@@ -540,7 +563,8 @@ def test_a_forked_child_that_is_wired_itself_leaves(watcher: tuple[str, sync.Hub
     begin_anew(hub)
     program = (
         "tensorhub.leave_on_sigterm(1000)\nready, here = os.pipe()\nchild = os.fork()\n"
-        "if child == 0:\n    tensorhub.leave_on_sigterm(1000)\n    hub = connect()\n    publish(hub)\n"
+        "if child == 0:\n    tensorhub.leave_on_sigterm(1000)\n    hub = connect()\n    "
+        "publish(hub)\n"
         "    os.write(here, b'x')\n    time.sleep(1000)\nos.read(ready, 1)\n"
         "os.kill(child, signal.SIGTERM)\nassert os.waitpid(child, 0)[1] == signal.SIGTERM"
     )
@@ -550,7 +574,9 @@ def test_a_forked_child_that_is_wired_itself_leaves(watcher: tuple[str, sync.Hub
 
 
 def test_what_cannot_be_wired() -> None:
-    with pytest.raises(tensorhub.InvalidValue, match="within_s=-1: give the seconds that leaving may take"):
+    with pytest.raises(
+        tensorhub.InvalidValue, match="within_s=-1: give the seconds that leaving may take"
+    ):
         tensorhub.leave_on_sigterm(-1)
     caught: list[Exception] = []
 

@@ -1,4 +1,6 @@
-"""`hub.fetch`: tensors that nobody registered, over real sockets: what arrives, what is refused, what is left."""
+"""`hub.fetch`: tensors that nobody registered, over real sockets: what arrives, what is refused,
+what is left.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ def layers() -> dict[str, torch.Tensor]:
 
 
 def equal(some: Tensors, other: Tensors) -> bool:
-    same = [torch.equal(some[name], other[name]) and some[name].dtype is other[name].dtype for name in other]
+    same = [
+        torch.equal(some[name], other[name]) and some[name].dtype is other[name].dtype
+        for name in other
+    ]
     return list(some) == list(other) and all(same)
 
 
@@ -67,12 +72,15 @@ async def nothing_of_it_is_left(fetcher: Hub) -> None:
     """Neither the coordinator nor the worker knows of a fetch any more."""
     await until(lambda: worker_of(fetcher).router.is_empty)
     info = await fetcher.describe("m")  # on the connection that the fetch has spoken on
-    assert [(replica.group.split("-")[0], replica.state) for replica in info.replicas] == [("trainer", "ready")]
+    assert [(replica.group.split("-")[0], replica.state) for replica in info.replicas] == [
+        ("trainer", "ready")
+    ]
     assert info.leases == ()
     assert [worker.name for worker in info.workers] == ["trainer"]
 
 
-# --------------------------------------------------------------------------------------------------- what arrives
+# --------------------------------------------------------------------------------------------------
+# what arrives
 
 
 async def test_every_tensor_arrives_as_it_was_published() -> None:
@@ -84,7 +92,12 @@ async def test_every_tensor_arrives_as_it_was_published() -> None:
         assert len(fetched) == len(source)
         assert (fetched.info.version, fetched.info.model, fetched.info.world_size) == (3, "m", 1)
         report = fetched.report
-        assert (report.version, report.changed, report.bytes_read, report.reread_bytes) == (3, True, fetched.info.nbytes, 0)
+        assert (report.version, report.changed, report.bytes_read, report.reread_bytes) == (
+            3,
+            True,
+            fetched.info.nbytes,
+            0,
+        )
         assert [(used.name, used.outcome) for used in report.sources] == [("trainer", "used")]
         assert repr(fetched) == "<Fetched m version 3: 8 tensors>"
         await nothing_of_it_is_left(c.hubs[1])
@@ -98,9 +111,14 @@ async def test_what_is_fetched_is_the_callers_and_ties_stay_ties() -> None:
         fetched["head"].fill_(1)
         assert fetched["embedding"].eq(1).all()
         assert fetched["flat"].eq(1).all()
-        assert fetched["head"].untyped_storage().data_ptr() == fetched["flat"].untyped_storage().data_ptr()
+        assert (
+            fetched["head"].untyped_storage().data_ptr()
+            == fetched["flat"].untyped_storage().data_ptr()
+        )
         assert not fetched["head"]._is_view()
-        assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in fetched.values())
+        assert all(
+            tensor.is_contiguous() and not tensor.requires_grad for tensor in fetched.values()
+        )
         assert equal(await c.hubs[1].fetch("m"), source)
 
 
@@ -122,7 +140,10 @@ async def test_names(names: Any, expected: list[str]) -> None:
         await published(c.hubs[0], source)
         fetched = await c.hubs[1].fetch("m", 1, names=names)
         assert equal(fetched, {name: source[name] for name in expected})
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in fetched.values()}
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in fetched.values()
+        }
         assert fetched.report.bytes_read == sum(storages.values())  # what is not wanted is not read
 
 
@@ -130,7 +151,9 @@ async def test_progress_counts_what_is_wanted() -> None:
     async with cluster("trainer", "reader") as c:
         await published(c.hubs[0], tensors(1))
         memory, seen = AllocatedMemory("b"), list[tuple[int, int]]()
-        info, report = await fetch_into(c.hubs[1], "m", 1, memory, progress=lambda *now: seen.append(now))
+        info, report = await fetch_into(
+            c.hubs[1], "m", 1, memory, progress=lambda *now: seen.append(now)
+        )
         assert (info.version, report.bytes_read) == (1, NBYTES // 3)
         assert seen[-1] == (NBYTES // 3, NBYTES // 3)
         assert torch.equal(memory.tensors()["b"], torch.from_numpy(tensors(1)["b"]))
@@ -157,7 +180,9 @@ async def test_the_ranks_of_a_version_are_fetched_one_by_one() -> None:
             fetched = await c.hubs[2].fetch("m", rank=rank)
             assert equal(fetched, sources[rank])
             assert fetched.info.world_size == 2
-            assert [source.name for source in fetched.report.sources] == [("trainer", "other")[rank]]
+            assert [source.name for source in fetched.report.sources] == [
+                ("trainer", "other")[rank]
+            ]
         with pytest.raises(
             errors.ManifestMismatch, match=r"has no rank 2: its world_size is 2, so fetch .* 0 to 1"
         ) as caught:
@@ -174,20 +199,27 @@ async def test_a_worker_fetches_what_it_holds_itself() -> None:
         assert fetched["head"].data_ptr() != source["head"].data_ptr()
 
 
-# ------------------------------------------------------------------------------------------------------ versions
+# --------------------------------------------------------------------------------------------------
+# versions
 
 
 async def test_a_number_that_is_not_visible_fails_at_once_and_latest_at_the_deadline() -> None:
     async with cluster("trainer", "reader") as c:
         await published(c.hubs[0])
-        with pytest.raises(errors.VersionUnavailable, match="version 2 of 'm' is not published yet"):
+        with pytest.raises(
+            errors.VersionUnavailable, match="version 2 of 'm' is not published yet"
+        ):
             await c.hubs[1].fetch("m", 2)
-        with pytest.raises(errors.VersionUnavailable, match="fetch of 'x': nothing was published under the model 'x'"):
+        with pytest.raises(
+            errors.VersionUnavailable,
+            match="fetch of 'x': nothing was published under the model 'x'",
+        ):
             await c.hubs[1].fetch("x", timeout=0.05)
         await nothing_of_it_is_left(c.hubs[1])
 
 
-# ------------------------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------------------------
+# what is refused
 
 
 @pytest.mark.parametrize(
@@ -207,7 +239,9 @@ async def test_a_number_that_is_not_visible_fails_at_once_and_latest_at_the_dead
         ({"device": "mps"}, "device='mps' cannot be used"),
     ],
 )
-async def test_bad_arguments_are_refused_before_anything_is_sent(settings: dict[str, Any], match: str) -> None:
+async def test_bad_arguments_are_refused_before_anything_is_sent(
+    settings: dict[str, Any], match: str
+) -> None:
     async with cluster("reader") as c:
         with pytest.raises(errors.StateError, match=match) as caught:
             await c.hubs[0].fetch(**{"model": "m", **settings})
@@ -228,7 +262,10 @@ async def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 async def test_a_name_that_no_tensor_has_is_named() -> None:
     async with cluster("trainer", "reader") as c:
         await published(c.hubs[0])
-        match = r"no tensor is called 'layer\.\*'; there are 'layers.0.weight', 'layers.0.bias', .* \(and \d+ more\)"
+        match = (
+            r"no tensor is called 'layer\.\*'; there are 'layers.0.weight', 'layers.0.bias', "
+            r".* \(and \d+ more\)"
+        )
         with pytest.raises(errors.ManifestMismatch, match=match) as caught:
             await c.hubs[1].fetch("m", names=["head", "layer.*"])
         assert (caught.value.retryable, caught.value.memory) == (False, "intact")
@@ -241,12 +278,16 @@ async def test_a_dtype_that_this_torch_lacks_is_named(monkeypatch: pytest.Monkey
         await published(c.hubs[0], {"w": torch.zeros(4, dtype=torch.uint16)})
         memory = AllocatedMemory()
         monkeypatch.delattr(torch, "uint16")
-        with pytest.raises(errors.ManifestMismatch, match=r"'w' is uint16, which torch .* lacks") as caught:
+        with pytest.raises(
+            errors.ManifestMismatch, match=r"'w' is uint16, which torch .* lacks"
+        ) as caught:
             await fetch_into(c.hubs[1], "m", "latest", memory)
         assert caught.value.memory == "intact"
 
 
-async def test_memory_that_cannot_be_had_is_an_error_that_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_that_cannot_be_had_is_an_error_that_says_how_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with cluster("trainer", "reader") as c:
         await published(c.hubs[0], {"w": torch.zeros(4)})
 
@@ -255,7 +296,8 @@ async def test_memory_that_cannot_be_had_is_an_error_that_says_how_much(monkeypa
 
         monkeypatch.setattr(AllocatedMemory, "_allocate", no_memory)
         with pytest.raises(
-            errors.StateError, match=r"16 bytes of host memory cannot be allocated \(.*\): free some"
+            errors.StateError,
+            match=r"16 bytes of host memory cannot be allocated \(.*\): free some",
         ) as caught:
             await c.hubs[1].fetch("m")
         assert (caught.value.retryable, caught.value.memory) == (False, "intact")
@@ -298,10 +340,14 @@ async def test_tensors_on_a_gpu() -> None:
         fetched = await c.hubs[1].fetch("m", device="cuda")
         assert all(tensor.is_cuda for tensor in fetched.values())
         assert equal({name: tensor.cpu() for name, tensor in fetched.items()}, source)
-        assert fetched["head"].untyped_storage().data_ptr() == fetched["flat"].untyped_storage().data_ptr()
+        assert (
+            fetched["head"].untyped_storage().data_ptr()
+            == fetched["flat"].untyped_storage().data_ptr()
+        )
 
 
-# ------------------------------------------------------------------------------------------------------- failures
+# --------------------------------------------------------------------------------------------------
+# failures
 
 
 class Fetching:
@@ -311,14 +357,18 @@ class Fetching:
         self.result: tensorhub.Fetched | None = None
         self.error: errors.TensorHubError | None = None
 
-    async def run(self, hub: Hub, names: str | None = "[ab]", selector: int | str = "latest") -> None:
+    async def run(
+        self, hub: Hub, names: str | None = "[ab]", selector: int | str = "latest"
+    ) -> None:
         try:
             self.result = await hub.fetch("m", selector, names=names)
         except errors.TensorHubError as error:
             self.error = error
 
     def is_whole(self) -> bool:
-        expected = {name: torch.from_numpy(array) for name, array in tensors(1).items() if name != "c"}
+        expected = {
+            name: torch.from_numpy(array) for name, array in tensors(1).items() if name != "c"
+        }
         return self.result is not None and equal(self.result, expected)
 
 
@@ -334,7 +384,9 @@ async def test_it_is_moved_when_the_source_leaves() -> None:
                 await until(lambda: gate.holds)
                 (lease,) = (await fetcher.describe("m")).leases
                 assert (lease.reader, lease.version, lease.rank) == ("fetcher", 1, 0)
-                leaving, other = (keeper, "trainer") if lease.source == "keeper" else (source, "keeper")
+                leaving, other = (
+                    (keeper, "trainer") if lease.source == "keeper" else (source, "keeper")
+                )
                 await leaving.unpublish()
                 gate.open()
                 await until(lambda: fetching.result is not None)
@@ -348,9 +400,11 @@ async def test_it_is_moved_when_the_source_leaves() -> None:
 async def test_a_source_that_leaves_with_nobody_else_there_ends_it_at_once() -> None:
     with gated(2) as gate:
         async with cluster("trainer", "reader") as c, anyio.create_task_group() as tasks:
-            source = await published(c.hubs[0], {"a": torch.zeros(2**25)})  # more than the sockets hold
+            # more than the sockets hold
+            source = await published(c.hubs[0], {"a": torch.zeros(2**25)})
             fetching = Fetching()
-            tasks.start_soon(fetching.run, c.hubs[1], "[ab]", 1)  # by number: "latest" waits for a newer version
+            # by number: "latest" waits for a newer version
+            tasks.start_soon(fetching.run, c.hubs[1], "[ab]", 1)
             await until(lambda: gate.holds)
             await source.unpublish()
             await until(lambda: fetching.error is not None)
@@ -373,8 +427,12 @@ async def test_cancelled_in_mid_fetch_nothing_is_left() -> None:
             await c.hubs[1].fetch("m")
 
 
-async def test_what_has_arrived_is_noted_when_a_fetch_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later process goes on with it, also if the fetch ends before it has told its progress once."""
+async def test_what_has_arrived_is_noted_when_a_fetch_is_broken_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A later process goes on with it, also if the fetch ends before it has told its progress
+    once.
+    """
     monkeypatch.setattr(fill, "PROGRESS_S", 1000.0)
     noted = list[int]()
 

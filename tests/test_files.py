@@ -1,4 +1,6 @@
-"""Files through a real cluster: published in place, carried on by a replica, and fetched to the byte."""
+"""Files through a real cluster: published in place, carried on by a replica, and fetched to the
+byte.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,19 @@ class Cluster:
 
     @contextlib.contextmanager
     def published(self, path: Path) -> Iterator[str]:
-        """The name of a model whose files were published, replicated, and withdrawn by their publisher."""
+        """The name of a model whose files were published, replicated, and withdrawn by their
+        publisher.
+        """
         model = f"model-{next(self._numbers)}"
         with FileMemory(path) as memory:
-            files = sync.Weights(finish_blocking(register_memory(self._publisher._async, model, memory)))
+            files = sync.Weights(
+                finish_blocking(register_memory(self._publisher._async, model, memory))
+            )
             files.publish(0)
             loaded = [load_file(file) for file in memory.paths]
-            zeros = {name: torch.zeros_like(tensor) for part in loaded for name, tensor in part.items()}
+            zeros = {
+                name: torch.zeros_like(tensor) for part in loaded for name, tensor in part.items()
+            }
             weights = self._replica.register(model, zeros)
             weights.replicate()
             files.close()
@@ -58,7 +66,9 @@ class Cluster:
 def cluster() -> Iterator[Cluster]:
     with sync.serve(token="", options=OPTIONS) as coordinator, contextlib.ExitStack() as stack:
         hubs = [
-            stack.enter_context(sync.connect(coordinator.address, name=name, token="", options=OPTIONS))
+            stack.enter_context(
+                sync.connect(coordinator.address, name=name, token="", options=OPTIONS)
+            )
             for name in ("p", "r")
         ]
         yield Cluster(*hubs)
@@ -69,7 +79,9 @@ CHARACTERS = st.characters(exclude_categories=["Cs"])
 
 @st.composite
 def state_dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
-    dtypes = st.sampled_from([getattr(torch, name) for name in TORCH_NAMES.values() if name != "float8_e8m0fnu"])
+    dtypes = st.sampled_from(
+        [getattr(torch, name) for name in TORCH_NAMES.values() if name != "float8_e8m0fnu"]
+    )
     names = st.text(CHARACTERS, min_size=1, max_size=20).filter(lambda name: name != "__metadata__")
     made = {}
     for name in draw(st.lists(names, min_size=1, max_size=8, unique=True)):
@@ -94,7 +106,10 @@ def test_files_come_back_to_the_byte(
 ) -> None:
     folder = tmp_path_factory.mktemp("round")
     names = list(tensors)
-    parts = {f"part-{n}.safetensors": {name: tensors[name] for name in names[n::files]} for n in range(files)}
+    parts = {
+        f"part-{n}.safetensors": {name: tensors[name] for name in names[n::files]}
+        for n in range(files)
+    }
     parts = {name: part for name, part in parts.items() if part}
     index = sharded(folder / "in", parts, metadata)
     if not has_index:
@@ -105,11 +120,15 @@ def test_files_come_back_to_the_byte(
     assert listing(folder / "out") == listing(folder / "in")
     assert {path.name for path in folder.iterdir()} == {"in", "out", "one.safetensors"}
     if len(parts) == 1:
-        assert (folder / "one.safetensors").read_bytes() == (folder / "in" / next(iter(parts))).read_bytes()
+        assert (folder / "one.safetensors").read_bytes() == (
+            folder / "in" / next(iter(parts))
+        ).read_bytes()
     merged = load_file(folder / "one.safetensors")
     assert merged.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert (merged[name].dtype, merged[name].shape) == (tensor.dtype, tensor.shape)
-        assert merged[name].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+        assert (
+            merged[name].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+        )
     with safe_open(folder / "one.safetensors", "pt") as file:
         assert (file.metadata() or {}) == (metadata or {"format": "pt"})

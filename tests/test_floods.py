@@ -1,4 +1,6 @@
-"""Floods, and peers that drip, on both planes: whoever does it loses the connection, and the others notice nothing."""
+"""Floods, and peers that drip, on both planes: whoever does it loses the connection, and the others
+notice nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,20 @@ from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.secret import read_only_token
 from tensorhub.runtime.control import accepting
 from tensorhub.types import Location, Medium, Options, Purpose, parse_address
-from tests.rig import CHUNK_BYTES, WAIT_S, Cluster, cluster, connect, holds, tensors, until, worker_of
+from tests.rig import (
+    CHUNK_BYTES,
+    WAIT_S,
+    Cluster,
+    cluster,
+    connect,
+    holds,
+    tensors,
+    until,
+    worker_of,
+)
 
-PATIENT = Options(op_timeout_s=WAIT_S, connect_timeout_s=4 * WAIT_S, chunk_bytes=CHUNK_BYTES)  # nothing but the bound helps
+# nothing but the bound helps
+PATIENT = Options(op_timeout_s=WAIT_S, connect_timeout_s=4 * WAIT_S, chunk_bytes=CHUNK_BYTES)
 
 
 def data_address(hub: Hub) -> str:
@@ -37,9 +50,13 @@ def address_of(c: Cluster, where: str) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def proved(address: str, role: str = "worker", incarnation: str = "", secret: bytes = b"") -> Iterator[BlockingConnection]:
+def proved(
+    address: str, role: str = "worker", incarnation: str = "", secret: bytes = b""
+) -> Iterator[BlockingConnection]:
     """A connection by hand that has proved itself."""
-    with BlockingConnection(socket.create_connection(parse_address(address)), stall_timeout_s=WAIT_S) as connection:
+    with BlockingConnection(
+        socket.create_connection(parse_address(address)), stall_timeout_s=WAIT_S
+    ) as connection:
         life = incarnation or os.urandom(8).hex()
         connection.handshake(ClientHandshake(role, life, secret, os.urandom(NONCE_BYTES)), WAIT_S)
         yield connection
@@ -80,14 +97,22 @@ async def test_a_flood_of_pending_connections_closes_its_own_ones(
             assert await anyio.to_thread.run_sync(is_closed, flood[0])
             await fetches(c, 1)
             assert await anyio.to_thread.run_sync(is_closed, flood[20])
-    told = [record.getMessage() for record in caplog.records if "pending_connection_closed" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "pending_connection_closed" in record.getMessage()
+    ]
     assert 0 < len(told) < 10
 
 
 async def test_sessions_beyond_the_bound_are_refused_and_told_so() -> None:
-    options = Options(op_timeout_s=WAIT_S, connect_timeout_s=1, sessions_max=2, chunk_bytes=CHUNK_BYTES)
+    options = Options(
+        op_timeout_s=WAIT_S, connect_timeout_s=1, sessions_max=2, chunk_bytes=CHUNK_BYTES
+    )
     async with cluster("one", "two", options=options) as c:
-        with pytest.raises(CoordinatorUnavailable, match=r"already \(Options\.sessions_max") as caught:
+        with pytest.raises(
+            CoordinatorUnavailable, match=r"already \(Options\.sessions_max"
+        ) as caught:
             async with connect(c.address, "three", options):
                 pass
         assert caught.value.retryable
@@ -107,7 +132,10 @@ def watches(number: int) -> FromWorker:
 
 
 def registers(number: int) -> FromWorker:
-    name, use = f"read-only-{number}", (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
+    name, use = (
+        f"read-only-{number}",
+        (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None),
+    )
     return Register(number + 1, name, f"name{number}", name, 0, 0, 1, *use)
 
 
@@ -115,7 +143,9 @@ def registers(number: int) -> FromWorker:
 async def test_readers_that_take_all_they_can_leave_trainers_and_other_readers_what_they_need(
     words: Callable[[int], FromWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without caps, four sessions of the read-only token used up all names, or all registrations."""
+    """Without caps, four sessions of the read-only token used up all names, or all
+    registrations.
+    """
     for name in ("MODELS_MAX", "REGISTRATIONS_MAX", "WATCHED_MAX"):
         monkeypatch.setattr(limits, name, 64)
     for name in ("READ_ONLY_REGISTRATIONS_MAX", "READ_ONLY_WATCHES_MAX"):
@@ -128,7 +158,8 @@ async def test_readers_that_take_all_they_can_leave_trainers_and_other_readers_w
                 peer = stack.enter_context(proved(c.address, secret=secret))
                 peer.send(Join("greedy", Location(), (), 1, 0))
                 for number in range(16):
-                    with contextlib.suppress(ConnectionLost):  # it is cut off where it takes too much
+                    # it is cut off where it takes too much
+                    with contextlib.suppress(ConnectionLost):
                         peer.send(words(session * 100 + number))
                 with contextlib.suppress(ConnectionLost):
                     peer.send(Describe(9999, "no such model"))
@@ -136,7 +167,9 @@ async def test_readers_that_take_all_they_can_leave_trainers_and_other_readers_w
             await (await c.hubs[0].register("m", tensors(1))).publish(1)
             async with connect(c.address, "reader", options, token=secret.decode()) as reader:
                 assert (await reader.wait_for("m", at_least=1)).version == 1
-                assert holds({name: tensor.numpy() for name, tensor in (await reader.fetch("m")).items()}, 1)
+                assert holds(
+                    {name: tensor.numpy() for name, tensor in (await reader.fetch("m")).items()}, 1
+                )
 
 
 async def test_a_reader_that_wants_nothing_is_disconnected_and_is_back_when_it_wants_something(
@@ -152,8 +185,11 @@ async def test_a_reader_that_wants_nothing_is_disconnected_and_is_back_when_it_w
             for times in (1, 2):
                 monkeypatch.setattr(limits, "IDLE_S", 0.2)
                 await until(lambda times=times: caplog.text.count(gone) >= times)  # type: ignore[misc]
-                monkeypatch.setattr(limits, "IDLE_S", 60.0)  # else, on a busy machine, it is gone again while it asks
-                await until(lambda: caplog.text.count("worker_welcomed") == 2 + caplog.text.count(gone))
+                # else, on a busy machine, it is gone again while it asks
+                monkeypatch.setattr(limits, "IDLE_S", 60.0)
+                await until(
+                    lambda: caplog.text.count("worker_welcomed") == 2 + caplog.text.count(gone)
+                )
                 fetched = await reader.fetch("m")
                 assert holds({name: tensor.numpy() for name, tensor in fetched.items()}, 1)
             assert worker_of(reader).incarnation == life

@@ -1,6 +1,8 @@
-"""A forked child (a data loader's worker) that outlives what the library has open in its parent keeps none of it.
+"""A forked child (a data loader's worker) that outlives what the library has open in its parent
+keeps none of it.
 
-Each parent is a real process: a fork in a process with threads is warned of, and warnings are errors here.
+Each parent is a real process: a fork in a process with threads is warned of, and warnings are
+errors here.
 """
 
 from __future__ import annotations
@@ -72,8 +74,18 @@ anyio.run(main, backend=sys.argv[1])
 @contextmanager
 def parent(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """A process that serves, trains and reads, and what it says once it has a child."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM, "asyncio", str(tmp_path / "state")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::DeprecationWarning",
+        "-c",
+        PROGRAM,
+        "asyncio",
+        str(tmp_path / "state"),
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         child = 0
         try:
             assert process.stdout is not None
@@ -86,16 +98,21 @@ def parent(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, An
                 os.kill(child, signal.SIGKILL)
 
 
-def test_a_child_holds_no_socket_and_no_lock_and_the_port_is_free_after_close(tmp_path: Path) -> None:
+def test_a_child_holds_no_socket_and_no_lock_and_the_port_is_free_after_close(
+    tmp_path: Path,
+) -> None:
     with parent(tmp_path) as (process, said):
-        assert said["ours"] >= 8  # listeners, control connections, a data connection, each at both ends; the lock
+        # listeners, control connections, a data connection, each at both ends; the lock
+        assert said["ours"] >= 8
         assert said["its"] == []
         out, _ = process.communicate("close\n", timeout=WAIT_S)
         assert out.strip() == said["address"]
         assert process.returncode == 0
 
 
-def test_after_a_kill_of_the_parent_newcomers_are_refused_and_peers_see_the_end(tmp_path: Path) -> None:
+def test_after_a_kill_of_the_parent_newcomers_are_refused_and_peers_see_the_end(
+    tmp_path: Path,
+) -> None:
     with parent(tmp_path) as (process, said):
         where = parse_address(said["address"])
         with socket.create_connection(where, WAIT_S) as peer:

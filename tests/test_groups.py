@@ -1,4 +1,6 @@
-"""Groups of eight ranks in one process, through two hubs: publish, fill, barrier, and a rank that fails (G4, R6)."""
+"""Groups of eight ranks in one process, through two hubs: publish, fill, barrier, and a rank that
+fails (G4, R6).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ async def group(c: Cluster, name: str) -> tuple[list[Weights], list[Tensors]]:
     """Even ranks through one hub, odd ones through the other; each with bytes of its own."""
     memory = [tensors() for _ in range(RANKS)]
     ranks = [
-        await c.hubs[rank % 2].register("m", memory[rank], group=name, rank=rank, world_size=RANKS) for rank in range(RANKS)
+        await c.hubs[rank % 2].register("m", memory[rank], group=name, rank=rank, world_size=RANKS)
+        for rank in range(RANKS)
     ]
     return ranks, memory
 
@@ -55,7 +58,9 @@ async def test_eight_ranks_through_two_hubs_change_version_together() -> None:
                 write(bytes_of[rank], 10 * version + rank)
             await each(sources, partial(publish, version))
             reports = await each(readers, Weights.update)
-            assert [(report.version, report.changed) for report in reports] == [(version, True)] * RANKS
+            assert [(report.version, report.changed) for report in reports] == [
+                (version, True)
+            ] * RANKS
             assert all(holds(mine, 10 * version + rank) for rank, mine in enumerate(got))
         reports = await each(readers, Weights.update)
         assert [report.changed for report in reports] == [False] * RANKS

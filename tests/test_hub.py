@@ -1,4 +1,6 @@
-"""The public API over real sockets, in one process: what each call does, and what a cancelled or concurrent one leaves."""
+"""The public API over real sockets, in one process: what each call does, and what a cancelled or
+concurrent one leaves.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def wait_for(event: threading.Event) -> None:
 
 
 async def cancel_too_late(hub: Hub, call: Callable[[], Awaitable[object]]) -> None:
-    """Cancel it when it has ended in the library's thread, before its caller's loop, which is busy, hears of that."""
+    """Cancel it when it has ended in the library's thread, before its caller's loop, which is busy,
+    hears of that.
+    """
     cancels, caller_waits = list[Callable[[], object]](), threading.Event()
 
     async def run() -> None:
@@ -99,7 +103,8 @@ def memory_of(weights: Weights):  # type: ignore[no-untyped-def]
     return memory._given
 
 
-# ------------------------------------------------------------------------------------------------------ the happy path
+# --------------------------------------------------------------------------------------------------
+# the happy path
 
 
 async def test_publish_replicate_update_and_what_the_reports_say() -> None:
@@ -112,7 +117,12 @@ async def test_publish_replicate_update_and_what_the_reports_say() -> None:
         assert info == VersionInfo("m", 1, info.content_id, NBYTES, 1)
         assert (source.state, source.version) == ("ready", 1)
         report = await weights.replicate()
-        assert (report.version, report.changed, report.bytes_read, report.reread_bytes) == (1, True, NBYTES, 0)
+        assert (report.version, report.changed, report.bytes_read, report.reread_bytes) == (
+            1,
+            True,
+            NBYTES,
+            0,
+        )
         assert [(s.name, s.transport, s.bytes_read, s.outcome) for s in report.sources] == [
             ("trainer", BEST, NBYTES, "used")
         ]
@@ -160,7 +170,9 @@ async def test_newest_wait_for_and_describe() -> None:
         assert reader.newest("m") == info
         model = await reader.describe("m")
         assert (model.model, model.mark, [v.version for v in model.versions]) == ("m", 4, [4])
-        assert [(r.group, r.state, [s.worker for s in r.shards]) for r in model.replicas] == [("g", "ready", ["trainer"])]
+        assert [(r.group, r.state, [s.worker for s in r.shards]) for r in model.replicas] == [
+            ("g", "ready", ["trainer"])
+        ]
         assert await reader.describe() == (model,)
         assert [worker.name for worker in model.workers] == ["trainer"]
 
@@ -182,9 +194,12 @@ async def test_parts_of_a_model_and_its_summary() -> None:
         assert [worker.name for worker in page.workers] == ["reader-0"]
         page = await trainer.describe("m", after=page.workers[-1].name, limit=1)
         assert [worker.name for worker in page.workers] == ["trainer"]
-        assert [shard.worker for replica in page.replicas for shard in replica.shards] == ["trainer"]
+        assert [shard.worker for replica in page.replicas for shard in replica.shards] == [
+            "trainer"
+        ]
         with pytest.raises(
-            VersionUnavailable, match=r"version 2 of 'm' is not known here; held now: version 1 by 2 replicas"
+            VersionUnavailable,
+            match=r"version 2 of 'm' is not known here; held now: version 1 by 2 replicas",
         ):
             await trainer.describe("m", version=2)
         model = await trainer.describe("m", limit=0)
@@ -214,7 +229,9 @@ async def test_closing_a_handle() -> None:
 async def test_the_memory_of_closed_handles_is_free_without_a_garbage_collection() -> None:
     async with cluster("trainer", "reader") as c:
         given = [tensors(1), tensors()]
-        source, reader = [await hub.register("m", mine) for hub, mine in zip(c.hubs, given, strict=True)]
+        source, reader = [
+            await hub.register("m", mine) for hub, mine in zip(c.hubs, given, strict=True)
+        ]
         await source.publish(1)
         await reader.replicate(timeout=WAIT_S)
         held = [weakref.ref(each) for mine in given for each in mine.values()]
@@ -229,7 +246,8 @@ async def test_the_memory_of_closed_handles_is_free_without_a_garbage_collection
             gc.enable()
 
 
-# ------------------------------------------------------------------------------------------------------------- mutate
+# --------------------------------------------------------------------------------------------------
+# mutate
 
 
 async def test_mutate_checks_the_number_before_anything_else() -> None:
@@ -287,7 +305,8 @@ async def test_mutate_of_a_handle_that_is_in_use() -> None:
                     raise AssertionError("the body must not run")
 
 
-# ------------------------------------------------------------------------------------------------------- before_write
+# --------------------------------------------------------------------------------------------------
+# before_write
 
 
 async def test_before_write_runs_in_the_callers_task_before_the_first_byte() -> None:
@@ -296,7 +315,14 @@ async def test_before_write_runs_in_the_callers_task_before_the_first_byte() -> 
         seen = []
 
         async def pause(info: VersionInfo) -> None:
-            seen.append((info.version, threading.current_thread(), weights.state, holds(memory_of(weights), 1)))
+            seen.append(
+                (
+                    info.version,
+                    threading.current_thread(),
+                    weights.state,
+                    holds(memory_of(weights), 1),
+                )
+            )
             await anyio.lowlevel.checkpoint()
 
         report = await weights.update(before_write=pause)
@@ -357,7 +383,8 @@ async def test_storage_replaced_in_before_write_is_noticed() -> None:
             await weights.update(before_write=move)
 
 
-# --------------------------------------------------------------------------------------------------------- cancelling
+# --------------------------------------------------------------------------------------------------
+# cancelling
 
 
 async def test_replicate_cancelled_in_mid_transfer() -> None:
@@ -390,9 +417,15 @@ async def test_publish_cancelled_while_it_waits_for_its_group() -> None:
             await until(lambda: ranks[0]._handle.member.running is not None)
             tasks.cancel_scope.cancel()
         assert ranks[0].state == "empty"
-        with pytest.raises(GroupAborted, match="rank 0: the call was cancelled by its caller") as caught:
+        with pytest.raises(
+            GroupAborted, match="rank 0: the call was cancelled by its caller"
+        ) as caught:
             await ranks[1].publish(1)
-        assert (caught.value.retryable, caught.value.memory, set(caught.value.causes)) == (True, "intact", {0})
+        assert (caught.value.retryable, caught.value.memory, set(caught.value.causes)) == (
+            True,
+            "intact",
+            {0},
+        )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ranks[0].publish, 1)
             tasks.start_soon(ranks[1].publish, 1)
@@ -414,7 +447,9 @@ async def test_a_registration_or_pin_that_is_cancelled_too_late_is_given_up() ->
         await weights.unpublish()
 
 
-async def test_a_registration_that_was_cancelled_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_registration_that_was_cancelled_can_be_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with cluster("trainer") as c:
         hub = c.hubs[0]
         receive, came = worker_of(hub).received, threading.Event()
@@ -438,7 +473,8 @@ async def test_a_registration_that_was_cancelled_can_be_made_again(monkeypatch: 
         await published(hub, group="g")
 
 
-# ------------------------------------------------------------------------------------------------------------ watching
+# --------------------------------------------------------------------------------------------------
+# watching
 
 
 async def test_watch_gives_the_known_version_first_and_conflates() -> None:
@@ -481,7 +517,8 @@ async def test_a_watcher_that_nobody_iterates_goes_away() -> None:
         await until(lambda: not hub._worker.version_watches.listeners("m"))
 
 
-# ---------------------------------------------------------------------------------------------------- loops and threads
+# --------------------------------------------------------------------------------------------------
+# loops and threads
 
 
 async def test_after_a_fork_a_hub_says_so() -> None:
@@ -492,9 +529,13 @@ async def test_after_a_fork_a_hub_says_so() -> None:
         thread_of(hub)._pid = os.getpid() + 1  # as in a child
         try:
             for call in (source.publish(1), hub.describe(), hub.wait_for("m", at_least=1)):
-                with pytest.raises(StateError, match="before this process was forked: connect in the child"):
+                with pytest.raises(
+                    StateError, match="before this process was forked: connect in the child"
+                ):
                     await call
-            with pytest.raises(StateError, match="before this process was forked: connect in the child"):
+            with pytest.raises(
+                StateError, match="before this process was forked: connect in the child"
+            ):
                 hub.watch("m")
         finally:
             thread_of(hub)._pid = own
@@ -507,7 +548,9 @@ async def test_closing_a_hub_ends_the_calls_that_run() -> None:
             errors: list[TensorHubError] = []
 
             async def replicate(weights: Weights) -> None:
-                with pytest.raises(StateError, match="the hub was closed while the call was running") as caught:
+                with pytest.raises(
+                    StateError, match="the hub was closed while the call was running"
+                ) as caught:
                     await weights.replicate()
                 errors.append(caught.value)
 

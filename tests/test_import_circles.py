@@ -1,4 +1,6 @@
-"""The contract against circles of imports finds planted ones: of modules, of packages, also if only for type checking."""
+"""The contract against circles of imports finds planted ones: of modules, of packages, also if only
+for type checking.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,28 @@ pytest.importorskip("importlinter")
 
 SOURCE = Path(tensorhub.__file__).parent
 CONTRACTS = SOURCE.parent.parent / "pyproject.toml"
-LINT = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
+LINT = (
+    "import sys; from importlinter.cli import lint_imports_command; "
+    "sys.exit(lint_imports_command())"
+)
 
 PLANTED = {
     "two modules": ("transport/base.py", "import tensorhub.transport.peers", "tensorhub.transport"),
-    "in a function": ("protocol/forms.py", "def late():\n    import tensorhub.protocol.codec", "tensorhub.protocol"),
+    "in a function": (
+        "protocol/forms.py",
+        "def late():\n    import tensorhub.protocol.codec",
+        "tensorhub.protocol",
+    ),
     "for type checking": (
         "memory/tensors.py",
         "if TYPE_CHECKING:\n import tensorhub.memory.allocated",
         "tensorhub.memory",
     ),
-    "two packages": ("runtime/data/acceptor.py", "import tensorhub.runtime.worker.worker", "tensorhub.runtime"),
+    "two packages": (
+        "runtime/data/acceptor.py",
+        "import tensorhub.runtime.worker.worker",
+        "tensorhub.runtime",
+    ),
 }
 
 

@@ -1,6 +1,8 @@
-"""Malformed frames on every kind of connection, with and without the secret, while others transfer (G11).
+"""Malformed frames on every kind of connection, with and without the secret, while others transfer
+(G11).
 
-Whoever sends them loses the connection. The transfer that runs meanwhile is not retried, nor gets another source.
+Whoever sends them loses the connection. The transfer that runs meanwhile is not retried, nor gets
+another source.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def body(*values: int) -> bytes:
 
 
 def register(manifest: bytes) -> Register:
-    return Register(1, "r", "m", "g", 0, 0, 1, True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, manifest, None)
+    return Register(
+        1, "r", "m", "g", 0, 0, 1, True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, manifest, None
+    )
 
 
 HELLO = ClientHello(PROTOCOL_VERSION, "worker", "intruder", NONCE)
@@ -107,7 +111,9 @@ def insult(address: Address, words: bytes) -> None:
 
 
 def prove(peer: socket.socket, role: str) -> tuple[bytes, bytes]:
-    """Go through the handshake; returns all that this side said, and the key by which it goes on."""
+    """Go through the handshake; returns all that this side said, and the key by which it goes
+    on.
+    """
     handshake = ClientHandshake(role, os.urandom(8).hex(), b"secret", os.urandom(NONCE_BYTES))
     words = b""
     while True:
@@ -150,7 +156,9 @@ def replay(address: Address, role: str) -> None:
 
 
 async def during_a_transfer(role: str, insults: Callable[[Address], None]) -> None:
-    """Do that to the party that this role connects to, in the midst of a transfer; nobody else notices."""
+    """Do that to the party that this role connects to, in the midst of a transfer; nobody else
+    notices.
+    """
     with gated(CHUNKS // 2) as gate:
         async with cluster("trainer", "reader", token="secret") as c:
             source = await c.hubs[0].register("m", tensors(1))
@@ -178,7 +186,9 @@ async def during_a_transfer(role: str, insults: Callable[[Address], None]) -> No
 
 
 @pytest.mark.parametrize("role", ["worker", "reader"])
-async def test_unauthenticated_and_authenticated_intruders_cost_a_running_transfer_nothing(role: str) -> None:
+async def test_unauthenticated_and_authenticated_intruders_cost_a_running_transfer_nothing(
+    role: str,
+) -> None:
     def insults(address: Address) -> None:
         tracemalloc.start()
         try:

@@ -1,5 +1,5 @@
-"""What keeps a version beside those who use it, for readers of another layout: host copies, seeds, prefetched copies; and
-adapters, which are models of their own beside their base.
+"""What keeps a version beside those who use it, for readers of another layout: host copies, seeds,
+prefetched copies; and adapters, which are models of their own beside their base.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from tensorhub.api.hub import Hub
 from tensorhub.api.tools import seed_shard
 from tensorhub.errors import VersionUnavailable
 from tests.rig import OPTIONS, all_of, cluster
-from tests.test_resharding import TRAINERS, is_held, is_published, new_version, read_from, rollout, trainer
+from tests.test_resharding import (
+    TRAINERS,
+    is_held,
+    is_published,
+    new_version,
+    read_from,
+    rollout,
+    trainer,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +33,9 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def test_a_retained_version_is_handed_over_as_it_was_published_though_rollouts_hold_it() -> None:
+async def test_a_retained_version_is_handed_over_as_it_was_published_though_rollouts_hold_it() -> (
+    None
+):
     """Then rollouts may leave, and a group of a third layout reads it."""
     async with (
         cluster("trainer", "engine", transports=["tcp"]) as c,
@@ -49,7 +59,9 @@ async def test_a_retained_version_is_handed_over_as_it_was_published_though_roll
         assert is_published(memory, 1)
 
 
-async def test_a_version_that_only_another_layout_holds_is_counted_and_errors_say_who_can_read_it() -> None:
+async def test_a_version_that_only_another_layout_holds_is_counted_and_errors_say_who_can_read_it() -> (
+    None
+):
     async with cluster("trainer", "engine", transports=["tcp"]) as c:
         trained, _ = await trainer(c.hubs[:1], 1)
         await all_of(*(each.publish(1) for each in trained))
@@ -96,12 +108,16 @@ async def test_a_seed_holds_the_publications_layout_and_feeds_readers_of_others(
         assert is_held(mine, 1)
         assert read_from(reports) == {"seed"}
         fetched = await c.hubs[2].fetch("m", rank=None)
-        assert fetched.report.bytes_read == sum(tensor.numel() * tensor.itemsize for tensor in fetched.values())
+        assert fetched.report.bytes_read == sum(
+            tensor.numel() * tensor.itemsize for tensor in fetched.values()
+        )
 
 
 async def test_each_new_version_is_prefetched_in_the_engines_layout_by_itself() -> None:
     async with cluster("trainer", transports=["tcp"], options=HOSTED) as c:
-        connecting = tensorhub.connect(c.address, name="engine", prefetch=True, options=HOSTED, token="")
+        connecting = tensorhub.connect(
+            c.address, name="engine", prefetch=True, options=HOSTED, token=""
+        )
         async with connecting as engine:
             trained, memory = await trainer(c.hubs, 1)
             await all_of(*(each.publish(1) for each in trained))
@@ -109,7 +125,13 @@ async def test_each_new_version_is_prefetched_in_the_engines_layout_by_itself() 
             await all_of(*(each.replicate() for each in weights))
             await all_of(*(new_version(trained, memory, rank, 2) for rank in range(TRAINERS)))
             described = await engine.describe("m")
-            while sum(r.purpose == "prefetch" and r.state == "ready" and r.version == 2 for r in described.replicas) < 1:
+            while (
+                sum(
+                    r.purpose == "prefetch" and r.state == "ready" and r.version == 2
+                    for r in described.replicas
+                )
+                < 1
+            ):
                 described = await engine.describe("m")
             assert is_held(mine, 1)
             reports = await all_of(*(each.update() for each in weights))

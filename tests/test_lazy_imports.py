@@ -1,4 +1,6 @@
-"""What an import brings along: tensorhub itself next to nothing, and torch only where a tensor is really handled."""
+"""What an import brings along: tensorhub itself next to nothing, and torch only where a tensor is
+really handled.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ EVERYTHING_ELSE = {"cupy", "numpy", "safetensors", "torch"}
 
 
 def _python(program: str, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=WAIT_S
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -55,7 +59,10 @@ def test_imports_without_torch() -> None:
 
 
 def test_importing_tensorhub_imports_nothing() -> None:
-    program = "import sys; before = set(sys.modules); import tensorhub; print(*sorted(set(sys.modules) - before))"
+    program = (
+        "import sys; before = set(sys.modules); import tensorhub; "
+        "print(*sorted(set(sys.modules) - before))"
+    )
     assert _python(program).split() == ["tensorhub"]
 
 
@@ -75,9 +82,14 @@ def test_a_name_brings_what_it_needs(program: str, brings: set[str]) -> None:
 def test_every_public_name_is_there_and_the_same_to_type_checkers() -> None:
     """Names of functions, of classes and of modules; also for `import *` and for help."""
     tree = ast.parse(Path(tensorhub.__file__).read_text())
-    (checked,) = [node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)]
+    (checked,) = [
+        node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
+    ]
     typed = {
-        alias.name: f"{node.module}" for node in checked.body if isinstance(node, ast.ImportFrom) for alias in node.names
+        alias.name: f"{node.module}"
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     }
     assert typed.keys() == set(tensorhub.__all__)
     for name, module in typed.items():
@@ -122,5 +134,7 @@ sys.argv = ["tensorhub", "status"]
 from tensorhub.cli import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -29,19 +29,33 @@ def in_code(name: str) -> Any:
 
 def test_every_row_has_the_value_of_the_code() -> None:
     assert len(ROWS) > 20
-    assert {name: value_of(text) for name, text in ROWS} == {name: in_code(name) for name, _ in ROWS}
+    assert {name: value_of(text) for name, text in ROWS} == {
+        name: in_code(name) for name, _ in ROWS
+    }
 
 
 def test_how_values_are_read() -> None:
-    assert [value_of(text) for text in ("4 * 2**30", "2**16", "10.0", "0.5", "65536")] == [2**32, 2**16, 10, 0.5, 65536]
+    assert [value_of(text) for text in ("4 * 2**30", "2**16", "10.0", "0.5", "65536")] == [
+        2**32,
+        2**16,
+        10,
+        0.5,
+        65536,
+    ]
 
 
 def test_the_memory_limit_that_operating_names_is_above_the_large_bounds_together() -> None:
     kept = ("coordinator.limits.MANIFEST_BYTES_MAX", "coordinator.limits.DIGEST_BYTES_MAX")
-    moving = ("UNDECODED_BYTES_MAX", "ANSWERS_BYTES_MAX", "READ_ONLY_UNDECODED_BYTES_MAX", "READ_ONLY_ANSWERS_BYTES_MAX")
+    moving = (
+        "UNDECODED_BYTES_MAX",
+        "ANSWERS_BYTES_MAX",
+        "READ_ONLY_UNDECODED_BYTES_MAX",
+        "READ_ONLY_ANSWERS_BYTES_MAX",
+    )
     bounds = sum(map(in_code, (*kept, *(f"runtime.control.server.{name}" for name in moving))))
     named = re.search(
-        r"(\d+) GiB exceeds the sum of its \[bounds\]", (PAGE.parent / "operating.md").read_text(encoding="utf-8")
+        r"(\d+) GiB exceeds the sum of its \[bounds\]",
+        (PAGE.parent / "operating.md").read_text(encoding="utf-8"),
     )
     assert named is not None
     assert bounds < int(named[1]) * 2**30

@@ -1,4 +1,6 @@
-"""What a version is: the chunk grid, the one encoding, the comparison, and what cannot be a manifest."""
+"""What a version is: the chunk grid, the one encoding, the comparison, and what cannot be a
+manifest.
+"""
 
 from __future__ import annotations
 
@@ -43,21 +45,27 @@ def description(name: str, address: int, *shape: int, dtype: str = "float32") ->
     return TensorDescription(name, dtype, shape, address, prod(shape) * itemsize(dtype))
 
 
-quantizations = st.tuples(st.floats(0, exclude_min=True, allow_infinity=False), st.integers(ZERO_POINT_MIN, ZERO_POINT_MAX))
+quantizations = st.tuples(
+    st.floats(0, exclude_min=True, allow_infinity=False),
+    st.integers(ZERO_POINT_MIN, ZERO_POINT_MAX),
+)
 
 
-# ----------------------------------------------------------------------------------------------------- dtypes
+# --------------------------------------------------------------------------------------------------
+# dtypes
 
 
 def test_a_chunk_is_named_by_the_tensors_that_it_has_bytes_of() -> None:
     tensors = [
-        TensorDescription(name, "uint8", (10_000,), at, 10_000) for name, at in (("a", 1), ("b", 2**20), ("t", 2**20))
+        TensorDescription(name, "uint8", (10_000,), at, 10_000)
+        for name, at in (("a", 1), ("b", 2**20), ("t", 2**20))
     ]
     manifest = build_manifest(tensors, 4096, "none")
     assert [manifest.tensors_in(chunk) for chunk in range(6)] == [("a",)] * 3 + [("b", "t")] * 3
 
 
-# ------------------------------------------------------------------------------------------------------- grid
+# --------------------------------------------------------------------------------------------------
+# grid
 
 
 def offsets(made: Manifest, region: int = 0) -> list[tuple[int, int]]:
@@ -76,7 +84,9 @@ def test_rows_begin_chunks_or_lie_within_one(rows: int, row_bytes: int) -> None:
     else:
         assert all(offset % row_bytes == 0 for offset in starts)
         whole = [nbytes for _, nbytes in cuts[:-1]]
-        assert all(nbytes + row_bytes > made.chunk_bytes for nbytes in whole), "another row would have fitted"
+        assert all(nbytes + row_bytes > made.chunk_bytes for nbytes in whole), (
+            "another row would have fitted"
+        )
 
 
 def test_regions_of_several_tensors_are_cut_by_size_alone() -> None:
@@ -94,7 +104,8 @@ def test_tensors_beyond_4_gib() -> None:
     assert Manifest.decode(made.encode()) == made
 
 
-# --------------------------------------------------------------------------------------------------- encoding
+# --------------------------------------------------------------------------------------------------
+# encoding
 
 
 def test_the_encoding_is_this_one() -> None:
@@ -109,11 +120,15 @@ FAULTY: list[tuple[Manifest, str]] = [
     (manifest(spec("n" * 513, "uint8")), "1 to 512 characters"),
     (manifest(spec("a", "uint8", *[1] * 65)), "65 dimensions"),
     (
-        Manifest((TensorSpec("a", "uint8", (2,), ((0, 3),), 0, 0),), (RegionSpec(3),), 4096, "none", ""),
+        Manifest(
+            (TensorSpec("a", "uint8", (2,), ((0, 3),), 0, 0),), (RegionSpec(3),), 4096, "none", ""
+        ),
         "slice 0:3",
     ),
     (
-        Manifest((TensorSpec("a", "uint8", (2,), ((2, 1),), 0, 0),), (RegionSpec(3),), 4096, "none", ""),
+        Manifest(
+            (TensorSpec("a", "uint8", (2,), ((2, 1),), 0, 0),), (RegionSpec(3),), 4096, "none", ""
+        ),
         "slice 2:1",
     ),
     (Manifest((spec("a", "uint8", region=1),), (RegionSpec(1),), 4096, "none", ""), "no region 1"),
@@ -129,15 +144,30 @@ FAULTY: list[tuple[Manifest, str]] = [
     (manifest(spec("a", "uint8"), chunk_bytes=4095), "chunk_bytes 4095"),
     (manifest(spec("a", "uint8"), chunk_bytes=2**30 + 1), "chunk_bytes 1073741825"),
     (manifest(spec("a", "uint8", 4096 * CHUNKS_MAX + 1)), "16777217 chunks"),
-    (manifest(spec("a", "uint8", 2**62), spec("b", "uint8", 2**62, region=1)), "2\\*\\*63 bytes or more"),
+    (
+        manifest(spec("a", "uint8", 2**62), spec("b", "uint8", 2**62, region=1)),
+        "2\\*\\*63 bytes or more",
+    ),
     (manifest(spec("a", "uint8"), layout_id="x" * 513), "layout id"),
     (replace(manifest(spec("a", "uint8")), digest="md5"), "digest 'md5' is unknown"),  # type: ignore[arg-type]
-    (manifest(spec("a", "qint8")), "a scale and a zero point belong to qint32, qint8, quint8.*this is qint8"),
-    (manifest(replace(spec("a", "uint8"), quantization=(1.0, 0))), "and to no other dtype .this is uint8"),
+    (
+        manifest(spec("a", "qint8")),
+        "a scale and a zero point belong to qint32, qint8, quint8.*this is qint8",
+    ),
+    (
+        manifest(replace(spec("a", "uint8"), quantization=(1.0, 0))),
+        "and to no other dtype .this is uint8",
+    ),
     (manifest(replace(spec("a", "qint8"), quantization=(0.0, 0))), "scale 0.0 is not a positive"),
-    (manifest(replace(spec("a", "qint8"), quantization=(float("inf"), 0))), "scale inf is not a positive"),
+    (
+        manifest(replace(spec("a", "qint8"), quantization=(float("inf"), 0))),
+        "scale inf is not a positive",
+    ),
     (manifest(replace(spec("a", "qint8"), quantization=(-1.0, 0))), "'scale' has a number above"),
-    (manifest(replace(spec("a", "qint8"), quantization=(1.0, 2**31))), "zero point 2147483648 is not within"),
+    (
+        manifest(replace(spec("a", "qint8"), quantization=(1.0, 2**31))),
+        "zero point 2147483648 is not within",
+    ),
 ]
 
 
@@ -174,7 +204,8 @@ def test_parts_of_the_encoding_are_refused_by_name() -> None:
         Manifest.decode(bytes(ENCODED_BYTES_MAX + 1))
 
 
-# --------------------------------------------------------------------------------------------------- building
+# --------------------------------------------------------------------------------------------------
+# building
 
 
 def test_tied_tensors_share_a_region_and_regions_keep_their_order() -> None:
@@ -221,7 +252,9 @@ def test_what_no_manifest_can_say_is_refused_when_it_is_built() -> None:
         build_manifest([TensorDescription("w", "float32", (3,), 0, 8)], 4096, "none")
     with pytest.raises(RegistrationError, match="dtype 'float3' is unknown"):
         build_manifest([TensorDescription("w", "float3", (3,), 0, 12)], 4096, "none")
-    with pytest.raises(RegistrationError, match="'w': its scale 1 is not a positive, finite number"):
+    with pytest.raises(
+        RegistrationError, match="'w': its scale 1 is not a positive, finite number"
+    ):
         build_manifest([TensorDescription("w", "qint8", (3,), 0, 3, (1, 0))], 4096, "none")
     with pytest.raises(RegistrationError, match="surrogate"):
         build_manifest([description("\ud800", 0, 1)], 4096, "none")

@@ -1,4 +1,6 @@
-"""Several registrations in one process: two sets of one model that take turns, and several models behind one hub."""
+"""Several registrations in one process: two sets of one model that take turns, and several models
+behind one hub.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from tests.rig import cluster, holds, tensors, write
 async def test_a_trainer_publishes_from_one_set_and_writes_the_other() -> None:
     async with cluster("trainer", "reader") as c:
         sets = [tensors(), tensors()]
-        weights = [await c.hubs[0].register("m", each, group=f"set{at}") for at, each in enumerate(sets)]
+        weights = [
+            await c.hubs[0].register("m", each, group=f"set{at}") for at, each in enumerate(sets)
+        ]
         mine = tensors()
         replica = await c.hubs[1].register("m", mine)
         for version in range(1, 6):

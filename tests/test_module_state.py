@@ -1,4 +1,6 @@
-"""A module's state that is no parameter or buffer is carried, or said to stay behind. Ordinary modules say nothing."""
+"""A module's state that is no parameter or buffer is carried, or said to stay behind. Ordinary
+modules say nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def anyio_backend() -> str:
 
 
 class Scaled(nn.Module):
-    """A linear layer with a scale that is extra state: as `made` makes it out of the module's own tensor."""
+    """A linear layer with a scale that is extra state: as `made` makes it out of the module's own
+    tensor.
+    """
 
     def __init__(self, scale: float, made: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -61,7 +65,11 @@ class SavesItself(nn.Linear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination |= {f"{prefix}table": self._table, f"{prefix}bits": self._bits, f"{prefix}same": self.weight.data}
+        destination |= {
+            f"{prefix}table": self._table,
+            f"{prefix}bits": self._bits,
+            f"{prefix}same": self.weight.data,
+        }
 
 
 class QuantState:
@@ -72,7 +80,10 @@ class QuantState:
 
 
 def packed(**attributes: Any) -> nn.Module:
-    layer, weight = nn.Module(), nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
+    layer, weight = (
+        nn.Module(),
+        nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False),
+    )
     vars(weight).update(attributes)
     layer.weight = weight
     return layer
@@ -92,14 +103,20 @@ def quantized() -> nn.Module:
     return layer
 
 
-# ----------------------------------------------------------------------------------------------------------- carried
+# --------------------------------------------------------------------------------------------------
+# carried
 
 
 async def test_extra_state_in_place_arrives() -> None:
     async with cluster("trainer", "rollout") as c:
-        trainer, rollout = (nn.Sequential(nn.Linear(1, 1), Scaled(scale, lambda own: own)) for scale in (2.0, 1.0))
+        trainer, rollout = (
+            nn.Sequential(nn.Linear(1, 1), Scaled(scale, lambda own: own)) for scale in (2.0, 1.0)
+        )
         theirs: Any = rollout[1]
-        weights, mine = await c.hubs[0].register("m", trainer), await c.hubs[1].register("m", rollout)
+        weights, mine = (
+            await c.hubs[0].register("m", trainer),
+            await c.hubs[1].register("m", rollout),
+        )
         await weights.publish(1)
         await mine.replicate(1)
         assert theirs._scale.item() == 2.0
@@ -111,13 +128,19 @@ async def test_extra_state_in_place_arrives() -> None:
         await mine.update(2)
         assert theirs._scale.item() == 3.0
         theirs._scale = torch.ones(1)
-        with pytest.raises(RegistrationError, match=r"'1\._extra_state': its storage is another one"):
+        with pytest.raises(
+            RegistrationError, match=r"'1\._extra_state': its storage is another one"
+        ):
             await mine.update(2)
-        assert (await c.hubs[1].plan("m", rollout)).nbytes == sum(each.nbytes for each in fetched.values())
+        assert (await c.hubs[1].plan("m", rollout)).nbytes == sum(
+            each.nbytes for each in fetched.values()
+        )
 
 
 async def test_what_a_class_saves_in_place_arrives() -> None:
-    async with cluster("trainer", "rollout", options=replace(OPTIONS, left_out_state="ignore")) as c:
+    async with cluster(
+        "trainer", "rollout", options=replace(OPTIONS, left_out_state="ignore")
+    ) as c:
         trainer, rollout = SavesItself(), SavesItself()
         trainer._table.fill_(7)
         await (await c.hubs[0].register("m", trainer)).publish(1)
@@ -127,7 +150,8 @@ async def test_what_a_class_saves_in_place_arrives() -> None:
         assert sorted(await c.hubs[0].fetch("m")) == ["bias", "table", "weight"]
 
 
-# ------------------------------------------------------------------------------------------------------------ named
+# --------------------------------------------------------------------------------------------------
+# named
 
 
 @pytest.mark.parametrize(
@@ -146,7 +170,10 @@ async def test_what_a_class_saves_in_place_arrives() -> None:
         (packed(meta={"scale": torch.ones(2)}), ["weight.meta"]),
         (plain(scale=torch.ones(1), zero=torch.zeros(1)), ["scale", "zero"]),
         (nn.Sequential(nn.ModuleDict({"a": plain(scale=torch.ones(1))})), ["0.a.scale"]),
-        (quantized(), ["_packed_params._packed_params", "_packed_params.dtype", "scale", "zero_point"]),
+        (
+            quantized(),
+            ["_packed_params._packed_params", "_packed_params.dtype", "scale", "zero_point"],
+        ),
     ],
 )
 def test_what_stays_behind_is_named(module: nn.Module, names: list[str]) -> None:
@@ -161,19 +188,26 @@ async def test_registering_says_what_stays_behind(recwarn: pytest.WarningsRecord
         await c.hubs[0].register("m", layer)
         (one,) = recwarn
         assert (one.category, one.filename) == (LeftOutStateWarning, __file__)
-        assert str(one.message).startswith("register 'm': 1 part(s) of the module's state are not carried")
+        assert str(one.message).startswith(
+            "register 'm': 1 part(s) of the module's state are not carried"
+        )
         assert "'_extra_state'" in str(one.message)
-        await c.hubs[0].register("m", dict(layer.named_parameters()))  # whoever gives tensors has chosen them
+        # whoever gives tensors has chosen them
+        await c.hubs[0].register("m", dict(layer.named_parameters()))
         assert len(recwarn) == 1
 
 
 @pytest.mark.parametrize("converted", [False, True])
-async def test_the_option_makes_it_an_error_or_nothing(recwarn: pytest.WarningsRecorder, *, converted: bool) -> None:
+async def test_the_option_makes_it_an_error_or_nothing(
+    recwarn: pytest.WarningsRecorder, *, converted: bool
+) -> None:
     layer = Scaled(2.0, torch.clone)
 
     async def register(hub: tensorhub.Hub) -> None:
         if converted:
-            await conversion.register_converted(hub, "m", conversion.cast(layer, torch.bfloat16), group="g")
+            await conversion.register_converted(
+                hub, "m", conversion.cast(layer, torch.bfloat16), group="g"
+            )
         else:
             await hub.register("m", layer)
 
@@ -188,16 +222,20 @@ async def test_the_option_makes_it_an_error_or_nothing(recwarn: pytest.WarningsR
         with pytest.warns(LeftOutStateWarning, match="'_extra_state'") as told:
             await register(c.hubs[0])
         assert [each.filename for each in told] == [__file__]
-    with pytest.raises(StateError, match=r"left_out_state = 'never': give 'warn', 'error' or 'ignore'"):
+    with pytest.raises(
+        StateError, match=r"left_out_state = 'never': give 'warn', 'error' or 'ignore'"
+    ):
         Options(left_out_state="never")  # type: ignore[arg-type]
 
 
-# --------------------------------------------------------------------------------------------------- nothing to say
+# --------------------------------------------------------------------------------------------------
+# nothing to say
 
 
 def with_buffers() -> nn.Module:
     layer = nn.Linear(2, 2)
-    layer.register_buffer("table", torch.ones(2), persistent=False)  # what can be made anew is no state
+    # what can be made anew is no state
+    layer.register_buffer("table", torch.ones(2), persistent=False)
     layer.register_buffer("mean", torch.ones(2))
     layer.original_table = layer.table  # as transformers' rotary embeddings keep theirs
     layer.alias = layer.weight.data
@@ -217,7 +255,9 @@ ORDINARY: dict[str, Callable[[], Any]] = {
     "lstm": lambda: nn.LSTM(4, 4, 2, bidirectional=True),
     "gru": lambda: nn.GRU(3, 3),
     "transformer": lambda: nn.Transformer(8, 2, 1, 1, 8, batch_first=True),
-    "layers": lambda: nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.Embedding(2, 2), nn.LayerNorm(2), nn.PReLU()),
+    "layers": lambda: nn.Sequential(
+        nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.Embedding(2, 2), nn.LayerNorm(2), nn.PReLU()
+    ),
     "loss": lambda: nn.BCEWithLogitsLoss(pos_weight=torch.ones(2)),
     "lazy": lambda: after_forward(nn.LazyLinear(3)),
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(3, 3)),

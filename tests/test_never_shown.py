@@ -1,4 +1,6 @@
-"""A token, and its read-only one, appear nowhere: not in logs, reprs, errors, tracebacks with locals, or pickles."""
+"""A token, and its read-only one, appear nowhere: not in logs, reprs, errors, tracebacks with
+locals, or pickles.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ SOURCE = str(Path(tensorhub.__file__).parent)
 def forms(secret: str) -> Iterator[str]:
     """How bytes get into text."""
     data = secret.encode()
-    yield from (secret, secret[4:-4], repr(data)[2:-1], data.hex(), data.hex(" "), str(list(data))[1:-1])
+    yield from (
+        secret,
+        secret[4:-4],
+        repr(data)[2:-1],
+        data.hex(),
+        data.hex(" "),
+        str(list(data))[1:-1],
+    )
     for encode in (base64.b64encode, base64.urlsafe_b64encode, base64.b32encode):
         yield encode(data).decode().rstrip("=")[:-2]
 
@@ -42,12 +51,18 @@ def check_hidden(text: str, where: object) -> None:
 def shown(thing: object) -> str:
     try:
         return f"{thing!r} {thing}"
-    except (AttributeError, RuntimeError, ValueError):  # never made whole, changed by another thread, or of endless digits
+    except (
+        AttributeError,
+        RuntimeError,
+        ValueError,
+    ):  # never made whole, changed by another thread, or of endless digits
         return ""
 
 
 def check_error(error: BaseException) -> None:
-    """All that is said of an error anywhere: itself, its causes, its traceback, and the locals of the library's frames."""
+    """All that is said of an error anywhere: itself, its causes, its traceback, and the locals of
+    the library's frames.
+    """
     check_hidden("".join(traceback.format_exception(error)), "its traceback")
     todo: list[BaseException | None] = [error]
     while todo:
@@ -55,10 +70,17 @@ def check_error(error: BaseException) -> None:
         if each is None:
             continue
         check_hidden(f"{each} {each!r} {each.args} {vars(each)}", type(each))
-        todo += [each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())]
+        todo += [
+            each.__cause__,
+            each.__context__,
+            *(each.exceptions if isinstance(each, BaseExceptionGroup) else ()),
+        ]
         for frame, line in traceback.walk_tb(each.__traceback__):
             if frame.f_code.co_filename.startswith(SOURCE):
-                check_hidden(" ".join(map(shown, frame.f_locals.values())), f"{frame.f_code.co_filename}:{line}")
+                check_hidden(
+                    " ".join(map(shown, frame.f_locals.values())),
+                    f"{frame.f_code.co_filename}:{line}",
+                )
 
 
 @contextlib.asynccontextmanager
@@ -70,7 +92,9 @@ async def fails() -> AsyncIterator[None]:
 
 def check_objects() -> int:
     """Every object of the library that is alive now."""
-    found = [thing for thing in gc.get_objects() if str(type(thing).__module__).startswith("tensorhub")]
+    found = [
+        thing for thing in gc.get_objects() if str(type(thing).__module__).startswith("tensorhub")
+    ]
     for thing in found:
         check_hidden(shown(thing), type(thing))
     return len(found)

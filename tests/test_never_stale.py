@@ -1,4 +1,6 @@
-"""A version never has the bytes of tensors that its publisher has replaced, and autograd sees what the library writes."""
+"""A version never has the bytes of tensors that its publisher has replaced, and autograd sees what
+the library writes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from torch import nn
 
 import tensorhub
 from tensorhub.api.weights import Weights
-from tensorhub.errors import GroupAborted, MutabilityViolation, RegistrationError, StaleWeightsWarning, StateError
+from tensorhub.errors import (
+    GroupAborted,
+    MutabilityViolation,
+    RegistrationError,
+    StaleWeightsWarning,
+    StateError,
+)
 from tests.rig import OPTIONS, Cluster, cluster, gated, ranks_of, until
 
 HOST_MEMORY = replace(OPTIONS, host_memory_bytes=2**20)
@@ -48,7 +56,9 @@ def step(policy: nn.Module) -> None:
 
 
 def assign(policy: Policy) -> None:
-    policy.load_state_dict({name: tensor.clone() for name, tensor in policy.state_dict().items()}, assign=True)
+    policy.load_state_dict(
+        {name: tensor.clone() for name, tensor in policy.state_dict().items()}, assign=True
+    )
 
 
 def parameter(policy: Policy) -> None:
@@ -90,7 +100,8 @@ REPLACED: dict[Replacing, str] = {  # what the error says
     parameter: "'body.weight': its storage is another one",
     data: "'body.weight': its storage is another one",
     resize: "'body.weight': its shape is torch.Size([1000, 8]), not torch.Size([8, 8])",
-    half: "'body.weight': its dtype is torch.float16, not torch.float32, its storage is another one",
+    half: "'body.weight': its dtype is torch.float16, not torch.float32, its storage is another "
+    "one",
     to_empty: "'body.weight': its storage is another one",
     buffer: "'norm.running_mean': its storage is another one",
     remove: "'norm.weight': the module has it no more",
@@ -100,11 +111,16 @@ replaced = pytest.mark.parametrize("how", REPLACED, ids=lambda how: how.__name__
 
 
 def says(error: BaseException, how: Replacing) -> bool:
-    mend = ("were replaced since they were registered", "`copy_`", "or close this handle and register anew")
+    mend = (
+        "were replaced since they were registered",
+        "`copy_`",
+        "or close this handle and register anew",
+    )
     return all(part in str(error) for part in (REPLACED[how], *mend))
 
 
-# -------------------------------------------------------------------------------------------------- replaced tensors
+# --------------------------------------------------------------------------------------------------
+# replaced tensors
 
 
 @replaced
@@ -119,14 +135,19 @@ async def test_a_module_with_other_tensors_is_neither_published_nor_filled(how: 
         assert mine.body.weight.eq(2).all()
         how(policy)
         how(mine)
-        calls: list[Callable[[], Awaitable[object]]] = [lambda: mutate(source, 2), weights.update, weights.prefetch]
+        calls: list[Callable[[], Awaitable[object]]] = [
+            lambda: mutate(source, 2),
+            weights.update,
+            weights.prefetch,
+        ]
         for call in calls:
             with pytest.raises(RegistrationError) as caught:
                 await call()
             assert says(caught.value, how), str(caught.value)
             assert (caught.value.memory, source.version, weights.version) == ("intact", 1, 1)
         for handle in source, weights:
-            with contextlib.suppress(MutabilityViolation):  # a resized tensor's published bytes are gone
+            # a resized tensor's published bytes are gone
+            with contextlib.suppress(MutabilityViolation):
                 await handle.unpublish()
         last: list[Callable[[], Awaitable[object]]] = [lambda: source.publish(2), weights.replicate]
         for call in last:
@@ -184,11 +205,19 @@ async def test_tensors_are_looked_up_in_the_callers_thread() -> None:
 
 
 async def test_what_mappings_show() -> None:
-    """Parameters show what is done to them; aliases, what is done to their storage; either, what is under their names."""
+    """Parameters show what is done to them; aliases, what is done to their storage; either, what is
+    under their names.
+    """
     shown: dict[str, tuple[Given, set[Replacing]]] = {
-        "parameters": (lambda policy: dict(policy.named_parameters()), {data, half, to_empty, resize}),
+        "parameters": (
+            lambda policy: dict(policy.named_parameters()),
+            {data, half, to_empty, resize},
+        ),
         "aliases": (lambda policy: policy.state_dict(), {resize}),
-        "nested": (lambda policy: {"body": dict(policy.body.named_parameters())}, {data, half, to_empty, resize}),
+        "nested": (
+            lambda policy: {"body": dict(policy.body.named_parameters())},
+            {data, half, to_empty, resize},
+        ),
     }
     async with cluster("trainer") as c:
         for kind, (given, hows) in shown.items():
@@ -208,22 +237,28 @@ async def test_elements_that_are_not_what_the_bytes_say_are_not_published() -> N
             module.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64) * 1j)
             weights = await c.hubs[0].register(how.__name__, module)
             module.weight.data = how(module.weight.data)
-            with pytest.raises(RegistrationError, match="'weight': its conjugation or negation is still to be done"):
+            with pytest.raises(
+                RegistrationError, match="'weight': its conjugation or negation is still to be done"
+            ):
                 await weights.publish(1)
 
 
 async def test_names_that_differ_by_a_wrappers_prefix() -> None:
     async with cluster("trainer", "reader") as c:
-        source = await c.hubs[0].register("m", {"_orig_mod.w": torch.ones(2), "_orig_mod.b": torch.ones(2)})
+        source = await c.hubs[0].register(
+            "m", {"_orig_mod.w": torch.ones(2), "_orig_mod.b": torch.ones(2)}
+        )
         await source.publish(1)
         weights = await c.hubs[1].register("m", {"w": torch.ones(2), "b": torch.ones(2)})
         with pytest.raises(
-            tensorhub.ManifestMismatch, match=r"'_orig_mod\.' at the source.*register the module that it wraps"
+            tensorhub.ManifestMismatch,
+            match=r"'_orig_mod\.' at the source.*register the module that it wraps",
         ):
             await weights.replicate()
 
 
-# ---------------------------------------------------------------------------------------------------- nothing written
+# --------------------------------------------------------------------------------------------------
+# nothing written
 
 
 @pytest.fixture
@@ -237,7 +272,9 @@ Told = list[warnings.WarningMessage]
 
 
 @pytest.mark.parametrize("how", [assign, parameter], ids=lambda how: how.__name__)
-async def test_a_mutate_that_writes_no_registered_tensor_is_told(how: Replacing, told: Told) -> None:
+async def test_a_mutate_that_writes_no_registered_tensor_is_told(
+    how: Replacing, told: Told
+) -> None:
     async with cluster("trainer") as c:
         policy = Policy()
         source = await c.hubs[0].register("m", {"w": policy.body.weight.detach()})
@@ -249,7 +286,11 @@ async def test_a_mutate_that_writes_no_registered_tensor_is_told(how: Replacing,
             step(policy)
         (one,) = told
         assert (one.category, one.filename, source.version) == (StaleWeightsWarning, __file__, 2)
-        for part in ("mutate() of 'm'", "written no registered tensor", "Register the module itself"):
+        for part in (
+            "mutate() of 'm'",
+            "written no registered tensor",
+            "Register the module itself",
+        ):
             assert part in str(one.message)
 
 
@@ -266,10 +307,14 @@ def by_address(tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("write", [by_data, by_numpy, by_address], ids=lambda write: write.__name__)
-async def test_what_moves_no_count_is_seen_by_its_bytes(write: Callable[[torch.Tensor], None], told: Told) -> None:
+async def test_what_moves_no_count_is_seen_by_its_bytes(
+    write: Callable[[torch.Tensor], None], told: Told
+) -> None:
     async with cluster("trainer") as c:
         tensor = torch.zeros(3_000_000)
-        source = await c.hubs[0].register("m", {"w": tensor, "none": torch.zeros(0), "other": torch.zeros(5)})
+        source = await c.hubs[0].register(
+            "m", {"w": tensor, "none": torch.zeros(0), "other": torch.zeros(5)}
+        )
         async with source.mutate(1):
             write(tensor)
         assert not told
@@ -305,7 +350,9 @@ async def test_a_stale_mutate_may_be_an_error_or_silent(told: Told) -> None:
                     pass
 
         async def other() -> None:
-            with pytest.raises(GroupAborted, match=r"rank 0: after its body, mutate\(1\) raised StateError"):
+            with pytest.raises(
+                GroupAborted, match=r"rank 0: after its body, mutate\(1\) raised StateError"
+            ):
                 async with ranks[1].mutate(1):
                     given[1]["w"].add_(1)
 
@@ -318,7 +365,9 @@ async def test_a_stale_mutate_may_be_an_error_or_silent(told: Told) -> None:
         async with source.mutate(1):
             pass
     assert not told
-    with pytest.raises(StateError, match=r"stale_weights = 'never': give 'warn', 'error' or 'ignore'"):
+    with pytest.raises(
+        StateError, match=r"stale_weights = 'never': give 'warn', 'error' or 'ignore'"
+    ):
         tensorhub.Options(stale_weights="never")  # type: ignore[arg-type]
 
 
@@ -327,14 +376,18 @@ async def test_a_fill_within_mutate_is_a_write(told: Told) -> None:
     async with cluster("trainer", "relay") as c:
         await (await c.hubs[0].register("m", Policy(3))).publish(1)
         mine = Policy()
-        inflow, outflow = await c.hubs[1].register("m", mine), await c.hubs[1].register("copy", mine)
+        inflow, outflow = (
+            await c.hubs[1].register("m", mine),
+            await c.hubs[1].register("copy", mine),
+        )
         async with outflow.mutate(1):
             await inflow.replicate()
         assert not told
         assert (await c.hubs[0].fetch("copy"))["body.weight"].eq(3).all()
 
 
-# ----------------------------------------------------------------------------------------------------------- autograd
+# --------------------------------------------------------------------------------------------------
+# autograd
 
 OVERWRITTEN = "modified by an inplace operation"
 
@@ -359,8 +412,12 @@ def loss_of(policy: Policy) -> torch.Tensor:
 
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("prefetched", [False, True])
-@pytest.mark.parametrize("given", [lambda policy: policy, lambda policy: policy.state_dict()], ids=["module", "aliases"])
-async def test_an_update_between_forward_and_backward_is_noticed(given: Given, prefetched: bool, staged: bool) -> None:
+@pytest.mark.parametrize(
+    "given", [lambda policy: policy, lambda policy: policy.state_dict()], ids=["module", "aliases"]
+)
+async def test_an_update_between_forward_and_backward_is_noticed(
+    given: Given, prefetched: bool, staged: bool
+) -> None:
     async with cluster("trainer", "reader", options=HOST_MEMORY) as c:
         mine, weights = await two_versions(c, given)
         if prefetched:
@@ -374,7 +431,9 @@ async def test_an_update_between_forward_and_backward_is_noticed(given: Given, p
         await weights.unpublish()
 
 
-async def test_what_is_read_in_the_midst_of_an_update_is_noticed_too_and_so_is_one_that_is_broken_off() -> None:
+async def test_what_is_read_in_the_midst_of_an_update_is_noticed_too_and_so_is_one_that_is_broken_off() -> (
+    None
+):
     losses = []
     with gated(0) as gate:
         gate.open()

@@ -1,4 +1,6 @@
-"""Hubs and coordinators as objects, without blocks; and what is said where the API is used as what it is not."""
+"""Hubs and coordinators as objects, without blocks; and what is said where the API is used as what
+it is not.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,26 @@ import pytest
 
 import tensorhub
 from tensorhub import sync
-from tensorhub.errors import CoordinatorUnavailable, InvalidType, InvalidValue, StateError, TensorHubError, shown
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    InvalidType,
+    InvalidValue,
+    StateError,
+    TensorHubError,
+    shown,
+)
 from tensorhub.types import VersionInfo
-from tests.rig import OPTIONS, cluster, holds, library_threads, nothing_left, published, tensors, until, worker_of
+from tests.rig import (
+    OPTIONS,
+    cluster,
+    holds,
+    library_threads,
+    nothing_left,
+    published,
+    tensors,
+    until,
+    worker_of,
+)
 
 NOBODY = "tcp://127.0.0.1:1"
 
@@ -25,13 +44,17 @@ async def join(address: str, name: str = "worker") -> tensorhub.Hub:
     return await tensorhub.connect(address, name=name, token="", options=OPTIONS)
 
 
-# ------------------------------------------------------------------------------------------------------ without blocks
+# --------------------------------------------------------------------------------------------------
+# without blocks
 
 
 async def test_hubs_and_coordinators_are_objects() -> None:
     async with nothing_left():
         coordinator = await tensorhub.serve(token="", options=OPTIONS)
-        trainer, reader = await join(coordinator.address, "trainer"), await join(coordinator.address, "reader")
+        trainer, reader = (
+            await join(coordinator.address, "trainer"),
+            await join(coordinator.address, "reader"),
+        )
         await published(trainer)
         memory = tensors()
         weights = await reader.register("m", memory)
@@ -77,7 +100,9 @@ async def test_a_hub_that_nobody_holds_leaves_and_its_handles_hold_it() -> None:
         assert [name for name in library_threads() if "held" in name]
         del weights, watcher
         gc.collect()
-        await until(lambda: not [name for name in library_threads() if "held" in name or "watching" in name])
+        await until(
+            lambda: not [name for name in library_threads() if "held" in name or "watching" in name]
+        )
 
 
 async def test_a_watcher_ends_when_its_hub_does_however_that_is() -> None:
@@ -104,7 +129,9 @@ async def test_a_watcher_ends_when_its_hub_does_however_that_is() -> None:
 async def test_nothing_is_waited_for_in_the_librarys_own_thread() -> None:
     """A finalizer runs wherever garbage is collected."""
     async with cluster() as c:
-        hub = await anyio.to_thread.run_sync(lambda: sync.connect(c.address, token="", options=OPTIONS))
+        hub = await anyio.to_thread.run_sync(
+            lambda: sync.connect(c.address, token="", options=OPTIONS)
+        )
         said: list[Exception] = []
 
         def finalizer() -> None:
@@ -120,16 +147,21 @@ async def test_nothing_is_waited_for_in_the_librarys_own_thread() -> None:
         await anyio.to_thread.run_sync(hub.close)
 
 
-# ----------------------------------------------------------------------------------------------------------- wrong use
+# --------------------------------------------------------------------------------------------------
+# wrong use
 
 
 async def test_wrong_use_says_what_to_write() -> None:
     opening: Any = tensorhub.connect(NOBODY, token="", options=OPTIONS)
-    with pytest.raises(AttributeError, match=r"write `x = await tensorhub.connect\(...\)` or `async with"):
+    with pytest.raises(
+        AttributeError, match=r"write `x = await tensorhub.connect\(...\)` or `async with"
+    ):
         opening.register("m", {})
     with (
         pytest.raises(
-            TypeError, match=r"write `async with tensorhub.connect\(...\)`; without an event loop: tensorhub.sync"
+            TypeError,
+            match=r"write `async with tensorhub.connect\(...\)`; without an event loop: "
+            r"tensorhub.sync",
         ),
         opening,
     ):
@@ -141,7 +173,10 @@ async def test_wrong_use_says_what_to_write() -> None:
     async with cluster("one") as c:
         hub: Any = c.hubs[0]
         weights: Any = await hub.register("m", tensors(1))
-        with pytest.raises(TypeError, match=r"write `async with weights.mutate\(...\):`"), weights.mutate(1):
+        with (
+            pytest.raises(TypeError, match=r"write `async with weights.mutate\(...\):`"),
+            weights.mutate(1),
+        ):
             pass
         with pytest.raises(TypeError, match=r"write `async with weights.mutate\(...\):`"):
             await weights.mutate(1)
@@ -156,7 +191,10 @@ async def test_wrong_use_says_what_to_write() -> None:
             return sync.connect(c.address, token="", options=OPTIONS)
 
         other = await anyio.to_thread.run_sync(blocking)
-        with pytest.raises(TypeError, match=r"write `hub = sync.connect\(...\)`, or `hub = await tensorhub.connect\(...\)`"):
+        with pytest.raises(
+            TypeError,
+            match=r"write `hub = sync.connect\(...\)`, or `hub = await tensorhub.connect\(...\)`",
+        ):
             await other
         await anyio.to_thread.run_sync(other.close)
 
@@ -167,9 +205,14 @@ async def test_a_block_is_entered_once_and_left_once() -> None:
         with pytest.raises(StateError, match=r"weights.mutate\(\) is no open block"):
             await weights.mutate(2).__aexit__(None, None, None)
         assert (weights.state, weights.version) == ("ready", 1)
-        for block, call in ((weights.mutate(2), "weights.mutate"), (c.hubs[0].pin("m", 2), "hub.pin")):
+        for block, call in (
+            (weights.mutate(2), "weights.mutate"),
+            (c.hubs[0].pin("m", 2), "hub.pin"),
+        ):
             async with block:
-                with pytest.raises(StateError, match=rf"{call}\(\) was entered already: call {call}\(\) again"):
+                with pytest.raises(
+                    StateError, match=rf"{call}\(\) was entered already: call {call}\(\) again"
+                ):
                     await block.__aenter__()
             with pytest.raises(StateError, match=rf"{call}\(\) is no open block"):
                 await block.__aexit__(None, None, None)
@@ -189,17 +232,24 @@ async def test_who_polls_a_closed_hub_is_told_so() -> None:
 async def test_what_belongs_to_its_process_is_not_pickled() -> None:
     for opening in (tensorhub.connect(NOBODY, token=""), tensorhub.serve(token="")):
         for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
-            with pytest.raises(TypeError, match=r"\(\.\.\.\) can neither be pickled nor copied: call it in"):
+            with pytest.raises(
+                TypeError, match=r"\(\.\.\.\) can neither be pickled nor copied: call it in"
+            ):
                 attempt(opening)
     async with cluster("one") as c:
         hub = c.hubs[0]
-        blocking = await anyio.to_thread.run_sync(lambda: sync.connect(c.address, token="", options=OPTIONS))
+        blocking = await anyio.to_thread.run_sync(
+            lambda: sync.connect(c.address, token="", options=OPTIONS)
+        )
         weights = await hub.register("m", tensors(1))
         theirs = await anyio.to_thread.run_sync(lambda: blocking.register("m", tensors(1)))
         for each in (hub, weights, hub.watch("m"), c.coordinator, blocking, theirs):
             kind = type(each).__name__
             for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
-                with pytest.raises(TypeError, match=f"a {kind} belongs to its process, .* in the other process, connect"):
+                with pytest.raises(
+                    TypeError,
+                    match=f"a {kind} belongs to its process, .* in the other process, connect",
+                ):
                     attempt(each)
         await anyio.to_thread.run_sync(blocking.close)
 
@@ -213,7 +263,9 @@ async def test_a_blocking_hook_in_async_code_is_refused_before_a_byte_changes() 
         async with source.mutate(2):
             pass
         with pytest.raises(
-            TypeError, match=r"before_write .* async function, and this one returned 'paused': write `async def`"
+            TypeError,
+            match=r"before_write .* async function, and this one returned 'paused': write `async "
+            r"def`",
         ):
             await weights.update(before_write=lambda info: "paused")
         with pytest.raises(InvalidType, match="before_write=3: give a function"):
@@ -226,7 +278,9 @@ async def test_a_blocking_hook_in_async_code_is_refused_before_a_byte_changes() 
             with sync.connect(c.address, token="", options=OPTIONS) as hub:
                 theirs = hub.register("m", tensors())
                 for hook in (pause, lambda info: pause(info)):
-                    with pytest.raises(TypeError, match=r"before_write of tensorhub\.sync is a plain function"):
+                    with pytest.raises(
+                        TypeError, match=r"before_write of tensorhub\.sync is a plain function"
+                    ):
                         theirs.update(before_write=hook)
                 assert theirs.state == "empty"
 
@@ -240,16 +294,36 @@ Arguments = dict[str, Any]
 @pytest.mark.parametrize(
     ("arguments", "kind", "says"),
     [
-        ({"address": None}, InvalidType, 'address=None: give a coordinator\'s "tcp://HOST:PORT", or a list of them'),
+        (
+            {"address": None},
+            InvalidType,
+            'address=None: give a coordinator\'s "tcp://HOST:PORT", or a list of them',
+        ),
         ({"address": 7}, InvalidType, "address=7"),
-        ({"address": [None]}, InvalidType, 'None is not a TensorHub address: give "tcp://HOST:PORT"'),
+        (
+            {"address": [None]},
+            InvalidType,
+            'None is not a TensorHub address: give "tcp://HOST:PORT"',
+        ),
         ({"address": []}, InvalidValue, "no coordinator address is given"),
-        ({"address": b"tcp://h:1"}, InvalidType, r"address=b'tcp://h:1': give a coordinator's \"tcp://HOST:PORT\""),
+        (
+            {"address": b"tcp://h:1"},
+            InvalidType,
+            r"address=b'tcp://h:1': give a coordinator's \"tcp://HOST:PORT\"",
+        ),
         ({"address": "here"}, InvalidValue, "'here' is not a TensorHub address"),
         ({"name": 3}, InvalidType, "3 cannot name a worker"),
-        ({"name": "n" * 100_000}, InvalidValue, r"n{3,}\.\.\.n+' \(of 100000 characters\) cannot name a worker"),
+        (
+            {"name": "n" * 100_000},
+            InvalidValue,
+            r"n{3,}\.\.\.n+' \(of 100000 characters\) cannot name a worker",
+        ),
         ({"location": "here"}, InvalidType, "location='here': give tensorhub.Location"),
-        ({"transports": "tcp"}, InvalidType, r"transports='tcp': give a list of names, as \[\"tcp\"\]"),
+        (
+            {"transports": "tcp"},
+            InvalidType,
+            r"transports='tcp': give a list of names, as \[\"tcp\"\]",
+        ),
         ({"transports": b"tcp"}, InvalidType, "transports=b'tcp': give a list of names"),
         ({"prefetch": 1}, InvalidType, "prefetch=1: give True or False"),
         ({"prefetch": True}, InvalidValue, "set Options.host_memory_bytes"),
@@ -299,16 +373,32 @@ async def test_arguments_of_hubs_and_weights() -> None:
             (TypeError, "timeout='1'", lambda: weights.publish(1, timeout="1")),
             (TypeError, "timeout=True", lambda: weights.publish(1, timeout=True)),
             (ValueError, "timeout=-1", lambda: weights.publish(1, timeout=-1)),
-            (ValueError, "timeout=1000.*: give seconds", lambda: weights.publish(1, timeout=10**400)),
+            (
+                ValueError,
+                "timeout=1000.*: give seconds",
+                lambda: weights.publish(1, timeout=10**400),
+            ),
             (ValueError, "'newest' is not a version selector", lambda: weights.replicate("newest")),
             (TypeError, "None is not a version selector", lambda: weights.replicate(None)),
             (TypeError, "staged='no'", lambda: weights.update(staged="no")),
             (TypeError, "abandon=1", lambda: weights.close(1)),
             (TypeError, "3 cannot name a model", lambda: hub.register(3, tensors(1))),
             (ValueError, "'' cannot name a model", lambda: hub.register("", tensors(1))),
-            (ValueError, "world_size > 1 needs group=", lambda: hub.register("m", tensors(1), world_size=2)),
-            (ValueError, "rank=0, world_size=0", lambda: hub.register("m", tensors(1), world_size=0)),
-            (TypeError, "rank=0, world_size='2'", lambda: hub.register("m", tensors(1), world_size="2")),
+            (
+                ValueError,
+                "world_size > 1 needs group=",
+                lambda: hub.register("m", tensors(1), world_size=2),
+            ),
+            (
+                ValueError,
+                "rank=0, world_size=0",
+                lambda: hub.register("m", tensors(1), world_size=0),
+            ),
+            (
+                TypeError,
+                "rank=0, world_size='2'",
+                lambda: hub.register("m", tensors(1), world_size="2"),
+            ),
             (TypeError, r"\['m'\] cannot name a model", lambda: hub.newest(["m"])),
             (TypeError, "rank='0', world_size=1", lambda: hub.register("m", tensors(1), rank="0")),
             (ValueError, "rank=1, world_size=1", lambda: hub.register("m", tensors(1), rank=1)),
@@ -342,7 +432,9 @@ def test_over_long_names_are_cut_in_messages() -> None:
     assert shown(Bad()) == "<Bad>"
 
 
-async def test_a_coordinator_that_is_gone_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_coordinator_that_is_gone_is_complained_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with nothing_left():
         coordinator = await tensorhub.serve(token="", options=OPTIONS)
         hub = await join(coordinator.address)
@@ -356,5 +448,9 @@ async def test_a_coordinator_that_is_gone_is_complained_of_once(caplog: pytest.L
         await coordinator.close()
         await until(lambda: len(tries) >= 4)
         await hub.close()
-    events = [record.getMessage() for record in caplog.records if "coordinator_unreachable" in record.getMessage()]
+    events = [
+        record.getMessage()
+        for record in caplog.records
+        if "coordinator_unreachable" in record.getMessage()
+    ]
     assert len(events) == 1, events

@@ -18,13 +18,20 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
 
 
-async def test_it_is_warned_of_once_there_is_another_host_and_never_on_one_machine(caplog: pytest.LogCaptureFixture) -> None:
+async def test_it_is_warned_of_once_there_is_another_host_and_never_on_one_machine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with cluster("trainer", "rollout", token="right") as c:
         for hub in c.hubs:
             await hub.register("m", tensors(1))
         assert told(caplog) == []
-        elsewhere, options = Location(host="elsewhere"), replace(OPTIONS, advertise="gateway.example:7001")
-        async with tensorhub.connect(c.address, name="far", token="right", location=elsewhere, options=options) as far:
+        elsewhere, options = (
+            Location(host="elsewhere"),
+            replace(OPTIONS, advertise="gateway.example:7001"),
+        )
+        async with tensorhub.connect(
+            c.address, name="far", token="right", location=elsewhere, options=options
+        ) as far:
             await far.register("m", tensors(1))
             (first,) = told(caplog)
             assert "rollout" in first
@@ -36,18 +43,26 @@ async def test_it_is_warned_of_once_there_is_another_host_and_never_on_one_machi
 
 
 @pytest.mark.parametrize("host", ["elsewhere", None])
-async def test_the_error_of_a_reader_elsewhere_names_what_to_set_at_the_source(host: str | None) -> None:
+async def test_the_error_of_a_reader_elsewhere_names_what_to_set_at_the_source(
+    host: str | None,
+) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         there = f"127.0.0.1:{closed.getsockname()[1]}"
         location = Location() if host is None else Location(host=host)
         async with (
             cluster() as c,
-            tensorhub.connect(c.address, token="", transports=["tcp"], options=replace(OPTIONS, advertise=there)) as trainer,
-            tensorhub.connect(c.address, token="", transports=["tcp"], options=OPTIONS, location=location) as rollout,
+            tensorhub.connect(
+                c.address, token="", transports=["tcp"], options=replace(OPTIONS, advertise=there)
+            ) as trainer,
+            tensorhub.connect(
+                c.address, token="", transports=["tcp"], options=OPTIONS, location=location
+            ) as rollout,
         ):
             await published(trainer)
             copy = await rollout.register("m", tensors())
             with pytest.raises(TensorHubError, match="ECONNREFUSED") as caught:
                 await copy.replicate(timeout=1)
-            assert ("set Options.advertise or Options.listen_host at the source" in str(caught.value)) == (host is not None)
+            assert (
+                "set Options.advertise or Options.listen_host at the source" in str(caught.value)
+            ) == (host is not None)

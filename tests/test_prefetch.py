@@ -1,5 +1,6 @@
-"""Prefetch over real sockets (R10): a host copy of the next version while the current one is in use, and what `update`
-does with it. Retention copies of the same worker, too: they share its host memory."""
+"""Prefetch over real sockets (R10): a host copy of the next version while the current one is in
+use, and what `update` does with it. Retention copies of the same worker, too: they share its host
+memory."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ import pytest
 import tensorhub
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
-from tensorhub.errors import GroupAborted, RetentionError, StateError, TensorHubError, VersionUnavailable
+from tensorhub.errors import (
+    GroupAborted,
+    RetentionError,
+    StateError,
+    TensorHubError,
+    VersionUnavailable,
+)
 from tensorhub.memory.host import HostMemory
 from tensorhub.runtime.worker import prefetcher
 from tensorhub.runtime.worker.host_copies import HostCopyRunner
@@ -77,13 +84,19 @@ async def test_update_after_prefetch_reads_nothing_and_frees_the_copy() -> None:
         assert holds(memory_of(weights), 1)
         assert reserved(c.hubs[1]) == NBYTES
         report = await weights.update()
-        assert (report.version, report.changed, report.bytes_read, report.sources) == (2, True, 0, ())
+        assert (report.version, report.changed, report.bytes_read, report.sources) == (
+            2,
+            True,
+            0,
+            (),
+        )
         assert report.phases["unpack"] > 0
         assert sum(report.phases.values()) == pytest.approx(report.seconds)
         assert holds(memory_of(weights), 2)
         await until(lambda: reserved(c.hubs[1]) == 0)
         await publish(source, 3)
-        assert (await weights.prefetch()).bytes_read == NBYTES  # and again, into memory that is taken anew
+        # and again, into memory that is taken anew
+        assert (await weights.prefetch()).bytes_read == NBYTES
         assert (await weights.update()).bytes_read == 0
         assert holds(memory_of(weights), 3)
 
@@ -136,7 +149,11 @@ async def test_a_prefetched_copy_serves_others() -> None:
         assert (report.version, [s.name for s in report.sources]) == (2, ["reader"])
         assert holds(mine, 2)
         model = await c.hubs[2].describe("m")
-        assert {(r.group, r.medium, r.purpose, r.version) for r in model.replicas if r.group.startswith("r")} == {
+        assert {
+            (r.group, r.medium, r.purpose, r.version)
+            for r in model.replicas
+            if r.group.startswith("r")
+        } == {
             ("r", "device", "use", 1),
             ("r/host", "host", "prefetch", 2),
         }
@@ -152,7 +169,10 @@ async def test_a_half_done_prefetch_is_used_as_far_as_it_got() -> None:
         errors.append(caught.value)
 
     with gated(CHUNKS + 5) as gate:
-        async with cluster("trainer", "reader", options=HOSTED) as c, anyio.create_task_group() as tasks:
+        async with (
+            cluster("trainer", "reader", options=HOSTED) as c,
+            anyio.create_task_group() as tasks,
+        ):
             _, weights = await ready(c)
             tasks.start_soon(prefetch)
             await until(lambda: gate.holds)
@@ -183,7 +203,8 @@ async def test_a_cancelled_prefetch_is_used_as_far_as_it_got() -> None:
             gate.open()
             report = await weights.update()
             assert report.version == 2
-            assert report.bytes_read <= NBYTES - 7 * CHUNK_BYTES  # what was on its way when it was cut off counts, too
+            # what was on its way when it was cut off counts, too
+            assert report.bytes_read <= NBYTES - 7 * CHUNK_BYTES
             assert holds(memory_of(weights), 2)
 
 
@@ -205,8 +226,13 @@ async def test_all_ranks_prefetch_the_same_version() -> None:
     options = replace(HOSTED, host_memory_bytes=2 * NBYTES)
     async with cluster("trainer", "reader", options=options) as c:
         outs, ins = [tensors(10), tensors(11)], [tensors(), tensors()]
-        sources = [await c.hubs[0].register("m", outs[r], group="p", rank=r, world_size=2) for r in range(2)]
-        ranks = [await c.hubs[1].register("m", ins[r], group="r", rank=r, world_size=2) for r in range(2)]
+        sources = [
+            await c.hubs[0].register("m", outs[r], group="p", rank=r, world_size=2)
+            for r in range(2)
+        ]
+        ranks = [
+            await c.hubs[1].register("m", ins[r], group="r", rank=r, world_size=2) for r in range(2)
+        ]
         reports: list[FetchReport] = []
 
         async def prefetch_and_update(weights: Weights) -> None:
@@ -227,8 +253,14 @@ async def test_all_ranks_prefetch_the_same_version() -> None:
 async def test_a_rank_without_host_memory_ends_its_groups_prefetch(room: str) -> None:
     """The others hear why, at once; and the group goes on with its next call."""
     options = replace(OPTIONS, host_memory_bytes={"none": 0, "in use": NBYTES}[room])
-    async with cluster("trainer", "one", options=HOSTED) as c, connect(c.address, "two", options) as hub:
-        sources = [await c.hubs[0].register("m", tensors(r), group="p", rank=r, world_size=2) for r in range(2)]
+    async with (
+        cluster("trainer", "one", options=HOSTED) as c,
+        connect(c.address, "two", options) as hub,
+    ):
+        sources = [
+            await c.hubs[0].register("m", tensors(r), group="p", rank=r, world_size=2)
+            for r in range(2)
+        ]
         async with anyio.create_task_group() as tasks:
             for source in sources:
                 tasks.start_soon(source.publish, 1)
@@ -237,7 +269,10 @@ async def test_a_rank_without_host_memory_ends_its_groups_prefetch(room: str) ->
             trainer = await c.hubs[0].register("other", tensors(1))
             await trainer.publish(1)
             await occupier.prefetch()
-        ranks = [await h.register("m", tensors(), group="r", rank=r, world_size=2) for r, h in enumerate((c.hubs[1], hub))]
+        ranks = [
+            await h.register("m", tensors(), group="r", rank=r, world_size=2)
+            for r, h in enumerate((c.hubs[1], hub))
+        ]
 
         async def refused() -> None:
             with pytest.raises(StateError, match="host memory") as caught:
@@ -245,7 +280,9 @@ async def test_a_rank_without_host_memory_ends_its_groups_prefetch(room: str) ->
             assert caught.value.retryable is (room == "in use")
 
         async def aborted() -> None:
-            with pytest.raises(GroupAborted, match=r"prefetch of group 'r/host' ended on all ranks: rank 1") as caught:
+            with pytest.raises(
+                GroupAborted, match=r"prefetch of group 'r/host' ended on all ranks: rank 1"
+            ) as caught:
                 await ranks[0].prefetch()
             assert "host_memory_bytes" in caught.value.causes[1]
             assert caught.value.retryable is (room == "in use")
@@ -254,7 +291,9 @@ async def test_a_rank_without_host_memory_ends_its_groups_prefetch(room: str) ->
             tasks.start_soon(aborted)
             await until(lambda: bool(copies_of(c.hubs[1])))
             (copy,) = copies_of(c.hubs[1])
-            await until(lambda: copy.member.running is not None and copy.member.running.key is not None)
+            await until(
+                lambda: copy.member.running is not None and copy.member.running.key is not None
+            )
             tasks.start_soon(refused)
         await refused()  # and where it is the first
         await aborted()
@@ -267,11 +306,16 @@ async def test_a_rank_without_host_memory_ends_its_groups_prefetch(room: str) ->
 
 async def test_a_close_that_fails_costs_what_was_prefetched_and_nothing_else() -> None:
     hasty = replace(HOSTED, op_timeout_s=0.5)
-    async with cluster("trainer") as c, connect(c.address, "reader", hasty) as hub, connect(c.address, "other") as third:
+    async with (
+        cluster("trainer") as c,
+        connect(c.address, "reader", hasty) as hub,
+        connect(c.address, "other") as third,
+    ):
         source = await c.hubs[0].register("m", tensors(1))
         await source.publish(1)
         weights = await hub.register("m", tensors(), group="r")
-        other = await third.register("m", tensors(), group="o")  # it could take over what is retained, and has not
+        # it could take over what is retained, and has not
+        other = await third.register("m", tensors(), group="o")
         await weights.replicate()
         await publish(source, 2)
         await weights.prefetch()
@@ -308,7 +352,8 @@ async def test_prefetch_of_what_is_not_there() -> None:
             await weights.prefetch()
 
 
-# ------------------------------------------------------------------------------------------ connect(prefetch=True)
+# ------------------------------------------------------------------------------------------
+# connect(prefetch=True)
 
 
 def following(address: str):  # type: ignore[no-untyped-def]
@@ -320,7 +365,8 @@ async def test_new_versions_are_prefetched_for_handles_that_follow() -> None:
         source = await c.hubs[0].register("m", tensors(1))
         await source.publish(1)
         weights = await hub.register("m", tensors())
-        assert (await weights.update()).bytes_read == NBYTES  # nothing was prefetched for a handle that was never filled
+        # nothing was prefetched for a handle that was never filled
+        assert (await weights.update()).bytes_read == NBYTES
         for version in (2, 3):
             await publish(source, version)
             await until(lambda v=version: prefetched(hub) == v)  # type: ignore[misc]
@@ -348,7 +394,9 @@ async def test_nothing_is_prefetched_for_a_publisher() -> None:
         assert len(copies_of(hub)) == 1  # the follower's
 
 
-async def test_a_prefetch_that_fails_is_followed_by_the_next_version(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prefetch_that_fails_is_followed_by_the_next_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: list[str] = []
     monkeypatch.setattr(prefetcher.log, "warning", lambda event, **fields: told.append(event))
     async with cluster("trainer") as c, following(c.address) as hub:
@@ -368,7 +416,9 @@ async def test_a_prefetch_that_fails_is_followed_by_the_next_version(monkeypatch
 
 async def test_prefetch_true_needs_host_memory() -> None:
     async with cluster() as c:
-        with pytest.raises(StateError, match=r"prefetch=True needs host memory: set Options.host_memory_bytes"):
+        with pytest.raises(
+            StateError, match=r"prefetch=True needs host memory: set Options.host_memory_bytes"
+        ):
             async with tensorhub.connect(c.address, token="", prefetch=True, options=OPTIONS):
                 raise AssertionError("it is refused")
         with pytest.raises(StateError, match="prefetch=1: give True or False"):

@@ -1,4 +1,6 @@
-"""The publisher's digests decide (R8), over real sockets: whoever vouches for other bytes poisons nobody."""
+"""The publisher's digests decide (R8), over real sockets: whoever vouches for other bytes poisons
+nobody.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,18 @@ import pytest
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
 from tensorhub.errors import IntegrityError
-from tests.rig import OPTIONS, Tensors, cluster, connect, holds, published, tensors, until, worker_of, write
+from tests.rig import (
+    OPTIONS,
+    Tensors,
+    cluster,
+    connect,
+    holds,
+    published,
+    tensors,
+    until,
+    worker_of,
+    write,
+)
 from tests.test_coordinator_restart import cluster as restartable
 
 pytestmark = pytest.mark.anyio
@@ -23,7 +36,9 @@ def anyio_backend() -> str:
 
 
 def lie(hub: Hub, memory: Tensors, content: int = 9) -> None:
-    """Overwrite what is held, and forget its digests, so that those of the new bytes vouch for them."""
+    """Overwrite what is held, and forget its digests, so that those of the new bytes vouch for
+    them.
+    """
     write(memory, content)
     for held in worker_of(hub)._owner._owner._memories.values():
         held.own.digests[:] = [None] * len(held.own.digests)
@@ -68,7 +83,9 @@ async def test_a_fetch_is_compared_too_also_of_some_names() -> None:
         assert (fetched["b"].numpy() == tensors(1)["b"]).all()
         assert fetched.report.bytes_read > fetched.report.reread_bytes
         lie(c.hubs[1], memory)
-        assert holds({name: tensor.numpy() for name, tensor in (await c.hubs[2].fetch("m")).items()}, 1)
+        assert holds(
+            {name: tensor.numpy() for name, tensor in (await c.hubs[2].fetch("m")).items()}, 1
+        )
 
 
 async def test_where_only_a_liar_is_left_nobody_commits() -> None:
@@ -110,7 +127,9 @@ async def test_a_publisher_can_choose_a_cryptographic_digest(transport: str) -> 
         assert content.manifest.digest == "sha-256"
         lie(c.hubs[0], memory)
         assert holds((await replica(c.hubs[1]))[1], 1)
-        assert (await c.hubs[0].fetch("m", names="a"))["a"].numpy().tobytes() == tensors(1)["a"].tobytes()
+        assert (await c.hubs[0].fetch("m", names="a"))["a"].numpy().tobytes() == tensors(1)[
+            "a"
+        ].tobytes()
 
 
 def test_what_is_no_digest_is_refused() -> None:

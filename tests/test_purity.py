@@ -1,4 +1,6 @@
-"""The pure packages import nothing that could make two runs differ, not even in a function or to annotate."""
+"""The pure packages import nothing that could make two runs differ, not even in a function or to
+annotate.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -12,13 +14,16 @@ SOURCE = Path(tensorhub.__file__).parent
 PURE = ("coordinator", "worker", "scheduler", "layouts")
 JUDGED = tuple(f"tensorhub.{package}" for package in (*PURE, "runtime"))
 FORBIDDEN = frozenset(
-    "anyio asyncio concurrent datetime io logging multiprocessing os pathlib random secrets select selectors "
+    "anyio asyncio concurrent datetime io logging multiprocessing os pathlib random secrets select "
+    "selectors "
     "signal socket ssl structlog subprocess tempfile threading time torch trio uuid".split()
 )
 
 
 def impurities(source: str) -> Iterator[str]:
-    """What `source` imports, anywhere in it, that is forbidden; and calls that do I/O without an import."""
+    """What `source` imports, anywhere in it, that is forbidden; and calls that do I/O without an
+    import.
+    """
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):

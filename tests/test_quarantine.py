@@ -1,4 +1,6 @@
-"""Whose bytes have changed, over real sockets (R8): the guilty party is quarantined, and hears of it."""
+"""Whose bytes have changed, over real sockets (R8): the guilty party is quarantined, and hears of
+it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ async def test_a_replica_that_was_written_is_given_up_and_its_reader_goes_on_els
         weights = await c.hubs[2].register("m", memory)
         report = await weights.replicate()
         assert holds(memory, 1)
-        assert {source.name: source.outcome for source in report.sources} == {"other": "corrupt", "trainer": "used"}
+        assert {source.name: source.outcome for source in report.sources} == {
+            "other": "corrupt",
+            "trainer": "used",
+        }
         await until(lambda: other.state == "empty")
         assert await states(c.hubs[2]) == {"trainer": "complete", "reader": "complete"}
         with pytest.raises(MutabilityViolation, match="while it was held for others to read: 'c'"):
@@ -55,7 +60,10 @@ async def test_a_reader_that_damages_bytes_is_the_guilty_one() -> None:
         with damaging():
             async with connect(c.address, "reader") as reader:
                 weights = await reader.register("m", tensors())
-                with pytest.raises(IntegrityError, match="The machine of worker 'reader', or the way to it, damages bytes"):
+                with pytest.raises(
+                    IntegrityError,
+                    match="The machine of worker 'reader', or the way to it, damages bytes",
+                ):
                     await weights.replicate()
         assert await states(c.hubs[0]) == {"trainer": "complete", "other": "complete"}
         assert other.state == "ready"

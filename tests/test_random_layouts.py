@@ -1,9 +1,11 @@
-"""Random trainers and readers over sockets: what a reader ends up with is what gathering and slicing by numpy gives.
+"""Random trainers and readers over sockets: what a reader ends up with is what gathering and
+slicing by numpy gives.
 
-Each world is a model of its own at one cluster: a few tensors; a trainer of 1 to 4 ranks, each with parts of them by
-blocks, by every so many rows, or all of them, some permuted in its memory; and a reader of 1 to 3 ranks, each with views of
-them: slices with steps, indices, permutations, in lists, stacks and padded places, in memory with padded rows. Another group
-of the reader's layout reads from it. Nothing but the public API is used.
+Each world is a model of its own at one cluster: a few tensors; a trainer of 1 to 4 ranks, each with
+parts of them by blocks, by every so many rows, or all of them, some permuted in its memory; and a
+reader of 1 to 3 ranks, each with views of them: slices with steps, indices, permutations, in lists,
+stacks and padded places, in memory with padded rows. Another group of the reader's layout reads
+from it. Nothing but the public API is used.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Rank:
     memory: dict[str, Array]
     sources: dict[str, object]
     expected: dict[str, Array]
-    buffers: dict[str, tuple[Array, tuple[Any, ...]]] = field(default_factory=dict)  # of a reader: what its memory is of
+    # of a reader: what its memory is of
+    buffers: dict[str, tuple[Array, tuple[Any, ...]]] = field(default_factory=dict)
 
     @property
     def keeps_padding(self) -> bool:
@@ -54,14 +57,21 @@ def enlarged(random: Random, made: dict[str, tuple[str, Array]]) -> dict[str, tu
     found = {}
     for name, (dtype, elements) in made.items():
         times = random.choice([1, 1, 40, 170]) if elements.ndim else 1
-        large = np.concatenate([elements + np.asarray(n, elements.dtype) for n in range(times)]) if times > 1 else elements
+        large = (
+            np.concatenate([elements + np.asarray(n, elements.dtype) for n in range(times)])
+            if times > 1
+            else elements
+        )
         found[name] = dtype, large
     return found
 
 
 def trainer(random: Random, made: dict[str, tuple[str, Array]], ranks: int) -> list[Rank]:
     how = {name: random.choice(["whole", "blocks", "rows", "columns"]) for name in made}
-    order = {name: random.sample(range(elements.ndim), elements.ndim) for name, (_, elements) in made.items()}
+    order = {
+        name: random.sample(range(elements.ndim), elements.ndim)
+        for name, (_, elements) in made.items()
+    }
     found = []
     for number in range(ranks):
         rank = Rank({}, {}, {})
@@ -71,8 +81,16 @@ def trainer(random: Random, made: dict[str, tuple[str, Array]], ranks: int) -> l
             dimension = 1 if how[name] == "columns" and elements.ndim > 1 else 0
             if elements.ndim and how[name] != "whole":
                 size = elements.shape[dimension]
-                mine = range(number, size, ranks) if how[name] == "rows" else chunked(list(range(size)), ranks)[number]
-                index = slice(mine[0], mine[-1] + 1, ranks if how[name] == "rows" else 1) if mine else slice(0, 0)
+                mine = (
+                    range(number, size, ranks)
+                    if how[name] == "rows"
+                    else chunked(list(range(size)), ranks)[number]
+                )
+                index = (
+                    slice(mine[0], mine[-1] + 1, ranks if how[name] == "rows" else 1)
+                    if mine
+                    else slice(0, 0)
+                )
                 at = (index,) if dimension == 0 else (slice(None), index)
                 view, part = view[at], part[at]
             rank.memory[f"{name} of {number}"] = part.transpose(order[name]).copy()
@@ -91,7 +109,11 @@ def reader(random: Random, made: dict[str, tuple[str, Array]], ranks: int) -> li
             kind = goes[0][1].dtype
             blank = filled(shape, kind)
             rank.buffers[name] = buffer, index = padded(random, shape, kind)
-            rank.memory[name], rank.sources[name], rank.expected[name] = buffer[index], entry, blank.copy()
+            rank.memory[name], rank.sources[name], rank.expected[name] = (
+                buffer[index],
+                entry,
+                blank.copy(),
+            )
             for place, array in goes:
                 rank.expected[name][place] = array
         found.append(rank)
@@ -102,13 +124,22 @@ def filled(shape: tuple[int, ...], kind: np.dtype[Any]) -> Array:
     return np.frombuffer(bytes([GAP]) * (prod(shape) * kind.itemsize), kind).reshape(shape).copy()
 
 
-def padded(random: Random, shape: tuple[int, ...], kind: np.dtype[Any]) -> tuple[Array, tuple[Any, ...]]:
-    """Memory of at least that shape, and which part of it has that shape. Whole rows are padded, and not each element."""
+def padded(
+    random: Random, shape: tuple[int, ...], kind: np.dtype[Any]
+) -> tuple[Array, tuple[Any, ...]]:
+    """Memory of at least that shape, and which part of it has that shape. Whole rows are padded,
+    and not each element.
+    """
     row = max((dimension for dimension, size in enumerate(shape) if size > 1), default=-1)
-    pads = [random.choice([0, 0, 1, 3]) if dimension <= row else 0 for dimension in range(len(shape))]
+    pads = [
+        random.choice([0, 0, 1, 3]) if dimension <= row else 0 for dimension in range(len(shape))
+    ]
     starts = [random.randint(0, pad) for pad in pads]
     buffer = filled(tuple([size + pad for size, pad in zip(shape, pads, strict=True)]), kind)
-    return buffer, (..., *(slice(start, start + size) for start, size in zip(starts, shape, strict=True)))
+    return buffer, (
+        ...,
+        *(slice(start, start + size) for start, size in zip(starts, shape, strict=True)),
+    )
 
 
 def shared(rank: Rank) -> Rank:
@@ -121,14 +152,25 @@ def shared(rank: Rank) -> Rank:
 
 async def check(hubs: list[Hub], model: str, random: Random, transport: str) -> None:
     made = enlarged(random, tensors(random))
-    trained, mine = trainer(random, made, random.randint(1, 4)), reader(random, made, random.randint(1, 3))
+    trained, mine = (
+        trainer(random, made, random.randint(1, 4)),
+        reader(random, made, random.randint(1, 3)),
+    )
     if transport == "shm":
         trained, mine = [shared(rank) for rank in trained], [shared(rank) for rank in mine]
 
-    async def registered(ranks: list[Rank], hub: Hub, group: str, **settings: Any) -> list[tensorhub.Weights]:
+    async def registered(
+        ranks: list[Rank], hub: Hub, group: str, **settings: Any
+    ) -> list[tensorhub.Weights]:
         return [
             await hub.register(
-                model, rank.memory, sources=rank.sources, group=group, rank=n, world_size=len(ranks), **settings
+                model,
+                rank.memory,
+                sources=rank.sources,
+                group=group,
+                rank=n,
+                world_size=len(ranks),
+                **settings,
             )
             for n, rank in enumerate(ranks)
         ]
@@ -147,7 +189,9 @@ async def check(hubs: list[Hub], model: str, random: Random, transport: str) -> 
     await all_of(*(each.unpublish() for each in publishers))
     await all_of(*(each.replicate(1) for each in others))
     for rank, first in zip(followers, mine, strict=True):
-        assert all(rank.memory[name].tobytes() == first.expected[name].tobytes() for name in rank.memory), model
+        assert all(
+            rank.memory[name].tobytes() == first.expected[name].tobytes() for name in rank.memory
+        ), model
         assert rank.keeps_padding, model
     for each in (*others, *readers, *publishers):
         await each.close()
@@ -166,7 +210,9 @@ def reader_again(ranks: list[Rank]) -> list[Rank]:
 
 
 async def worlds(seeds: range, transport: str) -> None:
-    async with cluster("trainer", "reader", "follower", transports=[transport], options=OPTIONS_HERE) as c:
+    async with cluster(
+        "trainer", "reader", "follower", transports=[transport], options=OPTIONS_HERE
+    ) as c:
         for seed in seeds:
             await check(c.hubs, f"m{seed}", Random(f"{transport} {seed}"), transport)
 

@@ -14,7 +14,17 @@ from tensorhub.api.hub import Hub
 from tensorhub.errors import InvalidValue, ManifestMismatch, RegistrationError, VersionUnavailable
 from tensorhub.types import FetchReport
 from tests.rig import all_of, cluster
-from tests.test_resharding import PAD, ROLLOUTS, SHAPES, TRAINERS, engine, expected, rollout, whole, world
+from tests.test_resharding import (
+    PAD,
+    ROLLOUTS,
+    SHAPES,
+    TRAINERS,
+    engine,
+    expected,
+    rollout,
+    whole,
+    world,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +39,9 @@ async def plans(hub: Hub, *, meta: bool = False) -> list[tensorhub.ReadPlan]:
     found = []
     for rank in range(ROLLOUTS):
         tensors, sources = engine(rank)
-        shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+        shapes = {
+            name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()
+        }
         given: Any = shapes if meta else tensors
         found.append(await hub.plan("m", given, rank=rank, world_size=ROLLOUTS, sources=sources))
     return found
@@ -37,7 +49,11 @@ async def plans(hub: Hub, *, meta: bool = False) -> list[tensorhub.ReadPlan]:
 
 def read(report: FetchReport) -> list[tuple[int | None, int, int, int]]:
     """Of each published shard: which, cells, runs, bytes."""
-    return sorted((each.shard, each.cells, each.runs, each.bytes_read) for each in report.sources if each.bytes_read)
+    return sorted(
+        (each.shard, each.cells, each.runs, each.bytes_read)
+        for each in report.sources
+        if each.bytes_read
+    )
 
 
 def said(plan: tensorhub.ReadPlan) -> list[tuple[int | None, int, int, int]]:
@@ -52,18 +68,37 @@ async def test_a_fill_reads_what_was_planned_and_its_report_says_so() -> None:
         reports = await all_of(*(each.replicate() for each in weights))
         assert [said(plan) for plan in before] == [read(report) for report in reports]
         for rank, (plan, report) in enumerate(zip(before, reports, strict=True)):
-            assert (plan.cells, plan.runs, plan.nbytes) == (report.cells, report.runs, report.bytes_read)
+            assert (plan.cells, plan.runs, plan.nbytes) == (
+                report.cells,
+                report.runs,
+                report.bytes_read,
+            )
             assert report.bytes_across == report.bytes_read
-            assert plan.nbytes == sum(int((tensor != PAD).sum()) * 4 for tensor in expected(1, rank).values())
-            assert (plan.excess_nbytes, plan.alike, plan.rank, plan.world_size) == (0, (), rank, ROLLOUTS)
-            assert {worker for each in plan.sources for worker in each.workers} == {"trainer-0", "trainer-1"}
-            assert sum(each.shard_nbytes for each in plan.sources) == sum(tensor.nbytes for tensor in whole(1).values())
+            assert plan.nbytes == sum(
+                int((tensor != PAD).sum()) * 4 for tensor in expected(1, rank).values()
+            )
+            assert (plan.excess_nbytes, plan.alike, plan.rank, plan.world_size) == (
+                0,
+                (),
+                rank,
+                ROLLOUTS,
+            )
+            assert {worker for each in plan.sources for worker in each.workers} == {
+                "trainer-0",
+                "trainer-1",
+            }
+            assert sum(each.shard_nbytes for each in plan.sources) == sum(
+                tensor.nbytes for tensor in whole(1).values()
+            )
 
 
 async def test_the_whole_model_and_parts_of_it_are_planned_without_tensors() -> None:
     async with world("one") as (c, _, _):
         plan = await c.hubs[2].plan("m")
-        assert (plan.nbytes, len(plan.sources)) == (4 * sum(map(int, map(np.prod, SHAPES.values()))), TRAINERS)
+        assert (plan.nbytes, len(plan.sources)) == (
+            4 * sum(map(int, map(np.prod, SHAPES.values()))),
+            TRAINERS,
+        )
         fetched = await c.hubs[2].fetch("m", rank=None)
         assert said(plan) == read(fetched.report)
         some = await c.hubs[2].plan("m", names=["q", "*n*"])
@@ -75,14 +110,17 @@ async def test_whoever_has_the_readers_layout_is_named() -> None:
         made = await c.hubs[0].register("m", {"w": np.zeros((4, 4), np.float32)})
         await made.publish(1)
         sources = {"half": tensorhub.source("w")[:2]}
-        reader = await c.hubs[1].register("m", {"half": np.zeros((2, 4), np.float32)}, sources=sources, partial=True)
+        reader = await c.hubs[1].register(
+            "m", {"half": np.zeros((2, 4), np.float32)}, sources=sources, partial=True
+        )
         await reader.replicate()
         meta = torch.empty(2, 4, device="meta")
         plan = await c.hubs[2].plan("m", {"half": meta}, 1, sources=sources, partial=True)
         assert (plan.alike, plan.nbytes, plan.version.version) == (("one",), 32, 1)
         assert plan.sources[0].workers == ("trainer",)
         tied: Sequence[tensorhub.ReadPlan] = [await c.hubs[2].plan("m", {"w": torch.zeros(4, 4)})]
-        assert [(each.nbytes, each.alike) for each in tied] == [(64, ())]  # its layout is the published one
+        # its layout is the published one
+        assert [(each.nbytes, each.alike) for each in tied] == [(64, ())]
 
 
 async def test_what_a_fill_would_refuse_is_refused() -> None:
@@ -97,10 +135,19 @@ async def test_what_a_fill_would_refuse_is_refused() -> None:
         with pytest.raises(ManifestMismatch, match="there are"):
             await hub.plan("m", names="x*")
         with pytest.raises(RegistrationError, match="cannot be registered"):
-            await hub.plan("m", {"norm": torch.empty(6, device="cpu")[::2]}, sources={"gone": tensorhub.source("q")})
+            await hub.plan(
+                "m",
+                {"norm": torch.empty(6, device="cpu")[::2]},
+                sources={"gone": tensorhub.source("q")},
+            )
         with pytest.raises(RegistrationError, match="there are none"):
             await hub.plan("m", {})
-        wrong: list[dict[str, Any]] = [{"rank": 1, "world_size": 2}, {"partial": True}, {"sources": {}}, {"names": 3}]
+        wrong: list[dict[str, Any]] = [
+            {"rank": 1, "world_size": 2},
+            {"partial": True},
+            {"sources": {}},
+            {"names": 3},
+        ]
         for arguments in wrong:
             with pytest.raises((InvalidValue, tensorhub.InvalidType)):
                 await hub.plan("m", **arguments)

@@ -1,4 +1,6 @@
-"""The README's own program, word by word: whatever the trainer does meanwhile, no rollout fails or gets a torn version."""
+"""The README's own program, word by word: whatever the trainer does meanwhile, no rollout fails or
+gets a torn version.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def digest(model: torch.nn.Module) -> bytes:
     return found.digest()
 
 
-@pytest.mark.parametrize("seconds", [0, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize(
+    "seconds", [0, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+)
 async def test_rollouts_of_a_fast_trainer_neither_fail_nor_get_torn_versions(
     seconds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

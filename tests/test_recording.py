@@ -1,4 +1,6 @@
-"""Publishes that meet while a real store writes: numbers keep their order, and who waits behind a failed write goes on."""
+"""Publishes that meet while a real store writes: numbers keep their order, and who waits behind a
+failed write goes on.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.test_coordinator_restart import cluster
 
 
 class Disk:
-    """A store's disk, which holds each publication up until it is told to go on, and fails where it is told to."""
+    """A store's disk, which holds each publication up until it is told to go on, and fails where it
+    is told to.
+    """
 
     def __init__(self) -> None:
         self.writing, self.goes_on = threading.Event(), threading.Event()
@@ -63,7 +67,9 @@ async def test_a_store_in_which_numbers_have_met_can_be_opened_again(tmp_path: P
                 disk.goes_on.set()
             assert (first.version, second.version, critic.version) == (5, None, 9)
             await coordinator.restart(*hubs)
-            described = {info.model: [v.version for v in info.versions] for info in await hubs[0].describe()}
+            described = {
+                info.model: [v.version for v in info.versions] for info in await hubs[0].describe()
+            }
             assert described == {"m": [5], "critic": [9]}
             assert (await second.publish(6)).version == 6
 
@@ -71,11 +77,16 @@ async def test_a_store_in_which_numbers_have_met_can_be_opened_again(tmp_path: P
 async def test_a_publish_behind_a_write_that_fails_is_recorded(tmp_path: Path) -> None:
     with slow_disk() as disk:
         async with cluster("first", "second", state_dir=tmp_path) as (coordinator, hubs):
-            first, second = [await hub.register(model, tensors(1)) for hub, model in zip(hubs, ("m", "n"), strict=True)]
+            first, second = [
+                await hub.register(model, tensors(1))
+                for hub, model in zip(hubs, ("m", "n"), strict=True)
+            ]
             errors: list[CoordinatorUnavailable] = []
 
             async def fails() -> None:
-                with pytest.raises(CoordinatorUnavailable, match="disk full; see its state_dir") as caught:
+                with pytest.raises(
+                    CoordinatorUnavailable, match="disk full; see its state_dir"
+                ) as caught:
                     await first.publish(1)
                 errors.append(caught.value)
 

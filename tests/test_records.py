@@ -11,37 +11,57 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "tensorhub"
 ATTRIBUTES_MAX = 16
-ALIASES = {"copy": "member", "known": "write", "asker": "session", "torn": "replica"}  # variables by the record they hold
+# variables by the record they hold
+ALIASES = {"copy": "member", "known": "write", "asker": "session", "torn": "replica"}
 # Layouts and digest lists are changed on behalf of several components; errors are no records.
 COMMON = {"layout", "holdings", "testimony", "error"}
 
 
 def dataclasses(path: Path) -> Iterator[ast.ClassDef]:
     for each in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(each, ast.ClassDef) and any("dataclass" in ast.unparse(by) for by in each.decorator_list):
+        if isinstance(each, ast.ClassDef) and any(
+            "dataclass" in ast.unparse(by) for by in each.decorator_list
+        ):
             yield each
 
 
 def attributes(record: ast.ClassDef) -> list[str]:
-    fields = [each for each in record.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
-    return [each.target.id for each in fields if not ast.unparse(each.annotation).startswith(("ClassVar", "InitVar"))]  # type: ignore[union-attr]
+    return [
+        each.target.id
+        for each in record.body
+        if isinstance(each, ast.AnnAssign)
+        and isinstance(each.target, ast.Name)
+        and not ast.unparse(each.annotation).startswith(("ClassVar", "InitVar"))
+    ]
 
 
 def assigned(path: Path) -> Iterator[tuple[str, str]]:
-    """(record, attribute) of each assignment to an attribute of anything but `self`, by the name of the variable."""
+    """(record, attribute) of each assignment to an attribute of anything but `self`, by the name of
+    the variable.
+    """
     for each in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         targets = each.targets if isinstance(each, ast.Assign) else []
         targets += [each.target] if isinstance(each, ast.AugAssign | ast.AnnAssign) else []
         for target in [one for found in targets for one in ast.walk(found)]:
             if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store):
                 of = target.value
-                name = of.id if isinstance(of, ast.Name) else of.attr if isinstance(of, ast.Attribute) else ast.unparse(of)
+                name = (
+                    of.id
+                    if isinstance(of, ast.Name)
+                    else of.attr
+                    if isinstance(of, ast.Attribute)
+                    else ast.unparse(of)
+                )
                 yield ALIASES.get(name, name), target.attr
 
 
 @pytest.mark.parametrize("package", ["coordinator", "worker"])
 def test_no_record_has_more_than_16_attributes(package: str) -> None:
-    found = [(each.name, attributes(each)) for path in sorted((SRC / package).rglob("*.py")) for each in dataclasses(path)]
+    found = [
+        (each.name, attributes(each))
+        for path in sorted((SRC / package).rglob("*.py"))
+        for each in dataclasses(path)
+    ]
     assert len(found) > 20
     assert [(name, len(of)) for name, of in found if len(of) > ATTRIBUTES_MAX] == []
 

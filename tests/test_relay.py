@@ -1,6 +1,8 @@
-"""A relay that knows no token puts frames in, changes them or repeats them between a real worker and a real coordinator.
+"""A relay that knows no token puts frames in, changes them or repeats them between a real worker
+and a real coordinator.
 
-That costs the connection, is logged, and changes nothing else. The fuzz target `relays` does more to frames.
+That costs the connection, is logged, and changes nothing else. The fuzz target `relays` does more
+to frames.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ def every_event_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 Way = Literal["up", "down"]  # to the server, to the client
 HANDSHAKE_FRAMES = 2
 SAID = "not the next frame that this peer sent"
-OPTIONS = Options(op_timeout_s=WAIT_S, lease_s=2.0, chunk_bytes=CHUNK_BYTES)  # a heartbeat every half second
+# a heartbeat every half second
+OPTIONS = Options(op_timeout_s=WAIT_S, lease_s=2.0, chunk_bytes=CHUNK_BYTES)
 
 
 Meddle = Callable[[bytes], bytes]  # what goes on instead of a frame
 
 
 class Relay:
-    """Passes connections on, and cuts what passes into frames; it knows their form and no secret."""
+    """Passes connections on, and cuts what passes into frames; it knows their form and no
+    secret.
+    """
 
     def __init__(self, target: tuple[str, int]) -> None:
         self.target = target
@@ -121,7 +126,8 @@ def relay(target: tuple[str, int]) -> Iterator[Relay]:
         made.close()
 
 
-# ---------------------------------------------------------------------------------------------------- what it may try
+# --------------------------------------------------------------------------------------------------
+# what it may try
 
 
 def puts_in(message: Message) -> Meddle:
@@ -139,10 +145,14 @@ def changes(one: bytes) -> bytes:
 
 @pytest.mark.parametrize("token", ["secret", ""], ids=["token", "open"])
 @pytest.mark.parametrize("way", ["up", "down"])
-async def test_between_a_worker_and_its_coordinator(way: Way, token: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_between_a_worker_and_its_coordinator(
+    way: Way, token: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with cluster("other", token=token, options=OPTIONS) as c:
         with relay(parse_address(c.address)) as between:
-            async with connect(format_address(*between.address), "trainer", OPTIONS, token) as trainer:
+            async with connect(
+                format_address(*between.address), "trainer", OPTIONS, token
+            ) as trainer:
                 source = await trainer.register("m", tensors(1))
                 life, number = worker_of(trainer).incarnation, 2
                 await source.publish(1)

@@ -1,4 +1,6 @@
-"""What a FetchReport says is true: its phases are wall time and add up to the call; its bytes are those of its sources."""
+"""What a FetchReport says is true: its phases are wall time and add up to the call; its bytes are
+those of its sources.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ PHASES = ["commit", "resolve", "transfer", "unpack", "verify", "wait"]
 def check(report: FetchReport) -> None:
     assert sorted(report.phases) == (PHASES if report.changed else ["resolve"])
     assert all(seconds >= 0 for seconds in report.phases.values()), report
-    assert math.isclose(sum(report.phases.values()), report.seconds, rel_tol=1e-6, abs_tol=1e-6), report
+    assert math.isclose(sum(report.phases.values()), report.seconds, rel_tol=1e-6, abs_tol=1e-6), (
+        report
+    )
     assert report.bytes_read == sum(source.bytes_read for source in report.sources)
     assert report.reread_bytes == 0
     assert all(source.seconds <= report.seconds + 1e-6 for source in report.sources), report

@@ -1,4 +1,5 @@
-"""Trainers cut by rows, rollouts cut for tensor parallelism, with fused and padded tensors: over sockets, by whole clusters.
+"""Trainers cut by rows, rollouts cut for tensor parallelism, with fused and padded tensors: over
+sockets, by whole clusters.
 
 What a reader ends up with is compared with the whole tensors, cut and joined by numpy.
 """
@@ -71,14 +72,21 @@ def shard(content: int, rank: int) -> Tensors:
     return {name: tensor[rows(name, rank)].copy() for name, tensor in whole(content).items()}
 
 
-async def trainer(hubs: Sequence[Hub], content: int, group: str = "trainer") -> tuple[list[Weights], list[Tensors]]:
+async def trainer(
+    hubs: Sequence[Hub], content: int, group: str = "trainer"
+) -> tuple[list[Weights], list[Tensors]]:
     """A rank on each of these workers, in turn."""
     memory = [shard(content, rank) for rank in range(TRAINERS)]
 
     async def register(rank: int) -> Weights:
-        sources = {name: tensorhub.source(name, shape=shape)[rows(name, rank)] for name, shape in SHAPES.items()}
+        sources = {
+            name: tensorhub.source(name, shape=shape)[rows(name, rank)]
+            for name, shape in SHAPES.items()
+        }
         hub = hubs[rank % len(hubs)]
-        return await hub.register("m", memory[rank], group=group, rank=rank, world_size=TRAINERS, sources=sources)
+        return await hub.register(
+            "m", memory[rank], group=group, rank=rank, world_size=TRAINERS, sources=sources
+        )
 
     return [await register(rank) for rank in range(TRAINERS)], memory
 
@@ -91,7 +99,9 @@ def is_published(memory: Sequence[Tensors], content: int) -> bool:
     )
 
 
-async def new_version(weights: Sequence[Weights], memory: Sequence[Tensors], rank: int, content: int) -> None:
+async def new_version(
+    weights: Sequence[Weights], memory: Sequence[Tensors], rank: int, content: int
+) -> None:
     async with weights[rank].mutate(content):
         for name, tensor in shard(content, rank).items():
             memory[rank][name][...] = tensor
@@ -111,7 +121,8 @@ def engine(rank: int) -> tuple[Tensors, dict[str, object]]:
     views = {name: tensorhub.source(name) for name in SHAPES}
     sources: dict[str, object] = {
         "norm": views["norm"],
-        "padded": [(tensorhub.at[1:4], views["norm"])],  # tiny, so that it shares a region with the one before
+        # tiny, so that it shares a region with the one before
+        "padded": [(tensorhub.at[1:4], views["norm"])],
         "qkv": [views[name][part(name, rank)] for name in "qkv"],
         "o": views["o"][part("o", rank, 1)],
         "gate_up": [views[name][part(name, rank)] for name in ("gate", "up")],
@@ -157,7 +168,9 @@ async def rollout(hubs: Sequence[Hub], group: str) -> tuple[list[Weights], list[
     """A rank on each of these workers, in turn."""
     made = [engine(rank) for rank in range(ROLLOUTS)]
     weights = [
-        await hubs[rank % len(hubs)].register("m", tensors, sources=sources, group=group, rank=rank, world_size=ROLLOUTS)
+        await hubs[rank % len(hubs)].register(
+            "m", tensors, sources=sources, group=group, rank=rank, world_size=ROLLOUTS
+        )
         for rank, (tensors, sources) in enumerate(made)
     ]
     return weights, [tensors for tensors, _ in made]
@@ -168,7 +181,9 @@ async def world(
     *readers: str, options: Options = OPTIONS, transport: str = "tcp"
 ) -> AsyncIterator[tuple[Cluster, list[Weights], list[Tensors]]]:
     """A published trainer on two workers, and workers for readers behind those."""
-    async with cluster("trainer-0", "trainer-1", *readers, transports=[transport], options=options) as c:
+    async with cluster(
+        "trainer-0", "trainer-1", *readers, transports=[transport], options=options
+    ) as c:
         weights, memory = await trainer(c.hubs[:2], 1)
         await all_of(*(each.publish(1) for each in weights))
         yield c, weights, memory
@@ -178,16 +193,22 @@ def read_from(reports: Sequence[FetchReport]) -> set[str]:
     return {source.name for report in reports for source in report.sources if source.bytes_read}
 
 
-async def test_rows_become_columns_and_fused_tensors_and_the_next_version_too(caplog: pytest.LogCaptureFixture) -> None:
+async def test_rows_become_columns_and_fused_tensors_and_the_next_version_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO", "tensorhub.worker")
     async with world("one", "two") as (c, trained, memory):
         weights, mine = await rollout(c.hubs[2:], "rollout")
         reports = await all_of(*(each.replicate() for each in weights))
         assert is_held(mine, 1)
         assert read_from(reports) == {"trainer-0", "trainer-1"}
-        sizes = [sum(tensor.nbytes for tensor in expected(1, rank).values()) for rank in range(ROLLOUTS)]
+        sizes = [
+            sum(tensor.nbytes for tensor in expected(1, rank).values()) for rank in range(ROLLOUTS)
+        ]
         padding = [4 * (2 + 51 * 2 + 128 * rank) for rank in range(ROLLOUTS)]
-        assert [report.bytes_read for report in reports] == [size - pad for size, pad in zip(sizes, padding, strict=True)]
+        assert [report.bytes_read for report in reports] == [
+            size - pad for size, pad in zip(sizes, padding, strict=True)
+        ]
 
         await all_of(*(new_version(trained, memory, rank, 2) for rank in range(TRAINERS)))
         reports = await all_of(*(each.update(2) for each in weights))
@@ -203,10 +224,15 @@ async def test_of_a_version_that_only_a_rollout_holds_its_own_layout_is_read_and
         first, _ = await rollout(c.hubs[2:3], "first")
         await all_of(*(each.replicate() for each in first))
         await all_of(*(each.unpublish() for each in trained))
-        third: Mapping[str, Array] = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        third: Mapping[str, Array] = {
+            name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()
+        }
         weights = await c.hubs[3].register("m", third)
         for selector, seconds in ((1, 60.0), ("latest", 0.2)):
-            with pytest.raises(VersionUnavailable, match=r"held in other layouts only .*of group 'first'.*tensorhub seed"):
+            with pytest.raises(
+                VersionUnavailable,
+                match=r"held in other layouts only .*of group 'first'.*tensorhub seed",
+            ):
                 await weights.replicate(selector, timeout=seconds)
         second, theirs = await rollout(c.hubs[4:], "second")
         reports = await all_of(*(each.replicate(1) for each in second))
@@ -215,7 +241,9 @@ async def test_of_a_version_that_only_a_rollout_holds_its_own_layout_is_read_and
 
 
 async def replicas(c: Cluster) -> list[tuple[list[Weights], list[Tensors]]]:
-    """Replicas in the trainer's layout on all workers but the first, where the trainer was, and the last."""
+    """Replicas in the trainer's layout on all workers but the first, where the trainer was, and the
+    last.
+    """
     trained, _ = await trainer(c.hubs[:1], 1)
     await all_of(*(each.publish(1) for each in trained))
     held = []
@@ -247,7 +275,9 @@ async def test_a_report_says_whose_digests_the_bytes_have(is_there: bool) -> Non
 
 async def test_a_publisher_that_goes_before_it_has_told_digests_is_made_up_for() -> None:
     with gated(2) as gate:
-        async with cluster("trainer", "replica", "reader", transports=["tcp"], options=OPTIONS) as c:
+        async with cluster(
+            "trainer", "replica", "reader", transports=["tcp"], options=OPTIONS
+        ) as c:
             trained, _ = await trainer(c.hubs[:1], 1)
             await all_of(*(each.publish(1) for each in trained))
             gate.open()
@@ -267,7 +297,11 @@ async def test_a_publisher_that_goes_before_it_has_told_digests_is_made_up_for()
 
 async def test_what_is_not_there_is_said_with_everything_that_is_wrong() -> None:
     async with world("one") as (c, _, _):
-        mine = {"q": np.zeros((96, 128), np.float64), "norm": np.zeros(3, np.float32), "other": np.zeros(3, np.float32)}
+        mine = {
+            "q": np.zeros((96, 128), np.float64),
+            "norm": np.zeros(3, np.float32),
+            "other": np.zeros(3, np.float32),
+        }
         weights = await c.hubs[2].register("m", mine, partial=True)
         with pytest.raises(ManifestMismatch) as caught:
             await weights.replicate()
@@ -289,7 +323,9 @@ async def test_what_is_left_unread_is_named_unless_that_is_wanted() -> None:
 
 
 async def test_what_no_rank_of_a_group_reads_is_named_to_all_and_nothing_is_overwritten() -> None:
-    """The next version has more than the one before: the group keeps that one, and goes on serving it."""
+    """The next version has more than the one before: the group keeps that one, and goes on serving
+    it.
+    """
     async with world("one", "two") as (c, trained, _):
         weights, mine = await rollout(c.hubs[2:], "rollout")
         await all_of(*(each.replicate() for each in weights))
@@ -306,7 +342,9 @@ async def test_what_no_rank_of_a_group_reads_is_named_to_all_and_nothing_is_over
         async def fails(each: Weights) -> None:
             with pytest.raises(ManifestMismatch, match="partial=True") as caught:
                 await each.update(2, before_write=before_write)
-            assert caught.value.differences == ("tensor 'new' (48 bytes) is read by no rank of the group",)
+            assert caught.value.differences == (
+                "tensor 'new' (48 bytes) is read by no rank of the group",
+            )
             assert caught.value.memory == "intact"
 
         await all_of(*(fails(each) for each in weights))
@@ -321,7 +359,9 @@ async def test_what_no_rank_of_a_group_reads_is_named_to_all_and_nothing_is_over
 async def test_a_fetch_puts_the_whole_model_together() -> None:
     async with world("one", "two") as (c, _, _):
         full = whole(1)
-        fetched, some = await all_of(c.hubs[2].fetch("m", rank=None), c.hubs[3].fetch("m", rank=None, names=["q", "*n*"]))
+        fetched, some = await all_of(
+            c.hubs[2].fetch("m", rank=None), c.hubs[3].fetch("m", rank=None, names=["q", "*n*"])
+        )
         assert fetched.keys() == SHAPES.keys()
         assert all(np.array_equal(fetched[name].numpy(), full[name]) for name in SHAPES)
         assert some.keys() == {"q", "norm", "down"}
@@ -331,7 +371,9 @@ async def test_a_fetch_puts_the_whole_model_together() -> None:
         assert np.array_equal(part["q"].numpy(), full["q"][rows("q", 1)])
 
 
-async def test_the_whole_model_of_one_rank_has_the_published_tensors_and_not_the_ranks_own() -> None:
+async def test_the_whole_model_of_one_rank_has_the_published_tensors_and_not_the_ranks_own() -> (
+    None
+):
     full = whole(1)
     kv = np.concatenate([full["k"], full["v"]])
     sources = {"kv": [tensorhub.source(name, shape=SHAPES[name]) for name in "kv"]}
@@ -352,13 +394,19 @@ async def test_of_the_whole_model_those_tensors_that_are_described_can_be_fetche
         for rank in range(2):
             tensors = {"freq": np.zeros(3, np.float32), "w": full[4 * rank : 4 * rank + 4].copy()}
             sources = {"w": tensorhub.source("w", shape=(8,))[4 * rank : 4 * rank + 4]}
-            ranks.append(await c.hubs[0].register("m", tensors, sources=sources, group="t", rank=rank, world_size=2))
+            ranks.append(
+                await c.hubs[0].register(
+                    "m", tensors, sources=sources, group="t", rank=rank, world_size=2
+                )
+            )
         await all_of(*(each.publish(1) for each in ranks))
         fetched = await c.hubs[1].fetch("m", rank=None, names="w")
         assert fetched.keys() == {"w"}
         assert np.array_equal(fetched["w"].numpy(), full)
         for names in (None, ["w", "f*"]):
-            with pytest.raises(ManifestMismatch, match=r"tensor 'freq' is plain and local.*others only \(names=\)"):
+            with pytest.raises(
+                ManifestMismatch, match=r"tensor 'freq' is plain and local.*others only \(names=\)"
+            ):
                 await c.hubs[1].fetch("m", rank=None, names=names)
 
 
@@ -368,7 +416,11 @@ async def test_which_plain_tensor_without_elements_is_the_whole_one_is_not_guess
         for rank in range(2):
             tensors = {"w": np.ones(1, np.uint8), "plain": np.zeros((rank, 0), np.uint8)}
             sources = {"w": tensorhub.source("w", shape=(2,))[rank : rank + 1]}
-            ranks.append(await c.hubs[0].register("m", tensors, sources=sources, group="t", rank=rank, world_size=2))
+            ranks.append(
+                await c.hubs[0].register(
+                    "m", tensors, sources=sources, group="t", rank=rank, world_size=2
+                )
+            )
         await all_of(*(each.publish(1) for each in ranks))
         with pytest.raises(ManifestMismatch, match=r"tensor 'plain' is plain and local"):
             await c.hubs[1].fetch("m", rank=None)
@@ -404,8 +456,13 @@ async def test_a_published_file_that_is_made_shorter_costs_its_readers_an_error(
 async def test_after_a_restart_a_new_reader_of_another_layout_reads_from_holders_of_its_own_layout(
     tmp_path: Path, gone: int
 ) -> None:
-    """Some ranks of the trainer have gone, or all of them. The coordinator's state says what was published where."""
-    async with restartable("trainer", "second", "one", "late", state_dir=tmp_path) as (coordinator, hubs):
+    """Some ranks of the trainer have gone, or all of them. The coordinator's state says what was
+    published where.
+    """
+    async with restartable("trainer", "second", "one", "late", state_dir=tmp_path) as (
+        coordinator,
+        hubs,
+    ):
         trained, _ = await trainer(hubs[:2], 1)
         await all_of(*(each.publish(1) for each in trained))
         first, mine = await rollout(hubs[2:3], "rollout")
@@ -421,19 +478,32 @@ async def test_after_a_restart_a_new_reader_of_another_layout_reads_from_holders
 
 
 async def halves(hubs: Sequence[Hub], group: str, content: int, ranks: int) -> list[Weights]:
-    """Ranks that have one half of the rows each, in turn: replicas of one another, as of HSDP, if there are more than 2."""
+    """Ranks that have one half of the rows each, in turn: replicas of one another, as of HSDP, if
+    there are more than 2.
+    """
     made = []
     for rank in range(ranks):
-        cuts = {name: slice(*((0, -(-n // 2)) if rank % 2 == 0 else (-(-n // 2), n))) for name, (n, *_) in SHAPES.items()}
+        cuts = {
+            name: slice(*((0, -(-n // 2)) if rank % 2 == 0 else (-(-n // 2), n)))
+            for name, (n, *_) in SHAPES.items()
+        }
         memory = {name: tensor[cuts[name]].copy() for name, tensor in whole(content).items()}
-        sources = {name: tensorhub.source(name, shape=shape)[cuts[name]] for name, shape in SHAPES.items()}
+        sources = {
+            name: tensorhub.source(name, shape=shape)[cuts[name]] for name, shape in SHAPES.items()
+        }
         hub = hubs[rank // 2 % len(hubs)]
-        made.append(await hub.register("m", memory, group=group, rank=rank, world_size=ranks, sources=sources))
+        made.append(
+            await hub.register(
+                "m", memory, group=group, rank=rank, world_size=ranks, sources=sources
+            )
+        )
     return made
 
 
 async def test_replicas_of_hsdp_that_have_drifted_apart_are_named() -> None:
-    """The gate: else a reader might have everything before that is known, all of it from equal ranks."""
+    """The gate: else a reader might have everything before that is known, all of it from equal
+    ranks.
+    """
     with gated(1) as gate:
         async with cluster("trainer", "reader", transports=["tcp"]) as c:
             full = np.arange(64 * 128, dtype=np.float32).reshape(64, 128)
@@ -443,7 +513,12 @@ async def test_replicas_of_hsdp_that_have_drifted_apart_are_named() -> None:
             view = tensorhub.source("w", shape=full.shape)
             trained = [
                 await c.hubs[0].register(
-                    "m", {"w": mine}, group="hsdp", rank=rank, world_size=4, sources={"w": view[halves[rank]]}
+                    "m",
+                    {"w": mine},
+                    group="hsdp",
+                    rank=rank,
+                    world_size=4,
+                    sources={"w": view[halves[rank]]},
                 )
                 for rank, mine in enumerate(memory)
             ]

@@ -1,4 +1,6 @@
-"""What keeps versions, and what takes them back: rollback, retain and pin through the public API."""
+"""What keeps versions, and what takes them back: rollback, retain and pin through the public
+API.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ from tests.rig import (
     write,
 )
 
-# --------------------------------------------------------------------------------------------------------- rollback
+# --------------------------------------------------------------------------------------------------
+# rollback
 
 
 async def test_rollback_and_publish_again() -> None:
@@ -81,7 +84,8 @@ async def test_newest_and_wait_for_are_right_as_soon_as_rollback_returns() -> No
         await kept.replicate()
         await trainer.rollback("m", to=92)
         newest = trainer.newest("m")
-        assert newest is None or newest.version == 90  # 90 is held by nobody, but it is what the lineage has
+        # 90 is held by nobody, but it is what the lineage has
+        assert newest is None or newest.version == 90
         with pytest.raises(OperationTimeout, match="version 95 of 'm' was not published"):
             await trainer.wait_for("m", at_least=95, timeout=0.05)
         async with anyio.create_task_group() as tasks:
@@ -104,7 +108,10 @@ async def test_newest_and_wait_for_are_right_as_soon_as_rollback_returns() -> No
 async def test_wait_for_does_not_return_what_was_rolled_back_before_it_woke() -> None:
     async with cluster("watcher") as c:
         (hub,) = c.hubs
-        first, older, again = (VersionInfo("m", number, f"id{place}", 1, 1) for place, number in enumerate((95, 90, 95)))
+        first, older, again = (
+            VersionInfo("m", number, f"id{place}", 1, 1)
+            for place, number in enumerate((95, 90, 95))
+        )
 
         def hear(*infos: VersionInfo) -> None:
             for info in infos:
@@ -118,7 +125,8 @@ async def test_wait_for_does_not_return_what_was_rolled_back_before_it_woke() ->
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
             await until(lambda: hub._worker.version_watches.listeners("m") > 0)
-            await hub.describe()  # its answer comes after the one to the question for news, which knows of none
+            # its answer comes after the one to the question for news, which knows of none
+            await hub.describe()
             hub._thread.post(partial(hear, first, older))
             await until(lambda: hub.newest("m") == older)
             hub._thread.post(partial(hear, again))
@@ -135,14 +143,20 @@ async def test_a_reader_in_mid_fetch_of_what_is_rolled_back() -> None:
                 problems: list[VersionUnavailable] = []
 
                 async def fetch() -> None:
-                    with pytest.raises(VersionUnavailable, match="was rolled back to 4; ask again") as caught:
+                    with pytest.raises(
+                        VersionUnavailable, match="was rolled back to 4; ask again"
+                    ) as caught:
                         await weights.replicate(5)
                     problems.append(caught.value)
 
                 tasks.start_soon(fetch)
                 await until(lambda: gate.holds)
                 await reader.rollback("m", to=4)
-            assert (problems[0].retryable, problems[0].memory, weights.state) == (True, "torn", "torn")
+            assert (problems[0].retryable, problems[0].memory, weights.state) == (
+                True,
+                "torn",
+                "torn",
+            )
 
 
 async def test_what_rollback_refuses() -> None:
@@ -177,13 +191,19 @@ async def test_rollback_and_retain_outlive_the_coordinator(tmp_path: Path) -> No
             connect(coordinator.address) as hub,
         ):
             info = await hub.describe("m")
-            assert (info.lineage, info.mark, info.retain, [v.version for v in info.versions]) == (1, 1, 3, [1])
+            assert (info.lineage, info.mark, info.retain, [v.version for v in info.versions]) == (
+                1,
+                1,
+                3,
+                [1],
+            )
             with pytest.raises(VersionConflict, match="the newest number so far is 1"):
                 await (await hub.register("m", tensors(1))).publish(1)
             assert (await (await hub.register("m", tensors(1))).publish(2)).version == 2
 
 
-# ----------------------------------------------------------------------------------------------------------- retain
+# --------------------------------------------------------------------------------------------------
+# retain
 
 
 async def test_the_last_holder_of_a_retained_version_stays_published() -> None:
@@ -244,7 +264,8 @@ async def test_what_retain_refuses() -> None:
         assert await c.hubs[0].describe() == ()
 
 
-# -------------------------------------------------------------------------------------------------------------- pin
+# --------------------------------------------------------------------------------------------------
+# pin
 
 
 async def test_a_pinned_version_stays_for_the_length_of_the_block() -> None:
@@ -327,7 +348,9 @@ async def test_a_pin_that_is_lost_is_told_at_the_end_of_its_block() -> None:
             await pinned.__aenter__()
         async with tensorhub.serve(port=port, token="", options=OPTIONS):
             await until(lambda: bool(hub._worker.pins.lost))
-            with pytest.raises(LeaseLost, match="the pin of version 1 of 'm' was lost while") as caught:
+            with pytest.raises(
+                LeaseLost, match="the pin of version 1 of 'm' was lost while"
+            ) as caught:
                 await pinned.__aexit__(None, None, None)
             assert caught.value.retryable
             await stack.aclose()

@@ -1,4 +1,6 @@
-"""Tensors whose rows are padded are filled in place; their padding is nobody's, and stays as it is."""
+"""Tensors whose rows are padded are filled in place; their padding is nobody's, and stays as it
+is.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ def anyio_backend() -> str:
 
 async def test_tensors_with_padded_rows_are_not_published() -> None:
     async with cluster("trainer") as c:
-        weights = await c.hubs[0].register("m", {"w": torch.zeros(4, 8)[:, :6], "v": torch.zeros(2)})
-        with pytest.raises(RegistrationError, match=r"1 tensor\(s\) have padded rows, .*: 'w'; register the .*") as caught:
+        weights = await c.hubs[0].register(
+            "m", {"w": torch.zeros(4, 8)[:, :6], "v": torch.zeros(2)}
+        )
+        with pytest.raises(
+            RegistrationError, match=r"1 tensor\(s\) have padded rows, .*: 'w'; register the .*"
+        ) as caught:
             await weights.publish(1)
         assert "{'w': [(at[0:4, 0:6], source('w', shape=(4, 6)))]}" in str(caught.value)
         with pytest.raises(RegistrationError, match="have padded rows"):

@@ -1,4 +1,6 @@
-"""docs/guarantees.md and docs/glossary.md: each code is stated once, enforced, tested and cited by a link."""
+"""docs/guarantees.md and docs/glossary.md: each code is stated once, enforced, tested and cited by
+a link.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 CODES = [*(f"G{n}" for n in range(1, 12)), *(f"R{n}" for n in range(1, 16))]
 CODE = re.compile(r"\b[GR]\d+\b")
 ANCHOR = r'<a id="(\w+)"></a>'
-STATED = re.findall(rf"^\| {ANCHOR}(\w+) \| ([^|]+) \||^{ANCHOR}\n\*\*(\w+) ([^*]+)\.\*\*", PAGE, re.MULTILINE)
-NAMES = {code or rule: name or title for _, code, name, _, rule, title in STATED}  # as violations begin
+STATED = re.findall(
+    rf"^\| {ANCHOR}(\w+) \| ([^|]+) \||^{ANCHOR}\n\*\*(\w+) ([^*]+)\.\*\*", PAGE, re.MULTILINE
+)
+# as violations begin
+NAMES = {code or rule: name or title for _, code, name, _, rule, title in STATED}
 
 
 @cache
@@ -45,7 +50,9 @@ def violations() -> Iterator[tuple[Path, str]]:
 
 @cache
 def cited(root: Path) -> dict[Path, set[str]]:
-    return {path: set(CODE.findall(path.read_text(encoding="utf-8"))) for path in root.rglob("*.py")}
+    return {
+        path: set(CODE.findall(path.read_text(encoding="utf-8"))) for path in root.rglob("*.py")
+    }
 
 
 def cites(root: Path, code: str) -> list[Path]:
@@ -54,7 +61,9 @@ def cites(root: Path, code: str) -> list[Path]:
 
 def test_every_guarantee_and_rule_is_stated_once() -> None:
     assert [code or rule for _, code, _, _, rule, _ in STATED] == CODES
-    assert [anchor or other for anchor, _, _, other, _, _ in STATED] == [code.lower() for code in CODES]
+    assert [anchor or other for anchor, _, _, other, _, _ in STATED] == [
+        code.lower() for code in CODES
+    ]
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -64,7 +73,9 @@ def test_the_code_that_enforces_it_and_the_tests_that_show_it_cite_it(code: str)
 
 
 def test_each_bug_breaks_something_that_is_stated() -> None:
-    assert [name for name, bug in BUGS.items() if not CODE.findall(bug.breaks.partition(":")[0])] == []
+    assert [
+        name for name, bug in BUGS.items() if not CODE.findall(bug.breaks.partition(":")[0])
+    ] == []
 
 
 def test_each_violation_begins_with_the_name_of_what_it_breaks() -> None:
@@ -74,9 +85,17 @@ def test_each_violation_begins_with_the_name_of_what_it_breaks() -> None:
 
 
 def test_every_code_that_is_cited_is_stated() -> None:
-    sources = [path for name in ("src", "tests", "benches", "examples", "docs") for path in (ROOT / name).rglob("*.py")]
+    sources = [
+        path
+        for name in ("src", "tests", "benches", "examples", "docs")
+        for path in (ROOT / name).rglob("*.py")
+    ]
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benches" / "README.md"]
-    unknown = {code for path in [*sources, *pages] for code in CODE.findall(path.read_text(encoding="utf-8"))} - {*CODES}
+    unknown = {
+        code
+        for path in [*sources, *pages]
+        for code in CODE.findall(path.read_text(encoding="utf-8"))
+    } - {*CODES}
     assert unknown == set()
 
 
@@ -87,7 +106,9 @@ def test_pages_cite_codes_as_links() -> None:
             continue
         for code, target in re.findall(r"\[([GR]\d+)\]\(([^)]*)\)", text):
             page, _, anchor = target.partition("#")
-            assert (path.parent / page).resolve() == ROOT / "docs" / "guarantees.md", f"{path.name}: {target}"
+            assert (path.parent / page).resolve() == ROOT / "docs" / "guarantees.md", (
+                f"{path.name}: {target}"
+            )
             assert anchor == code.lower(), f"{path.name}: {target}"
         bare = CODE.findall(re.sub(r"\[[GR]\d+\]\([^)]*\)", "", text))
         assert not bare, f"{path.name} cites {bare} without a link to docs/guarantees.md"
@@ -105,8 +126,14 @@ def test_no_text_for_users_needs_a_code() -> None:
             and isinstance(node.body[0], ast.Expr)
         }
         for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                found += [f"{path.relative_to(SRC)}:{node.lineno}" for _ in CODE.findall(node.value)]
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in docstrings
+            ):
+                found += [
+                    f"{path.relative_to(SRC)}:{node.lineno}" for _ in CODE.findall(node.value)
+                ]
     assert found == []
 
 

@@ -1,4 +1,6 @@
-"""The same memory in two registrations of a process: each may publish it, and no fill overwrites what the other holds."""
+"""The same memory in two registrations of a process: each may publish it, and no fill overwrites
+what the other holds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from tensorhub.memory.claims import Claim
 from tensorhub.memory.tensors import RegisteredMemory
 from tests.rig import all_of, cluster, equal, gated, holds, published, tensors, until
 
-BOTH = r"^tensor '[abc]' of 'm' \(group 'rollout', rank 0\) shares memory with '[abc]' of 'm' \(group 'trainer', rank 0\)"
+BOTH = (
+    r"^tensor '[abc]' of 'm' \(group 'rollout', rank 0\) shares memory with '[abc]' of 'm' "
+    r"\(group 'trainer', rank 0\)"
+)
 
 
 @pytest.fixture
@@ -27,7 +32,9 @@ def torch_tensors(content: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("hubs", [1, 2])
 async def test_a_trainer_and_a_rollout_on_the_same_tensors(hubs: int) -> None:
-    """The rollout's fill is refused, the trainer's promise stands, and nobody is said to have written."""
+    """The rollout's fill is refused, the trainer's promise stands, and nobody is said to have
+    written.
+    """
     async with cluster("worker", "other", "far") as c:
         mine = torch_tensors(1)
         trainer = await c.hubs[0].register("m", mine, group="trainer")
@@ -35,9 +42,15 @@ async def test_a_trainer_and_a_rollout_on_the_same_tensors(hubs: int) -> None:
         far = await c.hubs[2].register("m", tensors())
         await trainer.publish(1)
         for fill in (rollout.replicate, rollout.update):
-            with pytest.raises(StateError, match=BOTH + ", and that registration holds version 1") as caught:
+            with pytest.raises(
+                StateError, match=BOTH + ", and that registration holds version 1"
+            ) as caught:
                 await fill(1)
-            assert (caught.value.memory, rollout.state, trainer.state) == ("intact", "empty", "ready")
+            assert (caught.value.memory, rollout.state, trainer.state) == (
+                "intact",
+                "empty",
+                "ready",
+            )
         await far.replicate(1)
         async with trainer.mutate(2):  # no MutabilityViolation
             mine["a"].add_(1)
@@ -47,7 +60,9 @@ async def test_a_trainer_and_a_rollout_on_the_same_tensors(hubs: int) -> None:
         report = await rollout.replicate(2)  # from `far`, now that it overwrites nothing
         assert (report.version, rollout.state) == (2, "ready")
         with pytest.raises(
-            StateError, match=r"'[abc]' of 'm' \(group 'trainer', rank 0\) shares memory with .*holds version 2"
+            StateError,
+            match=r"'[abc]' of 'm' \(group 'trainer', rank 0\) shares memory with .*holds version "
+            r"2",
         ):
             await trainer.replicate(2)
         await rollout.close()
@@ -64,7 +79,9 @@ async def test_a_fill_that_waited_while_the_trainer_published_writes_nothing() -
         failed: list[StateError] = []
 
         async def wait() -> None:
-            with pytest.raises(StateError, match=BOTH + ", and that registration holds version 1") as caught:
+            with pytest.raises(
+                StateError, match=BOTH + ", and that registration holds version 1"
+            ) as caught:
                 await rollout.update(at_least=2)
             failed.append(caught.value)
 
@@ -94,7 +111,8 @@ async def test_memory_that_is_filled_is_not_published() -> None:
             async def publish() -> None:
                 await until(lambda: gate.holds)
                 with pytest.raises(
-                    StateError, match=r"'[abc]' of 'm' \(group 'trainer', rank 0\) shares .* is being filled"
+                    StateError,
+                    match=r"'[abc]' of 'm' \(group 'trainer', rank 0\) shares .* is being filled",
                 ):
                     await trainer.publish(2)
                 gate.open()
@@ -107,9 +125,14 @@ async def test_memory_that_is_filled_is_not_published() -> None:
 def test_claims_end_with_their_memory_and_with_a_fork() -> None:
     memory, other = RegisteredMemory(tensors(1)), RegisteredMemory(tensors(1))
     alone = Claim("alone", other.descriptions, lambda: "holds version 1")
-    first, second = Claim("a", memory.descriptions, lambda: "holds version 1"), Claim("b", memory.descriptions, str)
+    first, second = (
+        Claim("a", memory.descriptions, lambda: "holds version 1"),
+        Claim("b", memory.descriptions, str),
+    )
     with pytest.raises(
-        StateError, match=r"'[abc]' of b shares memory with '[abc]' of a, and that registration holds version 1: "
+        StateError,
+        match=r"'[abc]' of b shares memory with '[abc]' of a, and that registration holds version "
+        r"1: ",
     ):
         second.check_fill()
     first.check_fill()

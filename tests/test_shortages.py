@@ -1,6 +1,7 @@
 """A process that may open no more files: what it is told, and that no peer is blamed.
 
-Each such process is a real one of its own, which has tried everything once before (Python imports by opening files).
+Each such process is a real one of its own, which has tried everything once before (Python imports
+by opening files).
 """
 
 from __future__ import annotations
@@ -96,13 +97,25 @@ anyio.run(main, backend=sys.argv[1])
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("program", [OPENING, READING], ids=["opening", "reading"])
-def test_a_lack_of_descriptors_is_a_typed_error_that_names_the_limit(program: str, backend: str) -> None:
+def test_a_lack_of_descriptors_is_a_typed_error_that_names_the_limit(
+    program: str, backend: str
+) -> None:
     memory = tensorhub.shared_empty_like({"a": np.zeros(2**20, np.uint8)})
     with (
         sync.serve(token="") as coordinator,
         sync.connect(coordinator.address, token="") as trainer,
     ):
         trainer.register("m", memory).publish(1)
-        command = [sys.executable, "-W", "ignore", "-c", BEGIN + program, backend, coordinator.address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=4 * WAIT_S, check=False)
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            BEGIN + program,
+            backend,
+            coordinator.address,
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=4 * WAIT_S, check=False
+        )
     assert done.returncode == 0, done.stderr[-3000:]

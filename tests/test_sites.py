@@ -1,4 +1,6 @@
-"""A site that is not the trainer's: groups of one layout follow one another, and a seed serves groups of all layouts."""
+"""A site that is not the trainer's: groups of one layout follow one another, and a seed serves
+groups of all layouts.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ HOSTED = replace(OPTIONS, host_memory_bytes=2**23)
 def far(c: Cluster, name: str) -> AbstractAsyncContextManager[Hub]:
     """A worker in another site than the trainer."""
     where = Location(site="far")
-    return tensorhub.connect(c.address, name=name, location=where, transports=["tcp"], options=HOSTED, token="")
+    return tensorhub.connect(
+        c.address, name=name, location=where, transports=["tcp"], options=HOSTED, token=""
+    )
 
 
 async def test_a_group_follows_an_earlier_group_of_its_layout_while_that_one_is_filled() -> None:
@@ -32,11 +36,15 @@ async def test_a_group_follows_an_earlier_group_of_its_layout_while_that_one_is_
         await all_of(*(each.publish(1) for each in trained))
         gate = stack.enter_context(gated(2))
         hubs = [await stack.enter_async_context(far(c, name)) for name in ("first", "second")]
-        (first, mine), (second, theirs) = [await rollout([hub], name) for hub, name in zip(hubs, "ab", strict=True)]
+        (first, mine), (second, theirs) = [
+            await rollout([hub], name) for hub, name in zip(hubs, "ab", strict=True)
+        ]
         reports = dict[str, list[FetchReport]]()
 
         async def fill(name: str) -> None:
-            reports[name] = await all_of(*(each.replicate() for each in {"first": first, "second": second}[name]))
+            reports[name] = await all_of(
+                *(each.replicate() for each in {"first": first, "second": second}[name])
+            )
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fill, "first")
@@ -53,7 +61,9 @@ async def test_a_seed_brings_the_published_layout_for_groups_of_all_layouts() ->
     async with cluster("trainer", transports=["tcp"]) as c, AsyncExitStack() as stack:
         trained, _ = await trainer(c.hubs, 1)
         await all_of(*(each.publish(1) for each in trained))
-        seed, *hubs = [await stack.enter_async_context(far(c, name)) for name in ("seed", "engine", "copy")]
+        seed, *hubs = [
+            await stack.enter_async_context(far(c, name)) for name in ("seed", "engine", "copy")
+        ]
         info = await seed.wait_for("m", at_least=1)
         reports = await all_of(*(seed_shard(seed, info, shard) for shard in range(TRAINERS)))
         assert read_from(reports) == {"trainer"}

@@ -1,4 +1,6 @@
-"""`update(staged=True)` over real sockets: nothing is overwritten before all ranks have all of it and have agreed."""
+"""`update(staged=True)` over real sockets: nothing is overwritten before all ranks have all of it
+and have agreed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,20 @@ import pytest
 from tensorhub.api.weights import Weights
 from tensorhub.errors import OperationTimeout, RetentionError, StateError, VersionUnavailable
 from tensorhub.types import FetchReport, VersionInfo
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, connect, gated, holds, tensors, until, worker_of, write
+from tests.rig import (
+    CHUNK_BYTES,
+    CHUNKS,
+    OPTIONS,
+    Cluster,
+    cluster,
+    connect,
+    gated,
+    holds,
+    tensors,
+    until,
+    worker_of,
+    write,
+)
 
 NBYTES = CHUNKS * CHUNK_BYTES
 HOSTED = replace(OPTIONS, host_memory_bytes=NBYTES)
@@ -57,8 +72,14 @@ async def test_the_old_version_is_served_until_the_commit() -> None:
         seen: list[object] = []
 
         async def pause(info: VersionInfo) -> None:
-            (lease,) = {replica.group for replica in (await c.hubs[0].describe("m")).replicas if replica.version == 1}
-            seen.extend([info.version, weights.state, weights.version, holds(memory_of(weights), 1), lease])
+            (lease,) = {
+                replica.group
+                for replica in (await c.hubs[0].describe("m")).replicas
+                if replica.version == 1
+            }
+            seen.extend(
+                [info.version, weights.state, weights.version, holds(memory_of(weights), 1), lease]
+            )
             assert reserved(weights) == NBYTES
             mine = tensors()
             other = await c.hubs[2].register("m", mine)
@@ -96,7 +117,8 @@ async def test_a_source_that_leaves_in_the_midst_of_it_tears_nothing() -> None:
 
                 async def update() -> None:
                     with pytest.raises(VersionUnavailable) as caught:
-                        await weights.update(2, staged=True)  # by number: "latest" waits for a newer version
+                        # by number: "latest" waits for a newer version
+                        await weights.update(2, staged=True)
                     assert caught.value.memory == "intact"
 
                 tasks.start_soon(update)
@@ -108,15 +130,23 @@ async def test_a_source_that_leaves_in_the_midst_of_it_tears_nothing() -> None:
 
 async def test_one_rank_that_fails_leaves_all_ranks_their_old_version() -> None:
     async with cluster("trainer", "one", "two", options=HOSTED) as c:
-        sources = [await c.hubs[0].register("m", tensors(r), group="p", rank=r, world_size=2) for r in range(2)]
-        ranks = [await hub.register("m", tensors(), group="r", rank=r, world_size=2) for r, hub in enumerate(c.hubs[1:])]
+        sources = [
+            await c.hubs[0].register("m", tensors(r), group="p", rank=r, world_size=2)
+            for r in range(2)
+        ]
+        ranks = [
+            await hub.register("m", tensors(), group="r", rank=r, world_size=2)
+            for r, hub in enumerate(c.hubs[1:])
+        ]
 
         async def all_ranks(*calls) -> None:  # type: ignore[no-untyped-def]
             async with anyio.create_task_group() as tasks:
                 for call in calls:
                     tasks.start_soon(call)
 
-        await all_ranks(*[lambda s=s: s.publish(1) for s in sources], *[rank.replicate for rank in ranks])
+        await all_ranks(
+            *[lambda s=s: s.publish(1) for s in sources], *[rank.replicate for rank in ranks]
+        )
         await all_ranks(*[lambda s=s: publish(s, 2) for s in sources])
 
         async def refuse(info: VersionInfo) -> None:
@@ -128,7 +158,10 @@ async def test_one_rank_that_fails_leaves_all_ranks_their_old_version() -> None:
 
         await all_ranks(lambda: fail(ranks[0], None), lambda: fail(ranks[1], refuse))
         assert [(rank.state, rank.version) for rank in ranks] == [("ready", 1)] * 2
-        assert [holds(memory_of(rank), content) for content, rank in enumerate(ranks)] == [True, True]
+        assert [holds(memory_of(rank), content) for content, rank in enumerate(ranks)] == [
+            True,
+            True,
+        ]
 
         async def update(rank: Weights) -> None:
             assert (await rank.update(staged=True)).version == 2
@@ -139,8 +172,14 @@ async def test_one_rank_that_fails_leaves_all_ranks_their_old_version() -> None:
 
 
 async def test_what_became_retained_while_it_was_staged_is_not_given_up() -> None:
-    """There is no room for a copy: what was staged waits for the leave, and at the deadline everything is as it was."""
-    async with cluster("trainer") as c, connect(c.address, "reader", HOSTED) as hub, connect(c.address, "other") as other:
+    """There is no room for a copy: what was staged waits for the leave, and at the deadline
+    everything is as it was.
+    """
+    async with (
+        cluster("trainer") as c,
+        connect(c.address, "reader", HOSTED) as hub,
+        connect(c.address, "other") as other,
+    ):
         c.hubs.extend([hub, other])
         _, weights = await ready(c)
 
@@ -172,13 +211,21 @@ async def test_an_overdue_hook_leaves_the_old_version() -> None:
 
             tasks.start_soon(update)
             await began.wait()
-            await until(lambda: weights._handle.member.running is None and weights.version == 1 and not reserved(weights))
+            await until(
+                lambda: (
+                    weights._handle.member.running is None
+                    and weights.version == 1
+                    and not reserved(weights)
+                )
+            )
             ended.set()
         await assert_intact(c, weights)
 
 
 async def test_staged_uses_what_was_prefetched() -> None:
-    async with cluster("trainer", "reader", options=replace(HOSTED, host_memory_bytes=2 * NBYTES)) as c:
+    async with cluster(
+        "trainer", "reader", options=replace(HOSTED, host_memory_bytes=2 * NBYTES)
+    ) as c:
         _, weights = await ready(c)
         await weights.prefetch()
         report = await weights.update(staged=True)
@@ -192,7 +239,9 @@ async def test_staged_needs_host_memory() -> None:
         _, weights = await ready(c)
         with pytest.raises(StateError, match=r"update\(staged=True\) needs host memory"):
             await weights.update(staged=True)
-    async with cluster("trainer", "reader", "other", options=replace(OPTIONS, host_memory_bytes=NBYTES - 1)) as c:
+    async with cluster(
+        "trainer", "reader", "other", options=replace(OPTIONS, host_memory_bytes=NBYTES - 1)
+    ) as c:
         _, weights = await ready(c)
         with pytest.raises(StateError, match=f"needs {NBYTES} bytes of host memory") as caught:
             await weights.update(staged=True)

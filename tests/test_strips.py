@@ -1,4 +1,6 @@
-"""Strips: their shortest form has the same bytes in the same order, and no walk is needed to see where they lie."""
+"""Strips: their shortest form has the same bytes in the same order, and no walk is needed to see
+where they lie.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_the_shortest_form_has_the_same_bytes_in_the_same_order(strip: Strip) ->
 
 def test_what_is_contiguous_is_one_run() -> None:
     assert shortest(Strip(2, 5, 0, 24, 3, ((2, 12), (3, 4)), 4)) == straight(2, 5, 72)
-    assert shortest(Strip(2, 5, 0, 40, 3, ((2, 20), (3, 4)), 4)) == Strip(2, 5, 0, 0, 1, ((6, 20),), 12)
+    assert shortest(Strip(2, 5, 0, 40, 3, ((2, 20), (3, 4)), 4)) == Strip(
+        2, 5, 0, 0, 1, ((6, 20),), 12
+    )
     assert shortest(Strip(2, 5, 1, 0, 3, ((2, 4),), 4)) == Strip(2, 5, 1, 0, 3, (), 8)
     backwards = Strip(2, 5, 0, -4, 2, (), 4)
     assert shortest(backwards) == backwards
@@ -42,5 +46,8 @@ def test_what_is_contiguous_is_one_run() -> None:
 
 @given(STRIPS, st.lists(st.integers(0, 60), min_size=1, max_size=4))
 def test_beyond_says_what_a_walk_says(strip: Strip, sizes: list[int]) -> None:
-    places = [0 <= region < len(sizes) and at >= 0 and at + strip.run <= sizes[region] for region, at in strip.places()]
+    places = [
+        0 <= region < len(sizes) and at >= 0 and at + strip.run <= sizes[region]
+        for region, at in strip.places()
+    ]
     assert beyond(strip, sizes) == (not all(places))

@@ -1,4 +1,6 @@
-"""The blocking facade: the same results and errors as the async API, from threads that have no loop."""
+"""The blocking facade: the same results and errors as the async API, from threads that have no
+loop.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,10 @@ def test_what_is_known(hubs: Pair) -> None:
     assert next(iter(reader.watch("m"))) == newest
     assert reader.describe("m").mark == 3
     assert [model.model for model in reader.describe()] == ["m"]
-    assert reader.describe("m", version=3, after="a name", limit=1).workers == reader.describe("m").workers
+    assert (
+        reader.describe("m", version=3, after="a name", limit=1).workers
+        == reader.describe("m").workers
+    )
     assert [model.mark for model in reader.describe(limit=0)] == [3]
     plan = reader.plan("m", selector=3)
     assert (plan.version, [each.workers for each in plan.sources]) == (newest, [("trainer",)])
@@ -95,8 +100,12 @@ def test_before_write_is_called_in_this_thread(hubs: Pair) -> None:
     trainer.register("m", source).publish(1)
     weights = reader.register("m", memory)
     seen: list[tuple[VersionInfo, threading.Thread, bool]] = []
-    weights.update(before_write=lambda info: seen.append((info, threading.current_thread(), holds(memory, 1))))
-    assert [(info.version, thread, written) for info, thread, written in seen] == [(1, threading.current_thread(), False)]
+    weights.update(
+        before_write=lambda info: seen.append((info, threading.current_thread(), holds(memory, 1)))
+    )
+    assert [(info.version, thread, written) for info, thread, written in seen] == [
+        (1, threading.current_thread(), False)
+    ]
     with pytest.raises(ZeroDivisionError):
         reader.register("m", tensors()).update(before_write=lambda _: 1 // 0)
 
@@ -130,7 +139,11 @@ def test_beside_a_running_event_loop(address: str) -> None:
 
 
 def test_ctrl_c_in_mid_fetch(address: str) -> None:
-    with gated(2) as gate, connect(address, "trainer") as trainer, connect(address, "reader") as reader:
+    with (
+        gated(2) as gate,
+        connect(address, "trainer") as trainer,
+        connect(address, "reader") as reader,
+    ):
         trainer.register("m", tensors(1)).publish(1)
         memory = tensors()
         weights = reader.register("m", memory)
@@ -169,10 +182,18 @@ def test_it_mirrors_the_async_api(name: str) -> None:
     """The same names, parameters and defaults."""
     theirs, ours = getattr(tensorhub, name), getattr(sync, name)
     if inspect.isclass(theirs):
-        pairs = [(each, getattr(ours, key)) for key, each in vars(theirs).items() if not key.startswith("_")]
+        pairs = [
+            (each, getattr(ours, key))
+            for key, each in vars(theirs).items()
+            if not key.startswith("_")
+        ]
     else:
         pairs = [(theirs, ours)]
     for their, our in pairs:
         if callable(their):
-            wanted = [(p.name, p.kind, p.default) for p in inspect.signature(their).parameters.values()]
-            assert wanted == [(p.name, p.kind, p.default) for p in inspect.signature(our).parameters.values()]
+            wanted = [
+                (p.name, p.kind, p.default) for p in inspect.signature(their).parameters.values()
+            ]
+            assert wanted == [
+                (p.name, p.kind, p.default) for p in inspect.signature(our).parameters.values()
+            ]

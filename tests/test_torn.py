@@ -66,7 +66,10 @@ async def torn(options: Options = OPTIONS) -> AsyncIterator[Torn]:
     with gated(HAD) as gate:
         async with cluster("trainer", "reader", options=options) as c:
             source, memory = tensors(1), tensors()
-            trainer, reader = await c.hubs[0].register("m", source), await c.hubs[1].register("m", memory)
+            trainer, reader = (
+                await c.hubs[0].register("m", source),
+                await c.hubs[1].register("m", memory),
+            )
             await trainer.publish(1)
             await break_off(reader, gate)
             yield Torn(gate, trainer, source, reader, memory)
@@ -110,7 +113,9 @@ async def test_across_a_restart_of_the_coordinator(tmp_path: Path) -> None:
     """It is the worker's own knowledge: nobody else has to remember anything."""
     with gated(HAD) as gate:
         async with nothing_left(), AsyncExitStack() as stack:
-            async with tensorhub.serve(token="", options=OPTIONS, state_dir=tmp_path) as coordinator:
+            async with tensorhub.serve(
+                token="", options=OPTIONS, state_dir=tmp_path
+            ) as coordinator:
                 port = int(coordinator.address.rpartition(":")[2])
                 trainer = await stack.enter_async_context(connect(coordinator.address, "trainer"))
                 reader = await stack.enter_async_context(connect(coordinator.address, "reader"))
@@ -119,6 +124,8 @@ async def test_across_a_restart_of_the_coordinator(tmp_path: Path) -> None:
                 weights = await reader.register("m", memory)
                 await break_off(weights, gate)
             async with tensorhub.serve(port=port, token="", options=OPTIONS, state_dir=tmp_path):
-                await until(lambda: worker_of(trainer).link.online and worker_of(reader).link.online)
+                await until(
+                    lambda: worker_of(trainer).link.online and worker_of(reader).link.online
+                )
                 check(await weights.replicate(), memory, reads=CHUNKS - HAD)
                 await stack.aclose()

@@ -1,7 +1,7 @@
 """Golden traces: whole interactions, one line per message, to be reviewed as diffs.
 
-`pytest tests/test_traces.py --rewrite-traces` writes them anew. Ids are minted in order, so that equal behaviour is an
-equal trace; a change of order or of a single message shows.
+`pytest tests/test_traces.py --rewrite-traces` writes them anew. Ids are minted in order, so that
+equal behaviour is an equal trace; a change of order or of a single message shows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def publish_next(cluster: StepwiseCluster, number: int, *ranks: SimHandle) -> No
     cluster.run()
 
 
-def two_versions(cluster: StepwiseCluster, trainers: list[SimHandle], readers: list[SimHandle]) -> None:
+def two_versions(
+    cluster: StepwiseCluster, trainers: list[SimHandle], readers: list[SimHandle]
+) -> None:
     """The trainers have published version 2, and the readers hold version 1."""
     cluster.note("-- version 1")
     publish_next(cluster, 1, *trainers)
@@ -69,7 +71,9 @@ def two_versions(cluster: StepwiseCluster, trainers: list[SimHandle], readers: l
 
 
 def retained(cluster: StepwiseCluster, room: str) -> SimHandle:
-    """A trainer that is the only holder of a retained version; the worker of the name `room` has some for a copy."""
+    """A trainer that is the only holder of a retained version; the worker of the name `room` has
+    some for a copy.
+    """
     for name in ("trainer", "other"):
         cluster.host_bytes = ROOM * (name == room)
         cluster.worker(name)
@@ -83,8 +87,14 @@ def retained(cluster: StepwiseCluster, room: str) -> SimHandle:
 
 
 def chain_and_update(cluster: StepwiseCluster) -> None:
-    """A trainer publishes; one rollout reads from it, the next one from the first; the trainer publishes again."""
-    trainer, first, second = cluster.handle("trainer"), cluster.handle("first"), cluster.handle("second")
+    """A trainer publishes; one rollout reads from it, the next one from the first; the trainer
+    publishes again.
+    """
+    trainer, first, second = (
+        cluster.handle("trainer"),
+        cluster.handle("first"),
+        cluster.handle("second"),
+    )
     cluster.run()
     cluster.note("-- publish, and a chain of two readers")
     trainer.publish(1)
@@ -106,7 +116,9 @@ def chain_and_update(cluster: StepwiseCluster) -> None:
 
 
 def groups_of_two(cluster: StepwiseCluster) -> None:
-    """Two ranks publish, two fetch; then one rank of the readers cannot pause, and the update ends on both."""
+    """Two ranks publish, two fetch; then one rank of the readers cannot pause, and the update ends
+    on both.
+    """
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     two_versions(cluster, trainers, readers)
@@ -118,7 +130,9 @@ def groups_of_two(cluster: StepwiseCluster) -> None:
 
 
 def source_lost_in_mid_read(cluster: StepwiseCluster) -> None:
-    """The near source dies after one chunk; the reader goes on elsewhere and reads the other chunk only."""
+    """The near source dies after one chunk; the reader goes on elsewhere and reads the other chunk
+    only.
+    """
     trainer = cluster.handle("trainer")
     near = cluster.worker("near", Location(host="h1")).register("near")
     reader = cluster.worker("reader", Location(host="h1")).register("reader")
@@ -137,7 +151,9 @@ def source_lost_in_mid_read(cluster: StepwiseCluster) -> None:
 
 
 def timeouts(cluster: StepwiseCluster) -> None:
-    """Nothing to fetch; then a rank that does not call; then it calls late, and is in step with the others."""
+    """Nothing to fetch; then a rank that does not call; then it calls late, and is in step with the
+    others.
+    """
     first, second = cluster.group("trainer", 2)
     cluster.run()
     first.replicate("latest", timeout_s=2)
@@ -154,7 +170,9 @@ def timeouts(cluster: StepwiseCluster) -> None:
 
 
 def withdrawn_under_a_reader(cluster: StepwiseCluster) -> None:
-    """The only source leaves: it waits out its grace, cuts its reader, and the reader of a number is told at once."""
+    """The only source leaves: it waits out its grace, cuts its reader, and the reader of a number
+    is told at once.
+    """
     trainer, reader = published(cluster, "reader")
     reader.replicate(1)
     stuck = Choice("read", reader.name)
@@ -181,7 +199,9 @@ def fetched_from_a_source_that_leaves(cluster: StepwiseCluster) -> None:
 
 
 def coordinator_restarts(cluster: StepwiseCluster) -> None:
-    """It dies while a publish is being made durable, which counts; and in the midst of a fill, which goes on."""
+    """It dies while a publish is being made durable, which counts; and in the midst of a fill,
+    which goes on.
+    """
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -196,7 +216,9 @@ def coordinator_restarts(cluster: StepwiseCluster) -> None:
 
 
 def last_holder_waits(cluster: StepwiseCluster) -> None:
-    """The last reliable holder of a retained version may leave once another one has it; that one is refused."""
+    """The last reliable holder of a retained version may leave once another one has it; that one is
+    refused.
+    """
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -214,7 +236,9 @@ def last_holder_waits(cluster: StepwiseCluster) -> None:
 
 
 def rolled_back(cluster: StepwiseCluster) -> None:
-    """Versions 1 and 2; a reader in the midst of 2; a new lineage after 1, in which 2 is another content."""
+    """Versions 1 and 2; a reader in the midst of 2; a new lineage after 1, in which 2 is another
+    content.
+    """
     trainer, keeper, reader = published(cluster, "keeper", "reader")
     keeper.replicate(1)
     cluster.run()
@@ -231,7 +255,9 @@ def rolled_back(cluster: StepwiseCluster) -> None:
 
 
 def bound_again(cluster: StepwiseCluster) -> None:
-    """The only source of `latest` unpublishes in mid-read, and publishes the next version: its reader goes on with that."""
+    """The only source of `latest` unpublishes in mid-read, and publishes the next version: its
+    reader goes on with that.
+    """
     trainer, reader = published(cluster, "reader")
     reader.replicate("latest")
     stuck = Choice("read", reader.name)
@@ -248,7 +274,9 @@ def bound_again(cluster: StepwiseCluster) -> None:
 
 
 def handed_over_to_another_worker(cluster: StepwiseCluster) -> None:
-    """The last holder of a retained version takes its memory back: first another worker gets a copy."""
+    """The last holder of a retained version takes its memory back: first another worker gets a
+    copy.
+    """
     trainer = retained(cluster, room="other")
     from_here(cluster, "-- it takes its memory back")
     trainer.unpublish()
@@ -281,7 +309,9 @@ def handed_over_to_its_own_host_copy(cluster: StepwiseCluster) -> None:
 
 
 def close_hands_over(cluster: StepwiseCluster) -> None:
-    """What closes may end with its process: its own host copy does not count, another worker's does."""
+    """What closes may end with its process: its own host copy does not count, another worker's
+    does.
+    """
     trainer = retained(cluster, room="trainer")
     from_here(cluster, "-- only its own worker has room")
     trainer.close(timeout_s=3)
@@ -295,7 +325,9 @@ def close_hands_over(cluster: StepwiseCluster) -> None:
 
 
 def retain_is_acknowledged(cluster: StepwiseCluster) -> None:
-    """`retain` returns once it is durable and every live holder knows; one that comes back is told then."""
+    """`retain` returns once it is durable and every live holder knows; one that comes back is told
+    then.
+    """
     trainer, near, away = published(cluster, "near", "away")
     for handle in (near, away):
         handle.replicate()
@@ -310,7 +342,9 @@ def retain_is_acknowledged(cluster: StepwiseCluster) -> None:
 
 
 def cut_off_owner_waits_for_its_lease(cluster: StepwiseCluster) -> None:
-    """The last holder cannot ask: it takes its memory back when its own lease is over, and nobody counts on it any more."""
+    """The last holder cannot ask: it takes its memory back when its own lease is over, and nobody
+    counts on it any more.
+    """
     trainer = retained(cluster, room="")
     from_here(cluster, "-- it is cut off, and takes its memory back")
     trainer.worker.disconnect()
@@ -324,7 +358,9 @@ def cut_off_owner_waits_for_its_lease(cluster: StepwiseCluster) -> None:
 
 
 def prefetched_then_adopted(cluster: StepwiseCluster) -> None:
-    """The next version comes into host memory while the current one is in use; the update reads nothing over the network."""
+    """The next version comes into host memory while the current one is in use; the update reads
+    nothing over the network.
+    """
     trainer = cluster.handle("trainer")
     cluster.host_bytes = ROOM
     reader = cluster.handle("reader")
@@ -343,7 +379,9 @@ def prefetched_then_adopted(cluster: StepwiseCluster) -> None:
 
 
 def staged(cluster: StepwiseCluster, *, breaks: bool) -> None:
-    """Version 1 is held by two readers, who get 2 in a staged update; the second one's hook may break."""
+    """Version 1 is held by two readers, who get 2 in a staged update; the second one's hook may
+    break.
+    """
     trainers = cluster.group("trainer", 2)
     cluster.host_bytes = ROOM
     readers = cluster.group("reader", 2)
@@ -368,7 +406,9 @@ def staged_update_aborted(cluster: StepwiseCluster) -> None:
 
 def readers_complete_each_other(cluster: StepwiseCluster) -> None:
     """The only complete source dies; two readers have half of it each, and that is enough."""
-    trainer, first, second = (cluster.worker(name, Location(host="h")).register(name) for name in ("trainer", "a", "b"))
+    trainer, first, second = (
+        cluster.worker(name, Location(host="h")).register(name) for name in ("trainer", "a", "b")
+    )
     cluster.run()
     trainer.publish(1)
     cluster.run()
@@ -392,7 +432,9 @@ def readers_complete_each_other(cluster: StepwiseCluster) -> None:
 
 
 def changed_source_is_quarantined(cluster: StepwiseCluster) -> None:
-    """A trainer's memory is written while it is published: its reader notices, it is found guilty, and is read no more."""
+    """A trainer's memory is written while it is published: its reader notices, it is found guilty,
+    and is read no more.
+    """
     cluster.manifest = make_manifest(CHUNKS, "xxh3-64")
     trainer, keeper = cluster.handle("trainer"), cluster.handle("keeper")
     reader = cluster.worker("reader", Location(host="trainer")).register("reader")
@@ -411,7 +453,9 @@ def changed_source_is_quarantined(cluster: StepwiseCluster) -> None:
 
 
 def restart_resumes_a_fill(cluster: StepwiseCluster) -> None:
-    """One rank has read everything and voted, the other one chunk: after the restart that one reads the rest only."""
+    """One rank has read everything and voted, the other one chunk: after the restart that one reads
+    the rest only.
+    """
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -429,7 +473,9 @@ def restart_resumes_a_fill(cluster: StepwiseCluster) -> None:
 
 
 def coordinator_without_state(cluster: StepwiseCluster) -> None:
-    """It is a new cluster: every handle says so once, nothing that was published before comes back, and life goes on."""
+    """It is a new cluster: every handle says so once, nothing that was published before comes back,
+    and life goes on.
+    """
     trainer, reader = published(cluster, "reader")
     reader.replicate()
     cluster.run()
@@ -474,14 +520,18 @@ SCENES: list[Callable[[StepwiseCluster], None]] = [
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
-def test_the_trace_is_the_golden_one(scene: Callable[[StepwiseCluster], None], rewrite_traces: bool) -> None:
+def test_the_trace_is_the_golden_one(
+    scene: Callable[[StepwiseCluster], None], rewrite_traces: bool
+) -> None:
     cluster = StepwiseCluster()
     scene(cluster)
     text = "\n".join([f"# {scene.__doc__}", *cluster.log]) + "\n"
     path = TRACES / f"{scene.__name__}.txt"
     if rewrite_traces:
         path.write_text(text)
-    assert text == path.read_text(), "the interaction has changed: if it should, pytest --rewrite-traces"
+    assert text == path.read_text(), (
+        "the interaction has changed: if it should, pytest --rewrite-traces"
+    )
 
 
 def test_there_is_no_trace_without_a_scene() -> None:

@@ -15,8 +15,11 @@ async def test_the_blocks_run_one_after_the_other() -> None:
     names: dict[str, Any] = {"__name__": "tutorial"}
     text = PAGE.read_text(encoding="utf-8")
     for block in re.finditer(r"```python\n(.*?)```", text, re.DOTALL):
-        lines_before = "\n" * text.count("\n", 0, block.start(1))  # so that a traceback shows the page's own lines
-        code = compile(lines_before + block[1], str(PAGE), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        # so that a traceback shows the page's own lines
+        lines_before = "\n" * text.count("\n", 0, block.start(1))
+        code = compile(
+            lines_before + block[1], str(PAGE), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        )
         result = eval(code, names)
         if inspect.iscoroutine(result):
             await result

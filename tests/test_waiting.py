@@ -1,4 +1,6 @@
-"""A call that waits for a version which may never come says so at once; with timeout=math.inf it waits until it is over."""
+"""A call that waits for a version which may never come says so at once; with timeout=math.inf it
+waits until it is over.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ HINT = "nothing is published under this name yet"
 
 
 @pytest.mark.parametrize("call", ["replicate", "update", "fetch", "wait_for", "watch"])
-async def test_who_waits_for_a_name_that_nobody_knows_is_told_at_once(call: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_who_waits_for_a_name_that_nobody_knows_is_told_at_once(
+    call: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with cluster("reader") as c, anyio.create_task_group() as tasks:
         hub = c.hubs[0]
         weights = await hub.register("acctor", tensors())
@@ -40,7 +44,9 @@ async def test_who_waits_for_a_name_that_nobody_knows_is_told_at_once(call: str,
         tasks.cancel_scope.cancel()
 
 
-async def test_who_waits_for_a_version_that_is_there_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_who_waits_for_a_version_that_is_there_is_told_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with cluster("trainer", "reader") as c:
         source = await c.hubs[0].register("m", tensors())
         await source.publish(1)
@@ -68,7 +74,9 @@ async def test_wait_for_zero_is_how_to_learn_what_exists() -> None:
         assert c.hubs[1].newest("m") == info
 
 
-async def test_without_a_deadline_it_waits_until_it_succeeds_or_fails_or_is_cancelled_or_the_hub_ends() -> None:
+async def test_without_a_deadline_it_waits_until_it_succeeds_or_fails_or_is_cancelled_or_the_hub_ends() -> (
+    None
+):
     async with cluster("trainer", "reader") as c:
         source = await c.hubs[0].register("m", tensors())
         weights = await c.hubs[1].register("m", tensors(0))

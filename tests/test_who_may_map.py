@@ -1,4 +1,6 @@
-"""Who gets memory to map or to open: the owner's user, root, and whom `Options` names, if they have the full token."""
+"""Who gets memory to map or to open: the owner's user, root, and whom `Options` names, if they have
+the full token.
+"""
 
 from __future__ import annotations
 
@@ -55,15 +57,20 @@ def shared(content: int) -> Any:
     return made
 
 
-# --------------------------------------------------------------------------------------------------------- whole fetches
+# --------------------------------------------------------------------------------------------------
+# whole fetches
 
 
-async def test_a_read_only_reader_maps_nothing_and_reads_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_read_only_reader_maps_nothing_and_reads_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "tensorhub")
     content = shared(1)
     async with cluster("trainer", "reader", token="secret") as c:
         await (await c.hubs[0].register("m", content)).publish(1)
-        async with tensorhub.connect(c.address, token=read_only_token("secret"), options=OPTIONS) as hub:
+        async with tensorhub.connect(
+            c.address, token=read_only_token("secret"), options=OPTIONS
+        ) as hub:
             fetched: Any = await hub.fetch("m", device="cpu")
             assert holds(fetched, 1)
             assert mappings() == []
@@ -80,36 +87,51 @@ async def test_a_read_only_reader_by_shared_memory_alone_is_told_why_not() -> No
     async with cluster("trainer", token="secret") as c:
         await (await c.hubs[0].register("m", shared(1))).publish(1)
         token = read_only_token("secret")
-        async with tensorhub.connect(c.address, token=token, transports=["shm"], options=OPTIONS) as hub:
+        async with tensorhub.connect(
+            c.address, token=token, transports=["shm"], options=OPTIONS
+        ) as hub:
             with pytest.raises(TensorHubError, match=READ_ONLY):
                 await hub.fetch("m", device="cpu", timeout=1)
         assert mappings() == []
 
 
-# ------------------------------------------------------------------------------------------------ what an owner answers
+# ------------------------------------------------------------------------------------------------
+# what an owner answers
 
 
 @pytest.fixture(params=["shm", "cuda_ipc"])
-def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedSource]:
+def source(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ServedSource]:
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
     device = Double() if request.param == "cuda_ipc" else None
-    with closing(ServedSource(SECRET, side=CudaIpcOwner() if device is not None else ShmOwner(), device=device)) as made:
+    with closing(
+        ServedSource(
+            SECRET, side=CudaIpcOwner() if device is not None else ShmOwner(), device=device
+        )
+    ) as made:
         yield made
 
 
 def opened(source: ServedSource, secret: bytes) -> None:
     """Open the best channel that there is for what the source has."""
-    local = Local(Incarnation("reader"), (secret,), Options(connect_timeout_s=WAIT_S, stall_timeout_s=WAIT_S))
+    local = Local(
+        Incarnation("reader"), (secret,), Options(connect_timeout_s=WAIT_S, stall_timeout_s=WAIT_S)
+    )
     transport = ShmTransport(local) if source.device is None else CudaIpcTransport(local)
     with closing(transport):
-        transport.open(source.endpoint, source.right, Nowhere(device=source.device), Cutter()).close()
+        transport.open(
+            source.endpoint, source.right, Nowhere(device=source.device), Cutter()
+        ).close()
 
 
 def asked(source: ServedSource, secret: bytes) -> NotThisWay:
     """What it says, and that it gives nothing, and goes on."""
     sock = unix.connect(source.endpoint.address, WAIT_S, Cutter())
     with BlockingConnection(sock, stall_timeout_s=WAIT_S) as connection:
-        connection.handshake(ClientHandshake("reader", "reader", secret, os.urandom(NONCE_BYTES)), WAIT_S)
+        connection.handshake(
+            ClientHandshake("reader", "reader", secret, os.urandom(NONCE_BYTES)), WAIT_S
+        )
         find = Find(source.right.registration, source.right.generation)
         connection.send(source.side.dialect.request(0, find))
         said = connection.receive(FROM_OWNER)
@@ -130,35 +152,49 @@ def test_a_read_only_peer_is_given_none(source: ServedSource) -> None:
     assert asked(source, read_only_secret(SECRET)).reason == READ_ONLY
 
 
-def test_a_process_of_another_user_is_given_none(source: ServedSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_another_user_is_given_none(
+    source: ServedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(unix, "peer_uid", lambda connection: OTHER_USER)
-    with pytest.raises(Unusable, match=rf"user {OTHER_USER} is given no memory .* Options\.shared_memory_uids"):
+    with pytest.raises(
+        Unusable, match=rf"user {OTHER_USER} is given no memory .* Options\.shared_memory_uids"
+    ):
         opened(source, SECRET)
     assert str(OTHER_USER) in asked(source, SECRET).reason
 
 
-# -------------------------------------------------------------------------------------------------------------- whoever
+# --------------------------------------------------------------------------------------------------
+# whoever
 
 
 @pytest.mark.parametrize("mine", [0, 1000, UNMAPPED_UID])
 def test_who_is_given_memory(mine: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: mine)
-    given = {uid for uid in (0, 1, 1000, 1001, UNMAPPED_UID) if not unix.why_not_given(uid, (1001,))}
+    given = {
+        uid for uid in (0, 1, 1000, 1001, UNMAPPED_UID) if not unix.why_not_given(uid, (1001,))
+    }
     assert given == {0, 1001, mine} - {UNMAPPED_UID}
     assert not unix.why_not_given(0, ())
     assert "user namespace" in unix.why_not_given(UNMAPPED_UID, (UNMAPPED_UID,))
     said = unix.given_to()
-    assert "processes of root" in said if mine in (0, UNMAPPED_UID) else f"user {mine} and root" in said
+    assert (
+        "processes of root" in said
+        if mine in (0, UNMAPPED_UID)
+        else f"user {mine} and root" in said
+    )
 
 
-@pytest.mark.parametrize("wrong", [1000, [1000], ("me",), (-1,), (2**32 - 1,), (True,), (1, UNMAPPED_UID)])
+@pytest.mark.parametrize(
+    "wrong", [1000, [1000], ("me",), (-1,), (2**32 - 1,), (True,), (1, UNMAPPED_UID)]
+)
 def test_options_name_users(wrong: Any) -> None:
     with pytest.raises(StateError, match=r"Options\.shared_memory_uids"):
         Options(shared_memory_uids=wrong)
     assert Options(shared_memory_uids=(0, 1000)).shared_memory_uids == (0, 1000)
 
 
-# -------------------------------------------------------------------------------------------------- other users' processes
+# --------------------------------------------------------------------------------------------------
+# other users' processes
 
 # It has all that it imports, before it is somebody else and may read no file of root's any more.
 READS = """
@@ -188,7 +224,9 @@ for uid in map(int, uids):
 async def test_processes_of_other_users_map_nothing_unless_they_are_named() -> None:
     content = shared(1)
     total = int(sum(np.sum(tensor) for tensor in content.values()))
-    named = Options(op_timeout_s=WAIT_S, chunk_bytes=OPTIONS.chunk_bytes, shared_memory_uids=(OTHER_USER,))
+    named = Options(
+        op_timeout_s=WAIT_S, chunk_bytes=OPTIONS.chunk_bytes, shared_memory_uids=(OTHER_USER,)
+    )
     users = [0, OTHER_USER, OTHER_USER + 1, UNMAPPED_UID]
     async with cluster(token="secret") as c, connect(c.address, "trainer", named, "secret") as hub:
         await (await hub.register("m", content)).publish(1)

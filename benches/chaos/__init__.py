@@ -1,6 +1,8 @@
-"""Chaos: real processes that are killed, stopped, cut off and slowed at a seeded rate while versions advance.
+"""Chaos: real processes that are killed, stopped, cut off and slowed at a seeded rate while
+versions advance.
 
-`plan` says which fault comes when, from the seed alone. `network` (by `relay`) and `namespaces` stand between the processes.
-`bench_process` runs in each of them; `cast` starts, kills and restarts them; `drivers` make them work. `results` judges what
-their calls returned. `run` is the whole, and `plot` draws it.
+`plan` says which fault comes when, from the seed alone. `network` (by `relay`) and `namespaces`
+stand between the processes. `bench_process` runs in each of them; `cast` starts, kills and restarts
+them; `drivers` make them work. `results` judges what their calls returned. `run` is the whole, and
+`plot` draws it.
 """

@@ -31,13 +31,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="the figures, as a file")
     parser.add_argument("--plot", type=Path, help="a picture of what happened, as an SVG file")
     parser.add_argument("--log", type=Path, help="all events, as a file")
-    parser.add_argument("--namespaces", action="store_true", help="real links between network namespaces; needs root")
+    parser.add_argument(
+        "--namespaces",
+        action="store_true",
+        help="real links between network namespaces; needs root",
+    )
     parser.add_argument("--plan", action="store_true", help="print what would come, and do nothing")
     given = parser.parse_args(arguments)
     if given.namespaces and (reason := namespaces.why_not()):
         print(f"skipped: {reason}")
         return 0
-    with _ended_after(given.minutes * 60 * MEETINGS + GRACE_S), _network(given.namespaces) as network:
+    with (
+        _ended_after(given.minutes * 60 * MEETINGS + GRACE_S),
+        _network(given.namespaces) as network,
+    ):
         plan = draw(given.seed, given.minutes * 60, ["coordinator", *WORKERS], network.kinds)
         print(f"seed {given.seed}: {len(plan)} faults in {given.minutes:g} minutes", flush=True)
         if given.plan:
@@ -53,7 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     print(
         _report(
             result,
-            f"python -m benches.chaos --minutes {given.minutes:g} --seed {given.seed}" + " --namespaces" * given.namespaces,
+            f"python -m benches.chaos --minutes {given.minutes:g} --seed {given.seed}"
+            + " --namespaces" * given.namespaces,
         )
     )
     return 0 if result.is_clean else 1
@@ -61,7 +69,9 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _ended_after(seconds: float) -> Iterator[None]:
-    """The process says where it is and ends, if the block takes longer. Nothing ticks on after the block."""
+    """The process says where it is and ends, if the block takes longer. Nothing ticks on after the
+    block.
+    """
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         yield
@@ -81,7 +91,10 @@ def _picture(result: Result) -> str:
         kinds[kind.partition(" ")[0]] += count
     faults = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     fills, gigabytes = result.results.commits, result.results.bytes_checked / 1e9
-    totals = [f"{result.faults.total()} faults: {faults}", f"{fills} fills, {gigabytes:.1f} GB checked word by word"]
+    totals = [
+        f"{result.faults.total()} faults: {faults}",
+        f"{fills} fills, {gigabytes:.1f} GB checked word by word",
+    ]
     title = f"Chaos, seed {result.seed}: {minutes:g} minutes, {clean}"
     return draw_plot(result.events, ["coordinator", *WORKERS], title, totals)
 

@@ -1,7 +1,9 @@
-"""One process of the run: a coordinator or a worker that does what the run says (`benches.commands`).
+"""One process of the run: a coordinator or a worker that does what the run says
+(`benches.commands`).
 
-Each call answers with what it returned or raised and with which contents' words the memory holds then, found word by word
-(`benches.byte_patterns`). An error that is not a TensorHubError is told as such.
+Each call answers with what it returned or raised and with which contents' words the memory holds
+then, found word by word (`benches.byte_patterns`). An error that is not a TensorHubError is told as
+such.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from tensorhub.memory.file_target import FileTarget
 from tensorhub.types import FetchReport, Location, Options, VersionInfo
 
 MODEL = "m"
-SETTLED = ("ready", "empty", "draining", "closed")  # states in which nobody but the caller may write the memory
+# states in which nobody but the caller may write the memory
+SETTLED = ("ready", "empty", "draining", "closed")
 
 
 class BenchProcess:
@@ -41,7 +44,9 @@ class BenchProcess:
         self._memory = dict[int, byte_patterns.Tensors]()
 
     async def serve(self, host: str, port: int, state_dir: str, options: dict[str, Any]) -> str:
-        serving = tensorhub.serve(host=host, port=port, state_dir=state_dir, options=Options(**options))
+        serving = tensorhub.serve(
+            host=host, port=port, state_dir=state_dir, options=Options(**options)
+        )
         return (await self._stack.enter_async_context(serving)).address
 
     async def connect(
@@ -54,22 +59,33 @@ class BenchProcess:
         options: dict[str, Any],
     ) -> Any:
         location = Location(host=host) if host else Location()
-        given: dict[str, Any] = {"name": name, "location": location, "prefetch": prefetch, "transports": transports}
+        given: dict[str, Any] = {
+            "name": name,
+            "location": location,
+            "prefetch": prefetch,
+            "transports": transports,
+        }
         connecting = tensorhub.connect(address, **given, options=Options(**options))
         return await self._told(self._enter(connecting))
 
     async def _enter(self, connecting: Any) -> None:
         self._hub = await self._stack.enter_async_context(connecting)
 
-    async def register(self, nbytes: int, group: str, rank: int, world_size: int, spot: bool, shared: bool) -> Any:
+    async def register(
+        self, nbytes: int, group: str, rank: int, world_size: int, spot: bool, shared: bool
+    ) -> Any:
         memory = byte_patterns.make(nbytes)
         if shared:
             memory = tensorhub.shared_empty_like(memory)
         byte_patterns.write(memory, 0, rank)
-        registering = self._hub.register(MODEL, memory, group=group, rank=rank, world_size=world_size, spot=spot)
+        registering = self._hub.register(
+            MODEL, memory, group=group, rank=rank, world_size=world_size, spot=spot
+        )
         return await self._told(self._took(registering, rank, memory), rank)
 
-    async def _took(self, registering: Awaitable[Weights], rank: int, memory: byte_patterns.Tensors) -> None:
+    async def _took(
+        self, registering: Awaitable[Weights], rank: int, memory: byte_patterns.Tensors
+    ) -> None:
         self._weights[rank], self._memory[rank] = await registering, memory
 
     async def mutate(self, rank: int, version: int, content: int, timeout: float) -> Any:
@@ -79,7 +95,9 @@ class BenchProcess:
         async with self._weights[rank].mutate(version, timeout):
             byte_patterns.write(self._memory[rank], content, rank)
 
-    async def update(self, rank: int, timeout: float, staged: bool = False, at_least: int | None = None) -> Any:
+    async def update(
+        self, rank: int, timeout: float, staged: bool = False, at_least: int | None = None
+    ) -> Any:
         updating = self._weights[rank].update(staged=staged, at_least=at_least, timeout=timeout)
         return await self._told(updating, rank)
 
@@ -88,15 +106,22 @@ class BenchProcess:
         with tempfile.TemporaryDirectory(prefix="tensorhub-chaos-fetch-") as folder:
             out = Path(folder) / "shard.safetensors"
             with FileTarget(out) as target:
-                fetching = fetch_into(self._hub, MODEL, "latest", target, rank=rank, timeout=timeout)
+                fetching = fetch_into(
+                    self._hub, MODEL, "latest", target, rank=rank, timeout=timeout
+                )
                 said = await self._told(self._kept(fetching, target))
             if said["outcome"] == "ok":
                 memory = byte_patterns.read(out)
-                said |= {"holds": said["version"], "contents": sorted(byte_patterns.contents(memory, rank))}
+                said |= {
+                    "holds": said["version"],
+                    "contents": sorted(byte_patterns.contents(memory, rank)),
+                }
                 said["checked"] = sum(tensor.nbytes for tensor in memory.values())
         return said
 
-    async def _kept(self, fetching: Awaitable[tuple[VersionInfo, FetchReport]], target: FileTarget) -> FetchReport:
+    async def _kept(
+        self, fetching: Awaitable[tuple[VersionInfo, FetchReport]], target: FileTarget
+    ) -> FetchReport:
         _, report = await fetching
         await anyio.to_thread.run_sync(target.commit)
         return report
@@ -116,10 +141,18 @@ class BenchProcess:
             "mark": model.mark,
             "versions": {str(version.version): version.state for version in model.versions},
             "replicas": [
-                [r.group, r.version, r.state, r.medium, [[s.worker, s.rank, s.state] for s in r.shards]]
+                [
+                    r.group,
+                    r.version,
+                    r.state,
+                    r.medium,
+                    [[s.worker, s.rank, s.state] for s in r.shards],
+                ]
                 for r in model.replicas
             ],
-            "leases": [[lease.reader, lease.source, lease.version, lease.state] for lease in model.leases],
+            "leases": [
+                [lease.reader, lease.source, lease.version, lease.state] for lease in model.leases
+            ],
             "workers": [[worker.name, worker.state] for worker in model.workers],
         }
 
@@ -139,7 +172,11 @@ class BenchProcess:
             said |= {"outcome": "untyped", "text": repr(error)}
         else:
             if isinstance(result, FetchReport):
-                said |= {"version": result.version, "changed": result.changed, "reread": result.reread_bytes}
+                said |= {
+                    "version": result.version,
+                    "changed": result.changed,
+                    "reread": result.reread_bytes,
+                }
         said["seconds"] = time.monotonic() - started
         if rank is not None and rank in self._weights:
             weights, memory = self._weights[rank], self._memory[rank]

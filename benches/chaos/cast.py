@@ -1,4 +1,6 @@
-"""The processes of the run: started, killed, stopped and asked; who is dead or stopped, since when, and for how long."""
+"""The processes of the run: started, killed, stopped and asked; who is dead or stopped, since when,
+and for how long.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,18 @@ class Place(Protocol):
 
 
 class Host:
-    """One process of the run, over its lives. Faults come from the run's thread, questions from its driver's."""
+    """One process of the run, over its lives. Faults come from the run's thread, questions from its
+    driver's.
+    """
 
     def __init__(
-        self, name: str, backend: str, place: Place, environment: Mapping[str, str], folder: Path, note: Callable[..., None]
+        self,
+        name: str,
+        backend: str,
+        place: Place,
+        environment: Mapping[str, str],
+        folder: Path,
+        note: Callable[..., None],
     ) -> None:
         self.name = name
         self._backend = backend
@@ -52,7 +62,9 @@ class Host:
         return self._process is not None
 
     def start(self) -> None:
-        """A new process, once it may run; it runs, whoever had stopped the one before. After the end there is none."""
+        """A new process, once it may run; it runs, whoever had stopped the one before. After the
+        end there is none.
+        """
         self.may_run.wait()
         with self._lock:
             if self._is_over:
@@ -134,7 +146,11 @@ class Host:
                 return None
             code = process.leave(1.0)
             self._kill()
-            tail = self._errors.read_bytes()[-2000:].decode(errors="replace") if self._errors.exists() else ""
+            tail = (
+                self._errors.read_bytes()[-2000:].decode(errors="replace")
+                if self._errors.exists()
+                else ""
+            )
             return f"{self.name} ended by itself with exit code {code}: ...{tail}"
 
     def dismiss(self, timeout_s: float) -> int | None:
@@ -155,7 +171,14 @@ class Host:
 class Asked:
     """A question to a process."""
 
-    def __init__(self, host: Host, process: Process | None, pending: Pending | None, what: str, bound_s: float) -> None:
+    def __init__(
+        self,
+        host: Host,
+        process: Process | None,
+        pending: Pending | None,
+        what: str,
+        bound_s: float,
+    ) -> None:
         self.host = host
         self.what = what
         self.begun_at = time.monotonic()
@@ -177,9 +200,18 @@ class Asked:
         while True:
             try:
                 value = self._pending.result(SLICE_S)
-                return value if isinstance(value, dict) and "outcome" in value else {"outcome": "ok", "value": value}
+                return (
+                    value
+                    if isinstance(value, dict) and "outcome" in value
+                    else {"outcome": "ok", "value": value}
+                )
             except Failed as error:
-                return {"outcome": error.kind, "text": str(error), "memory": error.memory, "retryable": error.retryable}
+                return {
+                    "outcome": error.kind,
+                    "text": str(error),
+                    "memory": error.memory,
+                    "retryable": error.retryable,
+                }
             except Gone as gone:
                 if gone.in_time:
                     self.problem = self.host.lost(self._process)
@@ -187,7 +219,8 @@ class Asked:
             taken_s = time.monotonic() - self.begun_at - self.host.stopped_s(self.begun_at)
             if taken_s > self.bound_s + MARGIN_S:
                 self.problem = (
-                    f"bounds: {self.host.name} does not answer {self.what} for {taken_s:.1f} s of {self.bound_s:g} s"
+                    f"bounds: {self.host.name} does not answer {self.what} for "
+                    f"{taken_s:.1f} s of {self.bound_s:g} s"
                 )
                 self.host.kill()
                 self.host.may_run.set()

@@ -1,4 +1,6 @@
-"""Who makes the processes work: one thread for the coordinator, one for each group, each with a generator of its own."""
+"""Who makes the processes work: one thread for the coordinator, one for each group, each with a
+generator of its own.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ WORKER_OPTIONS: Final = {
     "connect_timeout_s": 3.0,
     "stall_timeout_s": 3.0,
 }
-START_S: Final = 90.0  # for a process' first command: it imports first, beside all others on a busy machine
-MUTATE_CALLS: Final = 4  # a mutate asks for the number, unpublishes, publishes, or refuses: each has the timeout
+# for a process' first command: it imports first, beside all others on a busy machine
+START_S: Final = 90.0
+# a mutate asks for the number, unpublishes, publishes, or refuses: each has the timeout
+MUTATE_CALLS: Final = 4
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,14 @@ class Keeper(Driver):
             if not self.host.is_up:
                 self.host.start()
                 host, port = self.world.network.coordinator
-                settings = {"host": host, "port": port, "state_dir": str(self.world.folder / "state")}
-                answer = self.answer(self.host.ask("serve", START_S, options=COORDINATOR_OPTIONS, **settings))
+                settings = {
+                    "host": host,
+                    "port": port,
+                    "state_dir": str(self.world.folder / "state"),
+                }
+                answer = self.answer(
+                    self.host.ask("serve", START_S, options=COORDINATOR_OPTIONS, **settings)
+                )
                 if answer is not None and answer["outcome"] != "ok":
                     self.world.violated(f"the coordinator cannot serve again: {answer['text']}")
                     self.host.kill()
@@ -151,7 +161,10 @@ class Group(Driver):
 
     def meet(self, meeting: Meeting) -> None:
         """Be there; then do what was agreed, until it is done or the meeting is over."""
-        for step, is_done in ((meeting.arrived, self.ready), (meeting.done, lambda: self.ready() and self.attend(meeting))):
+        for step, is_done in (
+            (meeting.arrived, self.ready),
+            (meeting.done, lambda: self.ready() and self.attend(meeting)),
+        ):
             while not meeting.over.is_set() and not is_done():
                 self.world.pause(0.05)
             step.add(self.role.group)
@@ -167,17 +180,25 @@ class Group(Driver):
         return all(answer is not None and answer["outcome"] == "ok" for answer in answers)
 
     def holds(self, version: int) -> bool:
-        """Whether all ranks are alive, and said last that they hold it. For who knows that no call runs."""
+        """Whether all ranks are alive, and said last that they hold it. For who knows that no call
+        runs.
+        """
         lives = [(host, self.lives[host.name], rank) for rank, host in enumerate(self.hosts)]
         return all(
-            host.is_up and host.lives == life.number and rank in life.seats and life.seats[rank].holds == version
+            host.is_up
+            and host.lives == life.number
+            and rank in life.seats
+            and life.seats[rank].holds == version
             for host, life, rank in lives
         )
 
-    # ------------------------------------------------------------------------------------------ being there
+    # ------------------------------------------------------------------------------------------
+    # being there
 
     def ready(self) -> bool:
-        """Each rank is alive, connected and registered; False if that could not be brought about just now."""
+        """Each rank is alive, connected and registered; False if that could not be brought about
+        just now.
+        """
         for host in dict.fromkeys(self.hosts):
             if not host.is_up:
                 if not host.may_run.wait(0.2):
@@ -211,7 +232,11 @@ class Group(Driver):
 
     def _connect(self, host: Host) -> bool:
         network, role = self.world.network, self.role
-        options = WORKER_OPTIONS | {"host_memory_bytes": role.host_memory_bytes} | network.options(host.name)
+        options = (
+            WORKER_OPTIONS
+            | {"host_memory_bytes": role.host_memory_bytes}
+            | network.options(host.name)
+        )
         answer = self.answer(
             host.ask(
                 "connect",
@@ -224,11 +249,18 @@ class Group(Driver):
                 options=options,
             )
         )
-        if answer is not None and answer["outcome"] not in ("ok", "CoordinatorUnavailable") and not answer.get("retryable"):
-            self.world.violated(f"{host.name} cannot connect: {answer['outcome']}: {answer['text']}")
+        if (
+            answer is not None
+            and answer["outcome"] not in ("ok", "CoordinatorUnavailable")
+            and not answer.get("retryable")
+        ):
+            self.world.violated(
+                f"{host.name} cannot connect: {answer['outcome']}: {answer['text']}"
+            )
         return answer is not None and answer["outcome"] == "ok"
 
-    # ------------------------------------------------------------------------------------------ calls
+    # ------------------------------------------------------------------------------------------
+    # calls
 
     def _ask(
         self,
@@ -241,7 +273,11 @@ class Group(Driver):
         **arguments: Any,
     ) -> tuple[Asked, Call]:
         call = self.world.begun(seat, what, version, content)
-        said = {name: value for name, value in (("version", version), ("content", content)) if value is not None}
+        said = {
+            name: value
+            for name, value in (("version", version), ("content", content))
+            if value is not None
+        }
         return self.hosts[rank].ask(what, bound_s, rank=rank, **said, **arguments), call
 
     def _answers(self, asked: Sequence[tuple[Asked, Call]]) -> list[Answer | None]:
@@ -256,7 +292,10 @@ class Group(Driver):
         return self.lives[self.hosts[rank].name].seats[rank]
 
     def update(self, **arguments: Any) -> list[Answer | None]:
-        asked = [self._ask(rank, "update", self.seat(rank), timeout=CALL_S, **arguments) for rank in (0, 1)]
+        asked = [
+            self._ask(rank, "update", self.seat(rank), timeout=CALL_S, **arguments)
+            for rank in (0, 1)
+        ]
         return self._answers(asked)
 
     def fetch(self) -> None:
@@ -266,17 +305,25 @@ class Group(Driver):
             self.world.ended(question.host.name, call, self.answer(question))
 
     def leave(self) -> None:
-        """Close the handles, so that the next turn registers again; a handle that is not let go stays."""
-        asked = [self._ask(rank, "close_handle", self.seat(rank), 2 * CALL_S, abandon=False) for rank in (0, 1)]
+        """Close the handles, so that the next turn registers again; a handle that is not let go
+        stays.
+        """
+        asked = [
+            self._ask(rank, "close_handle", self.seat(rank), 2 * CALL_S, abandon=False)
+            for rank in (0, 1)
+        ]
         answers = [self.answer(question) for question, _ in asked]
-        for (question, call), answer in zip(asked, answers, strict=True):  # each for itself: a close is no call of a group
+        # each for itself: a close is no call of a group
+        for (question, call), answer in zip(asked, answers, strict=True):
             self.world.ended(question.host.name, call, answer)
             if answer is not None and answer.get("state") == "closed":
                 self.lives[question.host.name].seats.pop(call.seat.rank, None)
 
 
 class Trainer(Group):
-    """Publishes one version after the other; now and then it retains more or fewer, or begins a new lineage."""
+    """Publishes one version after the other; now and then it retains more or fewer, or begins a new
+    lineage.
+    """
 
     def __init__(self, world: World, role: Role) -> None:
         super().__init__(world, role)
@@ -298,7 +345,15 @@ class Trainer(Group):
         self.attempt += 1
         content, version = self.next * ATTEMPTS + self.attempt % ATTEMPTS, self.next
         asked = [
-            self._ask(rank, "mutate", self.seat(rank), MUTATE_CALLS * CALL_S, version, content, timeout=CALL_S)
+            self._ask(
+                rank,
+                "mutate",
+                self.seat(rank),
+                MUTATE_CALLS * CALL_S,
+                version,
+                content,
+                timeout=CALL_S,
+            )
             for rank in (0, 1)
         ]
         answers = self._answers(asked)

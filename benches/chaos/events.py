@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What happened. `kind`: a fault's kind; or up, publish, commit, ok, error of a process; or what the run did."""
+    """What happened. `kind`: a fault's kind; or up, publish, commit, ok, error of a process; or
+    what the run did.
+    """
 
     at_s: float
     process: str

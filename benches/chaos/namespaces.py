@@ -1,8 +1,9 @@
-"""Each process in a network namespace of its own, on one bridge: faults are those of real links. For root, on Linux.
+"""Each process in a network namespace of its own, on one bridge: faults are those of real links.
+For root, on Linux.
 
-Links go down (`partition`), lose what goes one way (`deaf`, `mute`) or are slow; delay needs the kernel's netem. Nothing
-stands between the processes, so no connection is cut or refused from outside. Every name carries the run's process id: the
-next run removes what a killed one has left.
+Links go down (`partition`), lose what goes one way (`deaf`, `mute`) or are slow; delay needs the
+kernel's netem. Nothing stands between the processes, so no connection is cut or refused from
+outside. Every name carries the run's process id: the next run removes what a killed one has left.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from typing import Any, Final, Self
 from benches.chaos.plan import PROCESS_KINDS, Fault
 
 PORT: Final = 7000
-SPACE: Final = "thchaos"  # of namespaces: this, the process id, "-" and the name of the process in the run
+# of namespaces: this, the process id, "-" and the name of the process in the run
+SPACE: Final = "thchaos"
 LINK: Final = "thc"  # of the bridge, and with "." and a number of its ports; 15 characters at most
-NOTHING: Final = ("tbf", "rate", "8bit", "burst", "8", "limit", "8")  # drops whatever is longer than its burst
+# drops whatever is longer than its burst
+NOTHING: Final = ("tbf", "rate", "8bit", "burst", "8", "limit", "8")
 ROOM_S: Final = 10.0  # for one command
 
 
 class Namespaces:
-    """What stands between the processes, as links; ends with its `with` block. It takes the place of `network.Relays`."""
+    """What stands between the processes, as links; ends with its `with` block. It takes the place
+    of `network.Relays`.
+    """
 
     def __init__(self, workers: Sequence[str]) -> None:
         self._numbers = {name: number for number, name in enumerate(("coordinator", *workers), 1)}
@@ -69,12 +74,15 @@ class Namespaces:
 
     def host(self, name: str) -> str:
         """The process's own address."""
-        return f"10.213.7.{self._numbers[name]}"  # of a bridge that leads nowhere: it meets nobody's
+        # of a bridge that leads nowhere: it meets nobody's
+        return f"10.213.7.{self._numbers[name]}"
 
     @property
     def bytes_passed(self) -> int:
         """What the processes' links have carried to them."""
-        counters = (Path(f"/sys/class/net/{self._port(name)}/statistics/tx_bytes") for name in self._numbers)
+        counters = (
+            Path(f"/sys/class/net/{self._port(name)}/statistics/tx_bytes") for name in self._numbers
+        )
         return sum(int(counter.read_text()) for counter in counters)
 
     @property
@@ -155,22 +163,36 @@ def why_not() -> str | None:
 def remove_leftovers() -> None:
     """Remove what runs have left whose process is gone."""
     found = {int(pid) for pid in re.findall(rf"^{SPACE}(\d+)-", _ip("netns", "list"), re.MULTILINE)}
-    found |= {int(pid) for pid in re.findall(rf"^\d+: {LINK}(\d+)[.:@]", _ip("-o", "link", "show"), re.MULTILINE)}
+    found |= {
+        int(pid)
+        for pid in re.findall(rf"^\d+: {LINK}(\d+)[.:@]", _ip("-o", "link", "show"), re.MULTILINE)
+    }
     for pid in found:
         if pid != os.getpid() and not Path(f"/proc/{pid}").exists():
             remove(pid)
 
 
 def remove(pid: int) -> None:
-    """Remove the namespaces and links of that run, as far as there are any. A namespace's link goes with it."""
+    """Remove the namespaces and links of that run, as far as there are any. A namespace's link goes
+    with it.
+    """
     for space in re.findall(rf"^{SPACE}{pid}-\S+", _ip("netns", "list"), re.MULTILINE):
         _ip("netns", "del", space)
-    for link in re.findall(rf"^\d+: ({LINK}{pid}(?:\.\d+)?)[:@]", _ip("-o", "link", "show"), re.MULTILINE):
-        _run(["ip", "link", "del", link], is_needed=False)  # one that is just going with its namespace
+    for link in re.findall(
+        rf"^\d+: ({LINK}{pid}(?:\.\d+)?)[:@]", _ip("-o", "link", "show"), re.MULTILINE
+    ):
+        # one that is just going with its namespace
+        _run(["ip", "link", "del", link], is_needed=False)
 
 
 def _has_netem(link: str) -> bool:
-    found = _run(["tc", "qdisc", "replace", "dev", link, "root", "netem", "delay", "1ms"], is_needed=False) is not None
+    found = (
+        _run(
+            ["tc", "qdisc", "replace", "dev", link, "root", "netem", "delay", "1ms"],
+            is_needed=False,
+        )
+        is not None
+    )
     _shape((), link, ())
     return found
 
@@ -179,7 +201,8 @@ def _shape(where: Sequence[str], link: str, discipline: Sequence[str]) -> None:
     if discipline:
         _run(["tc", *where, "qdisc", "replace", "dev", link, "root", *discipline])
     else:
-        _run(["tc", *where, "qdisc", "del", "dev", link, "root"], is_needed=False)  # none is there to be removed
+        # none is there to be removed
+        _run(["tc", *where, "qdisc", "del", "dev", link, "root"], is_needed=False)
 
 
 def _ip(*arguments: str) -> str:

@@ -1,8 +1,8 @@
 """The processes' addresses over loopback, and the faults on the ways between them, by relays.
 
-Each process has a loopback address of its own, named after the run's process id, so that ports are fixed and meet nobody. A
-worker reaches the coordinator through its own control path, and its readers reach it through its own data path
-(`Options.advertise`).
+Each process has a loopback address of its own, named after the run's process id, so that ports are
+fixed and meet nobody. A worker reaches the coordinator through its own control path, and its
+readers reach it through its own data path (`Options.advertise`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from benches.chaos.plan import KINDS, Fault
 from benches.chaos.relay import Path, Relay, Weather
 
 PORT: Final = 7000
-HELD: Final[Mapping[str, tuple[str, ...]]] = {"partition": ("up", "down"), "deaf": ("down",), "mute": ("up",)}
+HELD: Final[Mapping[str, tuple[str, ...]]] = {
+    "partition": ("up", "down"),
+    "deaf": ("down",),
+    "mute": ("up",),
+}
 
 
 class Network(Protocol):
-    """What stands between the processes: where each of them is, and what faults make of its links."""
+    """What stands between the processes: where each of them is, and what faults make of its
+    links.
+    """
 
     kinds: Sequence[str]  # of fault that it can do
     coordinator: tuple[str, int]  # where the coordinator listens
@@ -56,7 +62,9 @@ class Relays:
         for name, number in self._workers.items():
             self._paths[name] = {
                 "control": self._relay.add((self._host(number), PORT), self.coordinator),
-                "data": self._relay.add((self._host(number), PORT + 1), (self._host(number), PORT + 2)),
+                "data": self._relay.add(
+                    (self._host(number), PORT + 1), (self._host(number), PORT + 2)
+                ),
             }
         return self
 
@@ -117,7 +125,11 @@ class Relays:
                 self._set(name)
 
     def _concerned(self, fault: Fault) -> list[Path]:
-        return [path for plane, path in self._paths[fault.process].items() if fault.plane in (plane, "both")]
+        return [
+            path
+            for plane, path in self._paths[fault.process].items()
+            if fault.plane in (plane, "both")
+        ]
 
     def _set(self, name: str) -> None:
         for plane, path in self._paths[name].items():
@@ -127,7 +139,8 @@ class Relays:
 def weather(faults: Sequence[Fault], plane: str) -> Weather:
     """What faults of one process together make of its path of that plane.
 
-    The process is at the near end of its control path, and at the far end of its data path: there what goes to it goes up.
+    The process is at the near end of its control path, and at the far end of its data path: there
+    what goes to it goes up.
     """
     here = [fault for fault in faults if fault.plane in (plane, "both")]
     held = {direction for fault in here for direction in HELD.get(fault.kind, ())}

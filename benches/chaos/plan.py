@@ -1,4 +1,5 @@
-"""Which fault comes when to whom: a function of the seed, the length and the processes' names alone.
+"""Which fault comes when to whom: a function of the seed, the length and the processes' names
+alone.
 
 What then happens is up to the kernel.
 """
@@ -31,7 +32,9 @@ PLANES: Final = ("control", "data", "both")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: `plane` of a process's connections ("both" for what concerns itself); rate and delay where they apply."""
+    """One fault: `plane` of a process's connections ("both" for what concerns itself); rate and
+    delay where they apply.
+    """
 
     at_s: float
     kind: str
@@ -55,7 +58,9 @@ class Fault:
         return f"{self.at_s:7.2f} s  {self.kind} {self.process}, {', '.join(extra)}"
 
 
-def draw(seed: int, seconds: float, processes: Sequence[str], kinds: Sequence[str] = tuple(KINDS)) -> list[Fault]:
+def draw(
+    seed: int, seconds: float, processes: Sequence[str], kinds: Sequence[str] = tuple(KINDS)
+) -> list[Fault]:
     """The faults of a run, in order. `processes`: the coordinator, called so, and the others."""
     chance = Random(f"chaos {seed}")
     faults, at_s = list[Fault](), 0.0
@@ -68,8 +73,13 @@ def draw(seed: int, seconds: float, processes: Sequence[str], kinds: Sequence[st
 
 def _one(chance: Random, at_s: float, processes: Sequence[str], kinds: Sequence[str]) -> Fault:
     process = chance.choice(processes)
-    # The coordinator has one listener, behind everybody's control path: only what concerns its process is drawn for it.
-    usable = [kind for kind in kinds if kind in PROCESS_KINDS] if process == "coordinator" else list(kinds)
+    # The coordinator has one listener, behind everybody's control path: only what concerns its
+    # process is drawn for it.
+    usable = (
+        [kind for kind in kinds if kind in PROCESS_KINDS]
+        if process == "coordinator"
+        else list(kinds)
+    )
     [kind] = chance.choices(usable, [KINDS[kind][0] for kind in usable])
     _, least, most = KINDS[kind]
     duration_s = round(chance.uniform(least, most), 2)
@@ -77,8 +87,19 @@ def _one(chance: Random, at_s: float, processes: Sequence[str], kinds: Sequence[
     if kind in PROCESS_KINDS:
         return Fault(round(at_s, 2), kind, process, duration_s)
     if kind == "slow":  # the control plane's few messages need no rate to be slow
-        rate = chance.choice((64, 256, 1024)) * 1024.0 if plane == "data" else 16 * 1024.0 * chance.choice((1, 4, 16))
+        rate = (
+            chance.choice((64, 256, 1024)) * 1024.0
+            if plane == "data"
+            else 16 * 1024.0 * chance.choice((1, 4, 16))
+        )
         return Fault(round(at_s, 2), kind, process, duration_s, plane, bytes_per_s=rate)
     if kind == "delay":
-        return Fault(round(at_s, 2), kind, process, duration_s, plane, delay_s=round(chance.uniform(0.005, 0.4), 3))
+        return Fault(
+            round(at_s, 2),
+            kind,
+            process,
+            duration_s,
+            plane,
+            delay_s=round(chance.uniform(0.005, 0.4), 3),
+        )
     return Fault(round(at_s, 2), kind, process, duration_s, plane, reset=chance.random() < 0.5)

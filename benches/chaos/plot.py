@@ -1,7 +1,8 @@
-"""An SVG of a run, written by hand: a lane for each process over time, the versions as a staircase, a legend, the totals.
+"""An SVG of a run, written by hand: a lane for each process over time, the versions as a staircase,
+a legend, the totals.
 
-Pure: events in, text out. Colours are those of Okabe and Ito, which colour-blind people tell apart; kinds differ by place
-in the lane as well.
+Pure: events in, text out. Colours are those of Okabe and Ito, which colour-blind people tell apart;
+kinds differ by place in the lane as well.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ MARKS: Final = {"publish": "#0072b2", "commit": "#009e73", "error": "#d55e00"}
 STEPS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600)
 
 
-def draw(events: Sequence[Event], processes: Sequence[str], title: str, totals: Iterable[str]) -> str:
+def draw(
+    events: Sequence[Event], processes: Sequence[str], title: str, totals: Iterable[str]
+) -> str:
     """The picture. `totals`: lines below it."""
     end_s = max((max(event.at_s, event.until_s or 0.0) for event in events), default=1.0) or 1.0
     lines = list(totals)
@@ -51,13 +54,22 @@ def draw(events: Sequence[Event], processes: Sequence[str], title: str, totals: 
 
     parts = [_text(LEFT, 26, title, size=20), *_legend()]
     for number, process in enumerate(processes):
-        parts += _lane(process, [event for event in events if event.process == process], TOP + LANE * number, x, end_s)
+        parts += _lane(
+            process,
+            [event for event in events if event.process == process],
+            TOP + LANE * number,
+            x,
+            end_s,
+        )
     bottom = TOP + LANE * len(processes) + STAIRS + 20
     parts += _meetings(events, x, bottom)
     parts += _staircase(events, x, TOP + LANE * len(processes) + 20, end_s)
     parts += _axis(x, bottom, end_s)
     parts += [_text(LEFT, bottom + 60 + 22 * number, line) for number, line in enumerate(lines)]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}"'
+    )
     style = f'font-family="sans-serif" font-size="{FONT}"'
     return "\n".join([f"{head} {style}>", _box(0, 0, WIDTH, height, "#ffffff"), *parts, "</svg>\n"])
 
@@ -66,7 +78,9 @@ def _lane(process: str, events: Sequence[Event], top: float, x: Scale, end_s: fl
     """One process: grey while it lives, bars for faults, ticks below for what its calls came to."""
     height = LANE - 12
     parts = [_text(LEFT - 10, top + 24, process, anchor="end")]
-    parts += [_box(x(begin), top, x(end) - x(begin), height, UP) for begin, end in _lives(events, end_s)]
+    parts += [
+        _box(x(begin), top, x(end) - x(begin), height, UP) for begin, end in _lives(events, end_s)
+    ]
     third = height / 3
     for event in events:
         if event.kind in BARS and event.until_s is not None:
@@ -77,7 +91,10 @@ def _lane(process: str, events: Sequence[Event], top: float, x: Scale, end_s: fl
             parts.append(_box(x(event.at_s) - 1.5, top - 4, 3, height + 8, DOWN, str(event)))
         elif event.kind == "cut":
             at = x(event.at_s)
-            parts.append(f'<path d="M{at - 4} {top - 5}h8l-4 8z" fill="{DOWN}"><title>{escape(str(event))}</title></path>')
+            parts.append(
+                f'<path d="M{at - 4} {top - 5}h8l-4 8z" '
+                f'fill="{DOWN}"><title>{escape(str(event))}</title></path>'
+            )
         elif event.kind in MARKS:
             parts.append(_box(x(event.at_s), top + height + 1, 1.2, 6, MARKS[event.kind]))
     return parts
@@ -122,7 +139,10 @@ def _meetings(events: Sequence[Event], x: Scale, bottom: float) -> list[str]:
     for event in events:
         if event.kind == "meeting":
             at = x(event.at_s)
-            lines.append(f'<path d="M{at} {TOP - 8}V{bottom}" stroke="#555" stroke-dasharray="3 5" fill="none"/>')
+            lines.append(
+                f'<path d="M{at} {TOP - 8}V{bottom}" stroke="#555" stroke-dasharray="3 5" '
+                f'fill="none"/>'
+            )
     return lines
 
 
@@ -137,11 +157,19 @@ def _axis(x: Scale, top: float, end_s: float) -> list[str]:
 
 
 def _legend() -> list[str]:
-    shown = [("alive", UP), *((kind, colour) for kind, (colour, _) in BARS.items()), ("kill", DOWN), *MARKS.items()]
+    shown = [
+        ("alive", UP),
+        *((kind, colour) for kind, (colour, _) in BARS.items()),
+        ("kill", DOWN),
+        *MARKS.items(),
+    ]
     parts, at = list[str](), float(LEFT)
     for name, colour in shown:
         width, height = (3, 20) if name == "kill" else (3, 9) if name in MARKS else (18, 14)
-        parts += [_box(at, 38 + (14 - height) / 2, width, height, colour), _text(at + width + 5, 50, name)]
+        parts += [
+            _box(at, 38 + (14 - height) / 2, width, height, colour),
+            _text(at + width + 5, 50, name),
+        ]
         at += width + 24 + 8 * len(name)
     parts.append(f'<path d="M{at} 41h8l-4 8z" fill="{DOWN}"/>')
     parts += [_text(at + 13, 50, "cut"), _text(at + 60, 50, "dashed: all healed")]
@@ -150,8 +178,13 @@ def _legend() -> list[str]:
 
 def _box(left: float, top: float, width: float, height: float, colour: str, tip: str = "") -> str:
     place = f'x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}"'
-    return f'<rect {place} fill="{colour}"' + (f"><title>{escape(tip)}</title></rect>" if tip else "/>")
+    return f'<rect {place} fill="{colour}"' + (
+        f"><title>{escape(tip)}</title></rect>" if tip else "/>"
+    )
 
 
 def _text(left: float, top: float, text: str, *, anchor: str = "start", size: int = FONT) -> str:
-    return f'<text x="{left:g}" y="{top:g}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'
+    return (
+        f'<text x="{left:g}" y="{top:g}" text-anchor="{anchor}" '
+        f'font-size="{size}">{escape(text)}</text>'
+    )

@@ -1,8 +1,9 @@
 """TCP relays that lose, hold, slow, delay and cut what goes through them.
 
-Responsible for passing on every byte in order, or not at all: what a fault holds up goes on when it heals, as after a
-partition of a network; a connection that was cut is never completed. Not responsible for which fault comes when. One
-thread serves all of them; each direction of a connection buffers at most BUFFER_BYTES, and reads no more meanwhile.
+Responsible for passing on every byte in order, or not at all: what a fault holds up goes on when it
+heals, as after a partition of a network; a connection that was cut is never completed. Not
+responsible for which fault comes when. One thread serves all of them; each direction of a
+connection buffers at most BUFFER_BYTES, and reads no more meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ Direction = Literal["up", "down"]  # up: from who connects to who listens
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What a path does now. `hold`: directions that pass nothing on; `refuse`: new connections are reset."""
+    """What a path does now. `hold`: directions that pass nothing on; `refuse`: new connections are
+    reset.
+    """
 
     hold: frozenset[Direction] = frozenset()
     refuse: bool = False
@@ -48,18 +51,23 @@ class Path:
         self.weather = CLEAR
         self.cuts: deque[bool] = deque()  # asked for, not done: True for a reset, False for an end
         self.links: set[Link] = set()
-        self.waiting: list[socket.socket] = []  # accepted while their direction is held; not connected yet
+        # accepted while their direction is held; not connected yet
+        self.waiting: list[socket.socket] = []
         self.bytes_passed = 0
 
     def __repr__(self) -> str:
-        return f"<Path to {self.target[0]}:{self.target[1]}, {len(self.links)} links, {self.weather}>"
+        return (
+            f"<Path to {self.target[0]}:{self.target[1]}, {len(self.links)} links, {self.weather}>"
+        )
 
     def set(self, weather: Weather) -> None:
         self.weather = weather
         self._relay.wake()
 
     def cut(self, *, reset: bool) -> None:
-        """End every connection, in mid-frame where there is one: by a reset, or by an end of the stream on both sides."""
+        """End every connection, in mid-frame where there is one: by a reset, or by an end of the
+        stream on both sides.
+        """
         self.cuts.append(reset)
         self._relay.wake()
 
@@ -79,7 +87,9 @@ class Link:
         if not self.is_connected:
             return selectors.EVENT_WRITE if sock is self.socks[1] else 0
         incoming, outgoing = (self.up, self.down) if sock is self.socks[0] else (self.down, self.up)
-        return (selectors.EVENT_READ if incoming.can_read else 0) | (selectors.EVENT_WRITE if outgoing.can_write(now) else 0)
+        return (selectors.EVENT_READ if incoming.can_read else 0) | (
+            selectors.EVENT_WRITE if outgoing.can_write(now) else 0
+        )
 
     @property
     def is_over(self) -> bool:
@@ -89,7 +99,9 @@ class Link:
 class Pipe:
     """One direction of a link."""
 
-    def __init__(self, path: Path, direction: Direction, source: socket.socket, sink: socket.socket) -> None:
+    def __init__(
+        self, path: Path, direction: Direction, source: socket.socket, sink: socket.socket
+    ) -> None:
         self._path = path
         self._direction: Direction = direction
         self._source = source
@@ -102,7 +114,11 @@ class Pipe:
 
     @property
     def can_read(self) -> bool:
-        return not self._has_ended and self._size < BUFFER_BYTES and self._direction not in self._path.weather.hold
+        return (
+            not self._has_ended
+            and self._size < BUFFER_BYTES
+            and self._direction not in self._path.weather.hold
+        )
 
     def can_write(self, now: float) -> bool:
         if self.is_over or self._direction in self._path.weather.hold:
@@ -113,7 +129,11 @@ class Pipe:
 
     @property
     def waits_for_time(self) -> bool:
-        return not self.is_over and bool(self._pieces) and self._direction not in self._path.weather.hold
+        return (
+            not self.is_over
+            and bool(self._pieces)
+            and self._direction not in self._path.weather.hold
+        )
 
     def read(self, now: float) -> None:
         """Raises OSError if the connection has failed."""
@@ -132,7 +152,9 @@ class Pipe:
             due, piece = self._pieces[0]
             rate = self._path.weather.bytes_per_s
             try:
-                sent = self._sink.send(piece if rate is None else piece[: max(1, int(rate * TICK_S))])
+                sent = self._sink.send(
+                    piece if rate is None else piece[: max(1, int(rate * TICK_S))]
+                )
             except BlockingIOError:
                 return
             self._path.bytes_passed += sent
@@ -161,7 +183,8 @@ class Relay:
         self._bell.setblocking(False)
         self._selector.register(self._ears, selectors.EVENT_READ)
         self._is_over = False
-        self.failure: BaseException | None = None  # the thread's: a relay that fails must not look like the library
+        # the thread's: a relay that fails must not look like the library
+        self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
 
     def __repr__(self) -> str:
@@ -181,7 +204,9 @@ class Relay:
             self._bell.send(b"!")
 
     def add(self, listen: Address, target: Address) -> Path:
-        """Listen there (port 0 takes a free one) and lead to the target, which need not listen yet. Raises OSError."""
+        """Listen there (port 0 takes a free one) and lead to the target, which need not listen yet.
+        Raises OSError.
+        """
         listener = socket.create_server(listen, backlog=128)
         listener.setblocking(False)
         path = Path(self, listener, target)
@@ -190,7 +215,8 @@ class Relay:
         self.wake()
         return path
 
-    # ------------------------------------------------------------------------------------------ in the relay's thread
+    # ------------------------------------------------------------------------------------------ in
+    # the relay's thread
 
     def _run(self) -> None:
         try:
@@ -276,7 +302,8 @@ class Relay:
                 link.is_connected = True
                 return
             incoming, outgoing = (link.up, link.down) if sock is near else (link.down, link.up)
-            if events & selectors.EVENT_READ and incoming.can_read:  # the weather may have changed since it was watched
+            # the weather may have changed since it was watched
+            if events & selectors.EVENT_READ and incoming.can_read:
                 incoming.read(now)
             if events & selectors.EVENT_WRITE:
                 outgoing.write(now)

@@ -1,18 +1,25 @@
-"""What the processes' calls returned, and whether that may be: the guarantees as far as they can be judged from outside.
+"""What the processes' calls returned, and whether that may be: the guarantees as far as they can be
+judged from outside.
 
-Pure: times are arguments (seconds of the run). What is found begins with the guarantee's name. Judged are
+Pure: times are arguments (seconds of the run). What is found begins with the guarantee's name.
+Judged are
 
-- G1: after each call, the memory that the handle says it holds has, word for word, one content, and that content was
-  published (or is being published) under the version that it names; no number of a lineage ever has two contents;
-- G3: a fill of "latest" never returns less than what a publish had returned before the fill was called;
-- G4: ranks of a group that called together and lived on do not return different outcomes (`in_doubt` is no outcome);
-- G5 and G7, when all faults are healed (`run`): a version that a whole live group holds is got by every other group, and the
-  next one is published and got;
+- G1: after each call, the memory that the handle says it holds has, word for word, one content, and
+  that content was published (or is being published) under the version that it names; no number of a
+  lineage ever has two contents;
+- G3: a fill of "latest" never returns less than what a publish had returned before the fill was
+  called;
+- G4: ranks of a group that called together and lived on do not return different outcomes
+  (`in_doubt` is no outcome);
+- G5 and G7, when all faults are healed (`run`): a version that a whole live group holds is got by
+  every other group, and the next one is published and got;
 - G10: errors are TensorHubErrors, and calls end by their timeouts plus a margin;
-- errors' `memory`: "intact" is what was there before (or, in `mutate`, what its body wrote), "torn" is a torn handle;
+- errors' `memory`: "intact" is what was there before (or, in `mutate`, what its body wrote), "torn"
+  is a torn handle;
 - `unpublish` in `mutate` is not refused but for retention, where something is retained.
 
-Not judged: what happened inside a call, bytes of torn or doubtful memory, who read from whom, and G5 at other times.
+Not judged: what happened inside a call, bytes of torn or doubtful memory, who read from whom, and
+G5 at other times.
 """
 
 from __future__ import annotations
@@ -28,14 +35,17 @@ ATTEMPTS = 1024  # contents of one number: the number times this, and the attemp
 
 @dataclass
 class Seat:
-    """One rank of a group in one life of its process: what its memory held when it was last known."""
+    """One rank of a group in one life of its process: what its memory held when it was last
+    known.
+    """
 
     group: str
     rank: int
     world_size: int = 2
     contents: set[int] | None = None  # None: in flux, or unknown
     holds: int | None = None  # what its handle said last
-    may_be_torn: bool = False  # it was torn, or in doubt: resolving that is no harm that the next call did
+    # it was torn, or in doubt: resolving that is no harm that the next call did
+    may_be_torn: bool = False
 
     def __str__(self) -> str:
         return f"{self.group}[{self.rank}]"
@@ -58,22 +68,34 @@ class Results:
     """What is known. `violations` are sentences that begin with the guarantee."""
 
     visible: int = 0  # the newest number that a publish has returned, in this lineage
-    retain: set[int] = field(default_factory=lambda: {0})  # the last value, with those that may have come through since
+    # the last value, with those that may have come through since
+    retain: set[int] = field(default_factory=lambda: {0})
     violations: list[tuple[float, str]] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)  # of calls
     bytes_checked: int = 0
     commits: int = 0
-    tried: dict[int, set[int]] = field(default_factory=dict)  # contents that were offered under a number of this lineage
-    settled: dict[int, int] = field(default_factory=dict)  # the content of a number, once anybody has said so
+    # contents that were offered under a number of this lineage
+    tried: dict[int, set[int]] = field(default_factory=dict)
+    # the content of a number, once anybody has said so
+    settled: dict[int, int] = field(default_factory=dict)
     rollbacks: list[tuple[float, int]] = field(default_factory=list)  # begun then, to that number
-    dropped: dict[int, float] = field(default_factory=dict)  # contents that a rollback retired, which had returned then
+    # contents that a rollback retired, which had returned then
+    dropped: dict[int, float] = field(default_factory=dict)
 
     def violated(self, now: float, text: str) -> None:
         self.violations.append((now, text))
 
-    # ------------------------------------------------------------------------------------------------- calls
+    # ----------------------------------------------------------------------------------------------
+    # calls
 
-    def begun(self, seat: Seat, what: str, now: float, version: int | None = None, content: int | None = None) -> Call:
+    def begun(
+        self,
+        seat: Seat,
+        what: str,
+        now: float,
+        version: int | None = None,
+        content: int | None = None,
+    ) -> Call:
         if version is not None and content is not None:
             self.tried.setdefault(version, set()).add(content)
         return Call(seat, what, now, self.visible, version, content)
@@ -104,10 +126,14 @@ class Results:
             floor = min([call.floor, *(to for at, to in self.rollbacks if at >= call.begun_at)])
             if answer["version"] < floor:
                 self.violated(
-                    now, f"visibility: {call.seat} got {answer['version']} as latest; {floor} was published before it asked"
+                    now,
+                    f"visibility: {call.seat} got {answer['version']} as latest; {floor} was "
+                    f"published before it asked",
                 )
             if answer.get("state") == "ready" and answer["holds"] != answer["version"]:
-                self.violated(now, f"content: {call.seat} got {answer['version']} and holds {answer['holds']}")
+                self.violated(
+                    now, f"content: {call.seat} got {answer['version']} and holds {answer['holds']}"
+                )
             self.commits += bool(answer["changed"])
 
     def _held(self, call: Call, answer: Answer, now: float) -> None:
@@ -119,14 +145,24 @@ class Results:
         version = answer["holds"]
         if len(contents) != 1 or contents[0] // ATTEMPTS != version:
             self.violated(
-                now, f"content: {call.seat} holds {version} after {call.what}, and its words are of {shown(contents)}"
+                now,
+                f"content: {call.seat} holds {version} after {call.what}, and its words are of "
+                f"{shown(contents)}",
             )
         elif contents[0] not in self.tried.get(version, ()) and contents[0] not in self.dropped:
-            self.violated(now, f"content: {call.seat} holds {shown(contents)}, which nobody published")
+            self.violated(
+                now, f"content: {call.seat} holds {shown(contents)}, which nobody published"
+            )
         elif contents[0] in self.dropped:
-            if answer["outcome"] == "ok" and call.what in ("update", "fetch") and call.begun_at > self.dropped[contents[0]]:
+            if (
+                answer["outcome"] == "ok"
+                and call.what in ("update", "fetch")
+                and call.begun_at > self.dropped[contents[0]]
+            ):
                 self.violated(
-                    now, f"content: {call.seat} got {shown(contents)}, which a rollback had retired before it asked"
+                    now,
+                    f"content: {call.seat} got {shown(contents)}, which a rollback had retired "
+                    f"before it asked",
                 )
         else:
             self._settle(call, version, contents[0], now)
@@ -136,7 +172,11 @@ class Results:
             return  # of the lineage before, perhaps
         known = self.settled.setdefault(version, content)
         if known != content:
-            self.violated(now, f"content: {version} is {shown([content])} at {call.seat}, and was {shown([known])}")
+            self.violated(
+                now,
+                f"content: {version} is {shown([content])} at {call.seat}, and was "
+                f"{shown([known])}",
+            )
 
     def _failed(self, call: Call, answer: Answer, now: float) -> None:
         said, seat, state = answer.get("memory"), call.seat, answer.get("state")
@@ -150,7 +190,9 @@ class Results:
             if call.what == "mutate":
                 usual.append({call.content if call.content is not None else -1})
             if found not in usual:
-                self.violated(now, f"memory: {text}; it was {shown(seat.contents)} and is {shown(found)}")
+                self.violated(
+                    now, f"memory: {text}; it was {shown(seat.contents)} and is {shown(found)}"
+                )
         if answer["outcome"] == "RetentionError" and self.retain == {0}:
             self.violated(now, f"mutability: {text}, and nothing is retained")
 
@@ -160,26 +202,42 @@ class Results:
             seat.holds = answer["holds"]
             seat.contents = set(answer["contents"]) if "contents" in answer else None
 
-    # ------------------------------------------------------------------------------------------------- groups
+    # ----------------------------------------------------------------------------------------------
+    # groups
 
     def paired(self, calls: Sequence[Call], answers: Sequence[Answer | None], now: float) -> None:
-        """The ranks of a group called at the same time: those that have an outcome have the same."""
-        heard = [(call, answer) for call, answer in zip(calls, answers, strict=True) if answer is not None]
+        """The ranks of a group called at the same time: those that have an outcome have the
+        same.
+        """
+        heard = [
+            (call, answer)
+            for call, answer in zip(calls, answers, strict=True)
+            if answer is not None
+        ]
         known = [(call, answer) for call, answer in heard if answer.get("memory") != "in_doubt"]
         good = [(call, answer) for call, answer in known if answer["outcome"] == "ok"]
         for call, answer in known:
             if good and answer["outcome"] not in ("ok", "untyped"):
                 other = good[0][0].seat
-                text = f"{other} returned, {call.seat} raised {answer['outcome']} ({answer['text']})"
+                text = (
+                    f"{other} returned, {call.seat} raised {answer['outcome']} ({answer['text']})"
+                )
                 self.violated(now, f"group atomicity: in one {call.what}, {text}")
         outcomes = {
-            (answer.get("version"), *answer.get("contents", ())) for _, answer in good if answer.get("holds") is not None
+            (answer.get("version"), *answer.get("contents", ()))
+            for _, answer in good
+            if answer.get("holds") is not None
         }
         if len(outcomes) > 1:
             group, returned = calls[0].seat.group, sorted(outcomes, key=str)
-            self.violated(now, f"group atomicity: the ranks of {group} returned {returned} from one {calls[0].what}")
+            self.violated(
+                now,
+                f"group atomicity: the ranks of {group} returned {returned} from one "
+                f"{calls[0].what}",
+            )
 
-    # ------------------------------------------------------------------------------------------------- rollbacks
+    # ----------------------------------------------------------------------------------------------
+    # rollbacks
 
     def rolling_back(self, to: int, now: float) -> None:
         """A rollback is about to be asked for: from now on nothing above `to` is certain."""
@@ -200,5 +258,6 @@ class Results:
 def shown(contents: Sequence[int] | set[int]) -> str:
     """Contents as people read them."""
     return ", ".join(
-        f"{number // ATTEMPTS}#{number % ATTEMPTS}" if number >= 0 else "no content" for number in sorted(contents)
+        f"{number // ATTEMPTS}#{number % ATTEMPTS}" if number >= 0 else "no content"
+        for number in sorted(contents)
     )

@@ -81,7 +81,9 @@ class World:
         environment = {"TENSORHUB_TOKEN": secrets.token_hex(16), "TMPDIR": str(folder)}
         self.hosts = {
             name: Host(name, backend, network, environment, folder, self.note)
-            for name, backend in zip(("coordinator", *WORKERS), itertools.cycle(("asyncio", "trio")), strict=False)
+            for name, backend in zip(
+                ("coordinator", *WORKERS), itertools.cycle(("asyncio", "trio")), strict=False
+            )
         }
 
     @property
@@ -113,10 +115,22 @@ class World:
         outcome = "died" if answer is None else answer["outcome"]
         at = call.version if call.version is not None else (answer or {}).get("version")
         kind = "ok" if outcome == "ok" else "error"
-        if outcome == "ok" and answer is not None and (call.what == "mutate" or answer.get("changed")):
+        if (
+            outcome == "ok"
+            and answer is not None
+            and (call.what == "mutate" or answer.get("changed"))
+        ):
             kind = "publish" if call.what == "mutate" else "commit"
-        extra = "" if answer is None or outcome == "ok" else f" ({answer.get('memory')}) {answer['text']}"
-        self.note(process, kind, f"{call.what}{'' if at is None else f' {at}'} of {call.seat}: {outcome}{extra}"[:600])
+        extra = (
+            ""
+            if answer is None or outcome == "ok"
+            else f" ({answer.get('memory')}) {answer['text']}"
+        )
+        self.note(
+            process,
+            kind,
+            f"{call.what}{'' if at is None else f' {at}'} of {call.seat}: {outcome}{extra}"[:600],
+        )
 
     def paired(self, calls: Sequence[Call], answers: Sequence[Answer | None]) -> None:
         with self._lock:
@@ -141,18 +155,24 @@ class World:
 
 
 def run(seed: int, seconds: float, network: Network) -> Result:
-    """One run in this process' children; nothing of it is left, whatever happens. `network`: entered by the caller."""
+    """One run in this process' children; nothing of it is left, whatever happens. `network`:
+    entered by the caller.
+    """
     folder = Path(tempfile.mkdtemp(prefix="tensorhub-chaos-"))
     world = World(seed, network, folder)
     drivers: list[Driver] = [Keeper(world)]
-    drivers += [Trainer(world, role) if role.group == "trainer" else Group(world, role) for role in ROLES]
+    drivers += [
+        Trainer(world, role) if role.group == "trainer" else Group(world, role) for role in ROLES
+    ]
     try:
         for driver in drivers:
             driver.start()
         groups = [driver for driver in drivers if isinstance(driver, Group)]
         _meet(world, groups, anew=True)  # so that there is something to break
         _go_on(world)
-        faults, skipped, chaos_s = _storms(world, groups, draw(seed, seconds, list(world.hosts), network.kinds))
+        faults, skipped, chaos_s = _storms(
+            world, groups, draw(seed, seconds, list(world.hosts), network.kinds)
+        )
         if not world.must_end:
             _meet(world, groups, anew=True)
             _check_books(world)  # while nobody calls
@@ -163,7 +183,9 @@ def run(seed: int, seconds: float, network: Network) -> Result:
                 world.violated(f"the driver {driver.name} failed: {driver.failure!r}")
         _end(world, drivers)
         lives = {name: host.lives for name, host in world.hosts.items()}
-        return Result(seed, chaos_s, world.results, world.events, faults, skipped, network.bytes_passed, lives)
+        return Result(
+            seed, chaos_s, world.results, world.events, faults, skipped, network.bytes_passed, lives
+        )
     finally:
         world.is_over.set()
         for host in world.hosts.values():
@@ -173,8 +195,12 @@ def run(seed: int, seconds: float, network: Network) -> Result:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _storms(world: World, groups: Sequence[Group], plan: Sequence[Fault]) -> tuple[Counter[str], int, float]:
-    """Faults, and a meeting after each ROUND_S. Returns how many of each kind, how many met nobody, and for how long."""
+def _storms(
+    world: World, groups: Sequence[Group], plan: Sequence[Fault]
+) -> tuple[Counter[str], int, float]:
+    """Faults, and a meeting after each ROUND_S. Returns how many of each kind, how many met nobody,
+    and for how long.
+    """
     done, skipped, chaos_s = Counter[str](), 0, 0.0
     for number, part in itertools.groupby(plan, lambda fault: fault.at_s // ROUND_S):
         began_s = world.clock()
@@ -238,7 +264,9 @@ def _heal(world: World) -> None:
 
 
 def _meet(world: World, groups: Sequence[Group], *, anew: bool) -> None:
-    """G5, G7: what a whole live group holds, everybody can get (`anew`: or a version that is published now)."""
+    """G5, G7: what a whole live group holds, everybody can get (`anew`: or a version that is
+    published now).
+    """
     meeting = world.meeting = Meeting()
     deadline_s = world.clock() + LIVENESS_S
 
@@ -253,15 +281,23 @@ def _meet(world: World, groups: Sequence[Group], *, anew: bool) -> None:
         holders = [group.role.group for group in groups if group.holds(newest)]
         if holders and not anew:
             meeting.target = newest
-        wanted = f"{newest}, which {', '.join(holders)} held" if meeting.target else f"what comes after {newest}"
+        wanted = (
+            f"{newest}, which {', '.join(holders)} held"
+            if meeting.target
+            else f"what comes after {newest}"
+        )
         world.note("run", "meeting", f"on {wanted}")
         meeting.agreed.set()
         problem = "" if all_in(meeting.done) else f"come to {wanted}"
     if problem:
         late = sorted(
-            {group.role.group for group in groups} - (meeting.done if meeting.agreed.is_set() else meeting.arrived)
+            {group.role.group for group in groups}
+            - (meeting.done if meeting.agreed.is_set() else meeting.arrived)
         )
-        world.violated(f"liveness: {', '.join(late)} did not {problem} in {LIVENESS_S:g} s; books: {_books(world)}")
+        world.violated(
+            f"liveness: {', '.join(late)} did not {problem} in {LIVENESS_S:g} s; books: "
+            f"{_books(world)}"
+        )
     world.last_version = meeting.target
 
 
@@ -273,7 +309,9 @@ def _go_on(world: World) -> None:
 
 
 def _check_books(world: World) -> None:
-    """After a meeting: the coordinator's books show everybody with the last version, and nothing else."""
+    """After a meeting: the coordinator's books show everybody with the last version, and nothing
+    else.
+    """
     until_s, problem = world.clock() + SETTLE_S, "it was never asked"
     while problem and world.clock() < until_s:
         problem = _unsettled(world, _books(world))
@@ -306,7 +344,9 @@ def _unsettled(world: World, books: Answer | None) -> str:
     return ""
 
 
-def _is_last(world: World, version: int, state: str, medium: str, shards: Sequence[Sequence[Any]]) -> bool:
+def _is_last(
+    world: World, version: int, state: str, medium: str, shards: Sequence[Sequence[Any]]
+) -> bool:
     whole = all(shard[2] == "complete" for shard in shards) and len(shards) == 2
     return medium == "device" and version == world.last_version and state == "ready" and whole
 
@@ -323,6 +363,8 @@ def _end(world: World, drivers: Sequence[Driver]) -> None:
         code = world.hosts[name].dismiss(END_S)
         if code != 0:
             world.violated(
-                f"{name} ended with exit code {code}" if code is not None else f"{name} did not end in {END_S:g} s"
+                f"{name} ended with exit code {code}"
+                if code is not None
+                else f"{name} did not end in {END_S:g} s"
             )
     world.note("run", "ended")

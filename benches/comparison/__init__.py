@@ -1,1 +1,3 @@
-"""`tensorhub bench`: what is compared, in which processes, and how it is told. See docs/benchmarks.md."""
+"""`tensorhub bench`: what is compared, in which processes, and how it is told. See
+docs/benchmarks.md.
+"""

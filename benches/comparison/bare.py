@@ -1,8 +1,10 @@
-"""The baseline: the same bytes over bare blocking sockets, one connection and one sending thread for each receiver.
+"""The baseline: the same bytes over bare blocking sockets, one connection and one sending thread
+for each receiver.
 
-It is what a careful program without a library would do, and no more: no names, no shapes, no coordination, no retry.
-With `digests`, each piece is also digested on both sides while it is in the cache, as TensorHub does: XXH3-64, made
-once by the sender, sent in front of the piece, compared by every receiver.
+It is what a careful program without a library would do, and no more: no names, no shapes, no
+coordination, no retry. With `digests`, each piece is also digested on both sides while it is in the
+cache, as TensorHub does: XXH3-64, made once by the sender, sent in front of the piece, compared by
+every receiver.
 """
 
 import socket
@@ -21,7 +23,9 @@ HEADER = struct.Struct("<Q")
 
 def pieces(views: Sequence[memoryview]) -> list[memoryview]:
     """The views, cut to at most PIECE_BYTES each."""
-    return [view[at : at + PIECE_BYTES] for view in views for at in range(0, len(view), PIECE_BYTES)]
+    return [
+        view[at : at + PIECE_BYTES] for view in views for at in range(0, len(view), PIECE_BYTES)
+    ]
 
 
 def listen() -> socket.socket:
@@ -31,8 +35,12 @@ def listen() -> socket.socket:
     return listener
 
 
-def send_all(listener: socket.socket, receivers: int, views: Sequence[memoryview], digests: bool) -> None:
-    """Accept that many receivers and send everything to each; returns when each has confirmed that it has it."""
+def send_all(
+    listener: socket.socket, receivers: int, views: Sequence[memoryview], digests: bool
+) -> None:
+    """Accept that many receivers and send everything to each; returns when each has confirmed that
+    it has it.
+    """
     connections = []
     for _ in range(receivers):
         connection, _ = listener.accept()
@@ -78,7 +86,8 @@ def receive_all(port: int, views: Sequence[memoryview], digests: bool) -> None:
 
 
 def _set_up(connection: socket.socket) -> None:
-    connection.settimeout(None)  # blocking calls, without the poll before each that a timeout brings
+    # blocking calls, without the poll before each that a timeout brings
+    connection.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(TIMEOUT_S), 0))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
@@ -90,7 +99,9 @@ def _send_plain(connection: socket.socket, cut: list[memoryview]) -> None:
         _send(connection, batch)
 
 
-def _send_digested(connection: socket.socket, cut: list[memoryview], known: list[int | None]) -> None:
+def _send_digested(
+    connection: socket.socket, cut: list[memoryview], known: list[int | None]
+) -> None:
     for number, piece in enumerate(cut):
         digest = known[number]
         if digest is None:

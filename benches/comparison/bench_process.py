@@ -1,4 +1,6 @@
-"""A process of a visit: `python -m benches.comparison.bench_process BACKEND SETTING`. It does what the suite says."""
+"""A process of a visit: `python -m benches.comparison.bench_process BACKEND SETTING`. It does what
+the suite says.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from .backends import BACKENDS, Backend
 
 
 def backend_of(name: str) -> tuple[Backend, Any]:
-    """The backend and its module. In tests, `module:case` names a module with a function `backend(case)`."""
+    """The backend and its module. In tests, `module:case` names a module with a function
+    `backend(case)`.
+    """
     module, _, case = name.partition(":")
     if case:
         imported = importlib.import_module(module)
@@ -30,14 +34,22 @@ def backend_of(name: str) -> tuple[Backend, Any]:
 
 
 def cpu_s() -> float:
-    """CPU seconds so far: of this process, of what it has waited for, and of what has come of it and runs."""
+    """CPU seconds so far: of this process, of what it has waited for, and of what has come of it
+    and runs.
+    """
     both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(use.ru_utime + use.ru_stime for use in both) + process_tree.cpu_s(
         process_tree.members([os.getpid()]) - {os.getpid()}
     )
 
 
-def work(parent: Parent, told: queue.SimpleQueue[Line], backend: Backend, module: Any, setting: dict[str, Any]) -> None:
+def work(
+    parent: Parent,
+    told: queue.SimpleQueue[Line],
+    backend: Backend,
+    module: Any,
+    setting: dict[str, Any],
+) -> None:
     """Make the tensors and this side of the backend; then obey."""
     import torch
 

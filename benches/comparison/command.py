@@ -1,4 +1,6 @@
-"""`tensorhub bench`: TensorHub, its ceilings and its peers, on the same bytes, in turns, on this machine."""
+"""`tensorhub bench`: TensorHub, its ceilings and its peers, on the same bytes, in turns, on this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,15 @@ def list_backends() -> None:
 
 
 def compare(wanted: Wanted) -> None:
-    """Visit all backends in turns, and report. Raises CommandError, and typer.Exit with the exit code."""
+    """Visit all backends in turns, and report. Raises CommandError, and typer.Exit with the exit
+    code.
+    """
     backends, fans = _chosen(wanted.only, wanted.skip), _fans(wanted.receivers)
     directory = (wanted.environments or environments.default_directory()).absolute()
     _check_writable([file for file in (wanted.results, wanted.picture) if file])
-    plan = Plan(backends, wanted.rounds, wanted.copies, wanted.mib, fans, wanted.timeout_s, directory)
+    plan = Plan(
+        backends, wanted.rounds, wanted.copies, wanted.mib, fans, wanted.timeout_s, directory
+    )
     if wanted.install:
         _install(directory, backends)
     known = facts()
@@ -69,7 +75,11 @@ def _chosen(only: str | None, skip: str | None) -> list[Backend]:
     strange = [name for name in (*wanted, *unwanted) if name not in known]
     if strange:
         raise usage(f"there is no backend {strange[0]!r}: give some of {', '.join(known)}")
-    chosen = [backend for backend in BACKENDS if (not wanted or backend.name in wanted) and backend.name not in unwanted]
+    chosen = [
+        backend
+        for backend in BACKENDS
+        if (not wanted or backend.name in wanted) and backend.name not in unwanted
+    ]
     if not chosen:
         raise usage("no backend is left: take some out of --skip")
     return chosen
@@ -85,7 +95,9 @@ def _fans(text: str) -> list[int]:
     except ValueError:
         fans = []
     if not fans or fans[0] < 1 or fans[-1] > RECEIVERS_MAX:
-        raise usage(f"--receivers {text!r} are no numbers from 1 to {RECEIVERS_MAX}: give some, as in 1,4")
+        raise usage(
+            f"--receivers {text!r} are no numbers from 1 to {RECEIVERS_MAX}: give some, as in 1,4"
+        )
     return fans
 
 
@@ -95,19 +107,28 @@ def _check_writable(files: Sequence[Path]) -> None:
         try:
             file.open("a").close()
         except OSError as error:
-            raise usage(f"{file} cannot be written ({error.strerror}): give another file") from error
+            raise usage(
+                f"{file} cannot be written ({error.strerror}): give another file"
+            ) from error
 
 
 def _install(directory: Path, backends: Sequence[Backend]) -> None:
     console = Console(stderr=True)
-    for name in dict.fromkeys(backend.environment for backend in backends if backend.environment is not None):
+    for name in dict.fromkeys(
+        backend.environment for backend in backends if backend.environment is not None
+    ):
         console.print(f"installing {name} in {directory / name}", soft_wrap=True, highlight=False)
         if (reason := environments.install(directory, name)) is not None:
             console.print(Text(f"  failed: {reason}"), soft_wrap=True)
 
 
 async def _bench(
-    plan: Plan, known: dict[str, object], network: Network, results: Path | None, picture: Path | None, quiet: bool
+    plan: Plan,
+    known: dict[str, object],
+    network: Network,
+    results: Path | None,
+    picture: Path | None,
+    quiet: bool,
 ) -> int:
     visits: list[Visit] = []
 
@@ -137,9 +158,13 @@ def _report(
     found = report.rows(plan, visits, network)
     conditions = _conditions(plan, known, network)
     if results is not None:
-        results.write_text(json.dumps(_document(plan, known, network, found, visits), indent=1) + "\n")
+        results.write_text(
+            json.dumps(_document(plan, known, network, found, visits), indent=1) + "\n"
+        )
     if picture is not None:
-        picture.write_text(draw(found, "From one source into each receiver's own tensors", conditions))
+        picture.write_text(
+            draw(found, "From one source into each receiver's own tensors", conditions)
+        )
     print_table(report.table(found))
     for line in (*conditions, *report.complaints(found)):
         print(line, flush=True)
@@ -150,28 +175,44 @@ def _show(visit: Visit) -> None:
     """One line for each visit, on stderr."""
     seconds = [copy.seconds for copy in visit.copies]
     what = visit.reason or f"{statistics.median(seconds):.4f} s"
-    print(f"round {visit.round}: 1 -> {visit.fan}: {visit.backend}: {what}", file=sys.stderr, flush=True)
+    print(
+        f"round {visit.round}: 1 -> {visit.fan}: {visit.backend}: {what}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _conditions(plan: Plan, known: dict[str, object], network: Network) -> list[str]:
-    bytes_ = f"{plan.mib} MiB in 300 tensors, half of them tiny, into each receiver's own touched tensors"
+    bytes_ = (
+        f"{plan.mib} MiB in 300 tensors, half of them tiny, into each receiver's own touched "
+        f"tensors"
+    )
     often = f"{plan.rounds} rounds of {plan.copies} timed copies; every copy verified"
     machine = f"{known['cpu']}, {known['cores']} cores, Linux {known['kernel']}"
     return [
         f"{bytes_}; {often}",
-        f"{machine}; Python {known['python']}, torch {known['torch']}, TensorHub {known['tensorhub']}",
+        (
+            f"{machine}; Python {known['python']}, torch {known['torch']}, TensorHub "
+            f"{known['tensorhub']}"
+        ),
         str(network),
     ]
 
 
 def _document(
-    plan: Plan, known: dict[str, object], network: Network, found: Sequence[report.Row], visits: Sequence[Visit]
+    plan: Plan,
+    known: dict[str, object],
+    network: Network,
+    found: Sequence[report.Row],
+    visits: Sequence[Visit],
 ) -> Any:
     """Everything, so that another reader can come to other rows."""
     return {
         "machine": known,
         "network": asdict(network),
-        "plan": {name: getattr(plan, name) for name in ("mib", "rounds", "copies", "fans", "timeout_s")},
+        "plan": {
+            name: getattr(plan, name) for name in ("mib", "rounds", "copies", "fans", "timeout_s")
+        },
         "rows": [report.as_json(row) for row in found],
         "visits": [asdict(visit) for visit in visits],
     }

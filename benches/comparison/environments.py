@@ -1,7 +1,8 @@
-"""The peers' environments: a virtual environment each, beside that of this interpreter, whose packages it sees too.
+"""The peers' environments: a virtual environment each, beside that of this interpreter, whose
+packages it sees too.
 
-So torch and TensorHub are the same for everybody, and what a peer needs cannot disturb them: pip is given exact versions
-and `--no-deps`, never torch, and no CUDA packages.
+So torch and TensorHub are the same for everybody, and what a peer needs cannot disturb them: pip is
+given exact versions and `--no-deps`, never torch, and no CUDA packages.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from typing import Final
 
 INSTALL_S = 900.0  # of one environment; the largest downloads have 100 MB
 
-_HTTP = ("certifi==2026.10.18", "charset-normalizer==3.5.2", "idna==3.20", "requests==2.34.2", "urllib3==2.8.0")
+_HTTP = (
+    "certifi==2026.10.18",
+    "charset-normalizer==3.5.2",
+    "idna==3.20",
+    "requests==2.34.2",
+    "urllib3==2.8.0",
+)
 _NUMPY = "numpy==2.4.6"
 
 PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -74,7 +81,8 @@ PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "zmq": ("pyzmq==27.3.0",),
 }
-PROGRAMS: Final[Mapping[str, str]] = {"nginx": "nginx", "redis-server": "redis-server"}  # to Debian's packages
+# to Debian's packages
+PROGRAMS: Final[Mapping[str, str]] = {"nginx": "nginx", "redis-server": "redis-server"}
 
 
 def default_directory() -> Path:
@@ -119,13 +127,23 @@ def _path() -> str:
 
 
 def install(directory: Path, name: str) -> str | None:
-    """Make that environment anew, unless it is there with these versions; the last line of what went wrong, or None."""
+    """Make that environment anew, unless it is there with these versions; the last line of what
+    went wrong, or None.
+    """
     home = directory / name
     if _is_there(directory, name):
         return None
     directory.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(home, ignore_errors=True)
-    pip = [str(home / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    pip = [
+        str(home / "bin" / "python"),
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        "--no-deps",
+    ]
     reason = _run([sys.executable, "-m", "venv", str(home)]) or _run([*pip, *PACKAGES[name]])
     failed = _failure(directory, name)
     if reason is not None:
@@ -139,7 +157,9 @@ def install(directory: Path, name: str) -> str | None:
 
 
 def _share(home: Path) -> None:
-    """The packages of this interpreter come after the environment's own, its own .pth files included."""
+    """The packages of this interpreter come after the environment's own, its own .pth files
+    included.
+    """
     ours = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     lines = [f"import site; site.addsitedir({path!r})" for path in sorted(ours)]
     (packages,) = home.glob("lib/python*/site-packages")
@@ -152,8 +172,14 @@ def _failure(directory: Path, name: str) -> Path:
 
 def _run(command: list[str]) -> str | None:
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=INSTALL_S)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=INSTALL_S
+        )
     except subprocess.TimeoutExpired:
         return f"no end of {command[2]} within {INSTALL_S:g} s"
     lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-    return None if done.returncode == 0 else (lines or [f"{command[2]} ended with code {done.returncode}"])[-1].strip()
+    return (
+        None
+        if done.returncode == 0
+        else (lines or [f"{command[2]} ended with code {done.returncode}"])[-1].strip()
+    )

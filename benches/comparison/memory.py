@@ -53,7 +53,10 @@ class Memory:
 
 def private(sizes: Sequence[int]) -> dict[str, torch.Tensor]:
     """Tensors of so many bytes each, in memory of this process alone."""
-    return {name_of(number): torch.empty(size // 4, dtype=torch.float32) for number, size in enumerate(sizes)}
+    return {
+        name_of(number): torch.empty(size // 4, dtype=torch.float32)
+        for number, size in enumerate(sizes)
+    }
 
 
 def create(path: str, sizes: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,6 @@
-"""A network namespace for one run, in which all of TCP is under reno; the host's own settings are never touched."""
+"""A network namespace for one run, in which all of TCP is under reno; the host's own settings are
+never touched.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """`fault`: why this run has no namespace of its own; None if it has one. `default`: what a socket gets unasked."""
+    """`fault`: why this run has no namespace of its own; None if it has one. `default`: what a
+    socket gets unasked.
+    """
 
     fault: str | None
     default: str
@@ -38,22 +42,29 @@ class Network:
 
     def __str__(self) -> str:
         if self.fault is None:
-            return f"in a network namespace of its own, in which all sockets are under {self.default}"
+            return (
+                f"in a network namespace of its own, in which all sockets are under {self.default}"
+            )
         return (
-            f"in the host's network, where sockets are under {self.default} unless a backend chooses {RENO} "
+            f"in the host's network, where sockets are under {self.default} unless a backend "
+            f"chooses {RENO} "
             f"(no namespace of its own: {self.fault})"
         )
 
 
 @contextlib.contextmanager
 def own_network() -> Iterator[Network]:
-    """This thread, and every process that it starts, in a new namespace with a loopback; back in the old one at the end.
+    """This thread, and every process that it starts, in a new namespace with a loopback; back in
+    the old one at the end.
 
-    The namespace goes with the last process in it, however that ends. Without the rights of root nothing changes.
+    The namespace goes with the last process in it, however that ends. Without the rights of root
+    nothing changes.
     """
     with open(_OWN) as before:
         if _libc.unshare(_CLONE_NEWNET) != 0:
-            yield Network(f"{os.strerror(ctypes.get_errno())}: it takes root (CAP_SYS_ADMIN)", _default())
+            yield Network(
+                f"{os.strerror(ctypes.get_errno())}: it takes root (CAP_SYS_ADMIN)", _default()
+            )
             return
         try:
             fault = None
@@ -73,7 +84,9 @@ def own_network() -> Iterator[Network]:
 
 def _return_to(descriptor: int) -> None:
     if _libc.setns(descriptor, _CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "this process cannot go back to the network that it came from")
+        raise OSError(
+            ctypes.get_errno(), "this process cannot go back to the network that it came from"
+        )
 
 
 def _loopback_up() -> None:

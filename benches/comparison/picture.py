@@ -1,4 +1,5 @@
-"""The rows as an SVG, written by hand: a bar of GiB/s for each backend, its spread, and the ceilings as lines.
+"""The rows as an SVG, written by hand: a bar of GiB/s for each backend, its spread, and the
+ceilings as lines.
 
 Pure: rows in, text out. Colours are those of Okabe and Ito, which colour-blind people tell apart.
 """
@@ -30,7 +31,12 @@ def draw(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
     shown = [row for row in rows if row.gib_per_s is not None]
     fans = list(dict.fromkeys(row.receivers for row in shown))
     most = max((row.gib_per_s.largest for row in shown if row.gib_per_s), default=1.0)
-    height = TOP + sum(GAP + BAR * sum(row.receivers == fan for row in shown) for fan in fans) + 60 + 20 * len(notes)
+    height = (
+        TOP
+        + sum(GAP + BAR * sum(row.receivers == fan for row in shown) for fan in fans)
+        + 60
+        + 20 * len(notes)
+    )
     parts, top = [text(20, 30, title, size=20), *_legend()], float(TOP)
     for fan in fans:
         group = [row for row in shown if row.receivers == fan]
@@ -42,14 +48,21 @@ def draw(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
 
 
 def _group(rows: Sequence[Row], fan: int, top: float, most: float) -> list[str]:
-    """All backends to one number of receivers; the ceilings are dashed lines through all of them."""
+    """All backends to one number of receivers; the ceilings are dashed lines through all of
+    them.
+    """
     parts = [text(20, top + 32, f"1 source, {fan} receiver{'s' if fan > 1 else ''}", size=16)]
     bottom = top + GAP + BAR * len(rows)
     for name, backends in LINES.items():
-        speeds = [row.gib_per_s.median for row in rows if row.backend.name in backends and row.gib_per_s]
+        speeds = [
+            row.gib_per_s.median for row in rows if row.backend.name in backends and row.gib_per_s
+        ]
         if speeds:
             at = _x(max(speeds), most)
-            parts.append(f'<path d="M{at} {top + 40}V{bottom}" stroke="#d55e00" stroke-dasharray="4 4" fill="none"/>')
+            parts.append(
+                f'<path d="M{at} {top + 40}V{bottom}" stroke="#d55e00" stroke-dasharray="4 4" '
+                f'fill="none"/>'
+            )
             parts.append(text(at, top + 36, name, anchor="middle", size=11))
     for number, row in enumerate(rows):
         parts += _bar(row, top + GAP + BAR * number, most)
@@ -64,8 +77,18 @@ def _bar(row: Row, top: float, most: float) -> list[str]:
     tip = f"{row.backend.title}: {speed} GiB/s, {row.seconds} s, CPU {row.cpu_s_per_gib} s/GiB"
     return [
         text(LEFT - 8, top + 15, row.backend.title, anchor="end", size=13),
-        box(LEFT, top + 3, max(1.0, _x(speed.median, most) - LEFT), BAR - 6, COLOURS[row.backend.kind], tip),
-        f'<path d="M{left} {middle}H{right}M{left} {middle - 4}v8M{right} {middle - 4}v8" stroke="#000" fill="none"/>',
+        box(
+            LEFT,
+            top + 3,
+            max(1.0, _x(speed.median, most) - LEFT),
+            BAR - 6,
+            COLOURS[row.backend.kind],
+            tip,
+        ),
+        (
+            f'<path d="M{left} {middle}H{right}M{left} {middle - 4}v8M{right} {middle - 4}v8" '
+            f'stroke="#000" fill="none"/>'
+        ),
         text(right + 6, top + 15, f"{speed.median:.2f}", size=12),
     ]
 
@@ -75,7 +98,10 @@ def _axis(top: float, most: float) -> list[str]:
     parts = [f'<path d="M{LEFT} {top}H{_x(most, most)}" stroke="#000"/>']
     for number in range(int(most / step) + 1):
         at = _x(number * step, most)
-        parts += [f'<path d="M{at} {top}v6" stroke="#000"/>', text(at, top + 22, f"{number * step:g}", anchor="middle")]
+        parts += [
+            f'<path d="M{at} {top}v6" stroke="#000"/>',
+            text(at, top + 22, f"{number * step:g}", anchor="middle"),
+        ]
     return [*parts, text(_x(most, most) + 12, top + 22, "GiB/s, all receivers", size=12)]
 
 
@@ -93,15 +119,22 @@ def _x(speed: float, most: float) -> float:
 
 def box(left: float, top: float, width: float, height: float, colour: str, tip: str = "") -> str:
     place = f'x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}"'
-    return f'<rect {place} fill="{colour}"' + (f"><title>{escape(tip)}</title></rect>" if tip else "/>")
+    return f'<rect {place} fill="{colour}"' + (
+        f"><title>{escape(tip)}</title></rect>" if tip else "/>"
+    )
 
 
 def text(left: float, top: float, text: str, *, anchor: str = "start", size: int = 14) -> str:
-    return f'<text x="{left:g}" y="{top:g}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'
+    return (
+        f'<text x="{left:g}" y="{top:g}" text-anchor="{anchor}" '
+        f'font-size="{size}">{escape(text)}</text>'
+    )
 
 
 def document(width: float, height: float, parts: Sequence[str]) -> str:
     """An SVG file of these parts, on white."""
     size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="14">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="14">'
+    )
     return "\n".join([head, box(0, 0, width, height, "#ffffff"), *parts, "</svg>\n"])

@@ -11,14 +11,23 @@ from typing import Final
 
 TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
-_STATE, _PARENT, _SESSION, _USER, _SYSTEM = 0, 1, 3, 11, 12  # fields after the name, in /proc/PID/stat
+# fields after the name, in /proc/PID/stat
+_STATE, _PARENT, _SESSION, _USER, _SYSTEM = 0, 1, 3, 11, 12
 
 
 def members(roots: Collection[int]) -> set[int]:
-    """Those of these processes that are there, whoever descends from them, and whoever is in a session of one of them."""
+    """Those of these processes that are there, whoever descends from them, and whoever is in a
+    session of one of them.
+    """
     stats = {int(place.name): _stat(place) for place in _PROC.iterdir() if place.name.isdigit()}
-    found = {pid for pid, stat in stats.items() if stat and (pid in roots or int(stat[_SESSION]) in roots)}
-    while more := {pid for pid, stat in stats.items() if stat and int(stat[_PARENT]) in found} - found:
+    found = {
+        pid
+        for pid, stat in stats.items()
+        if stat and (pid in roots or int(stat[_SESSION]) in roots)
+    }
+    while (
+        more := {pid for pid, stat in stats.items() if stat and int(stat[_PARENT]) in found} - found
+    ):
         found |= more
     return found
 
@@ -30,12 +39,18 @@ def cpu_s(pids: Collection[int]) -> float:
 
 
 def memory_bytes(pids: Collection[int], scratch: Path) -> int:
-    """What these take together: each page counts once (PSS), and of files in `scratch` also those that nobody has mapped."""
+    """What these take together: each page counts once (PSS), and of files in `scratch` also those
+    that nobody has mapped.
+    """
     private = shared = 0
     for pid in pids:
         with contextlib.suppress(OSError):
             lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
-            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss")}
+            sizes = {
+                line.split(":")[0]: int(line.split()[1]) * 1024
+                for line in lines
+                if line.startswith("Pss")
+            }
             private += sizes.get("Pss", 0) - sizes.get("Pss_Shmem", 0)
             shared += sizes.get("Pss_Shmem", 0)
     return private + max(shared, _files_bytes(scratch))

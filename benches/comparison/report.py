@@ -1,4 +1,6 @@
-"""What the visits come to: a row for each number of receivers and backend. Pure but for the printing."""
+"""What the visits come to: a row for each number of receivers and backend. Pure but for the
+printing.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ class Spread(NamedTuple):
 class Row(NamedTuple):
     """One backend to so many receivers. What could not be measured is None; `reason` says why.
 
-    `seconds` to `peak_gib` are of all copies of all rounds. `of_bare`, `of_ceiling`: the other's seconds by this backend's,
-    each the median of its copies in the same round: above 1 is faster.
+    `seconds` to `peak_gib` are of all copies of all rounds. `of_bare`, `of_ceiling`: the other's
+    seconds by this backend's, each the median of its copies in the same round: above 1 is faster.
     """
 
     receivers: int
@@ -84,7 +86,9 @@ def _row(plan: Plan, visits: Sequence[Visit], fan: int, backend: Backend, networ
 
 
 def ratios(visits: Sequence[Visit], backend: str, baselines: Sequence[str]) -> list[float]:
-    """Of each round that has both, to the same number of receivers: the fastest baseline's seconds by this backend's."""
+    """Of each round that has both, to the same number of receivers: the fastest baseline's seconds
+    by this backend's.
+    """
 
     def medians(names: Sequence[str]) -> dict[int, float]:
         found: dict[int, float] = {}
@@ -114,9 +118,21 @@ def as_json(row: Row) -> dict[str, Any]:
 def table(found: Sequence[Row]) -> Table:
     """To be printed; medians, and the spread where it matters."""
     shown = Table(show_header=True, header_style="bold", pad_edge=False)
-    titles = ["backend", "seconds", "offered", "GiB/s", "of bare sockets", "of memcpy", "CPU s/GiB", "peak GiB", "sockets"]
+    titles = [
+        "backend",
+        "seconds",
+        "offered",
+        "GiB/s",
+        "of bare sockets",
+        "of memcpy",
+        "CPU s/GiB",
+        "peak GiB",
+        "sockets",
+    ]
     for title in titles:
-        shown.add_column(title, justify="left" if title in ("backend", "sockets") else "right", overflow="fold")
+        shown.add_column(
+            title, justify="left" if title in ("backend", "sockets") else "right", overflow="fold"
+        )
     fan = 0
     for row in found:
         if row.receivers != fan:
@@ -130,11 +146,21 @@ def table(found: Sequence[Row]) -> Table:
 def _cells(row: Row) -> list[Text]:
     if row.seconds is None:
         return [Text("see below")]
-    spreads = (row.seconds, row.offered_s, row.gib_per_s, row.of_bare, row.of_ceiling, row.cpu_s_per_gib)
+    spreads = (
+        row.seconds,
+        row.offered_s,
+        row.gib_per_s,
+        row.of_bare,
+        row.of_ceiling,
+        row.cpu_s_per_gib,
+    )
     texts = [str(spread) if spread else "" for spread in spreads]
     texts[1:3] = [_short(spread.median) if spread else "" for spread in spreads[1:3]]
     texts[5] = _short(row.cpu_s_per_gib.median) if row.cpu_s_per_gib else ""
-    return [Text(text) for text in (*texts, f"{row.peak_gib or 0:.2f}", row.congestion_control or "none")]
+    return [
+        Text(text)
+        for text in (*texts, f"{row.peak_gib or 0:.2f}", row.congestion_control or "none")
+    ]
 
 
 def complaints(found: Sequence[Row]) -> list[str]:
@@ -144,7 +170,9 @@ def complaints(found: Sequence[Row]) -> list[str]:
         if row.reason is not None:
             lines.setdefault(f"{row.backend.name}: {row.reason}", []).append(row.receivers)
     every = {row.receivers for row in found}
-    return [text if set(fans) == every else f"1 -> {fans[0]}: {text}" for text, fans in lines.items()]
+    return [
+        text if set(fans) == every else f"1 -> {fans[0]}: {text}" for text, fans in lines.items()
+    ]
 
 
 def _short(value: float) -> str:

@@ -2,7 +2,9 @@
 
 
 def half_tiny(nbytes: int) -> list[int]:
-    """300 tensors, half of them tiny (1 to 8 KiB), the others of two sizes: in all `nbytes`, each a multiple of 4."""
+    """300 tensors, half of them tiny (1 to 8 KiB), the others of two sizes: in all `nbytes`, each a
+    multiple of 4.
+    """
     tiny = [1024 * (1 + number % 8) for number in range(150)]
     left = (nbytes - sum(tiny)) // 300
     share = left // 4096 * 4096 or left // 4 * 4

@@ -1,4 +1,5 @@
-"""The run: rounds of visits, each of them a backend, its processes, one copy that is checked whole and some that are timed.
+"""The run: rounds of visits, each of them a backend, its processes, one copy that is checked whole
+and some that are timed.
 
 Every wait has a deadline. What goes wrong in a visit is its reason, and the run goes on.
 """
@@ -49,7 +50,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One timed copy to all receivers. `seconds` includes `offered_s`, which the source took before anybody could read."""
+    """One timed copy to all receivers. `seconds` includes `offered_s`, which the source took before
+    anybody could read.
+    """
 
     seconds: float
     offered_s: float
@@ -65,7 +68,8 @@ class Visit:
     round: int
     copies: list[Copy] = field(default_factory=list)
     peak_bytes: int = 0
-    versions: dict[str, str] = field(default_factory=dict)  # of what it uses; none: it has not started
+    # of what it uses; none: it has not started
+    versions: dict[str, str] = field(default_factory=dict)
     reason: str | None = None
 
 
@@ -77,9 +81,14 @@ Tell = Callable[[Visit], None]  # of each visit, as soon as it is over
 
 
 async def run(plan: Plan, tell: Tell) -> None:
-    """All rounds, every other one backwards. What has failed is not tried again; a backend that does not start, nowhere."""
+    """All rounds, every other one backwards. What has failed is not tried again; a backend that
+    does not start, nowhere.
+    """
     broken = {
-        (backend.name, fan): reason for backend in plan.backends if (reason := _lacking(plan, backend)) for fan in plan.fans
+        (backend.name, fan): reason
+        for backend in plan.backends
+        if (reason := _lacking(plan, backend))
+        for fan in plan.fans
     }
     for (name, fan), reason in broken.items():
         tell(Visit(name, fan, 1, reason=reason))
@@ -90,7 +99,11 @@ async def run(plan: Plan, tell: Tell) -> None:
                 continue
             done = await visit(plan, backend, fan, number)
             if done.reason is not None:
-                broken |= {(backend.name, each): done.reason for each in plan.fans if each == fan or not done.versions}
+                broken |= {
+                    (backend.name, each): done.reason
+                    for each in plan.fans
+                    if each == fan or not done.versions
+                }
             tell(done)
 
 
@@ -115,15 +128,28 @@ async def visit(plan: Plan, backend: Backend, fan: int, number: int) -> Visit:
 
 
 def _scratch() -> Path:
-    """In memory. (The name is short: some put sockets there, whose paths have 107 bytes at most.)"""
-    return Path(tempfile.mkdtemp(prefix=f"thb{os.getpid()}-", dir=MEMORY if MEMORY.is_dir() else None))
+    """In memory. (The name is short: some put sockets there, whose paths have 107 bytes at
+    most.)
+    """
+    return Path(
+        tempfile.mkdtemp(prefix=f"thb{os.getpid()}-", dir=MEMORY if MEMORY.is_dir() else None)
+    )
 
 
 def _setting(plan: Plan, scratch: Path, fan: int, number: int) -> str:
-    return json.dumps({"number": number, "receivers": fan, "sizes": half_tiny(plan.nbytes), "scratch": str(scratch)})
+    return json.dumps(
+        {
+            "number": number,
+            "receivers": fan,
+            "sizes": half_tiny(plan.nbytes),
+            "scratch": str(scratch),
+        }
+    )
 
 
-async def _measure(plan: Plan, processes: Sequence[BenchProcess], done: Visit, scratch: Path) -> None:
+async def _measure(
+    plan: Plan, processes: Sequence[BenchProcess], done: Visit, scratch: Path
+) -> None:
     source, *receivers = processes
     greetings = await _within(plan, "start", _hear_all(processes))
     done.versions, hellos = greetings[0]["versions"], [answer["value"] for answer in greetings]
@@ -131,15 +157,25 @@ async def _measure(plan: Plan, processes: Sequence[BenchProcess], done: Visit, s
     for number in range(plan.copies + 1):
         if number == 0:
             await _within(plan, "clear", _ask(receivers, "clear"))
-            copied, done.peak_bytes = await _watched(processes, scratch, _within(plan, "first copy", _copy(processes, 0)))
+            copied, done.peak_bytes = await _watched(
+                processes, scratch, _within(plan, "first copy", _copy(processes, 0))
+            )
         else:
             copied = await _within(plan, f"copy {number}", _copy(processes, number))
             done.copies.append(copied)
         check = "sample" if number else "digest"
-        expected, *found = [answer["value"] for answer in await _within(plan, check, _ask(processes, check))]
-        wrong = [process.name for process, value in zip(receivers, found, strict=True) if value != expected]
+        expected, *found = [
+            answer["value"] for answer in await _within(plan, check, _ask(processes, check))
+        ]
+        wrong = [
+            process.name
+            for process, value in zip(receivers, found, strict=True)
+            if value != expected
+        ]
         if wrong:
-            raise VisitFailed(f"{', '.join(wrong)} got other bytes than {source.name} has, in copy {number}")
+            raise VisitFailed(
+                f"{', '.join(wrong)} got other bytes than {source.name} has, in copy {number}"
+            )
     with contextlib.suppress(VisitFailed, TimeoutError):
         with anyio.fail_after(LEAVE_S):
             await _ask([*receivers, source], "close")
@@ -158,7 +194,9 @@ async def _copy(processes: Sequence[BenchProcess], number: int) -> Copy:
     given, *taken = await _hear_all(processes)
     cpu_s = await _cpu_s(processes) - before_s
     offered_s = sum(answer["end"] - answer["start"] for answer in (retired, offered))
-    moved_s = max(answer["end"] for answer in taken) - min(answer["start"] for answer in [given, *taken])
+    moved_s = max(answer["end"] for answer in taken) - min(
+        answer["start"] for answer in [given, *taken]
+    )
     return Copy(offered_s + moved_s, offered_s, cpu_s)
 
 
@@ -166,7 +204,9 @@ async def _cpu_s(processes: Sequence[BenchProcess]) -> float:
     return float(sum(answer["value"] for answer in await _ask(processes, "cpu")))
 
 
-async def _watched(processes: Sequence[BenchProcess], scratch: Path, copying: Any) -> tuple[Copy, int]:
+async def _watched(
+    processes: Sequence[BenchProcess], scratch: Path, copying: Any
+) -> tuple[Copy, int]:
     """The copy, and the most memory that the visit's processes had during it."""
     most = 0
 
@@ -174,7 +214,9 @@ async def _watched(processes: Sequence[BenchProcess], scratch: Path, copying: An
         nonlocal most
         while True:
             pids = process_tree.members([process.pid for process in processes])
-            most = max(most, await anyio.to_thread.run_sync(process_tree.memory_bytes, pids, scratch))
+            most = max(
+                most, await anyio.to_thread.run_sync(process_tree.memory_bytes, pids, scratch)
+            )
             await anyio.sleep(SAMPLE_S)
 
     async with _leaves(), anyio.create_task_group() as tasks:
@@ -184,7 +226,8 @@ async def _watched(processes: Sequence[BenchProcess], scratch: Path, copying: An
     return copied, most
 
 
-# ------------------------------------------------------------------------------------------------------- the processes
+# --------------------------------------------------------------------------------------------------
+# the processes
 
 
 class BenchProcess(AsyncChildProcess):
@@ -204,14 +247,18 @@ class BenchProcess(AsyncChildProcess):
         return await self.ask(do=what, arguments=arguments)
 
 
-async def _ask(processes: Sequence[BenchProcess], do: str, *arguments: object) -> list[dict[str, Any]]:
+async def _ask(
+    processes: Sequence[BenchProcess], do: str, *arguments: object
+) -> list[dict[str, Any]]:
     for process in processes:
         await process.tell(do=do, arguments=arguments)
     return await _hear_all(processes)
 
 
 async def _hear_all(processes: Sequence[BenchProcess]) -> list[dict[str, Any]]:
-    """An answer of each; the first failure of any at once, for the others may be waiting for that one."""
+    """An answer of each; the first failure of any at once, for the others may be waiting for that
+    one.
+    """
     answers: dict[str, dict[str, Any]] = {}
 
     async def hear(process: BenchProcess) -> None:
@@ -244,9 +291,16 @@ async def _within(plan: Plan, step: str, doing: Any) -> Any:
 async def _processes(
     plan: Plan, backend: Backend, scratch: Path, settings: Sequence[str]
 ) -> AsyncIterator[list[BenchProcess]]:
-    """A process for each setting, the source first; all of them and whatever they have started are gone afterwards."""
+    """A process for each setting, the source first; all of them and whatever they have started are
+    gone afterwards.
+    """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "UCX_POSIX_DIR": str(scratch), **backend.variables}
+    variables = {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "UCX_POSIX_DIR": str(scratch),
+        **backend.variables,
+    }
     python = str(environments.interpreter(plan.environments, backend.environment))
     started: list[BenchProcess] = []
     async with closing_all() as children:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Have so many threads, the caller's one of them, do their parts (0, 1, ...), then raise the first failure, if any."""
+    """Have so many threads, the caller's one of them, do their parts (0, 1, ...), then raise the
+    first failure, if any.
+    """
     failures: list[BaseException] = []
 
     def guarded(part: int) -> None:

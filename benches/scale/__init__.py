@@ -1,1 +1,3 @@
-"""What a coordinator costs as workers grow in number: the pure core alone, and a server over real sockets."""
+"""What a coordinator costs as workers grow in number: the pure core alone, and a server over real
+sockets.
+"""

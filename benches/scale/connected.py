@@ -1,4 +1,6 @@
-"""A thin worker's connection, and a cluster of many: a real coordinator in a process of its own, all workers in this one."""
+"""A thin worker's connection, and a cluster of many: a real coordinator in a process of its own,
+all workers in this one.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,16 @@ SO_TIMESTAMPNS = 35  # of Linux; `socket` does not name it
 STAMP_BYTES = socket.CMSG_SPACE(16)
 
 
-# -------------------------------------------------------------------------------------------- the coordinator's process
+# -------------------------------------------------------------------------------------------- the
+# coordinator's process
 
 
 def coordinator_main(
-    pipe: Connection, options: Options, port: int = 0, state_dir: str | None = None, descriptors: int | None = None
+    pipe: Connection,
+    options: Options,
+    port: int = 0,
+    state_dir: str | None = None,
+    descriptors: int | None = None,
 ) -> None:
     """`descriptors`: its `ulimit -n`."""
     if descriptors is not None:
@@ -76,14 +83,19 @@ async def _usage() -> tuple[float, int]:
 
 
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ the workers
+# --------------------------------------------------------------------------------------------------
+# the workers
 
 
 class StampedSocket(socket.socket):
-    """Knows when what was received last has arrived, which may be long before this busy process came to it."""
+    """Knows when what was received last has arrived, which may be long before this busy process
+    came to it.
+    """
 
     arrived_at = 0.0  # by `time.time`
 
@@ -119,7 +131,9 @@ class Connected:
         self._socket: StampedSocket
 
     async def run(self) -> None:
-        """Connect, register, and answer what comes, until it is cancelled; again if the coordinator is another one."""
+        """Connect, register, and answer what comes, until it is cancelled; again if the coordinator
+        is another one.
+        """
         with self.scope:
             while not (self.lost or self.refused):
                 generation, self._is_welcome = self._cluster.generation, False
@@ -136,7 +150,8 @@ class Connected:
             try:
                 connection.connect((cluster.host, cluster.port))
             except OSError:
-                connection.close()  # not some time: all dial, many times a second, as long as nobody listens
+                # not some time: all dial, many times a second, as long as nobody listens
+                connection.close()
                 raise
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.stamp()
@@ -145,7 +160,9 @@ class Connected:
             self._messages = MessageStream(stream, FROM_COORDINATOR, Options().frame_bytes_max)
             nonce = secrets.token_bytes(NONCE_BYTES)
             try:
-                await self._messages.handshake(ClientHandshake("worker", self.worker.incarnation, b"", nonce), WAIT_S)
+                await self._messages.handshake(
+                    ClientHandshake("worker", self.worker.incarnation, b"", nonce), WAIT_S
+                )
             except BaseException:
                 cluster.handshakes_in_vain += 1
                 with anyio.CancelScope(shield=True):
@@ -153,7 +170,8 @@ class Connected:
                 raise
         try:
             async with self._messages, anyio.create_task_group() as tasks:
-                self.worker.outbox = [self.worker.join()]  # a message of the previous session is not repeated
+                # a message of the previous session is not repeated
+                self.worker.outbox = [self.worker.join()]
                 await self.send()
                 tasks.start_soon(self._beat, cluster.lease_s)
                 async for message in self._messages:
@@ -163,7 +181,11 @@ class Connected:
             pass
 
     async def _hear(self, message: FromCoordinator) -> None:
-        if isinstance(message, Start | Write | AddSource) and self.worker.leases == {} and self.assigned_at is None:
+        if (
+            isinstance(message, Start | Write | AddSource)
+            and self.worker.leases == {}
+            and self.assigned_at is None
+        ):
             grants = (message.grant,) if isinstance(message, AddSource) else message.grants
             if grants:
                 self.assigned_at, self.arrived_at = time.perf_counter(), self._socket.arrived_at
@@ -211,7 +233,9 @@ class Connected:
 
 @dataclass(frozen=True)
 class Went:
-    """How a version went: milliseconds from its `Publish` until each reader was told a source, seconds until all have it."""
+    """How a version went: milliseconds from its `Publish` until each reader was told a source,
+    seconds until all have it.
+    """
 
     arrived_ms: list[float]  # at the reader's socket
     assigned_ms: list[float]  # when the process of all readers came to it
@@ -221,7 +245,9 @@ class Went:
 class Cluster:
     """A coordinator, and the workers that have joined. `versions` counts what was published."""
 
-    def __init__(self, options: Options, ranks: int, manifest_bytes: int, dials: int = DIALS) -> None:
+    def __init__(
+        self, options: Options, ranks: int, manifest_bytes: int, dials: int = DIALS
+    ) -> None:
         """`dials`: so many workers connect at a time."""
         self.lease_s = options.lease_s
         self.poller = Poller()
@@ -245,7 +271,9 @@ class Cluster:
         self.host, self.port = parse_address(address)
 
     async def restart(self, state_dir: str) -> tuple[float, float]:
-        """Kill it and start it again on its state. When it was killed, and when the next one listened."""
+        """Kill it and start it again on its state. When it was killed, and when the next one
+        listened.
+        """
         self.generation += 1
         killed_at = time.perf_counter()
         await anyio.to_thread.run_sync(self._remote.kill)
@@ -315,8 +343,12 @@ class Cluster:
         for each in (*publishers, *readers):
             await each.done.wait()
         took_s = time.perf_counter() - began
-        assigned_ms = [(each.assigned_at - began) * 1e3 for each in readers if each.assigned_at is not None]
-        arrived_ms = [(each.arrived_at - began_at) * 1e3 for each in readers if each.arrived_at is not None]
+        assigned_ms = [
+            (each.assigned_at - began) * 1e3 for each in readers if each.assigned_at is not None
+        ]
+        arrived_ms = [
+            (each.arrived_at - began_at) * 1e3 for each in readers if each.arrived_at is not None
+        ]
         return Went(arrived_ms, assigned_ms, took_s)
 
     @property

@@ -1,14 +1,15 @@
-"""The pure coordinator alone: CPU per worker and version, and its longest steps, as workers grow in number.
+"""The pure coordinator alone: CPU per worker and version, and its longest steps, as workers grow in
+number.
 
-Everybody connects and registers, a group publishes, all others replicate at once; then it publishes again, and all update.
-`--bursts`: instead, what happens to all at once: retention begins (`retain`), a version is filled while it is kept
-(`retained`) and ends (`release`), every reader takes its memory back (`leave`), and half of the workers are lost while all
-fill (`lose`).
-Thin workers say what workers say and move no byte, so that the figures are the coordinator's. Each has one registration of
-one rank, publishes, or replicates and then updates to the newest version. A fill says Progress `REPORTS` times, then
-Prepared.
-All messages are made before they are timed; each step is timed alone, in this thread's CPU time. What the garbage collector
-takes is shown apart, and the collector is left on.
+Everybody connects and registers, a group publishes, all others replicate at once; then it publishes
+again, and all update. `--bursts`: instead, what happens to all at once: retention begins
+(`retain`), a version is filled while it is kept (`retained`) and ends (`release`), every reader
+takes its memory back (`leave`), and half of the workers are lost while all fill (`lose`). Thin
+workers say what workers say and move no byte, so that the figures are the coordinator's. Each has
+one registration of one rank, publishes, or replicates and then updates to the newest version. A
+fill says Progress `REPORTS` times, then Prepared. All messages are made before they are timed; each
+step is timed alone, in this thread's CPU time. What the garbage collector takes is shown apart, and
+the collector is left on.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from tensorhub.types import Endpoint, Location, OpKind, Options
 EVENT_S = 1e-5  # of virtual time between two events
 CHUNKS = 256
 CHUNK_BYTES = 4 * 2**20
-REPORTS = 14  # of one fill: with its call, ReadyToWrite and Prepared some 17 messages a worker and version
+# of one fill: with its call, ReadyToWrite and Prepared some 17 messages a worker and version
+REPORTS = 14
 RANKS_PER_HOST = 8
 HOSTS_PER_RACK = 32
 
@@ -59,7 +61,9 @@ def make_shard(manifest_bytes: int) -> Shard:
     tensors = max(1, manifest_bytes // 62)
     size = CHUNKS * CHUNK_BYTES // tensors // 2 * 2
     described = (
-        TensorDescription(f"model.layers.{n // 9}.block.{n % 9}.weight", "bfloat16", (size // 2,), n * size, size)
+        TensorDescription(
+            f"model.layers.{n // 9}.block.{n % 9}.weight", "bfloat16", (size // 2,), n * size, size
+        )
         for n in range(tensors)
     )
     return Shard(CHUNKS * CHUNK_BYTES, CHUNK_BYTES, described)
@@ -67,7 +71,9 @@ def make_shard(manifest_bytes: int) -> Shard:
 
 @dataclass(slots=True, eq=False)
 class LoadWorker(ThinWorker):
-    """A worker whose fills only say how far they are. `number` counts all workers. `outbox`: not sent yet."""
+    """A worker whose fills only say how far they are. `number` counts all workers. `outbox`: not
+    sent yet.
+    """
 
     number: int = 0
     outbox: list[FromWorker] = field(default_factory=list)
@@ -92,7 +98,9 @@ class LoadWorker(ThinWorker):
     def join(self) -> Join:
         host = self.number // RANKS_PER_HOST
         location = Location(rack=f"r{host // HOSTS_PER_RACK}", host=f"h{host}")
-        endpoint = Endpoint("tcp", f"10.{host >> 16 & 255}.{host >> 8 & 255}.{host & 255}:{7000 + self.rank}")
+        endpoint = Endpoint(
+            "tcp", f"10.{host >> 16 & 255}.{host >> 8 & 255}.{host & 255}:{7000 + self.rank}"
+        )
         return Join(f"w{self.number}", location, (endpoint,), self.number + 1, 0)
 
     def call_newest(self, at_least: int | None = None) -> None:
@@ -100,7 +108,9 @@ class LoadWorker(ThinWorker):
         self.call = self.fill(OpKind.REPLICATE if self.held is None else OpKind.UPDATE, at_least)
 
     def call_again(self) -> None:
-        """Repeat the call that was under way when the connection ended, and had not begun to write."""
+        """Repeat the call that was under way when the connection ended, and had not begun to
+        write.
+        """
         if self.call is not None and self.key is not None:
             former = self.key
             self.call = replace(self.call, key=self.next_key(), former=(former,))
@@ -180,12 +190,16 @@ class Steps:
 
 
 class Core:
-    """A coordinator and all its thin workers, in one thread: what is said is heard in the order in which it was said."""
+    """A coordinator and all its thin workers, in one thread: what is said is heard in the order in
+    which it was said.
+    """
 
     def __init__(self, workers: int, group: int, manifest_bytes: int) -> None:
         ids = itertools.count(1)
         options = Options(sessions_max=max(4096, 2 * workers))
-        self.coordinator = Coordinator(cluster="c" * 32, epoch=1, options=options, ids=lambda: f"{next(ids):032x}", now=0.0)
+        self.coordinator = Coordinator(
+            cluster="c" * 32, epoch=1, options=options, ids=lambda: f"{next(ids):032x}", now=0.0
+        )
         shard = make_shard(manifest_bytes)
         everybody = [LoadWorker.of(number, group, shard) for number in range(workers + group)]
         self.publishers, self.readers = everybody[:group], everybody[group:]
@@ -217,7 +231,9 @@ class Core:
 
     def say(self, worker: LoadWorker, *messages: FromWorker) -> None:
         """These messages, after those in the worker's outbox."""
-        self.said.extend(Received(worker.number, message) for message in (*worker.sent(), *messages))
+        self.said.extend(
+            Received(worker.number, message) for message in (*worker.sent(), *messages)
+        )
 
     def run(self) -> None:
         """Until nobody has anything to say; who fills says how far it is in turns."""
@@ -252,7 +268,9 @@ class Core:
             self.run()
             self._fill(number)
         self.run()
-        assert all(worker.held and worker.held.version == number for worker in self.readers), "somebody was left behind"
+        assert all(worker.held and worker.held.version == number for worker in self.readers), (
+            "somebody was left behind"
+        )
 
     # -- what happens to all at once
 
@@ -356,13 +374,15 @@ class Row:
         return (
             f"{self.workers:>8}{self.ranks:>6}{self.connecting.total_s / self.workers * 1e6:>12.0f}"
             f"{self.us_per_worker_version:>12.0f}{steps.total_s / events * 1e6:>10.1f}{steps.total_s:>9.2f}"
-            f"{steps.collector_s:>13.2f}{steps.longest_s[self.longest] * 1e3:>12.1f}  {self.longest}"
+            f"{steps.collector_s:>13.2f}{steps.longest_s[self.longest] * 1e3:>12.1f}  "
+            f"{self.longest}"
         )
 
     def by_event(self) -> str:
         steps = self.filling
         return "\n".join(
-            f"    {name:<16}{steps.count[name]:>8}{steps.seconds[name] / steps.count[name] * 1e6:>10.1f} us"
+            f"    "
+            f"{name:<16}{steps.count[name]:>8}{steps.seconds[name] / steps.count[name] * 1e6:>10.1f} us"
             f"{steps.longest_s[name] * 1e3:>10.2f} ms at most"
             for name in sorted(steps.count)
         )
@@ -374,7 +394,9 @@ HEAD = (
 )
 
 
-def measure(workers: int, ranks: int, versions: int, manifest_bytes: int, *, wait_first: bool) -> Row:
+def measure(
+    workers: int, ranks: int, versions: int, manifest_bytes: int, *, wait_first: bool
+) -> Row:
     """`versions` of them, one after the other, each filled by all workers at once."""
     core = Core(workers, ranks, manifest_bytes)
     connecting = core.measured(core.connect)
@@ -411,7 +433,9 @@ def slope(rows: Sequence[Row]) -> float:
     """How cost per worker and version grows with workers: the least-squares slope, log on log."""
     points = [(log2(row.workers), log2(row.us_per_worker_version)) for row in rows]
     mean_x, mean_y = fmean(x for x, _ in points), fmean(y for _, y in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum(
+        (x - mean_x) ** 2 for x, _ in points
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -420,12 +444,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8], help="of a group")
     parser.add_argument("--versions", type=int, default=2)
     parser.add_argument("--manifest", type=int, default=100_000, metavar="BYTES")
-    parser.add_argument("--wait-first", action="store_true", help="readers ask before the second version is published")
-    parser.add_argument("--bursts", action="store_true", help="what happens to all at once, instead of fills")
+    parser.add_argument(
+        "--wait-first",
+        action="store_true",
+        help="readers ask before the second version is published",
+    )
+    parser.add_argument(
+        "--bursts", action="store_true", help="what happens to all at once, instead of fills"
+    )
     parser.add_argument("--verbose", action="store_true", help="cost by kind of event")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
-    odd = [(workers, ranks) for workers in options.workers for ranks in options.ranks if workers % ranks]
+    odd = [
+        (workers, ranks)
+        for workers in options.workers
+        for ranks in options.ranks
+        if workers % ranks
+    ]
     if odd:
         parser.error(f"{odd[0][0]} workers are no groups of {odd[0][1]} ranks: give a multiple")
     if options.bursts:
@@ -435,26 +470,43 @@ def main(arguments: list[str]) -> int:
     for ranks in options.ranks:
         mine: list[Row] = []
         for workers in options.workers:
-            mine.append(measure(workers, ranks, options.versions, options.manifest, wait_first=options.wait_first))
+            mine.append(
+                measure(
+                    workers,
+                    ranks,
+                    options.versions,
+                    options.manifest,
+                    wait_first=options.wait_first,
+                )
+            )
             print(mine[-1], flush=True)
             if options.verbose:
                 print(mine[-1].by_event())
         if len(mine) > 1:
-            print(f"   with groups of {ranks}, the cost per worker and version grows as workers ** {slope(mine):.2f}")
+            print(
+                f"   with groups of {ranks}, the cost per worker and version grows as workers ** "
+                f"{slope(mine):.2f}"
+            )
         rows += mine
     if options.json:
-        options.json.write_text(json.dumps({"facts": facts(), "rows": rows}, default=vars, indent=1))
+        options.json.write_text(
+            json.dumps({"facts": facts(), "rows": rows}, default=vars, indent=1)
+        )
     return 0
 
 
 def _print_bursts(sizes: Sequence[int], groups: Sequence[int], manifest_bytes: int) -> int:
-    print(f"{'workers':>8}{'ranks':>6}  {'what':<10}{'us a worker':>12}{'all s':>9}{'collector s':>13}{'longest ms':>12}")
+    print(
+        f"{'workers':>8}{'ranks':>6}  "
+        f"{'what':<10}{'us a worker':>12}{'all s':>9}{'collector s':>13}{'longest ms':>12}"
+    )
     for ranks in groups:
         for workers in sizes:
             for name, steps in bursts(workers, ranks, manifest_bytes).items():
                 longest = max(steps.longest_s, key=lambda kind: steps.longest_s[kind])
                 print(
-                    f"{workers:>8}{ranks:>6}  {name:<10}{steps.total_s / workers * 1e6:>12.0f}{steps.total_s:>9.2f}"
+                    f"{workers:>8}{ranks:>6}  "
+                    f"{name:<10}{steps.total_s / workers * 1e6:>12.0f}{steps.total_s:>9.2f}"
                     f"{steps.collector_s:>13.2f}{steps.longest_s[longest] * 1e3:>12.1f}  {longest}",
                     flush=True,
                 )

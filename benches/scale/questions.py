@@ -1,8 +1,9 @@
-"""What watching a large cluster costs its coordinator: CPU of a summary, of a page and of a part of a whole description.
+"""What watching a large cluster costs its coordinator: CPU of a summary, of a page and of a part of
+a whole description.
 
-The pure coordinator with thin workers, at rest and while all of them wait or read. Each question is asked again and again in
-one thread; its step and its answer's encoding are timed in this thread's CPU time. Whoever watches asks once a second: 10 ms
-are one per cent of the coordinator's loop.
+The pure coordinator with thin workers, at rest and while all of them wait or read. Each question is
+asked again and again in one thread; its step and its answer's encoding are timed in this thread's
+CPU time. Whoever watches asks once a second: 10 ms are one per cent of the coordinator's loop.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from tensorhub.messages import Describe, FromWorker
 from tensorhub.protocol import codec
 
 WATCHER = 2**30  # its session
-HEAD = f"{'workers':>8}{'ranks':>6}  {'all of them':<12}{'question':<12}{'step ms':>9}{'encoding ms':>13}{'bytes':>12}"
+HEAD = (
+    f"{'workers':>8}{'ranks':>6}  "
+    f"{'all of them':<12}{'question':<12}{'step ms':>9}{'encoding ms':>13}{'bytes':>12}"
+)
 
 
 def ask(core: Core, question: Callable[[int], FromWorker], rounds: int) -> tuple[float, float, int]:
@@ -58,7 +62,8 @@ def measure(workers: int, ranks: int, rounds: int) -> None:
         for question, make in (
             ("counts", lambda number: Describe(number, name, workers_max=0)),
             ("page of 40", lambda number: Describe(number, name, workers_max=40)),
-            ("a part", lambda number: Describe(number, name)),  # the first of those that make up `describe(name)`
+            # the first of those that make up `describe(name)`
+            ("a part", lambda number: Describe(number, name)),
         ):
             step_s, encoding_s, nbytes = ask(core, make, rounds)
             figures = f"{step_s * 1e3:>9.2f}{encoding_s * 1e3:>13.2f}{nbytes:>12,}"

@@ -1,9 +1,11 @@
-"""A real coordinator over real sockets, and thousands of thin workers: connecting, assignment, idling, memory, faults.
+"""A real coordinator over real sockets, and thousands of thin workers: connecting, assignment,
+idling, memory, faults.
 
-The coordinator is a process of its own, all thin workers are in this one. They speak the real protocol, MACs included. Every
-worker waits for the next version before it is published; its *assignment* is the time from the publisher's `Publish` until
-the worker is told from whom to read: until that is at its socket, by the kernel's stamp (`arrived`), and until the process
-of all workers has come to it (`assigned`).
+The coordinator is a process of its own, all thin workers are in this one. They speak the real
+protocol, MACs included. Every worker waits for the next version before it is published; its
+*assignment* is the time from the publisher's `Publish` until the worker is told from whom to read:
+until that is at its socket, by the kernel's stamp (`arrived`), and until the process of all workers
+has come to it (`assigned`).
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def _quantile(ordered: Sequence[float], part: float) -> float:
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else float("nan")
 
 
-# ------------------------------------------------------------------------------------------------------------ assignment
+# --------------------------------------------------------------------------------------------------
+# assignment
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,9 @@ HEAD = (
 )
 
 
-async def measure(workers: int, ranks: int, versions: int, manifest_bytes: int, lease_s: float) -> Row:
+async def measure(
+    workers: int, ranks: int, versions: int, manifest_bytes: int, lease_s: float
+) -> Row:
     cluster = Cluster(_options(workers, lease_s), ranks, manifest_bytes)
     arrived_ms, assigned_ms, version_s = list[float](), list[float](), list[float]()
     with anyio.fail_after(WAIT_S + PER_WORKER_S * workers * versions):
@@ -103,11 +108,14 @@ async def measure(workers: int, ranks: int, versions: int, manifest_bytes: int, 
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- faults
+# --------------------------------------------------------------------------------------------------
+# faults
 
 
 async def burst(workers: int, manifest_bytes: int, lease_s: float = BURST_LEASE_S) -> Row:
-    """A version for so many workers that the coordinator is busy with it for longer than their lease."""
+    """A version for so many workers that the coordinator is busy with it for longer than their
+    lease.
+    """
     return await measure(workers, 1, 1, manifest_bytes, lease_s)
 
 
@@ -133,7 +141,9 @@ async def storm(workers: int, manifest_bytes: int, lease_s: float) -> Storm:
         async with cluster.running():
             began = time.perf_counter()
             await cluster.join(workers)
-            return Storm(workers, time.perf_counter() - began, cluster.handshakes_in_vain, cluster.lost)
+            return Storm(
+                workers, time.perf_counter() - began, cluster.handshakes_in_vain, cluster.lost
+            )
 
 
 @dataclass(frozen=True)
@@ -149,8 +159,10 @@ class Churn:
 
     def __str__(self) -> str:
         return (
-            f"{self.replaced} of {self.workers} workers gone and replaced: registered after {self.join_s:.2f} s, "
-            f"assigned after {_quantile(self.assigned_ms, 0.5):.0f} ms (p99 {_quantile(self.assigned_ms, 0.99):.0f}), "
+            f"{self.replaced} of {self.workers} workers gone and replaced: registered after "
+            f"{self.join_s:.2f} s, "
+            f"assigned after {_quantile(self.assigned_ms, 0.5):.0f} ms (p99 "
+            f"{_quantile(self.assigned_ms, 0.99):.0f}), "
             f"{self.lost} lost"
         )
 
@@ -183,14 +195,18 @@ class Restart:
 
     def __str__(self) -> str:
         return (
-            f"restart with {self.workers} workers: listens after {self.listening_s:.2f} s; from then on all are back after "
+            f"restart with {self.workers} workers: listens after {self.listening_s:.2f} s; from "
+            f"then on all are back after "
             f"{self.back_s:.2f} s, and assigned after {self.assigned_s:.2f} s; {self.lost} lost"
         )
 
 
 async def restart(workers: int, manifest_bytes: int, lease_s: float) -> Restart:
     cluster = Cluster(_options(workers, lease_s), 1, manifest_bytes)
-    with tempfile.TemporaryDirectory() as state_dir, anyio.fail_after(WAIT_S + PER_WORKER_S * workers):
+    with (
+        tempfile.TemporaryDirectory() as state_dir,
+        anyio.fail_after(WAIT_S + PER_WORKER_S * workers),
+    ):
         async with cluster.running(0, state_dir):
             publishers = await cluster.join(1)
             readers = await cluster.join(workers)
@@ -205,7 +221,13 @@ async def restart(workers: int, manifest_bytes: int, lease_s: float) -> Restart:
             for each in readers:
                 await each.done.wait()
             assigned_at = max(each.assigned_at or float("inf") for each in readers)
-    return Restart(workers, listened_at - killed_at, back_at - listened_at, assigned_at - listened_at, cluster.lost)
+    return Restart(
+        workers,
+        listened_at - killed_at,
+        back_at - listened_at,
+        assigned_at - listened_at,
+        cluster.lost,
+    )
 
 
 @dataclass(frozen=True)
@@ -221,7 +243,8 @@ class Short:
 
     def __str__(self) -> str:
         return (
-            f"ulimit -n {self.descriptors} and {self.workers} workers: {self.served} served, {self.assigned} assigned, "
+            f"ulimit -n {self.descriptors} and {self.workers} workers: {self.served} served, "
+            f"{self.assigned} assigned, "
             f"{self.lost} lost; the others hear: {self.refusal}"
         )
 
@@ -246,9 +269,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--versions", type=int, default=3)
     parser.add_argument("--manifest", type=int, default=100_000, metavar="BYTES")
     parser.add_argument("--lease", type=float, default=10.0, metavar="S")
-    parser.add_argument("--burst", type=int, metavar="N", help=f"also N workers with a lease of {BURST_LEASE_S:g} s")
     parser.add_argument(
-        "--faults", type=int, metavar="N", help="also N at once, losses and joins, a restart, too few descriptors"
+        "--burst", type=int, metavar="N", help=f"also N workers with a lease of {BURST_LEASE_S:g} s"
+    )
+    parser.add_argument(
+        "--faults",
+        type=int,
+        metavar="N",
+        help="also N at once, losses and joins, a restart, too few descriptors",
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args(arguments)
@@ -262,7 +290,9 @@ def main(arguments: list[str]) -> int:
     print(HEAD)
     for ranks in given.ranks:
         for workers in given.workers:
-            rows.append(anyio.run(measure, workers, ranks, given.versions, given.manifest, given.lease))
+            rows.append(
+                anyio.run(measure, workers, ranks, given.versions, given.manifest, given.lease)
+            )
             print(rows[-1], flush=True)
     if given.burst:
         rows.append(anyio.run(burst, given.burst, given.manifest))
@@ -278,7 +308,11 @@ def main(arguments: list[str]) -> int:
         faults.append(anyio.run(short, given.faults, given.faults, given.manifest, given.lease))
         print(faults[-1], flush=True)
     if given.json:
-        found = {"facts": facts(), "rows": [asdict(row) for row in rows], "faults": [asdict(each) for each in faults]}
+        found = {
+            "facts": facts(),
+            "rows": [asdict(row) for row in rows],
+            "faults": [asdict(each) for each in faults],
+        }
         given.json.write_text(json.dumps(found, indent=1))
     return 0
 

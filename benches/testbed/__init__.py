@@ -1,1 +1,3 @@
-"""Workloads of real processes behind links with real limits, on one machine: by TensorHub, and by what others would pick."""
+"""Workloads of real processes behind links with real limits, on one machine: by TensorHub, and by
+what others would pick.
+"""

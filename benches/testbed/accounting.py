@@ -1,8 +1,9 @@
 """What came of a run: the events that its processes wrote, as attempts, stalls and waits. Pure.
 
-A *stall* is the time during which a worker can neither train nor generate because of weight transfer. A rollout stalls from
-when it could generate again until it does, the trainer from when it could train again until it does. Its *floor* is what the
-bytes take into the rollout over its own link, at the rate that was measured on such a link; the trainer's is none.
+A *stall* is the time during which a worker can neither train nor generate because of weight
+transfer. A rollout stalls from when it could generate again until it does, the trainer from when it
+could train again until it does. Its *floor* is what the bytes take into the rollout over its own
+link, at the rate that was measured on such a link; the trainer's is none.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Outcome = Literal["done", "preempted", "unfinished"]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A rollout wanted the newest version. One that was preempted ended with its host, an unfinished one with the run."""
+    """A rollout wanted the newest version. One that was preempted ended with its host, an
+    unfinished one with the run.
+    """
 
     who: str
     what: str  # "join": it held none; or "update"
@@ -37,9 +40,11 @@ class Attempt:
 
 
 def attempts(events: Iterable[Event]) -> list[Attempt]:
-    """In the order of their beginnings. `events` say when each begins and is done, who leaves or is gone, when all ends.
+    """In the order of their beginnings. `events` say when each begins and is done, who leaves or is
+    gone, when all ends.
 
-    A rank of a group asks after each generation; where there is "nothing" new, it has wanted nothing.
+    A rank of a group asks after each generation; where there is "nothing" new, it has wanted
+    nothing.
     """
     found, running = list[Attempt](), dict[str, Event]()
 
@@ -67,7 +72,9 @@ def attempts(events: Iterable[Event]) -> list[Attempt]:
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """Of one system in one run: seconds, of all workers together. Those of unfinished updates count as far as they got."""
+    """Of one system in one run: seconds, of all workers together. Those of unfinished updates count
+    as far as they got.
+    """
 
     total_s: float
     floor_s: float
@@ -83,7 +90,9 @@ class Stalls:
 
 
 def stalls(events: Sequence[Event], floors_s: Mapping[str, float]) -> Stalls:
-    """Of all updates and publications but the first. `floors_s`: what one update of each rollout takes at least."""
+    """Of all updates and publications but the first. `floors_s`: what one update of each rollout
+    takes at least.
+    """
     updates = [attempt for attempt in attempts(events) if attempt.what == "update"]
     published = [event for event in events if event["kind"] == "publish" and event["version"] > 1]
     done = [attempt for attempt in updates if attempt.outcome == "done"]
@@ -102,7 +111,8 @@ def stalls(events: Sequence[Event], floors_s: Mapping[str, float]) -> Stalls:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """How long attempts took, with the preempted and the unfinished ones censored: they took longer than they lasted.
+    """How long attempts took, with the preempted and the unfinished ones censored: they took longer
+    than they lasted.
 
     The quantiles are Kaplan and Meier's; inf: so many have not got there.
     """
@@ -116,13 +126,25 @@ class Waits:
 
 def waits(found: Sequence[Attempt], *what: str) -> Waits:
     mine = [attempt for attempt in found if attempt.what in what]
-    count = {outcome: sum(attempt.outcome == outcome for attempt in mine) for outcome in ("done", "preempted", "unfinished")}
-    return Waits(count["done"], count["preempted"], count["unfinished"], quantile(mine, 0.5), quantile(mine, 0.95))
+    count = {
+        outcome: sum(attempt.outcome == outcome for attempt in mine)
+        for outcome in ("done", "preempted", "unfinished")
+    }
+    return Waits(
+        count["done"],
+        count["preempted"],
+        count["unfinished"],
+        quantile(mine, 0.5),
+        quantile(mine, 0.95),
+    )
 
 
 def quantile(found: Sequence[Attempt], share: float) -> float:
     """The time by which so many are done; inf if that is not known."""
-    left, ordered = 1.0, sorted(found, key=lambda attempt: (attempt.seconds, attempt.outcome != "done"))
+    left, ordered = (
+        1.0,
+        sorted(found, key=lambda attempt: (attempt.seconds, attempt.outcome != "done")),
+    )
     for number, attempt in enumerate(ordered):
         if attempt.outcome == "done":
             left *= 1 - 1 / (len(ordered) - number)

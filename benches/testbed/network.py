@@ -1,8 +1,10 @@
-"""Hosts as network namespaces, on one bridge per site, with capped links; two sites are joined by a WAN. For root, on Linux.
+"""Hosts as network namespaces, on one bridge per site, with capped links; two sites are joined by a
+WAN. For root, on Linux.
 
-Responsible for the links, and that none is left: no namespace has a name. This process holds each by a descriptor, and so do
-the processes in it. When they have ended, however that happened, the kernel removes the namespace and its links. Not
-responsible for what runs there: `prefix` says how to start something in a host.
+Responsible for the links, and that none is left: no namespace has a name. This process holds each
+by a descriptor, and so do the processes in it. When they have ended, however that happened, the
+kernel removes the namespace and its links. Not responsible for what runs there: `prefix` says how
+to start something in a host.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from typing import Final, Self
 
 from benches.child_processes import ROOT
 
-MTU: Final = 9000  # at the most: so that a WAN's relay, and the shaping, have few packets to look at
-BURST_BYTES: Final = 128 * 1024  # more than the 64 KiB that the kernel sends at once, which tbf would else cut into packets
+# at the most: so that a WAN's relay, and the shaping, have few packets to look at
+MTU: Final = 9000
+# more than the 64 KiB that the kernel sends at once, which tbf would else cut into packets
+BURST_BYTES: Final = 128 * 1024
 QUEUE_S: Final = 0.05  # the most that a link delays
 WAN_DEVICE: Final = "wan0"
 COMMAND_S: Final = 20.0
@@ -52,14 +56,23 @@ class Wan:
 class Network:
     """All hosts and links; they end with the `with` block."""
 
-    def __init__(self, hosts: Sequence[Host], wan: Wan | None = None, congestion: str = "cubic", mtu: int = MTU) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        wan: Wan | None = None,
+        congestion: str = "cubic",
+        mtu: int = MTU,
+    ) -> None:
         """`congestion`: the congestion control of all sockets."""
         self._hosts = {host.name: host for host in hosts}
         self._sites = list(dict.fromkeys(host.site for host in hosts))
         if len(self._hosts) < len(hosts):
             raise ValueError("two hosts have one name")
         if len(self._sites) > 2 or (len(self._sites) == 2) != (wan is not None):
-            raise ValueError(f"a WAN joins two sites; here are {len(self._sites)}, and {'a' if wan else 'no'} WAN")
+            raise ValueError(
+                f"a WAN joins two sites; here are {len(self._sites)}, and {'a' if wan else 'no'} "
+                f"WAN"
+            )
         self._wan = wan
         self._congestion, self._mtu = congestion, mtu
         self._stack = ExitStack()
@@ -122,22 +135,39 @@ class Network:
         hosts = [host for host in self._hosts.values() if host.site == site]
         for host in hosts:
             self._add_space(host.name)
-            port, inside = self._port(host.name), f"peer name eth0 mtu {self._mtu} netns {self.path(host.name)}"
-            lines += [f"link add {port} mtu {self._mtu} type veth {inside}", f"link set {port} master bridge0 up"]
+            port, inside = (
+                self._port(host.name),
+                f"peer name eth0 mtu {self._mtu} netns {self.path(host.name)}",
+            )
+            lines += [
+                f"link add {port} mtu {self._mtu} type veth {inside}",
+                f"link set {port} master bridge0 up",
+            ]
         _batch(self.prefix(site), "ip", lines)
         addresses = list(self._addresses.values())
         for host in hosts:
-            _batch(self.prefix(site), "tc", _limit(self._port(host.name), host.mbit, "src", addresses))
+            _batch(
+                self.prefix(site), "tc", _limit(self._port(host.name), host.mbit, "src", addresses)
+            )
         for host in hosts:
-            lines = ["link set lo up", f"address add {self._addresses[host.name]}/24 dev eth0 noprefixroute"]
-            # By routes: a namespace's default can only be what everybody may choose, and cubic is not where that is bbr.
-            lines += ["link set eth0 up", f"route add 10.213.{number}.0/24 dev eth0 congctl {self._congestion}"]
+            lines = [
+                "link set lo up",
+                f"address add {self._addresses[host.name]}/24 dev eth0 noprefixroute",
+            ]
+            # By routes: a namespace's default can only be what everybody may choose, and cubic is
+            # not where that is bbr.
+            lines += [
+                "link set eth0 up",
+                f"route add 10.213.{number}.0/24 dev eth0 congctl {self._congestion}",
+            ]
             lines.append(f"route add default via {gateway} congctl {self._congestion}")
             _batch(self.prefix(host.name), "ip", lines)
             _batch(self.prefix(host.name), "tc", _limit("eth0", host.mbit, "dst", addresses))
 
     def _add_wan(self, wan: Wan) -> None:
-        """A relay between a TUN device in each site; it ends with its standard input, and its devices with it."""
+        """A relay between a TUN device in each site; it ends with its standard input, and its
+        devices with it.
+        """
         ends = [self.path(site) for site in self._sites]
         options = [str(value) for value in (*ends, wan.mbit, wan.round_trip_ms, wan.loss, wan.seed)]
         relay = subprocess.Popen(
@@ -152,7 +182,10 @@ class Network:
         if relay.stdout.readline().strip() != b"ready":
             raise RuntimeError("the WAN's relay has not started; its reason is above")
         for number, site in enumerate(self._sites):
-            lines = [f"address add 10.213.254.{number + 1}/30 dev {WAN_DEVICE}", f"link set {WAN_DEVICE} mtu {self._mtu} up"]
+            lines = [
+                f"address add 10.213.254.{number + 1}/30 dev {WAN_DEVICE}",
+                f"link set {WAN_DEVICE} mtu {self._mtu} up",
+            ]
             lines.append(f"route add 10.213.{1 - number}.0/24 dev {WAN_DEVICE}")
             _batch(self.prefix(site), "ip", lines)
 
@@ -176,7 +209,9 @@ def why_not() -> str | None:
 
 
 def _new_space() -> int:
-    """A descriptor of a new network namespace; a thread that makes it its own opens it, and ends."""
+    """A descriptor of a new network namespace; a thread that makes it its own opens it, and
+    ends.
+    """
     found: list[int | OSError] = []
 
     def open_one() -> None:
@@ -195,21 +230,30 @@ def _new_space() -> int:
 
 
 def _limit(device: str, mbit: float, by: str, addresses: Sequence[str]) -> list[str]:
-    """It sends so much, in equal shares to (`by` "dst") or from ("src") these addresses, as far as they use them: as the
-    fair queue does that Linux distributions have. With one queue for all, who came first keeps several times as much.
+    """It sends so much, in equal shares to (`by` "dst") or from ("src") these addresses, as far as
+    they use them: as the fair queue does that Linux distributions have. With one queue for all, who
+    came first keeps several times as much.
     """
-    lines = [f"qdisc add dev {device} root handle 1: htb default 2", *_classes(device, mbit, len(addresses))]
+    lines = [
+        f"qdisc add dev {device} root handle 1: htb default 2",
+        *_classes(device, mbit, len(addresses)),
+    ]
     queue_bytes = max(BURST_BYTES, int(mbit * 1e6 / 8 * QUEUE_S))
     for number, address in enumerate(addresses, 3):
         lines.append(f"qdisc add dev {device} parent 1:{number:x} bfifo limit {queue_bytes}")
-        lines.append(f"filter add dev {device} parent 1: protocol ip u32 match ip {by} {address} flowid 1:{number:x}")
+        lines.append(
+            f"filter add dev {device} parent 1: protocol ip u32 match ip {by} {address} flowid "
+            f"1:{number:x}"
+        )
     return lines
 
 
 def _classes(device: str, mbit: float, count: int) -> list[str]:
     """One for whatever is no such address' (ARP), and one for each."""
     ceil = f"ceil {int(mbit * 1e6)}bit burst {BURST_BYTES} cburst {BURST_BYTES}"
-    lines = [f"class replace dev {device} parent 1: classid 1:1 htb rate {int(mbit * 1e6)}bit {ceil}"]
+    lines = [
+        f"class replace dev {device} parent 1: classid 1:1 htb rate {int(mbit * 1e6)}bit {ceil}"
+    ]
     for number in range(2, count + 3):
         share = f"rate {int(mbit * 1e6 / (count + 1))}bit {ceil} quantum {BURST_BYTES}"
         lines.append(f"class replace dev {device} parent 1:1 classid 1:{number:x} htb {share}")
@@ -222,7 +266,9 @@ def _batch(prefix: Sequence[str], program: str, lines: Sequence[str]) -> None:
 
 def _run(command: Sequence[str], text: str = "") -> None:
     environment: Mapping[str, str] = os.environ | {"LC_ALL": "C"}
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=COMMAND_S, env=environment)
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=COMMAND_S, env=environment
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 

@@ -33,11 +33,18 @@ MODELS: Final[Mapping[str, str]] = {
 
 
 def table(scenario: Scenario, rows: Sequence[Row], results: Sequence[Result]) -> list[str]:
-    """Mean seconds of updates and of joins that were done, of both, and by how much the model is off."""
+    """Mean seconds of updates and of joins that were done, of both, and by how much the model is
+    off.
+    """
     lines = [f"{'system':<44}{'':>8}{'measured s':>12}{'predicted s':>12}{'off':>8}"]
     for row in rows:
         name = MODELS.get(row.way)
-        mine = [attempt for result in results if result.way == row.way for attempt in attempts(result.events)]
+        mine = [
+            attempt
+            for result in results
+            if result.way == row.way
+            for attempt in attempts(result.events)
+        ]
         grouped = in_groups(scenario, WAYS[row.way].options.get("ranks", 1))
         if name is None or not mine or name not in model.possible(grouped):
             continue
@@ -51,5 +58,7 @@ def table(scenario: Scenario, rows: Sequence[Row], results: Sequence[Result]) ->
 
 
 def mean_s(found: Sequence[Attempt], what: str) -> float | None:
-    done = [attempt.seconds for attempt in found if attempt.what == what and attempt.outcome == "done"]
+    done = [
+        attempt.seconds for attempt in found if attempt.what == what and attempt.outcome == "done"
+    ]
     return fmean(done) if done else None

@@ -1,9 +1,10 @@
-"""A process of the testbed: one side of a system, and the loop of a trainer or a rollout around it (`benches.commands`).
+"""A process of the testbed: one side of a system, and the loop of a trainer or a rollout around it
+(`benches.commands`).
 
 `python -m benches.testbed.process NAMESPACE [DIRECTORY OF PACKAGES]`: it runs in that host.
 
-What it does is written to a file, a line for each event, so that it is known also after a kill. Times are of the machine's
-monotonic clock, which all processes share.
+What it does is written to a file, a line for each event, so that it is known also after a kill.
+Times are of the machine's monotonic clock, which all processes share.
 """
 
 from __future__ import annotations
@@ -46,12 +47,16 @@ class BenchProcess:
         self._rolling = anyio.CancelScope()
 
     async def join(self, system: str, setting: dict[str, Any], log: str, opens: bool) -> None:
-        """Become a side of this system, and connect if it `opens`; a rollout asks for nothing yet."""
+        """Become a side of this system, and connect if it `opens`; a rollout asks for nothing
+        yet.
+        """
         its = Setting(**setting)
         self._who = its.host
         self._log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         nbytes = its.nbytes if its.role in ("trainer", "rollout") else 0
-        self._share = Share(nbytes, its.group_rank, its.group_size, its.options.get(f"{its.role} cut", "rows"))
+        self._share = Share(
+            nbytes, its.group_rank, its.group_size, its.options.get(f"{its.role} cut", "rows")
+        )
         module = importlib.import_module(f"benches.testbed.systems.{system}")
         self._system = module.System(its, self._share, self._stack)
         self._is_open = opens
@@ -60,17 +65,26 @@ class BenchProcess:
         self._has_joined.set()
 
     async def train(self, versions: int, at_s: float, every_s: float) -> None:
-        """Publish so many versions, the first at `at_s`, each other one after so many seconds of training."""
+        """Publish so many versions, the first at `at_s`, each other one after so many seconds of
+        training.
+        """
         for version in range(1, versions + 1):
             await _until(at_s)
             phases = await self._system.publish(version, partial(self._share.write, version))
             ended_s = time.monotonic()
             stalled_s = sum(phases.values())
-            self._note("publish", began_s=ended_s - stalled_s, ended_s=ended_s, version=version, phases=phases)
+            self._note(
+                "publish",
+                began_s=ended_s - stalled_s,
+                ended_s=ended_s,
+                version=version,
+                phases=phases,
+            )
             at_s += stalled_s + every_s  # writing is training
 
     async def roll(self, generations_s: list[float], until: int, pauses: bool, at_s: float) -> None:
-        """Fetch the newest version; then generate for so long each time, and update in between, until that version is there.
+        """Fetch the newest version; then generate for so long each time, and update in between,
+        until that version is there.
 
         `pauses`: a new version stops the generation, which goes on after the update.
         """
@@ -79,10 +93,13 @@ class BenchProcess:
             try:
                 await self._roll(generations_s, until, pauses, at_s)
             except Exception:
-                if not self._rolling.cancel_called:  # who leaves closes what a thread may still read from
+                # who leaves closes what a thread may still read from
+                if not self._rolling.cancel_called:
                     raise
 
-    async def _roll(self, generations_s: list[float], until: int, pauses: bool, at_s: float) -> None:
+    async def _roll(
+        self, generations_s: list[float], until: int, pauses: bool, at_s: float
+    ) -> None:
         await _until(at_s)
         have = await self._attempt("join", at_s)
         for seconds in generations_s:

@@ -53,7 +53,10 @@ def row(scenario: Scenario, way: Way, results: Sequence[Result]) -> Row:
     hosts = timetable.rollouts(in_groups(scenario, way.options.get("ranks", 1)))
     slow = {name for name, kind in hosts if kind.slow > 1}
     results = [
-        replace(each, events=[event for event in each.events if event["who"].partition(".")[0] not in slow])
+        replace(
+            each,
+            events=[event for event in each.events if event["who"].partition(".")[0] not in slow],
+        )
         for each in results
     ]
     found = [(stalls(result.events, floors(scenario, way, result)), result) for result in results]
@@ -75,18 +78,34 @@ def row(scenario: Scenario, way: Way, results: Sequence[Result]) -> Row:
 
 
 def floors(scenario: Scenario, way: Way, result: Result) -> Mapping[str, float]:
-    """Seconds in which one copy can be in each rollout: over its own link, or over the WAN if nothing in its site has it."""
+    """Seconds in which one copy can be in each rollout: over its own link, or over the WAN if
+    nothing in its site has it.
+    """
     home, near = scenario.sites[0], "seed" in way.roles
     far_s = result.far_floor_s if result.far_floor_s is not None else result.floor_s
-    own = {name: result.floor_s if near or hosts.site == home else far_s for name, hosts in timetable.rollouts(scenario)}
-    return own | {f"{name}.{rank}": own[name] for name in own for rank in range(1, way.options.get("ranks", 1))}
+    own = {
+        name: result.floor_s if near or hosts.site == home else far_s
+        for name, hosts in timetable.rollouts(scenario)
+    }
+    return own | {
+        f"{name}.{rank}": own[name]
+        for name in own
+        for rank in range(1, way.options.get("ranks", 1))
+    }
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Stalls, one line for each system; ours is what the others are compared with."""
     head = f"{'system':<44}{'updates':>8}{'stall s':>9}{'each s':>8}{'floor s':>8}{'of floor':>9}{'of ours':>8}"
-    lines = [head + "".join(f"{name:>11}" for name in PHASES) + f"{'trainer s':>10}{'CPU':>6}{'machine':>8}{'lines':>7}"]
-    ours = next((each.stalls.total_s for each in rows if each.way.startswith("tensorhub") and each.stalls), float("nan"))
+    lines = [
+        head
+        + "".join(f"{name:>11}" for name in PHASES)
+        + f"{'trainer s':>10}{'CPU':>6}{'machine':>8}{'lines':>7}"
+    ]
+    ours = next(
+        (each.stalls.total_s for each in rows if each.way.startswith("tensorhub") and each.stalls),
+        float("nan"),
+    )
     for each in rows:
         if each.stalls is None:
             lines.append(f"{each.title:<44} {each.failure}")
@@ -94,8 +113,13 @@ def table(rows: Sequence[Row]) -> list[str]:
         it = each.stalls
         count = f"{it.updates}+{it.unfinished}" if it.unfinished else str(it.updates)
         line = f"{each.title:<44}{count:>8}{it.total_s:>9.2f}{each.per_update_s:>8.3f}{each.floor_s:>8.3f}"
-        line += f"{it.ratio:>9.2f}{it.total_s / ours:>8.2f}" + "".join(f"{it.phases[name]:>11.2f}" for name in PHASES)
-        lines.append(line + f"{it.trainer_s:>10.2f}{each.cpu:>6.0%}{each.machine:>8.0%}{WAYS[each.way].lines():>7}")
+        line += f"{it.ratio:>9.2f}{it.total_s / ours:>8.2f}" + "".join(
+            f"{it.phases[name]:>11.2f}" for name in PHASES
+        )
+        lines.append(
+            line
+            + f"{it.trainer_s:>10.2f}{each.cpu:>6.0%}{each.machine:>8.0%}{WAYS[each.way].lines():>7}"
+        )
     return lines
 
 
@@ -113,7 +137,9 @@ def waits_table(rows: Sequence[Row]) -> list[str]:
             base: Waits = getattr(ours, what)
             counts = f"{it.done:>6}{it.preempted:>11}{it.unfinished:>12}"
             ratios = f"{_ratio(it.median_s, base.median_s):>8}{_ratio(it.p95_s, base.p95_s):>8}"
-            lines.append(f"{each.title:<44}{what:>8}{counts}{it.median_s:>10.2f}{it.p95_s:>8.2f}{ratios}")
+            lines.append(
+                f"{each.title:<44}{what:>8}{counts}{it.median_s:>10.2f}{it.p95_s:>8.2f}{ratios}"
+            )
     return lines
 
 

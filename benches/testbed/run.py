@@ -1,7 +1,9 @@
-"""One run: a network, a system's processes in it, and the workload's loops; what they wrote is its result.
+"""One run: a network, a system's processes in it, and the workload's loops; what they wrote is its
+result.
 
-Every wait has a deadline, and nothing is left, however the run ends: processes end with their input, and a network with its
-last process. Who comes and goes when is the scenario's (`tensorhub.testing.flow.timetable`).
+Every wait has a deadline, and nothing is left, however the run ends: processes end with their
+input, and a network with its last process. Who comes and goes when is the scenario's
+(`tensorhub.testing.flow.timetable`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -35,8 +38,9 @@ TOKEN: Final = {"TENSORHUB_TOKEN": "of this run"}
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Times in `events` are seconds since the first publication was due. `floor_s`: what one copy takes into a rollout over
-    its own link; `far_floor_s`: over the WAN. `cpu`, `machine`: of all cores, what the workers and what everything took.
+    """Times in `events` are seconds since the first publication was due. `floor_s`: what one copy
+    takes into a rollout over its own link; `far_floor_s`: over the WAN. `cpu`, `machine`: of all
+    cores, what the workers and what everything took.
     """
 
     way: str
@@ -62,11 +66,14 @@ class Run:
         self._slow = {name: hosts.slow for name, hosts in timetable.rollouts(scenario)}
         self._spot = {name for name, hosts in timetable.rollouts(scenario) if hosts.spot}
         self._lengths = {
-            host: timetable.generations(scenario, name) for name in self._sites for host in self._ranks_of(name)
+            host: timetable.generations(scenario, name)
+            for name in self._sites
+            for host in self._ranks_of(name)
         }
         self._ranks = {"trainer": 0} | {name: rank for rank, name in enumerate(self._sites, 1)}
         self._hosts = {host.name: host for host in self._all_hosts()}
-        self._lives: dict[tuple[str, int], tuple[Process, Pending]] = {}  # by rollout, and which of its lives it is
+        # by rollout, and which of its lives it is
+        self._lives: dict[tuple[str, int], tuple[Process, Pending]] = {}
         self._workers: list[Process] = []
         self._gone_cpu_s = 0.0
         self._ends: list[dict[str, Any]] = []  # events of those that could not write them
@@ -79,8 +86,12 @@ class Run:
         hosts += [Host(name, home, mbit) for name in ("coordinator", "store")]
         for group, site in self._sites.items():
             hosts += [Host(name, site, mbit / self._slow[group]) for name in self._ranks_of(group)]
-        seeds = [kind for kind in self.scenario.hosts if kind.role == "seed" for _ in range(kind.count)]
-        return hosts + [Host(f"seed-{number}", kind.site, mbit / kind.slow) for number, kind in enumerate(seeds)]
+        seeds = [
+            kind for kind in self.scenario.hosts if kind.role == "seed" for _ in range(kind.count)
+        ]
+        return hosts + [
+            Host(f"seed-{number}", kind.site, mbit / kind.slow) for number, kind in enumerate(seeds)
+        ]
 
     def _ranks_of(self, group: str) -> list[str]:
         """The hosts of a group, one for each rank."""
@@ -96,7 +107,8 @@ class Run:
             self._network = self._stack.enter_context(Network(list(self._hosts.values()), wan))
             return self._run()
 
-    # -------------------------------------------------------------------------------------------------------- processes
+    # ----------------------------------------------------------------------------------------------
+    # processes
 
     def _process(self, host: str) -> Process:
         packages = []
@@ -104,12 +116,16 @@ class Run:
             directory = environments.default_directory() / self.way.environment
             packages = [str(next(directory.glob("lib/python*/site-packages")))]
         errors = self._scratch / f"{host}.stderr"
-        process = Process(host, MODULE, self._network.path(host), *packages, environment=TOKEN, errors=errors)
+        process = Process(
+            host, MODULE, self._network.path(host), *packages, environment=TOKEN, errors=errors
+        )
         self._stack.callback(process.close)
         return process
 
     def _join(self, process: Process, role: str, *, opens: bool = True) -> Pending:
-        """Become a side of the system. `opens`: at once; a rollout that comes later does in its first attempt."""
+        """Become a side of the system. `opens`: at once; a rollout that comes later does in its
+        first attempt.
+        """
         host = process.name
         group, _, rank = host.partition(".")
         self._life += 1
@@ -132,16 +148,21 @@ class Run:
             scratch=str(scratch),
             options={**self.way.options, "spot": host in self._spot},
         )
-        return process.begin("join", system=self.way.module, setting=asdict(setting), log=str(self._log), opens=opens)
+        return process.begin(
+            "join", system=self.way.module, setting=asdict(setting), log=str(self._log), opens=opens
+        )
 
     def _servers(self) -> list[Process]:
-        """What the system needs besides trainer and rollouts, but for seeds, which follow a trainer."""
+        """What the system needs besides trainer and rollouts, but for seeds, which follow a
+        trainer.
+        """
         servers = [self._process(role) for role in self.way.roles if role != "seed"]
         for server in servers:
             self._join(server, server.name).result(START_S)
         return servers
 
-    # ---------------------------------------------------------------------------------------------------------- the run
+    # ----------------------------------------------------------------------------------------------
+    # the run
 
     def _run(self) -> Result:
         absent = {} if self.way.is_fixed else timetable.presences(self.scenario)
@@ -167,22 +188,45 @@ class Run:
         training = [trainer.begin("train", **told) for trainer in trainers]
         for name, process in first.items():
             self._lives[name, 0] = process, self._roll(process, began_s)
-        self._come_and_go(absent, began_s, training, self.scenario.versions * max(every_s, 20 * floor_s) * 3 + START_S)
+        self._come_and_go(
+            absent,
+            began_s,
+            training,
+            self.scenario.versions * max(every_s, 20 * floor_s) * 3 + START_S,
+        )
         for pending in training:
             pending.result(1.0)
         self._finish(every_s)
         ended_s = time.monotonic()
         cores = len(os.sched_getaffinity(0)) * (ended_s - counted_s)
         cpu, machine = (self._cpu_s() - cpu_s) / cores, (_machine_s() - machine_s) / cores
-        return Result(self.way.name, self._events(began_s, ended_s), floor_s, far_floor_s, ended_s - began_s, cpu, machine)
+        return Result(
+            self.way.name,
+            self._events(began_s, ended_s),
+            floor_s,
+            far_floor_s,
+            ended_s - began_s,
+            cpu,
+            machine,
+        )
 
     def _roll(self, process: Process, at_s: float) -> Pending:
         drawn = islice(self._lengths[process.name], GENERATIONS)
         lengths = [round(seconds, 4) for seconds in drawn]
-        return process.begin("roll", generations_s=lengths, until=self.scenario.versions, pauses=self.way.pauses, at_s=at_s)
+        return process.begin(
+            "roll",
+            generations_s=lengths,
+            until=self.scenario.versions,
+            pauses=self.way.pauses,
+            at_s=at_s,
+        )
 
     def _come_and_go(
-        self, absent: Mapping[str, list[Presence]], began_s: float, training: Sequence[Pending], limit_s: float
+        self,
+        absent: Mapping[str, list[Presence]],
+        began_s: float,
+        training: Sequence[Pending],
+        limit_s: float,
     ) -> None:
         """Do what is due, until the trainer has published all."""
         due: list[tuple[float, Callable[[], None]]] = []
@@ -190,7 +234,12 @@ class Run:
             for number, each in enumerate(presences):
                 life = name, number
                 if each.begin_s > 0.0:
-                    due.append((each.begin_s - AHEAD_S, lambda life=life, at=each.begin_s: self._come(life, began_s + at)))  # type: ignore[misc]
+                    due.append(
+                        (
+                            each.begin_s - AHEAD_S,
+                            partial(self._come, life, began_s + each.begin_s),
+                        )
+                    )
                 if each.notice_s is not None:
                     due.append((each.notice_s, lambda life=life: self._notice(life)))  # type: ignore[misc]
                 due.append((each.end_s, lambda life=life: self._go(life)))  # type: ignore[misc]
@@ -198,7 +247,9 @@ class Run:
         while not all(pending.is_over for pending in training):
             now_s = time.monotonic() - began_s
             if now_s > limit_s:
-                raise TimeoutError(f"{self.way.name}: the trainer has not published everything after {now_s:.0f} s")
+                raise TimeoutError(
+                    f"{self.way.name}: the trainer has not published everything after {now_s:.0f} s"
+                )
             self._check()
             while due and due[0][0] <= now_s:
                 due.pop(0)[1]()
@@ -232,12 +283,16 @@ class Run:
     def _finish(self, every_s: float) -> None:
         """The last version has as long as any other; a fixed group has it already."""
         deadline_s = time.monotonic() + every_s
-        while time.monotonic() < deadline_s and not all(pending.is_over for _, pending in self._lives.values()):
+        while time.monotonic() < deadline_s and not all(
+            pending.is_over for _, pending in self._lives.values()
+        ):
             self._check()
             time.sleep(0.02)
 
     def _floors(self) -> tuple[float, float | None]:
-        """Seconds of one copy over one link, and over the WAN: plain sockets, the least of several."""
+        """Seconds of one copy over one link, and over the WAN: plain sockets, the least of
+        several.
+        """
         home = self._hosts["trainer"].site
         fastest_first = sorted(self._sites, key=self._slow.__getitem__)
         away = [name for name in fastest_first if self._sites[name] != home]
@@ -248,11 +303,21 @@ class Run:
     def _floor(self, sender: str, receiver: str, count: int) -> float:
         """Of processes of their own, which end with it."""
         with contextlib.ExitStack() as stack:
-            ends = [Process(name, MODULE, self._network.path(name), environment=TOKEN) for name in (sender, receiver)]
+            ends = [
+                Process(name, MODULE, self._network.path(name), environment=TOKEN)
+                for name in (sender, receiver)
+            ]
             for process in ends:
                 stack.callback(process.close)
-            where = {"host": self._network.address(sender), "nbytes": self.scenario.rank_bytes, "count": count}
-            sending, receiving = ends[0].begin("probe_send", **where), ends[1].begin("probe_receive", **where)
+            where = {
+                "host": self._network.address(sender),
+                "nbytes": self.scenario.rank_bytes,
+                "count": count,
+            }
+            sending, receiving = (
+                ends[0].begin("probe_send", **where),
+                ends[1].begin("probe_receive", **where),
+            )
             seconds = receiving.result(START_S)
             sending.result(START_S)
         return float(min(seconds))
@@ -283,5 +348,7 @@ def _cpu_s(pid: int) -> float:
 
 def _machine_s() -> float:
     """CPU seconds that all of the machine has worked."""
-    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    user, nice, system, _, _, irq, softirq, *_ = map(
+        int, Path("/proc/stat").read_text().split("\n")[0].split()[1:]
+    )
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")

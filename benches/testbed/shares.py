@@ -1,6 +1,8 @@
-"""What a rank has of a model: tensors whose every word says which version it belongs to, and where in the whole model it is.
+"""What a rank has of a model: tensors whose every word says which version it belongs to, and where
+in the whole model it is.
 
-So one look proves all bytes, whatever the layout. Nothing of the library is used here: it is what checks the library.
+So one look proves all bytes, whatever the layout. Nothing of the library is used here: it is what
+checks the library.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 TENSORS: Final = ("a", "b")
-COLUMNS: Final = 512  # words of a row of a model that several ranks share: runs of 2 KiB for one of two that cut by columns
+# words of a row of a model that several ranks share: runs of 2 KiB for one of two that cut by
+# columns
+COLUMNS: Final = 512
 _VERSION_BITS: Final = 40  # below a word's version: its tensor, and its place in the whole tensor
 _TENSOR_BITS: Final = 36
 
@@ -19,7 +23,9 @@ Words = npt.NDArray[np.uint64]
 
 
 class Share:
-    """`tensors`: two, of `nbytes` together, as rank `rank` of `ranks` has them, cut by "rows" or by "columns"."""
+    """`tensors`: two, of `nbytes` together, as rank `rank` of `ranks` has them, cut by "rows" or by
+    "columns".
+    """
 
     def __init__(self, nbytes: int, rank: int = 0, ranks: int = 1, cut: str = "rows") -> None:
         words = nbytes // 8 // len(TENSORS)
@@ -43,14 +49,23 @@ class Share:
 
     def write(self, version: int) -> None:
         for number, tensor in enumerate(self.tensors.values()):
-            np.add(self._places, np.uint64((version << _VERSION_BITS) + (number << _TENSOR_BITS)), out=tensor)
+            np.add(
+                self._places,
+                np.uint64((version << _VERSION_BITS) + (number << _TENSOR_BITS)),
+                out=tensor,
+            )
 
     def versions(self) -> list[int]:
         """Whose words are there; -1 for words that are of no version, or in another's place."""
         found: set[int] = set()
         for number, tensor in enumerate(self.tensors.values()):
             rest = tensor - self._places - np.uint64(number << _TENSOR_BITS)
-            least, most = int(rest.min(initial=0 if not rest.size else rest.flat[0])), int(rest.max(initial=0))
+            least, most = (
+                int(rest.min(initial=0 if not rest.size else rest.flat[0])),
+                int(rest.max(initial=0)),
+            )
             seen = [least] if least == most else [int(word) for word in np.unique(rest)[:16]]
-            found.update(word >> _VERSION_BITS if not word % 2**_VERSION_BITS else -1 for word in seen)
+            found.update(
+                word >> _VERSION_BITS if not word % 2**_VERSION_BITS else -1 for word in seen
+            )
         return sorted(found)

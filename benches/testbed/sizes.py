@@ -1,6 +1,7 @@
 """What of a scenario this machine can run: smaller versions over slower links, and fewer of them.
 
-Times in a scenario are in copies, so that it stays what it is. The flow model can be given the same sizes.
+Times in a scenario are in copies, so that it stays what it is. The flow model can be given the same
+sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ CHUNKS: Final = 64  # of one copy, as in the scenario files
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """`mb`: of one copy, 10**6 bytes. `nic_mbit`: what each host's link carries; the WAN keeps its ratio to it."""
+    """`mb`: of one copy, 10**6 bytes. `nic_mbit`: what each host's link carries; the WAN keeps its
+    ratio to it.
+    """
 
     mb: float
     nic_mbit: float
@@ -39,14 +42,25 @@ SIZES: Final[Mapping[str, Size]] = {
 
 
 def check(scenario: Scenario) -> Scenario:
-    """Raises ScenarioError if it has more workers than this machine can run, or more sites than the testbed has."""
+    """Raises ScenarioError if it has more workers than this machine can run, or more sites than the
+    testbed has.
+    """
     workers, most = scenario.count("rollout") + 1, WORKERS_PER_CORE * len(os.sched_getaffinity(0))
     if workers > most:
-        raise ScenarioError(f"{scenario.name} has {workers} workers, and this machine can run {most}: give fewer hosts")
+        raise ScenarioError(
+            f"{scenario.name} has {workers} workers, and this machine can run {most}: give fewer "
+            f"hosts"
+        )
     if len(scenario.sites) > 2:
-        raise ScenarioError(f"{scenario.name} has {len(scenario.sites)} sites: the testbed has one WAN, between two sites")
+        raise ScenarioError(
+            f"{scenario.name} has {len(scenario.sites)} sites: the testbed has one WAN, between "
+            f"two sites"
+        )
     if not scenario.generate_mean_copies:
-        raise ScenarioError(f"{scenario.name} has generate_mean_copies = 0, and rollouts of the testbed have to generate")
+        raise ScenarioError(
+            f"{scenario.name} has generate_mean_copies = 0, and rollouts of the testbed have to "
+            f"generate"
+        )
     return scenario
 
 
@@ -68,7 +82,12 @@ def fitted(scenario: Scenario, size: Size) -> Scenario:
 def with_rollouts(scenario: Scenario, count: int) -> Scenario:
     """The same with so many rollouts of its first kind."""
     first = next(hosts for hosts in scenario.hosts if hosts.role == "rollout")
-    return replace(scenario, hosts=tuple(replace(each, count=count) if each is first else each for each in scenario.hosts))
+    return replace(
+        scenario,
+        hosts=tuple(
+            replace(each, count=count) if each is first else each for each in scenario.hosts
+        ),
+    )
 
 
 def with_slow(scenario: Scenario, slow: float) -> Scenario:
@@ -77,12 +96,22 @@ def with_slow(scenario: Scenario, slow: float) -> Scenario:
     first = scenario.hosts[at]
     kinds = [replace(first, count=1, slow=slow), replace(first, count=first.count - 1)]
     return replace(
-        scenario, hosts=(*scenario.hosts[:at], *(each for each in kinds if each.count), *scenario.hosts[at + 1 :])
+        scenario,
+        hosts=(
+            *scenario.hosts[:at],
+            *(each for each in kinds if each.count),
+            *scenario.hosts[at + 1 :],
+        ),
     )
 
 
 def with_wan(scenario: Scenario, ratio: float) -> Scenario:
-    """The same where a host's link carries so many times what the WAN does. Raises ScenarioError if there is no WAN."""
+    """The same where a host's link carries so many times what the WAN does. Raises ScenarioError if
+    there is no WAN.
+    """
     if len(scenario.sites) < 2:
         raise ScenarioError(f"{scenario.name} has one site, and no WAN")
-    return replace(scenario, links=replace(scenario.links, wan_mbit_per_s=scenario.links.nic_mbit_per_s / ratio))
+    return replace(
+        scenario,
+        links=replace(scenario.links, wan_mbit_per_s=scenario.links.nic_mbit_per_s / ratio),
+    )

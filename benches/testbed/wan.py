@@ -1,7 +1,9 @@
-"""A WAN: a program that carries packets between two TUN devices, at a rate, with a delay, and loses some.
+"""A WAN: a program that carries packets between two TUN devices, at a rate, with a delay, and loses
+some.
 
-`python -m benches.testbed.wan NAMESPACE NAMESPACE MBIT ROUND_TRIP_MS LOSS SEED`: it makes a device in each namespace (a
-path), says "ready", and ends with its standard input. `Direction` is pure: time is an argument.
+`python -m benches.testbed.wan NAMESPACE NAMESPACE MBIT ROUND_TRIP_MS LOSS SEED`: it makes a device
+in each namespace (a path), says "ready", and ends with its standard input. `Direction` is pure:
+time is an argument.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from dataclasses import dataclass, field
 
 from benches.testbed.network import MTU, WAN_DEVICE
 
-QUEUE_S = 0.04  # a packet that would wait longer for its turn is lost, as at the end of a router's queue
+# a packet that would wait longer for its turn is lost, as at the end of a router's queue
+QUEUE_S = 0.04
 OVERHEAD_BYTES = 24  # of each packet on a real line
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI, _CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
 
@@ -88,7 +91,11 @@ def device(namespace: str) -> int:
                     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             opened = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
             found.append(opened)
-            fcntl.ioctl(opened, _TUNSETIFF, struct.pack("16sH22x", WAN_DEVICE.encode(), _IFF_TUN | _IFF_NO_PI))
+            fcntl.ioctl(
+                opened,
+                _TUNSETIFF,
+                struct.pack("16sH22x", WAN_DEVICE.encode(), _IFF_TUN | _IFF_NO_PI),
+            )
         except OSError as error:
             found[:] = [error]
 
@@ -105,7 +112,10 @@ def main(arguments: list[str]) -> None:
     mbit, round_trip_ms, loss, seed = map(float, rest)
     devices = (device(near), device(far))
     ways = tuple(
-        Direction(mbit * 1e6 / 8, round_trip_ms / 2000, loss, random.Random(f"{int(seed)}:{number}")) for number in range(2)
+        Direction(
+            mbit * 1e6 / 8, round_trip_ms / 2000, loss, random.Random(f"{int(seed)}:{number}")
+        )
+        for number in range(2)
     )
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -10)  # a line waits for no processor

@@ -10,12 +10,15 @@ from typing import Any, Final
 from benches.comparison import environments
 from tensorhub.testing.flow.scenario import advice
 
-ENDS: Final = ("# lines", "# end of lines")  # what stands between them is what a program adds to use a system
+# what stands between them is what a program adds to use a system
+ENDS: Final = ("# lines", "# end of lines")
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """`module`: in `systems`. `environment`: one that `--install` makes, whose packages it needs."""
+    """`module`: in `systems`. `environment`: one that `--install` makes, whose packages it
+    needs.
+    """
 
     name: str
     title: str
@@ -29,14 +32,22 @@ class Way:
 
     def lacks(self) -> str | None:
         """Why it cannot run here; None if it can."""
-        return environments.lacking(environments.default_directory(), self.environment, self.programs)
+        return environments.lacking(
+            environments.default_directory(), self.environment, self.programs
+        )
 
     def install(self) -> str | None:
         """Make its environment, if it needs one and there is none; why it could not be made."""
-        return environments.install(environments.default_directory(), self.environment) if self.environment else None
+        return (
+            environments.install(environments.default_directory(), self.environment)
+            if self.environment
+            else None
+        )
 
     def lines(self) -> int:
-        """Lines of code that it takes, on both sides: without blank ones, comments and docstrings of one line."""
+        """Lines of code that it takes, on both sides: without blank ones, comments and docstrings
+        of one line.
+        """
         return sum(count_lines(_module(name).read_text()) for name in _MODULES[self.module])
 
     @property
@@ -60,7 +71,13 @@ WAYS: Final[Mapping[str, Way]] = {
     way.name: way
     for way in (
         Way("tensorhub", "TensorHub", "hub", roles=_COORDINATED),
-        Way("tensorhub+prefetch", "TensorHub, prefetch", "hub", {"prefetch": True}, roles=_COORDINATED),
+        Way(
+            "tensorhub+prefetch",
+            "TensorHub, prefetch",
+            "hub",
+            {"prefetch": True},
+            roles=_COORDINATED,
+        ),
         Way("tensorhub+seeds", "TensorHub, seeds", "hub", {"seeds": True}, roles=_SEEDED),
         Way(
             "tensorhub+seeds+prefetch",
@@ -77,9 +94,28 @@ WAYS: Final[Mapping[str, Way]] = {
             {"ranks": 2, "rollout cut": "columns"},
             roles=_COORDINATED,
         ),
-        Way("chain-waits", "collective (pipelined chain), waits", "gloo", {"how": "chain"}, is_fixed=True),
-        Way("gloo-waits", "collective (gloo's broadcast), waits", "gloo", {"how": "broadcast"}, is_fixed=True),
-        Way("chain-pauses", "collective (pipelined chain), pauses", "gloo", {"how": "chain"}, pauses=True, is_fixed=True),
+        Way(
+            "chain-waits",
+            "collective (pipelined chain), waits",
+            "gloo",
+            {"how": "chain"},
+            is_fixed=True,
+        ),
+        Way(
+            "gloo-waits",
+            "collective (gloo's broadcast), waits",
+            "gloo",
+            {"how": "broadcast"},
+            is_fixed=True,
+        ),
+        Way(
+            "chain-pauses",
+            "collective (pipelined chain), pauses",
+            "gloo",
+            {"how": "chain"},
+            pauses=True,
+            is_fixed=True,
+        ),
         Way(
             "gloo-pauses",
             "collective (gloo's broadcast), pauses",
@@ -99,7 +135,9 @@ WAYS: Final[Mapping[str, Way]] = {
             roles=("store",),
         ),
         Way("s3", "push to S3 (JuiceFS' MinIO), pull", "s3", environment="s3", roles=("store",)),
-        Way("web", "a file behind nginx, PUT and GET", "web", programs=("nginx",), roles=("store",)),
+        Way(
+            "web", "a file behind nginx, PUT and GET", "web", programs=("nginx",), roles=("store",)
+        ),
     )
 }
 

@@ -1,10 +1,12 @@
-"""TensorHub: the weights of any live model version, fetched from the memory of the workers that hold them.
+"""TensorHub: the weights of any live model version, fetched from the memory of the workers that
+hold them.
 
-This module holds the public names and no logic. Importing it imports nothing: a name's module is imported when the name is
-first used.
+This module holds the public names and no logic. Importing it imports nothing: a name's module is
+imported when the name is first used.
 """
 
-TYPE_CHECKING = False  # a type checker takes it for typing's own; to import typing would cost more than all of this module
+# a type checker takes it for typing's own; to import typing would cost more than all of this module
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from tensorhub.api.embedded import Coordinator, serve
     from tensorhub.api.hub import Fetched, Hub, connect
@@ -37,7 +39,15 @@ if TYPE_CHECKING:
     from tensorhub.protocol.secret import read_only_token
     from tensorhub.runtime.sigterm import leave_on_sigterm
     from tensorhub.transport.segments import shared_empty_like
-    from tensorhub.types import FetchReport, Location, ModelInfo, ModelSummary, Options, SourceReport, VersionInfo
+    from tensorhub.types import (
+        FetchReport,
+        Location,
+        ModelInfo,
+        ModelSummary,
+        Options,
+        SourceReport,
+        VersionInfo,
+    )
 
 __version__ = "0.1.0"
 
@@ -85,7 +95,8 @@ __all__ = [
     "source",
 ]
 
-_MODULES = ("conversion", "errors", "integrations", "sync", "testing", "types")  # that need no import of their own
+# that need no import of their own
+_MODULES = ("conversion", "errors", "integrations", "sync", "testing", "types")
 _MODULE_OF = dict.fromkeys(__all__, "errors") | {
     "Coordinator": "api.embedded",
     "FetchReport": "types",

@@ -1,17 +1,23 @@
-"""Publishes a converted copy of a trainer's weights: cast (fp32 masters as bf16), fused, renamed, or anything else.
+"""Publishes a converted copy of a trainer's weights: cast (fp32 masters as bf16), fused, renamed,
+or anything else.
 
-    weights = await register_converted(hub, "actor", cast(model, torch.bfloat16), group="trainer", rank=r, world_size=n)
+    weights = await register_converted(hub, "actor", cast(model, torch.bfloat16), group="trainer",
+    rank=r, world_size=n)
     ...
-    report = await weights.publish(7)    # converts the present weights, publishes the copy, and says what that cost
+    report = await weights.publish(7)    # converts the present weights, publishes the copy, and
+    says what that cost
 
-The trainer's own tensors are not registered, so a step may overwrite them at any time. The copy is. There are two of it
-(`buffers`), each registered as a group of its own, and they take turns. So version 8 is written while version 7
-is still being read, without a wait. Version 9 takes the memory of version 7. As for any `mutate`, the remaining
-readers of version 7 move to other holders, or version 9 waits for them for `Options.drain_grace_s` at most.
+The trainer's own tensors are not registered, so a step may overwrite them at any time. The copy is.
+There are two of it (`buffers`), each registered as a group of its own, and they take turns. So
+version 8 is written while version 7 is still being read, without a wait. Version 9 takes the memory
+of version 7. As for any `mutate`, the remaining readers of version 7 move to other holders, or
+version 9 waits for them for `Options.drain_grace_s` at most.
 
-The price is memory: so many bytes of the copy, `buffers` times. Without it, register the trainer's tensors themselves.
+The price is memory: so many bytes of the copy, `buffers` times. Without it, register the trainer's
+tensors themselves.
 
-Responsible for the buffers' turns, and for the report. Not responsible for the conversion, nor for publishing.
+Responsible for the buffers' turns, and for the report. Not responsible for the conversion, nor for
+publishing.
 """
 
 from __future__ import annotations
@@ -45,23 +51,28 @@ BUFFERS_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """How the copy is made. Each call of `allocate` returns a new set of tensors. `convert` writes the present
-    weights into the tensors of such a set; it does not replace them.
+    """How the copy is made. Each call of `allocate` returns a new set of tensors. `convert` writes
+    the present weights into the tensors of such a set; it does not replace them.
 
-    `sources`: as in `Hub.register`, where the copy's tensors are parts or are fused; with shapes, since it is published.
+    `sources`: as in `Hub.register`, where the copy's tensors are parts or are fused; with shapes,
+    since it is published.
     """
 
     allocate: Callable[[], Tensors]
     convert: Callable[[Tensors], object]
     sources: Sources | None = None
-    left_out: Mapping[str, str] = field(default_factory=dict)  # state of the module that is no tensor of it, with what it is
+    # state of the module that is no tensor of it, with what it is
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
-def cast(tensors: nn.Module | Tensors, dtype: torch.dtype, *, sources: Sources | None = None) -> Conversion:
+def cast(
+    tensors: nn.Module | Tensors, dtype: torch.dtype, *, sources: Sources | None = None
+) -> Conversion:
     """Each floating-point tensor in that dtype, and every other tensor as it is.
 
-    `tensors`: as in `Hub.register`; looked up anew for each version. Of a DTensor only the local part is copied,
-    and the copy is a DTensor with equal placements. Tied tensors are tied in the copy. `sources`: see `Conversion`.
+    `tensors`: as in `Hub.register`; looked up anew for each version. Of a DTensor only the local
+    part is copied, and the copy is a DTensor with equal placements. Tied tensors are tied in the
+    copy. `sources`: see `Conversion`.
     """
     import torch
 
@@ -83,14 +94,23 @@ def cast(tensors: nn.Module | Tensors, dtype: torch.dtype, *, sources: Sources |
     def convert(target: Tensors) -> None:
         present = {name: local_of(tensor) for name, tensor in resolve(tensors).items()}
         copies = {name: local_of(tensor) for name, tensor in target.items()}
-        shapes, theirs = ({name: tuple(t.shape) for name, t in each.items()} for each in (present, copies))
+        shapes, theirs = (
+            {name: tuple(t.shape) for name, t in each.items()} for each in (present, copies)
+        )
         if shapes != theirs:
-            names = sorted(name for name in shapes.keys() | theirs.keys() if shapes.get(name) != theirs.get(name))
-            raise RegistrationError(
-                f"{len(names)} tensor(s) have come, gone or changed their shape since the copy was registered: "
-                f"{', '.join(map(repr, names[:10]))}. Close the converted weights, and register them anew"
+            names = sorted(
+                name
+                for name in shapes.keys() | theirs.keys()
+                if shapes.get(name) != theirs.get(name)
             )
-        into = {id(target[name]): (copies[name], tensor) for name, tensor in present.items()}  # tied tensors once
+            raise RegistrationError(
+                f"{len(names)} tensor(s) have come, gone or changed their shape since the copy was "
+                f"registered: "
+                f"{', '.join(map(repr, names[:10]))}. Close the converted weights, and register "
+                f"them anew"
+            )
+        # tied tensors once
+        into = {id(target[name]): (copies[name], tensor) for name, tensor in present.items()}
         with torch.no_grad():
             for copy, tensor in into.values():
                 copy.copy_(tensor)
@@ -104,8 +124,9 @@ def cast(tensors: nn.Module | Tensors, dtype: torch.dtype, *, sources: Sources |
 class ConversionReport:
     """What one publication cost.
 
-    `nbytes`: of one buffer. `reclaim_s`: until a buffer was free, which is the wait for readers of an older version.
-    `convert_s`: the conversion itself, on a GPU only until it is queued. `publish_s`: until all ranks had published.
+    `nbytes`: of one buffer. `reclaim_s`: until a buffer was free, which is the wait for readers of
+    an older version. `convert_s`: the conversion itself, on a GPU only until it is queued.
+    `publish_s`: until all ranks had published.
     """
 
     version: int
@@ -125,17 +146,19 @@ async def register_converted(
     world_size: int = 1,
     buffers: int = 2,
 ) -> ConvertedWeights:
-    """Allocate the buffers and register each as a group of its own, `group/0`, `group/1`, and so on.
+    """Allocate the buffers and register each as a group of its own, `group/0`, `group/1`, and so
+    on.
 
-    `buffers`: with `retain(latest=n)`, n + 1 buffers let a version be published without a wait. Raises as
-    `Hub.register`.
+    `buffers`: with `retain(latest=n)`, n + 1 buffers let a version be published without a wait.
+    Raises as `Hub.register`.
     """
     if not isinstance(group, str):
         raise InvalidType(f"group={shown(group)}: give a string, the same on all ranks")
     count = as_integer(buffers)
     if count is None or not 2 <= count <= BUFFERS_MAX:
         raise InvalidValue(
-            f"buffers={shown(buffers)}: give 2 to {BUFFERS_MAX}; with one, each publication waits for its readers"
+            f"buffers={shown(buffers)}: give 2 to {BUFFERS_MAX}; with one, each publication waits "
+            f"for its readers"
         )
     tell_left_out(conversion.left_out, model, hub._worker.options)
     made: list[_Buffer] = []
@@ -143,7 +166,12 @@ async def register_converted(
         for number in range(count):
             tensors = conversion.allocate()
             weights = await hub.register(
-                model, tensors, group=f"{group}/{number}", rank=rank, world_size=world_size, sources=conversion.sources
+                model,
+                tensors,
+                group=f"{group}/{number}",
+                rank=rank,
+                world_size=world_size,
+                sources=conversion.sources,
             )
             made.append(_Buffer(tensors, weights))
     except BaseException:
@@ -175,15 +203,23 @@ class ConvertedWeights(Unpicklable):
     @property
     def version(self) -> int | None:
         """The newest version that a buffer holds."""
-        return max((v for buffer in self._buffers if (v := buffer.weights.version) is not None), default=None)
+        return max(
+            (v for buffer in self._buffers if (v := buffer.weights.version) is not None),
+            default=None,
+        )
 
     async def publish(self, version: int, timeout: float | None = None) -> ConversionReport:
-        """Convert the present weights into the buffer of the oldest version, and publish that. All ranks call it.
+        """Convert the present weights into the buffer of the oldest version, and publish that. All
+        ranks call it.
 
-        The conversion runs in a thread where it is the CPU's work; the caller must not change the weights before this
-        returns. Raises as `Weights.mutate`, and whatever the conversion raises; then nothing is published.
+        The conversion runs in a thread where it is the CPU's work; the caller must not change the
+        weights before this returns. Raises as `Weights.mutate`, and whatever the conversion raises;
+        then nothing is published.
         """
-        buffer = min(self._buffers, key=lambda each: -1 if each.weights.version is None else each.weights.version)
+        buffer = min(
+            self._buffers,
+            key=lambda each: -1 if each.weights.version is None else each.weights.version,
+        )
         began = time.perf_counter()
         async with buffer.weights.mutate(version, timeout):
             reclaimed = time.perf_counter()

@@ -1,37 +1,35 @@
 """Every error that TensorHub raises to its users.
 
-    TensorHubError
-    ├── VersionUnavailable      the version has no live source, or does not exist
-    ├── VersionConflict         the number was used already, or is not above the mark
-    ├── ManifestMismatch        the reader's tensors are not those of the version
-    ├── RegistrationError       these tensors, or this (model, group, rank), cannot be registered
-    ├── MutabilityViolation     published memory was written by its owner
-    ├── StateError              the call, or one of its arguments, is not allowed in this state
-    │   ├── InvalidType         an argument is of a kind that cannot be used (also a TypeError)
-    │   └── InvalidValue        an argument is out of range, or says nothing that is known (also a ValueError)
-    ├── OperationTimeout        a deadline passed (also a TimeoutError)
-    │   └── DrainTimeout        memory could not be taken back in time; it stays published
-    ├── RetentionError          leaving would lose a retained version
-    ├── GroupAborted            another rank, or the group's membership, ended the operation
-    ├── LeaseLost               this worker was taken for dead, or the coordinator has lost its state
-    ├── IntegrityError          bytes do not have their digest, whichever source they come from
-    ├── AuthenticationFailed    the secrets differ, the token is read-only, or access would be open beyond loopback
-    ├── ProtocolError           the peer does not speak this protocol, or broke it
-    ├── CoordinatorUnavailable  the coordinator cannot be reached
-    └── TransportUnavailable    a transport is unknown, not installed, or not shared with the peer
+    TensorHubError ├── VersionUnavailable      the version has no live source, or does not exist ├──
+    VersionConflict         the number was used already, or is not above the mark ├──
+    ManifestMismatch        the reader's tensors are not those of the version ├── RegistrationError
+    these tensors, or this (model, group, rank), cannot be registered ├── MutabilityViolation
+    published memory was written by its owner ├── StateError              the call, or one of its
+    arguments, is not allowed in this state │   ├── InvalidType         an argument is of a kind
+    that cannot be used (also a TypeError) │   └── InvalidValue        an argument is out of range,
+    or says nothing that is known (also a ValueError) ├── OperationTimeout        a deadline passed
+    (also a TimeoutError) │   └── DrainTimeout        memory could not be taken back in time; it
+    stays published ├── RetentionError          leaving would lose a retained version ├──
+    GroupAborted            another rank, or the group's membership, ended the operation ├──
+    LeaseLost               this worker was taken for dead, or the coordinator has lost its state
+    ├── IntegrityError          bytes do not have their digest, whichever source they come from ├──
+    AuthenticationFailed    the secrets differ, the token is read-only, or access would be open
+    beyond loopback ├── ProtocolError           the peer does not speak this protocol, or broke it
+    ├── CoordinatorUnavailable  the coordinator cannot be reached └── TransportUnavailable    a
+    transport is unknown, not installed, or not shared with the peer
 
-Python warnings, no errors: StaleWeightsWarning (a `mutate` that has written nothing), LeftOutStateWarning (a module has
-state that `register` does not carry).
+Python warnings, no errors: StaleWeightsWarning (a `mutate` that has written nothing),
+LeftOutStateWarning (a module has state that `register` does not carry).
 
-Each error carries `retryable` (whether the same call may succeed later without a change by the caller) and `memory`, the
-state of the caller's tensors: "intact" (as before the call), "torn" (no version as it was published: parts
-of several, or written while published) or "in_doubt" (the call's outcome is not known here; do not write them; the next
-call on the handle resolves it).
+Each error carries `retryable` (whether the same call may succeed later without a change by the
+caller) and `memory`, the state of the caller's tensors: "intact" (as before the call), "torn" (no
+version as it was published: parts of several, or written while published) or "in_doubt" (the call's
+outcome is not known here; do not write them; the next call on the handle resolves it).
 
-A group's call ends on all ranks: the failed rank raises its own error, all other ranks GroupAborted with that cause.
-A worker that was taken for dead goes on as a new incarnation and keeps its handles: its group calls end with
-GroupAborted, and its other calls ask again. LeaseLost is raised where a call needs something that was given up in the
-meantime.
+A group's call ends on all ranks: the failed rank raises its own error, all other ranks GroupAborted
+with that cause. A worker that was taken for dead goes on as a new incarnation and keeps its
+handles: its group calls end with GroupAborted, and its other calls ask again. LeaseLost is raised
+where a call needs something that was given up in the meantime.
 """
 
 from __future__ import annotations
@@ -51,7 +49,9 @@ class TensorHubError(Exception):
 
     retryable_by_default: ClassVar[bool] = False
 
-    def __init__(self, message: str, *, retryable: bool | None = None, memory: Memory = "intact") -> None:
+    def __init__(
+        self, message: str, *, retryable: bool | None = None, memory: Memory = "intact"
+    ) -> None:
         super().__init__(_cut(message))
         self.retryable = self.retryable_by_default if retryable is None else retryable
         self.memory: Memory = memory
@@ -68,7 +68,9 @@ class VersionConflict(TensorHubError):
 
 
 class ManifestMismatch(TensorHubError):
-    """The reader's tensors are not those of the version; each difference is named in `differences`."""
+    """The reader's tensors are not those of the version; each difference is named in
+    `differences`.
+    """
 
     def __init__(
         self,
@@ -87,11 +89,12 @@ class RegistrationError(TensorHubError):
 
 
 class MutabilityViolation(TensorHubError):
-    """Published memory was written by its owner (by torch's count of writes): readers may have got other bytes. Or
-    memory that is being read differs from its digests: a reader found out, and the owner's own check confirmed it.
+    """Published memory was written by its owner (by torch's count of writes): readers may have got
+    other bytes. Or memory that is being read differs from its digests: a reader found out, and the
+    owner's own check confirmed it.
 
-    Raised by `unpublish`, `close` and `mutate` (before its body) when the memory has been taken back, and by `update`
-    before it does anything; `memory` is "torn" in each case.
+    Raised by `unpublish`, `close` and `mutate` (before its body) when the memory has been taken
+    back, and by `update` before it does anything; `memory` is "torn" in each case.
     """
 
 
@@ -114,7 +117,9 @@ class OperationTimeout(TensorHubError, TimeoutError):
 
 
 class DrainTimeout(OperationTimeout):
-    """Memory could not be taken back in time; it stays published (or becomes so again) and must not be written."""
+    """Memory could not be taken back in time; it stays published (or becomes so again) and must not
+    be written.
+    """
 
 
 class RetentionError(TensorHubError):
@@ -124,7 +129,9 @@ class RetentionError(TensorHubError):
 
 
 class GroupAborted(TensorHubError):
-    """The group's operation ended on all ranks; `causes` says why, per rank where a rank is to blame."""
+    """The group's operation ended on all ranks; `causes` says why, per rank where a rank is to
+    blame.
+    """
 
     retryable_by_default = True
 
@@ -141,12 +148,14 @@ class GroupAborted(TensorHubError):
 
 
 class LeaseLost(TensorHubError):
-    """What this worker held, was lent or knew was given up: it was taken for dead, or the coordinator has lost its state.
+    """What this worker held, was lent or knew was given up: it was taken for dead, or the
+    coordinator has lost its state.
 
-    Raised by `unpublish` of a version that the coordinator does not know any more: the memory is its owner's to write. A
-    coordinator that comes back without its state (it was served without a `state_dir`) is a new cluster. Whatever belonged
-    to the old one raises this error once, and then goes on in the new one: a handle in the call that runs, or in its next
-    `publish`, `replicate`, `update` or `unpublish`; a model in the first `newest`, `wait_for`, `watch` or `fetch`; a pin at
+    Raised by `unpublish` of a version that the coordinator does not know any more: the memory is
+    its owner's to write. A coordinator that comes back without its state (it was served without a
+    `state_dir`) is a new cluster. Whatever belonged to the old one raises this error once, and then
+    goes on in the new one: a handle in the call that runs, or in its next `publish`, `replicate`,
+    `update` or `unpublish`; a model in the first `newest`, `wait_for`, `watch` or `fetch`; a pin at
     the end of its block. Call `retain` again.
     """
 
@@ -154,8 +163,9 @@ class LeaseLost(TensorHubError):
 
 
 class IntegrityError(TensorHubError):
-    """Every source that was tried sent bytes that do not have their digest; the error names source, chunk and tensor. Where
-    several sources have looked again and found their bytes unchanged, it names the machine that damages what it gets.
+    """Every source that was tried sent bytes that do not have their digest; the error names source,
+    chunk and tensor. Where several sources have looked again and found their bytes unchanged, it
+    names the machine that damages what it gets.
 
     Of a publish: ranks have different bytes of what both publish (docs/layouts.md).
     """
@@ -164,8 +174,8 @@ class IntegrityError(TensorHubError):
 
 
 class AuthenticationFailed(TensorHubError):
-    """The secrets differ, the token is read-only and the call changes something, or open access was asked for beyond
-    loopback.
+    """The secrets differ, the token is read-only and the call changes something, or open access was
+    asked for beyond loopback.
     """
 
 
@@ -184,23 +194,27 @@ class TransportUnavailable(TensorHubError):
 
 
 class StaleWeightsWarning(UserWarning):
-    """The body of `mutate` has apparently written none of the registered tensors: the version has no new bytes.
+    """The body of `mutate` has apparently written none of the registered tensors: the version has
+    no new bytes.
 
-    Given where torch's count of writes stands still for every tensor *and* sampled bytes of all are unchanged. A
-    registration with a tensor that has no count of its own (a numpy array, a view of a larger storage, an inference
-    tensor) never gives it. The version is published all the same. `Options.stale_weights`: "error" raises a StateError
-    instead, and "ignore" does not look. Where an error is raised, also by a filter of Python's, nothing is published.
+    Given where torch's count of writes stands still for every tensor *and* sampled bytes of all are
+    unchanged. A registration with a tensor that has no count of its own (a numpy array, a view of a
+    larger storage, an inference tensor) never gives it. The version is published all the same.
+    `Options.stale_weights`: "error" raises a StateError instead, and "ignore" does not look. Where
+    an error is raised, also by a filter of Python's, nothing is published.
     """
 
 
 class LeftOutStateWarning(UserWarning):
-    """A registered module has state that is no parameter or persistent buffer and is not carried: readers keep their own.
+    """A registered module has state that is no parameter or persistent buffer and is not carried:
+    readers keep their own.
 
-    That is what `get_extra_state`, or a class' own way of saving, makes anew each time (a tensor that is saved in place is
-    carried); a quantization state at a packed parameter; and a tensor that is a plain attribute, unless it looks like a
-    cache (its name begins with `_`, or has `cache` in it) or follows from parameters or buffers. The warning names each.
-    Buffers that are not persistent are no state. `Options.left_out_state`: "error" raises a RegistrationError instead, and
-    "ignore" says nothing.
+    That is what `get_extra_state`, or a class' own way of saving, makes anew each time (a tensor
+    that is saved in place is carried); a quantization state at a packed parameter; and a tensor
+    that is a plain attribute, unless it looks like a cache (its name begins with `_`, or has
+    `cache` in it) or follows from parameters or buffers. The warning names each. Buffers that are
+    not persistent are no state. `Options.left_out_state`: "error" raises a RegistrationError
+    instead, and "ignore" says nothing.
     """
 
 
@@ -210,15 +224,21 @@ def install(extras: str) -> str:
 
 
 def shortage(error: OSError) -> StateError | None:
-    """What to raise for it, if it says that this process or its machine lacks something: neither a peer's fault, nor one of
-    an address.
+    """What to raise for it, if it says that this process or its machine lacks something: neither a
+    peer's fault, nor one of an address.
     """
     match error.errno:
         case errno.EMFILE:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            text = f"this process has too many files open (RLIMIT_NOFILE is {limit}): raise its `ulimit -n`, or close some"
+            text = (
+                f"this process has too many files open (RLIMIT_NOFILE is {limit}): raise its "
+                f"`ulimit -n`, or close some"
+            )
         case errno.ENFILE:
-            text = "this machine has too many files open: raise its sysctl fs.file-max, or end what opens them"
+            text = (
+                "this machine has too many files open: raise its sysctl fs.file-max, or end "
+                "what opens them"
+            )
         case errno.ENOMEM | errno.ENOBUFS:
             text = "this machine has no memory left for it: free some"
         case _:
@@ -229,7 +249,8 @@ def shortage(error: OSError) -> StateError | None:
 def read_only_refusal(call: str) -> AuthenticationFailed:
     """The error that `call` raises in a process that connected with the read-only token."""
     return AuthenticationFailed(
-        f"this token is read-only: {call} needs the cluster's own token (fetch, newest, wait_for, watch and describe do "
+        f"this token is read-only: {call} needs the cluster's own token (fetch, newest, wait_for, "
+        f"watch and describe do "
         "not). Connect with that one, or leave the call to who has it"
     )
 
@@ -246,14 +267,24 @@ _RUN = re.compile(r"\S{161,}")
 
 
 def _cut(message: str) -> str:
-    """The message with the middle of overlong words left out: names have up to 512 characters, tensors' more."""
-    return _RUN.sub(lambda found: f"{found[0][:100]}...{found[0][-40:]}", message) if len(message) > 160 else message
+    """The message with the middle of overlong words left out: names have up to 512 characters,
+    tensors' more.
+    """
+    return (
+        _RUN.sub(lambda found: f"{found[0][:100]}...{found[0][-40:]}", message)
+        if len(message) > 160
+        else message
+    )
 
 
 def shown(value: object, chars: int = 80) -> str:
     """The `repr` of a caller's value, for a message: the middle of a long one is cut out."""
     try:
-        text = repr(value[: 2 * chars]) if isinstance(value, (str, bytes)) and len(value) > 2 * chars else repr(value)
+        text = (
+            repr(value[: 2 * chars])
+            if isinstance(value, (str, bytes)) and len(value) > 2 * chars
+            else repr(value)
+        )
     except Exception:
         return f"<{type(value).__name__}>"
     return text if len(text) <= chars else f"{text[: chars // 2]}...{text[-chars // 4 :]}"
@@ -266,7 +297,8 @@ def _family(base: type[TensorHubError]) -> dict[str, type[TensorHubError]]:
     return found
 
 
-BY_NAME: Mapping[str, type[TensorHubError]] = _family(TensorHubError)  # the wire form of an error names its class
+# the wire form of an error names its class
+BY_NAME: Mapping[str, type[TensorHubError]] = _family(TensorHubError)
 
 
 def some(texts: Sequence[str], separator: str = ", ", most: int = 10) -> str:

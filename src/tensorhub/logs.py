@@ -1,7 +1,9 @@
-"""Log events with fields, one name per event, through structlog into the standard library's loggers.
+"""Log events with fields, one name per event, through structlog into the standard library's
+loggers.
 
-A library must not print: until the host program configures `logging`, only warnings are seen (on stderr). Responsible for
-that route only; the host program chooses how events are shown (`tensorhub serve` has its own way).
+A library must not print: until the host program configures `logging`, only warnings are seen (on
+stderr). Responsible for that route only; the host program chooses how events are shown (`tensorhub
+serve` has its own way).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from structlog.typing import EventDict
 
 TALLY_S = 1.0  # between two lines of one event that is counted
 
-AGAIN_S, AGAIN_S_MAX = 10.0, 600.0  # between two lines of one warning that repeats: twice as long each time
+# between two lines of one warning that repeats: twice as long each time
+AGAIN_S, AGAIN_S_MAX = 10.0, 600.0
 REMEMBERED = 1024  # warnings that may repeat
 _NUMBER = re.compile(r"\d+")  # reasons that differ only in numbers count as equal
 IDENTITY = (
@@ -34,8 +37,8 @@ IDENTITY = (
 
 
 class Repeats:
-    """A warning that was said already is counted, and said again from time to time, with `times`, how often it has happened
-    since. Any thread.
+    """A warning that was said already is counted, and said again from time to time, with `times`,
+    how often it has happened since. Any thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -100,11 +103,14 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 class Tally:
-    """An event that peers can bring about as often as they like: logged once a second at most, with `times`, how often
-    it has happened since it was logged last, and the fields of the newest. Any thread may count.
+    """An event that peers can bring about as often as they like: logged once a second at most, with
+    `times`, how often it has happened since it was logged last, and the fields of the newest. Any
+    thread may count.
     """
 
-    def __init__(self, say: Callable[..., object], event: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, say: Callable[..., object], event: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._say = say
         self._event = event
         self._clock = clock

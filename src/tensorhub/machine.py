@@ -1,7 +1,8 @@
-"""What every pure state machine is made of: a table that is the only writer of state, a story, and named deadlines.
+"""What every pure state machine is made of: a table that is the only writer of state, a story, and
+named deadlines.
 
-A test can count the transitions that machines take (`counting_transitions`). Not responsible for a clock, I/O or any
-particular machine.
+A test can count the transitions that machines take (`counting_transitions`). Not responsible for a
+clock, I/O or any particular machine.
 """
 
 from __future__ import annotations
@@ -23,15 +24,21 @@ S = TypeVar("S", bound=StrEnum)
 
 
 class Story:
-    """Bounded history: the last few things that happened to one entity, oldest first. Kept and forgotten with it."""
+    """Bounded history: the last few things that happened to one entity, oldest first. Kept and
+    forgotten with it.
+    """
 
     __slots__ = ("_events",)
 
     def __init__(self) -> None:
-        self._events: deque[tuple[tuple[float, int] | None, tuple[object, ...]]] = deque(maxlen=STORY_EVENTS_MAX)
+        self._events: deque[tuple[tuple[float, int] | None, tuple[object, ...]]] = deque(
+            maxlen=STORY_EVENTS_MAX
+        )
 
     def tell(self, *event: object) -> None:
-        """Append one event: a word, then its values. They are formatted only if the story is read."""
+        """Append one event: a word, then its values. They are formatted only if the story is
+        read.
+        """
         self._events.append((None, event))
 
     def note(self, cause: int, now: float, *event: object) -> None:
@@ -49,7 +56,9 @@ def _line(event: tuple[tuple[float, int] | None, tuple[object, ...]]) -> str:
 
 
 class IllegalStep(Exception):
-    """A machine was asked for what its rules forbid: a defect of TensorHub. Carries the entity's story."""
+    """A machine was asked for what its rules forbid: a defect of TensorHub. Carries the entity's
+    story.
+    """
 
     def __init__(self, what: str, story: Story) -> None:
         super().__init__(f"{what}. Story:\n{story}")
@@ -74,7 +83,8 @@ _counted: ContextVar[Counter[str] | None] = ContextVar("counted", default=None)
 
 @contextmanager
 def counting_transitions() -> Iterator[Counter[str]]:
-    """Count each transition of each machine that this block takes, in this thread and task: `"replica: filling -> ready"`.
+    """Count each transition of each machine that this block takes, in this thread and task:
+    `"replica: filling -> ready"`.
 
     A block within a block counts for itself only.
     """
@@ -110,19 +120,25 @@ class Stateful(Generic[S]):
         self.story = Story()
 
     def become(self, new: S, cause: int, now: float, why: str) -> None:
-        """Move to `new`; raise IllegalTransition with the story where the table has no such move."""
+        """Move to `new`; raise IllegalTransition with the story where the table has no such
+        move.
+        """
         if new not in self.table[self.state]:
-            raise IllegalTransition(f"{self}: {self.state} -> {new} ({why}) is not in the table", self.story)
+            raise IllegalTransition(
+                f"{self}: {self.state} -> {new} ({why}) is not in the table", self.story
+            )
         self.story.note(cause, now, self.state, "->", f"{new}:", why)
         count_transition(self.machine, self.state, new)
         self.state = new
 
 
 class Timers:
-    """Deadlines by (kind, key); setting one again replaces it. O(log n) to set, amortised O(1) to ask for the next.
+    """Deadlines by (kind, key); setting one again replaces it. O(log n) to set, amortised O(1) to
+    ask for the next.
 
-    A cancelled or replaced deadline stays in its heap until it reaches the top. If such entries are most of a heap, the
-    heap is swept: each call that sets a deadline moves a few live entries into a new heap.
+    A cancelled or replaced deadline stays in its heap until it reaches the top. If such entries are
+    most of a heap, the heap is swept: each call that sets a deadline moves a few live entries into
+    a new heap.
     """
 
     __slots__ = ("_heap", "_swept", "_when")
@@ -130,7 +146,8 @@ class Timers:
     def __init__(self) -> None:
         self._when: dict[tuple[str, str], float] = {}
         self._heap: list[tuple[float, tuple[str, str]]] = []
-        self._swept: list[tuple[float, tuple[str, str]]] = []  # the heap that is being swept, if one is
+        # the heap that is being swept, if one is
+        self._swept: list[tuple[float, tuple[str, str]]] = []
 
     def __len__(self) -> int:
         return len(self._when)

@@ -1,12 +1,13 @@
 """The public API without `async`: for trainers and tools that have no event loop.
 
-Every name mirrors one of `tensorhub`'s, with equal arguments, results and errors, and has its documentation. Each call
-blocks its own thread only, and several threads may call at once (one call at a time on one handle). It may be used in a
-process that also runs an event loop, from its other threads or between its steps. Ctrl-C in a call cancels the call: nothing
-of the call keeps running, and the handle's `state` gives the state of the memory.
+Every name mirrors one of `tensorhub`'s, with equal arguments, results and errors, and has its
+documentation. Each call blocks its own thread only, and several threads may call at once (one call
+at a time on one handle). It may be used in a process that also runs an event loop, from its other
+threads or between its steps. Ctrl-C in a call cancels the call: nothing of the call keeps running,
+and the handle's `state` gives the state of the memory.
 
-Responsible for blocking instead of suspending; there is no second implementation. The methods are made of the async ones,
-with their types.
+Responsible for blocking instead of suspending; there is no second implementation. The methods are
+made of the async ones, with their types.
 """
 
 from __future__ import annotations
@@ -16,16 +17,48 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Self,
+    TypeVar,
+    overload,
+)
 
 from tensorhub import conversion as _conversion
-from tensorhub.api import embedded as _embedded, hub as _hub, watcher as _watcher, weights as _weights
+from tensorhub.api import (
+    embedded as _embedded,
+    hub as _hub,
+    watcher as _watcher,
+    weights as _weights,
+)
 from tensorhub.api.opening import AsyncClosable, Opening, Unpicklable, close_after
 from tensorhub.protocol.secret import resolve_token
 from tensorhub.runtime.loop_thread import finish_blocking as _finish
-from tensorhub.types import LATEST, FetchReport, HandleState, ModelInfo, Selector, VersionInfo, WorkerView
+from tensorhub.types import (
+    LATEST,
+    FetchReport,
+    HandleState,
+    ModelInfo,
+    Selector,
+    VersionInfo,
+    WorkerView,
+)
 
-__all__ = ["ConvertedWeights", "Coordinator", "Hub", "Watcher", "Weights", "connect", "register_converted", "serve"]
+__all__ = [
+    "ConvertedWeights",
+    "Coordinator",
+    "Hub",
+    "Watcher",
+    "Weights",
+    "connect",
+    "register_converted",
+    "serve",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,7 +80,9 @@ class _Facade(Unpicklable, Generic[T]):
 def _making(
     call: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], made: Callable[[R], S]
 ) -> Callable[Concatenate[_Facade[Any], P], S]:
-    """The blocking form of a call of the async API; `made` gives the blocking form of its result."""
+    """The blocking form of a call of the async API; `made` gives the blocking form of its
+    result.
+    """
 
     @functools.wraps(call)
     def blocking(facade: _Facade[Any], /, *given: P.args, **named: P.kwargs) -> S:
@@ -81,7 +116,12 @@ class _Opened(_Facade[C]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         _finish(close_after(self._async, error))
 
     if not TYPE_CHECKING:
@@ -96,7 +136,9 @@ class _Opened(_Facade[C]):
 
 
 class Coordinator(_Opened[_embedded.Coordinator]):
-    """A coordinator embedded in this process; see `tensorhub.Coordinator`. Made by `serve`. `with` closes it at the end."""
+    """A coordinator embedded in this process; see `tensorhub.Coordinator`. Made by `serve`. `with`
+    closes it at the end.
+    """
 
     _call = "serve"
 
@@ -131,8 +173,12 @@ class Weights(_Facade[_weights.Weights]):
     prefetch = _blocking(_weights.Weights.prefetch)
     close = _blocking(_weights.Weights.close)
 
-    def mutate(self, version: int, timeout: float | None = None) -> contextlib.AbstractContextManager[None]:
-        """Unpublish if published, run the body, publish as `version`; see `tensorhub.Weights.mutate`."""
+    def mutate(
+        self, version: int, timeout: float | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Unpublish if published, run the body, publish as `version`; see
+        `tensorhub.Weights.mutate`.
+        """
         return _Block(self._async.mutate(version, timeout))
 
     def update(
@@ -144,11 +190,13 @@ class Weights(_Facade[_weights.Weights]):
         staged: bool = False,
         timeout: float | None = None,
     ) -> FetchReport:
-        """Replace what the memory holds by a version; see `tensorhub.Weights.update`. `before_write` is a plain function,
-        called in this thread.
+        """Replace what the memory holds by a version; see `tensorhub.Weights.update`.
+        `before_write` is a plain function, called in this thread.
         """
         hook = _as_async(before_write) if callable(before_write) else before_write
-        update = self._async.update(selector, at_least=at_least, before_write=hook, staged=staged, timeout=timeout)
+        update = self._async.update(
+            selector, at_least=at_least, before_write=hook, staged=staged, timeout=timeout
+        )
         return _finish(update)
 
 
@@ -166,7 +214,9 @@ class Watcher(_Facade[_watcher.Watcher]):
 
 
 class Hub(_Opened[_hub.Hub]):
-    """A worker's view of its cluster; see `tensorhub.Hub`. Made by `connect`. `with hub:` closes it at the end."""
+    """A worker's view of its cluster; see `tensorhub.Hub`. Made by `connect`. `with hub:` closes it
+    at the end.
+    """
 
     _call = "connect"
 
@@ -184,14 +234,18 @@ class Hub(_Opened[_hub.Hub]):
     close = _blocking(_hub.Hub.close)
 
     def newest(self, model: str) -> VersionInfo | None:
-        """The newest version that this worker has heard of, without I/O; see `tensorhub.Hub.newest`."""
+        """The newest version that this worker has heard of, without I/O; see
+        `tensorhub.Hub.newest`.
+        """
         return self._async.newest(model)
 
     def watch(self, model: str) -> Watcher:
         """Iterate over newest versions; see `tensorhub.Hub.watch`."""
         return Watcher(self._async.watch(model))
 
-    def pin(self, model: str, version: int, timeout: float | None = None) -> contextlib.AbstractContextManager[None]:
+    def pin(
+        self, model: str, version: int, timeout: float | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """Keep one version fetchable for the length of the block; see `tensorhub.Hub.pin`."""
         return _Block(self._async.pin(model, version, timeout))
 
@@ -226,7 +280,10 @@ class _Block:
         _finish(_awaited(self._block.__aenter__()))
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool | None:
         return _finish(_awaited(self._block.__aexit__(kind, error, trace)))
 
@@ -237,7 +294,8 @@ async def _awaited(coroutine: Awaitable[R]) -> R:
 
 def _as_async(function: Callable[[VersionInfo], object]) -> _weights.BeforeWrite:
     text = (
-        "before_write of tensorhub.sync is a plain function, and nobody would await this one: write `def`, not `async def`"
+        "before_write of tensorhub.sync is a plain function, and nobody would await this one: "
+        "write `def`, not `async def`"
     )
     if inspect.iscoroutinefunction(function):
         raise TypeError(text)
@@ -252,7 +310,9 @@ def _as_async(function: Callable[[VersionInfo], object]) -> _weights.BeforeWrite
 
 
 class ConvertedWeights(_Facade[_conversion.ConvertedWeights]):
-    """One rank's converted copies; see `tensorhub.conversion.ConvertedWeights`. Made by `register_converted`."""
+    """One rank's converted copies; see `tensorhub.conversion.ConvertedWeights`. Made by
+    `register_converted`.
+    """
 
     @property
     def version(self) -> int | None:

@@ -1,6 +1,7 @@
 """Identifiers and value types that every layer shares.
 
-They are plain, immutable and comparable with `==`. Nothing here does I/O, knows a clock or keeps state.
+They are plain, immutable and comparable with `==`. Nothing here does I/O, knows a clock or keeps
+state.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Annotated, Final, Literal, NewType, NoReturn
 
 from tensorhub.errors import InvalidType, InvalidValue, StateError, shown
 
-# --------------------------------------------------------------------------------------------- bounds of wire fields
+# ---------------------------------------------------------------------------------------------
+# bounds of wire fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,9 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The smallest and the largest value, both included, that a number received from a socket may have."""
+    """The smallest and the largest value, both included, that a number received from a socket may
+    have.
+    """
 
     least: float
     most: float
@@ -39,7 +43,9 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Printable:
-    """A text received from a socket has no character that a terminal would take for a command, or that shows nothing."""
+    """A text received from a socket has no character that a terminal would take for a command, or
+    that shows nothing.
+    """
 
 
 U64 = Annotated[int, Range(0, 2**64 - 1)]
@@ -48,12 +54,15 @@ Name = Annotated[str, Length(512), Printable()]  # models, groups, workers, site
 Id = Annotated[str, Length(64), Printable()]  # ids that a party of the cluster minted
 Text = Annotated[str, Length(16_384)]  # what a person reads
 
-# ------------------------------------------------------------------------------------------------------ identifiers
+# --------------------------------------------------------------------------------------------------
+# identifiers
 
 Incarnation = NewType("Incarnation", str)  # one life of one worker process; never used twice
-ContentId = NewType("ContentId", str)  # minted by a publication (R1); two publications never share one
+# minted by a publication (R1); two publications never share one
+ContentId = NewType("ContentId", str)
 RegistrationId = NewType("RegistrationId", str)  # one rank's registered memory, of one incarnation
-LeaseId = NewType("LeaseId", str)  # one read lease; names one attempt of one reader to read one source
+# one read lease; names one attempt of one reader to read one source
+LeaseId = NewType("LeaseId", str)
 
 Selector = int | str  # a version number, "latest", "latest-1" or "available"
 LATEST: Literal["latest"] = "latest"
@@ -64,17 +73,20 @@ VERSION_MAX = 2**63 - 1
 
 def invalid(value: object, kinds: type | tuple[type, ...], text: str) -> InvalidType | InvalidValue:
     """The error for an argument that is of another kind than these, or out of range."""
-    fits = (isinstance(value, kinds) and not _is_bool(value)) or (kinds is int and as_integer(value) is not None)
+    fits = (isinstance(value, kinds) and not _is_bool(value)) or (
+        kinds is int and as_integer(value) is not None
+    )
     return InvalidValue(text) if fits else InvalidType(text)
 
 
 def as_integer(value: object) -> int | None:
-    """Any integer (also numpy's and torch's, which the wire cannot carry) as an int; None for any other value, as
-    1.5 and True.
+    """Any integer (also numpy's and torch's, which the wire cannot carry) as an int; None for any
+    other value, as 1.5 and True.
     """
     if type(value) is int:
         return value
-    if _is_bool(value) or str(getattr(value, "dtype", "")).endswith("bool"):  # torch's True says that it is 1
+    # torch's True says that it is 1
+    if _is_bool(value) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
@@ -83,7 +95,8 @@ def as_integer(value: object) -> int | None:
 
 
 def check_selector(selector: object) -> Selector:
-    """Return `selector` if it is a version number (0 to 2**63-1), "latest", "latest-1" or "available".
+    """Return `selector` if it is a version number (0 to 2**63-1), "latest", "latest-1" or
+    "available".
 
     Raises InvalidValue or InvalidType for anything else.
     """
@@ -92,17 +105,24 @@ def check_selector(selector: object) -> Selector:
         return number
     if isinstance(selector, str) and selector in (LATEST, PREVIOUS, AVAILABLE):
         return selector
-    text = f"{shown(selector)} is not a version selector: give a number from 0, 'latest', 'latest-1' or 'available'"
+    text = (
+        f"{shown(selector)} is not a version selector: give a number from 0, 'latest', "
+        f"'latest-1' or 'available'"
+    )
     if isinstance(selector, str) and selector.isdecimal():
         text += "; a number is an integer here, not text"
     raise invalid(selector, str if number is None else int, text)
 
 
 def check_version(version: object) -> int:
-    """Return `version` as an int if it is a version number (0 to 2**63-1); else raise InvalidValue or InvalidType."""
+    """Return `version` as an int if it is a version number (0 to 2**63-1); else raise InvalidValue
+    or InvalidType.
+    """
     number = as_integer(version)
     if number is None or not 0 <= number <= VERSION_MAX:
-        raise invalid(version, int, f"{shown(version)} is not a version: give an integer from 0 to 2**63 - 1")
+        raise invalid(
+            version, int, f"{shown(version)} is not a version: give an integer from 0 to 2**63 - 1"
+        )
     return number
 
 
@@ -113,11 +133,17 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_name(what: str, name: object) -> str:
-    """Return `name` if it can name a `what` (1 to 512 printable characters); else raise InvalidValue, InvalidType."""
+    """Return `name` if it can name a `what` (1 to 512 printable characters); else raise
+    InvalidValue, InvalidType.
+    """
     if isinstance(name, str) and 0 < len(name) <= 512 and name.isprintable():
         return name
     more = f" (of {len(name)} characters)" if isinstance(name, str) and len(name) > 512 else ""
-    raise invalid(name, str, f"{shown(name)}{more} cannot name a {what}: give text, of 1 to 512 printable characters")
+    raise invalid(
+        name,
+        str,
+        f"{shown(name)}{more} cannot name a {what}: give text, of 1 to 512 printable characters",
+    )
 
 
 def _is_bool(value: object) -> bool:
@@ -125,14 +151,20 @@ def _is_bool(value: object) -> bool:
 
 
 def printable(text: str) -> str:
-    """A peer's text, for a person to read: line breaks stay, and other unprintable characters are as in a `repr`."""
+    """A peer's text, for a person to read: line breaks stay, and other unprintable characters are
+    as in a `repr`.
+    """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def as_seconds(value: object) -> float | None:
-    """A time of 0 to 10**9 seconds, given as any number (numpy's are not for the wire); None if it is none."""
+    """A time of 0 to 10**9 seconds, given as any number (numpy's are not for the wire); None if it
+    is none.
+    """
     try:
         seconds = float(value) if isinstance(value, Real) and not _is_bool(value) else -1.0
     except OverflowError:  # an integer that no float can be
@@ -140,27 +172,34 @@ def as_seconds(value: object) -> float | None:
     return seconds if 0 <= seconds < 10**9 else None
 
 
-FOREVER_S: Final = 999_999_999.0  # what math.inf becomes, which no clock and no wire takes: 31 years
+# what math.inf becomes, which no clock and no wire takes: 31 years
+FOREVER_S: Final = 999_999_999.0
 
 
 def as_timeout_s(timeout: float | None, default_s: float, name: str = "timeout") -> float:
     """The seconds that a call has: those given, or the default. Raises InvalidValue, InvalidType.
 
-    math.inf: until it has succeeded or failed, is cancelled, or its hub is closed. `name`: what the caller calls it.
+    math.inf: until it has succeeded or failed, is cancelled, or its hub is closed. `name`: what the
+    caller calls it.
     """
     if timeout is None:
         return default_s
     given: object = timeout
     seconds = FOREVER_S if isinstance(given, float) and given == math.inf else as_seconds(given)
     if seconds is None:
-        text = f"{name}={shown(timeout)}: give seconds, 0 or more and less than 10**9, math.inf, or None for the default"
+        text = (
+            f"{name}={shown(timeout)}: give seconds, 0 or more and less than 10**9, math.inf, "
+            f"or None for the default"
+        )
         raise invalid(timeout, Real, text)
     return seconds
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class OpKey:
-    """Names one group operation for all time: the n-th group call of a group's membership epoch (R6)."""
+    """Names one group operation for all time: the n-th group call of a group's membership epoch
+    (R6).
+    """
 
     model: Name
     group: Name
@@ -171,13 +210,20 @@ class OpKey:
         return f"{self.model}/{self.group}@{self.epoch}#{self.sequence}"
 
 
-READ_ONLY: Final = "read-only-"  # what the names begin with that a holder of the read-only token makes
+# what the names begin with that a holder of the read-only token makes
+READ_ONLY: Final = "read-only-"
 
 
 def host_group(group: str) -> str:
-    """The group of the host copies of a group's ranks: equal on all ranks, and no longer than a name may be."""
+    """The group of the host copies of a group's ranks: equal on all ranks, and no longer than a
+    name may be.
+    """
     name = f"{group}/host"
-    return name if len(name) <= 512 else f"{group[:400]}-{hashlib.blake2b(group.encode(), digest_size=16).hexdigest()}/host"
+    return (
+        name
+        if len(name) <= 512
+        else f"{group[:400]}-{hashlib.blake2b(group.encode(), digest_size=16).hexdigest()}/host"
+    )
 
 
 class OpKind(StrEnum):
@@ -208,21 +254,24 @@ class HandleState(StrEnum):
     READY = "ready"  # holds a version; the memory is immutable
     DRAINING = "draining"  # still immutable; on its way to empty
     TORN = "torn"  # not a version's bytes: a fill was broken off, or published memory was written
-    IN_DOUBT = "in_doubt"  # this rank has voted and does not know the outcome; its next call resolves that first
+    # this rank has voted and does not know the outcome; its next call resolves that first
+    IN_DOUBT = "in_doubt"
     CLOSED = "closed"  # the registration has ended
 
 
-# -------------------------------------------------------------------------------------------------------- locations
+# --------------------------------------------------------------------------------------------------
+# locations
 
 _THIS_HOST = socket.gethostname()
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a worker is. Equal `host` means: same kernel, same network namespace, memory can be shared.
+    """Where a worker is. Equal `host` means: same kernel, same network namespace, memory can be
+    shared.
 
-    Network namespaces and containers set different hosts. A worker without a site is in "default"; a mistyped name is a
-    site of its own.
+    Network namespaces and containers set different hosts. A worker without a site is in "default";
+    a mistyped name is a site of its own.
     """
 
     site: Name = "default"  # a datacenter
@@ -230,14 +279,17 @@ class Location:
     host: Name = _THIS_HOST
 
 
-SAME_HOST_TRANSPORTS: Final = frozenset({"cma", "shm", "cuda_ipc"})  # they reach from one host to that host only
+# they reach from one host to that host only
+SAME_HOST_TRANSPORTS: Final = frozenset({"cma", "shm", "cuda_ipc"})
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One way to reach a worker's memory: a transport's name and an address that this transport understands.
+    """One way to reach a worker's memory: a transport's name and an address that this transport
+    understands.
 
-    `strides`: this worker reads and serves chunks of several pieces of memory this way, and so across layouts.
+    `strides`: this worker reads and serves chunks of several pieces of memory this way, and so
+    across layouts.
     """
 
     transport: Name
@@ -245,7 +297,8 @@ class Endpoint:
     strides: bool = True
 
 
-# ---------------------------------------------------------------------------------------------------------- options
+# --------------------------------------------------------------------------------------------------
+# options
 
 
 UNMAPPED_UID: Final = 65534  # the kernel's id for each user that a user namespace does not map
@@ -256,39 +309,63 @@ _RDMA_PORTS: Final = re.compile(r"[\w.-]+(:\d{1,3}(:\d{1,4})?)?(,[\w.-]+(:\d{1,3
 class Options:
     """Settings of `serve` and `connect`; the comment of each names the process that uses it.
 
-    Raises `InvalidValue` or `InvalidType` (each a `StateError`) for a value out of range, naming it.
+    Raises `InvalidValue` or `InvalidType` (each a `StateError`) for a value out of range, naming
+    it.
     """
 
     op_timeout_s: float = 60.0  # caller's: the deadline of a call that is given none
     lease_s: float = 10.0  # coordinator's: a worker unheard of for this long is lost
-    drain_grace_s: float = 5.0  # coordinator's: how long a leaving source waits for its running readers
+    # coordinator's: how long a leaving source waits for its running readers
+    drain_grace_s: float = 5.0
     chunk_bytes: int = 8 * 2**20  # publisher's: the most bytes in one chunk
-    pack_bytes: int = 0  # publisher's: tensors of so many bytes at most travel packed together, as a copy; 0: none
-    digest: Literal["xxh3-64", "sha-256"] = "xxh3-64"  # publisher's: of chunks; SHA-256 is for host memory only
+    # publisher's: tensors of so many bytes at most travel packed together, as a copy; 0: none
+    pack_bytes: int = 0
+    # publisher's: of chunks; SHA-256 is for host memory only
+    digest: Literal["xxh3-64", "sha-256"] = "xxh3-64"
     integrity: bool = True  # publisher's: False writes digest "none" into the manifest
-    host_memory_bytes: int = 0  # worker's: budget for host copies (prefetch, staged updates, retention)
-    listen_host: str | None = None  # worker's: data listeners' address; None: that of the coordinator connection
+    # worker's: budget for host copies (prefetch, staged updates, retention)
+    host_memory_bytes: int = 0
+    # worker's: data listeners' address; None: that of the coordinator connection
+    listen_host: str | None = None
     listen_port: int = 0  # worker's: the data listener's port; 0 takes a free one
-    advertise: str | None = None  # worker's: "host:port" where readers reach the data listener, if not where it listens
-    stale_weights: Literal["warn", "error", "ignore"] = "warn"  # caller's: of a `mutate` that writes nothing
-    left_out_state: Literal["warn", "error", "ignore"] = "warn"  # caller's: a module's state that `register` does not carry
-    rdma_ports: str | None = None  # worker's: "DEVICE[:PORT[:GID_INDEX]],..."; None: TENSORHUB_RDMA_PORTS, else all
-    shared_memory_uids: tuple[int, ...] = ()  # worker's: users, besides its own and root, whose processes may map its memory
+    # worker's: "host:port" where readers reach the data listener, if not where it listens
+    advertise: str | None = None
+    # caller's: of a `mutate` that writes nothing
+    stale_weights: Literal["warn", "error", "ignore"] = "warn"
+    # caller's: a module's state that `register` does not carry
+    left_out_state: Literal["warn", "error", "ignore"] = "warn"
+    # worker's: "DEVICE[:PORT[:GID_INDEX]],..."; None: TENSORHUB_RDMA_PORTS, else all
+    rdma_ports: str | None = None
+    # worker's: users, besides its own and root, whose processes may map its memory
+    shared_memory_uids: tuple[int, ...] = ()
     connect_timeout_s: float = 10.0  # caller's: connecting and authenticating, each attempt
-    coordinator_wait_s: float = 60.0  # caller's: how long `connect` waits for a coordinator to come up; 0: not at all
-    exit_timeout_s: float = 5.0  # caller's: the interpreter's exit waits so long for open hubs; 0: not at all
+    # caller's: how long `connect` waits for a coordinator to come up; 0: not at all
+    coordinator_wait_s: float = 60.0
+    # caller's: the interpreter's exit waits so long for open hubs; 0: not at all
+    exit_timeout_s: float = 5.0
     stall_timeout_s: float = 10.0  # reader's: a source that is silent for this long is given up
     readers_max: int = 64  # worker's: connections from readers that it serves at a time
     wan_connections: int = 4  # reader's: at most, over tcp, to one source in another site
-    sessions_max: int = 16_384  # coordinator's: connections of workers at a time, and workers; fewer if `ulimit -n` is low
+    # coordinator's: connections of workers at a time, and workers; fewer if `ulimit -n` is low
+    sessions_max: int = 16_384
     frame_bytes_max: int = 64 * 2**20  # everyone's: a larger control frame is refused unread
 
     def __post_init__(self) -> None:
         may_be_zero = ("drain_grace_s", "exit_timeout_s", "coordinator_wait_s")
-        for name in ("op_timeout_s", "lease_s", "connect_timeout_s", "stall_timeout_s", *may_be_zero):
+        for name in (
+            "op_timeout_s",
+            "lease_s",
+            "connect_timeout_s",
+            "stall_timeout_s",
+            *may_be_zero,
+        ):
             seconds, may_be_0 = as_seconds(getattr(self, name)), name in may_be_zero
             if seconds is None or (seconds == 0 and not may_be_0):
-                range_ = "0 or more and less than 10**9" if may_be_0 else "more than 0 and less than 10**9"
+                range_ = (
+                    "0 or more and less than 10**9"
+                    if may_be_0
+                    else "more than 0 and less than 10**9"
+                )
                 self._refuse(name, Real, f"give a number of seconds, {range_}")
             object.__setattr__(self, name, seconds)
         for name, least, most, advice in (
@@ -309,12 +386,18 @@ class Options:
             object.__setattr__(self, name, number)
         check_flag("Options.integrity", self.integrity)
         if not isinstance(self.listen_host, str | None):
-            self._refuse("listen_host", str, "give the address of the data listener, as text, or None")
+            self._refuse(
+                "listen_host", str, "give the address of the data listener, as text, or None"
+            )
         if self.advertise is not None and not _can_be_reached(self.advertise):
             advice = "give HOST:PORT, as readers reach the data listener, in at most 512 characters"
             self._refuse("advertise", str, advice + _brackets(self.advertise))
         if self.rdma_ports is not None and not _RDMA_PORTS.match(str(self.rdma_ports)):
-            self._refuse("rdma_ports", str, "give DEVICE[:PORT[:GID_INDEX]], several with commas between them")
+            self._refuse(
+                "rdma_ports",
+                str,
+                "give DEVICE[:PORT[:GID_INDEX]], several with commas between them",
+            )
         uids: object = self.shared_memory_uids
         if not isinstance(uids, tuple) or any(
             (uid := as_integer(each)) is None or not 0 <= uid < 2**32 - 1 for each in uids
@@ -322,7 +405,10 @@ class Options:
             self._refuse("shared_memory_uids", tuple, "give a tuple of user ids, such as (1000,)")
         object.__setattr__(self, "shared_memory_uids", tuple(map(as_integer, uids)))
         if UNMAPPED_UID in self.shared_memory_uids:
-            text = "that id stands for every user whom a user namespace does not know; give the process a user of its own"
+            text = (
+                "that id stands for every user whom a user namespace does not know; give the "
+                "process a user of its own"
+            )
             self._refuse("shared_memory_uids", tuple, f"{UNMAPPED_UID} cannot be named: {text}")
         for name in ("stale_weights", "left_out_state"):
             if getattr(self, name) not in ("warn", "error", "ignore"):
@@ -335,7 +421,8 @@ class Options:
         raise invalid(value, kinds, f"Options.{name} = {shown(value)}: {advice}")
 
 
-# ---------------------------------------------------------------------------------------------- what callers receive
+# ----------------------------------------------------------------------------------------------
+# what callers receive
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,16 +440,18 @@ class VersionInfo:
 class SourceReport:
     """What one source gave to one fetch. `outcome`: "used", or why the reader left it.
 
-    A source of another layout gives parts of its shard: `cells`, of so many `runs`, that were verified. `shard` says then
-    which of that layout's shards it was (of equal ones the first). It is None where the source has the reader's own layout,
-    or is another rank of the reader's group.
+    A source of another layout gives parts of its shard: `cells`, of so many `runs`, that were
+    verified. `shard` says then which of that layout's shards it was (of equal ones the first). It
+    is None where the source has the reader's own layout, or is another rank of the reader's group.
     """
 
     name: str  # the worker's
     transport: str
     bytes_read: int
     seconds: float  # while it was a source
-    outcome: str  # "used", "dropped", or why the read failed: lost, stalled, refused, starved, corrupt, unreachable
+    # "used", "dropped", or why the read failed: lost, stalled, refused, starved, corrupt,
+    # unreachable
+    outcome: str
     shard: int | None = None  # of the source's layout, where that is another one than the reader's
     cells: int = 0  # parts of tensors that the source has and the reader wants
     runs: int = 0  # contiguous in both memories
@@ -372,20 +461,22 @@ class SourceReport:
 class FetchReport:
     """What one rank's one call of `replicate`, `update`, `prefetch` or `fetch` did.
 
-    `bytes_read`: payload taken off transports, discarded included, local copies excluded. `reread_bytes`: the part
-    at offsets that had been verified before in this call. `changed` is False when the version was held already.
-    `cells`, `runs`, `bytes_across`: reads from layouts other than the reader's own.
+    `bytes_read`: payload taken off transports, discarded included, local copies excluded.
+    `reread_bytes`: the part at offsets that had been verified before in this call. `changed` is
+    False when the version was held already. `cells`, `runs`, `bytes_across`: reads from layouts
+    other than the reader's own.
 
-    `verified_by`: "publisher": the digests of all that this rank holds are the publisher's. "source": of some of it no
-    publisher could be asked, so that the digests of the workers it was read from count (SECURITY.md). Without digests
-    (`Options.digest`) it is "source".
+    `verified_by`: "publisher": the digests of all that this rank holds are the publisher's.
+    "source": of some of it no publisher could be asked, so that the digests of the workers it was
+    read from count (SECURITY.md). Without digests (`Options.digest`) it is "source".
 
-    `phases`: wall seconds by name, which add up to `seconds`, the whole call. An update that changed nothing has `resolve`
-    only:
+    `phases`: wall seconds by name, which add up to `seconds`, the whole call. An update that
+    changed nothing has `resolve` only:
 
     - `resolve`: until a version was bound;
     - `wait`: for `before_write`, other ranks and sources;
-    - `transfer`, `verify`: bytes and digests. Where several sources were read at once, their time is shared out;
+    - `transfer`, `verify`: bytes and digests. Where several sources were read at once, their time
+      is shared out;
     - `unpack`: copies of what had arrived;
     - `commit`: until the decision.
     """
@@ -398,7 +489,8 @@ class FetchReport:
     sources: tuple[SourceReport, ...] = ()
     retries: int = 0  # chunks that had to be asked for again
     reread_bytes: int = 0  # the part of bytes_read that had been verified before
-    rebinds: int = 0  # how often a call by selector was bound to another version, since the bound one had gone away
+    # how often a call by selector was bound to another version, since the bound one had gone away
+    rebinds: int = 0
     verified_by: Literal["publisher", "source"] = "publisher"  # whose digests the bytes have
 
     @property
@@ -420,8 +512,8 @@ MISSING_TOLD_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class LayoutSummary:
-    """One of the layouts in which a version is held. Readers of one layout read from one another chunk by
-    chunk; its first ones bridge: they read from holders of the published layout.
+    """One of the layouts in which a version is held. Readers of one layout read from one another
+    chunk by chunk; its first ones bridge: they read from holders of the published layout.
     """
 
     layout_id: Name
@@ -436,7 +528,9 @@ class LayoutSummary:
 
 @dataclass(frozen=True, slots=True)
 class VersionSummary:
-    """What `describe` counts of one version. Replicas are counted by state; a shard of a replica is one rank's memory."""
+    """What `describe` counts of one version. Replicas are counted by state; a shard of a replica is
+    one rank's memory.
+    """
 
     copies: U64  # complete copies that can be read now: of each shard so many at least
     ready: U64  # replicas
@@ -447,19 +541,21 @@ class VersionSummary:
     quarantined: U64  # shards with changed bytes: they are not read
     readers: U64  # reads that are running
     layouts_known: U64 = 0  # in which there are replicas; `layouts` has 8 of them at most
-    # If replicas have several layouts: the published layout first, then by falling number of replicas.
+    # If replicas have several layouts: the published layout first, then by falling number of
+    # replicas.
     layouts: Annotated[tuple[LayoutSummary, ...], Length(1024)] = ()
-    missing: U64 = 0  # shards of the published layout that no replica which takes readers has all of
+    # shards of the published layout that no replica which takes readers has all of
+    missing: U64 = 0
 
 
 @dataclass(frozen=True, slots=True)
 class VersionView:
     """One version in `describe`.
 
-    `state`: "available": it can be fetched; "unavailable": it has no complete holder now; "staged": not all ranks have
-    published it. `missing`: the first 16 ranks of the published layout without a complete shard in a replica that takes
-    readers: the shards were lost or have left. They are why the version is unavailable, unless the worker of a shard is
-    "doubtful".
+    `state`: "available": it can be fetched; "unavailable": it has no complete holder now; "staged":
+    not all ranks have published it. `missing`: the first 16 ranks of the published layout without a
+    complete shard in a replica that takes readers: the shards were lost or have left. They are why
+    the version is unavailable, unless the worker of a shard is "doubtful".
     """
 
     version: U64
@@ -471,15 +567,16 @@ class VersionView:
     retained: bool  # `retain` or a pin keeps it
     layout_id: Name = ""  # in which it was published; replicas may have other layouts
     missing: Annotated[tuple[U64, ...], Length(MISSING_TOLD_MAX)] = ()
-    summary: VersionSummary | None = None  # None: this is a page of the model, or the version is not among the newest 32
+    # None: this is a page of the model, or the version is not among the newest 32
+    summary: VersionSummary | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ShardView:
     """One rank's memory in `describe`; `chunks_verified` of `chunks` can be read from it.
 
-    `state`: "complete", "filling", "doubtful": its worker is not heard at the moment, and may be dead; or "quarantined":
-    its bytes have changed, and are not read.
+    `state`: "complete", "filling", "doubtful": its worker is not heard at the moment, and may be
+    dead; or "quarantined": its bytes have changed, and are not read.
     """
 
     rank: U64  # of the shard, in the replica's layout
@@ -494,10 +591,11 @@ class ShardView:
 class ReplicaView:
     """One group's copy of one version in `describe`.
 
-    `state`: "ready", "filling", "draining": it takes no new readers; or "torn": its fill was broken off. `medium`: "device"
-    is the caller's own memory, "host" a host copy. `purpose`: what it is for: "use", "prefetch", "retention" or "seed".
-    `layout_id`: names which part of which tensors each rank has. `bridging`: how many of its ranks read from replicas of
-    another layout now, those of which this answer tells counted.
+    `state`: "ready", "filling", "draining": it takes no new readers; or "torn": its fill was broken
+    off. `medium`: "device" is the caller's own memory, "host" a host copy. `purpose`: what it is
+    for: "use", "prefetch", "retention" or "seed". `layout_id`: names which part of which tensors
+    each rank has. `bridging`: how many of its ranks read from replicas of another layout now, those
+    of which this answer tells counted.
     """
 
     group: Name
@@ -516,8 +614,8 @@ class ReplicaView:
 class LeaseView:
     """One running read in `describe`: its reader, its version and its source.
 
-    `rank`: of the shard that is read, in the source's replica. `state`: "active"; or "fencing": the source must not be
-    read any more, and its owner has not yet confirmed that the read has ended.
+    `rank`: of the shard that is read, in the source's replica. `state`: "active"; or "fencing": the
+    source must not be read any more, and its owner has not yet confirmed that the read has ended.
     """
 
     lease: Id
@@ -526,14 +624,16 @@ class LeaseView:
     version: U64
     rank: U64
     state: Name
-    across: bool = False  # the reader has another layout than the source, and reads a part of the shard
+    # the reader has another layout than the source, and reads a part of the shard
+    across: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
     """One worker in `describe`.
 
-    `state`: "live"; or "suspect": it is silent or disconnected, and counts again once it is heard. Lost ones are not shown.
+    `state`: "live"; or "suspect": it is silent or disconnected, and counts again once it is heard.
+    Lost ones are not shown.
     """
 
     name: Name
@@ -547,8 +647,8 @@ class WorkerView:
 class CallsSummary:
     """The running calls of one kind that wait for one thing. A group's call counts once.
 
-    `call`: "publish", "replicate", "update", "prefetch", "fetch", "leave" (`unpublish`, `close` and the like), "retain",
-    "pin", "unpin" or "rollback". `waits_for`:
+    `call`: "publish", "replicate", "update", "prefetch", "fetch", "leave" (`unpublish`, `close` and
+    the like), "retain", "pin", "unpin" or "rollback". `waits_for`:
 
     - "ranks": other ranks of the group, which have not called yet.
     - "version": a version that can be fetched; no published version fits, or it has no holder now.
@@ -561,15 +661,17 @@ class CallsSummary:
     - "holders": holders that have not acknowledged yet that they keep the version.
     - "store": the coordinator's store.
 
-    `longest_s`: the longest time without progress of any of these calls. The call itself, a chosen version, new bytes and
-    a rank's vote are progress. A call that waits for chunks without progress for more than a few seconds is stalled.
+    `longest_s`: the longest time without progress of any of these calls. The call itself, a chosen
+    version, new bytes and a rank's vote are progress. A call that waits for chunks without progress
+    for more than a few seconds is stalled.
     """
 
     call: Name
     waits_for: Name
     count: U64
     longest_s: Seconds
-    who: Name  # the group of the call with `longest_s`; of a leave the worker, of the last four kinds ""
+    # the group of the call with `longest_s`; of a leave the worker, of the last four kinds ""
+    who: Name
 
 
 @dataclass(frozen=True, slots=True)
@@ -583,7 +685,9 @@ class SilentWorker:
 
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """What `describe` counts of one model: as short for thousands of workers as for ten. All counts are of one moment."""
+    """What `describe` counts of one model: as short for thousands of workers as for ten. All counts
+    are of one moment.
+    """
 
     workers: U64  # that have registered memory, read-only ones included
     suspect: U64  # those of them that are not heard
@@ -592,7 +696,8 @@ class ModelSummary:
     reads: U64  # read leases: reads that run, and reads that are being cut off
     versions_known: U64
     calls: Annotated[tuple[CallsSummary, ...], Length(1024)]  # what has stood still longest first
-    silent: Annotated[tuple[SilentWorker, ...], Length(1024)]  # 16 suspect workers at most, longest silent first
+    # 16 suspect workers at most, longest silent first
+    silent: Annotated[tuple[SilentWorker, ...], Length(1024)]
 
     @property
     def rows(self) -> int:
@@ -613,18 +718,24 @@ class ModelInfo:
     leases: Annotated[tuple[LeaseView, ...], Length(2**20)]
     workers: Annotated[tuple[WorkerView, ...], Length(2**20)]
     summary: ModelSummary | None = None  # None: this is a page of the model
-    coordinator_behind_s: Seconds = field(default=0.0, compare=False)  # how late the coordinator is with calls
+    # how late the coordinator is with calls
+    coordinator_behind_s: Seconds = field(default=0.0, compare=False)
 
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%]+\]|[^:/\[\]]+):(?P<port>\d{1,5})\Z")
 
 
 def parse_address(address: object) -> tuple[str, int]:
-    """Split "tcp://host:port" (IPv6 hosts in brackets) into host and port; else raise InvalidValue or InvalidType."""
+    """Split "tcp://host:port" (IPv6 hosts in brackets) into host and port; else raise InvalidValue
+    or InvalidType.
+    """
     match = _ADDRESS.match(address) if isinstance(address, str) else None
     if match is None or int(match["port"]) > 65_535:
         raise invalid(
-            address, str, f'{shown(address)} is not a TensorHub address: give "tcp://HOST:PORT"{_brackets(address)}'
+            address,
+            str,
+            f"{shown(address)} is not a TensorHub address: give "
+            f'"tcp://HOST:PORT"{_brackets(address)}',
         )
     return match["host"].strip("[]"), int(match["port"])
 
@@ -635,7 +746,9 @@ def _brackets(address: object) -> str:
     host, _, port = place.rpartition(":")
     for each, its_port in ((host, port), (place, "PORT")):
         try:
-            return f"; an IPv6 host is written in brackets: [{ipaddress.IPv6Address(each)}]:{its_port}"
+            return (
+                f"; an IPv6 host is written in brackets: [{ipaddress.IPv6Address(each)}]:{its_port}"
+            )
         except ValueError:
             continue
     return ""
@@ -647,7 +760,12 @@ def _can_be_reached(advertised: object) -> bool:
         host, port = parse_address(f"tcp://{advertised}")
     except StateError:
         return False
-    is_name = isinstance(advertised, str) and len(advertised) <= 506 and advertised.isprintable() and " " not in advertised
+    is_name = (
+        isinstance(advertised, str)
+        and len(advertised) <= 506
+        and advertised.isprintable()
+        and " " not in advertised
+    )
     return is_name and port > 0 and host not in ("0.0.0.0", "::")
 
 

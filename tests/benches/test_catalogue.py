@@ -1,4 +1,6 @@
-"""The catalogue's models are the published ones, their shards are whole, and every manifest fits the protocol's bounds."""
+"""The catalogue's models are the published ones, their shards are whole, and every manifest fits
+the protocol's bounds.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,17 @@ from tensorhub.types import Options
 @pytest.mark.parametrize("name", catalogue.models())
 def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
     found = catalogue.shapes(name)
-    made = sum(prod(s) for n, (_, s) in found.items() if not n.endswith(("weight_scale_inv", "position_ids")))
+    made = sum(
+        prod(s)
+        for n, (_, s) in found.items()
+        if not n.endswith(("weight_scale_inv", "position_ids"))
+    )
     assert made == catalogue.parameters(name)
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks"), [("Llama-3.1-405B", 1), ("Kimi-K2", 8), pytest.param("Kimi-K2", 1, marks=pytest.mark.slow)]
+    ("model", "ranks"),
+    [("Llama-3.1-405B", 1), ("Kimi-K2", 8), pytest.param("Kimi-K2", 1, marks=pytest.mark.slow)],
 )
 def test_the_largest_models_fit_the_bounds_of_a_manifest(model: str, ranks: int) -> None:
     """With room to spare: the largest has 20 MB, whole, and a message carries it."""

@@ -1,4 +1,6 @@
-"""The parts of chaos by themselves: the plan, the judgement, the picture, links' shapes; and (slow) a whole run."""
+"""The parts of chaos by themselves: the plan, the judgement, the picture, links' shapes; and (slow)
+a whole run.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,16 @@ from benches.chaos import __main__ as program
 from benches.chaos.results import ATTEMPTS, Answer, Call, Results, Seat
 from tests.testing.test_slice import first_seed
 
-# ---------------------------------------------------------------------------------------------------------- the plan
+# --------------------------------------------------------------------------------------------------
+# the plan
 
 
-# --------------------------------------------------------------------------------------------------------- the words
+# --------------------------------------------------------------------------------------------------
+# the words
 
 
-# -------------------------------------------------------------------------------------------------------- the results
+# --------------------------------------------------------------------------------------------------
+# the results
 
 
 def number(version: int, attempt: int = 0) -> int:
@@ -31,7 +36,9 @@ class Story:
 
     def __init__(self) -> None:
         self.results = Results()
-        self.trainers, self.readers = ([Seat(group, rank) for rank in range(2)] for group in ("trainer", "reader"))
+        self.trainers, self.readers = (
+            [Seat(group, rank) for rank in range(2)] for group in ("trainer", "reader")
+        )
         self.now = 0.0
 
     def begin(self, seat: Seat, what: str, version: int | None = None, attempt: int = 0) -> Call:
@@ -91,10 +98,14 @@ def test_g4_ranks_agree(story: Story) -> None:
     calls = [story.begin(seat, "update") for seat in story.readers]
     answers: list[Answer | None] = [story.update(calls[0], 2), None]
     story.results.paired(calls, answers, story.now)  # the other one died
-    answers[1] = story.end(calls[1], outcome="OperationTimeout", memory="in_doubt", state="in_doubt", holds=None)
+    answers[1] = story.end(
+        calls[1], outcome="OperationTimeout", memory="in_doubt", state="in_doubt", holds=None
+    )
     story.results.paired(calls, answers, story.now)  # or does not know
     assert story.found() == []
-    answers[1] = story.end(calls[1], outcome="GroupAborted", memory="intact", state="empty", holds=None, contents=[0])
+    answers[1] = story.end(
+        calls[1], outcome="GroupAborted", memory="intact", state="empty", holds=None, contents=[0]
+    )
     story.results.paired(calls, answers, story.now)
     answers[1] = story.update(story.begin(story.readers[1], "update"), 2, [number(1)])
     story.results.paired(calls, answers, story.now)
@@ -105,27 +116,39 @@ def test_memory_is_as_the_error_says(story: Story) -> None:
     seat = story.readers[0]
     story.update(story.begin(seat, "update"), 1)
     failed: dict[str, Any] = {"outcome": "GroupAborted", "holds": None}
-    story.end(story.begin(seat, "update"), **failed, memory="intact", state="ready", contents=[number(1)])
+    story.end(
+        story.begin(seat, "update"), **failed, memory="intact", state="ready", contents=[number(1)]
+    )
     story.end(story.begin(seat, "update"), **failed, memory="torn", state="torn")
     story.end(story.begin(seat, "update"), **failed, memory="intact", state="torn")  # as before
     assert story.found() == []
     story.update(story.begin(seat, "update"), 1)
-    story.end(story.begin(seat, "update"), **failed, memory="intact", state="empty", contents=[number(1), -1])
+    story.end(
+        story.begin(seat, "update"),
+        **failed,
+        memory="intact",
+        state="empty",
+        contents=[number(1), -1],
+    )
     story.end(story.begin(seat, "update"), **failed, memory="in_doubt", state="in_doubt")
-    story.end(story.begin(seat, "update"), **failed, memory="intact", state="torn")  # by what was in doubt
+    # by what was in doubt
+    story.end(story.begin(seat, "update"), **failed, memory="intact", state="torn")
     story.update(story.begin(seat, "update"), 1)
     story.end(story.begin(seat, "update"), **failed, memory="intact", state="torn")
     story.end(story.begin(seat, "update"), **failed, memory="torn", state="ready")
     assert story.found() == ["memory"] * 3
 
 
-# ----------------------------------------------------------------------------------------------------------- the plot
+# --------------------------------------------------------------------------------------------------
+# the plot
 
 
-# -------------------------------------------------------------------------------------------------------- its processes
+# --------------------------------------------------------------------------------------------------
+# its processes
 
 
-# -------------------------------------------------------------------------------------------------------- whole runs
+# --------------------------------------------------------------------------------------------------
+# whole runs
 
 
 @pytest.mark.timeout(300)

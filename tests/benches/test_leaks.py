@@ -22,14 +22,28 @@ def keeps_an_operation_and_a_socket(hub: Hub) -> None:
 @pytest.mark.slow
 def test_it_names_what_leaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.json"
-    small = "--cycles 32 --every 8 --fill 40 --deaths 0 --state without --without-fetch --json".split()
+    small = (
+        "--cycles 32 --every 8 --fill 40 --deaths 0 --state without --without-fetch --json".split()
+    )
     assert leaks.main([*small, str(path)], keeps_an_operation_and_a_socket) == 1
     rows = json.loads(path.read_text())["runs"]["without"]
     found = {(row["process"], row["kind"], row["name"]) for row in rows if not row["flat"]}
-    assert found >= {("follower", "books", "Worker.finished"), ("follower", "descriptors", "socket")}
-    named = {name for process, kind, name in found if process != "coordinator" and kind in ("books", "descriptors", "tasks")}
-    assert named - {"Repeats._said"} == {"Worker.finished", "socket"}  # that one is bounded; a busy machine says more
-    assert not {kind for process, kind, _ in found if process == "coordinator"} & {"descriptors", "threads", "tasks"}
+    assert found >= {
+        ("follower", "books", "Worker.finished"),
+        ("follower", "descriptors", "socket"),
+    }
+    named = {
+        name
+        for process, kind, name in found
+        if process != "coordinator" and kind in ("books", "descriptors", "tasks")
+    }
+    # that one is bounded; a busy machine says more
+    assert named - {"Repeats._said"} == {"Worker.finished", "socket"}
+    assert not {kind for process, kind, _ in found if process == "coordinator"} & {
+        "descriptors",
+        "threads",
+        "tasks",
+    }
     assert "books: Worker.finished" in capsys.readouterr().out
 
 

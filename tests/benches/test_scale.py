@@ -1,4 +1,6 @@
-"""The load generator: thin workers fill every version, alone and in groups, and the figures are of what was done."""
+"""The load generator: thin workers fill every version, alone and in groups, and the figures are of
+what was done.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def test_what_happens_to_all_at_once(ranks: int) -> None:
 def test_over_sockets_everybody_is_assigned_a_source_and_nobody_is_lost() -> None:
     row = anyio.run(server.measure, 16, 2, 2, 1000, 10.0)
     assert len(row.arrived_ms) == len(row.assigned_ms) == 16 * 2
-    assert all(arrived <= assigned for arrived, assigned in zip(row.arrived_ms, row.assigned_ms, strict=True))
+    assert all(
+        arrived <= assigned
+        for arrived, assigned in zip(row.arrived_ms, row.assigned_ms, strict=True)
+    )
     assert row.lost == 0
     assert str(row).split()[0] == "16"
 

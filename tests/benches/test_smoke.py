@@ -1,4 +1,6 @@
-"""Each benchmark runs on small inputs and writes its figures; the benchmarks compare the bytes that they move themselves."""
+"""Each benchmark runs on small inputs and writes its figures; the benchmarks compare the bytes that
+they move themselves.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ SLOW = [
 ROOT = [
     "capped --readers 1 2 --rounds 1 --mib 8",
     "testbed.__main__ churn --systems tensorhub+seeds sockets --mb 2 --mbit 100 --versions 3",
-    "wan --congestion cubic --loss 0 --connections 1 4 --rounds 1 --mib 8 --chunk-mib 0.0625 --round-trip-ms 10",
+    (
+        "wan --congestion cubic --loss 0 --connections 1 4 --rounds 1 --mib 8 --chunk-mib 0.0625 "
+        "--round-trip-ms 10"
+    ),
 ]
 
 REFUSED = [
@@ -54,7 +59,9 @@ def run(command: str, tmp_path: Path) -> None:
     assert json.loads(file.read_text())
 
 
-@pytest.mark.parametrize("command", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
+@pytest.mark.parametrize(
+    "command", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
+)
 def test_it_runs(command: str, tmp_path: Path) -> None:
     run(command, tmp_path)
 

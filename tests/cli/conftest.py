@@ -14,6 +14,8 @@ def _prepared(prepared: None) -> None:
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """That of a coordinator of this test's own, in this process: what is tested is who talks to it."""
+    """That of a coordinator of this test's own, in this process: what is tested is who talks to
+    it.
+    """
     with sync.serve(token="") as coordinator:
         yield coordinator.address

@@ -19,12 +19,18 @@ WAIT_S = 300.0  # beside busy processes, a command takes a minute
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The finished command, without an address or a secret in its environment."""
-    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=WAIT_S, env=environment())
+    return subprocess.run(
+        [*PROGRAM, *arguments], capture_output=True, text=True, timeout=WAIT_S, env=environment()
+    )
 
 
 def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The same in this process, for what is refused at once: a process of its own would be a second of imports."""
-    done = CliRunner().invoke(app, arguments, env=dict.fromkeys(os.environ.keys() - environment().keys()))
+    """The same in this process, for what is refused at once: a process of its own would be a second
+    of imports.
+    """
+    done = CliRunner().invoke(
+        app, arguments, env=dict.fromkeys(os.environ.keys() - environment().keys())
+    )
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
@@ -36,7 +42,9 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(*arguments: str, under: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
-    """The running command in a session of its own; it and its session are killed at the end. `under`: what runs it."""
+    """The running command in a session of its own; it and its session are killed at the end.
+    `under`: what runs it.
+    """
     process = subprocess.Popen(
         [*under, *PROGRAM, *arguments],
         stdout=subprocess.PIPE,

@@ -26,15 +26,20 @@ while True:
 
 
 def child_of(program: str, *, keeps_errors: bool = True) -> AsyncChildProcess:
-    return AsyncChildProcess("Fred", [sys.executable, "-c", program], environment=os.environ, keeps_errors=keeps_errors)
+    return AsyncChildProcess(
+        "Fred", [sys.executable, "-c", program], environment=os.environ, keeps_errors=keeps_errors
+    )
 
 
-async def fails(program: str, doing: Callable[[AsyncChildProcess], Awaitable[object]]) -> ChildEnded:
+async def fails(
+    program: str, doing: Callable[[AsyncChildProcess], Awaitable[object]]
+) -> ChildEnded:
     async with closing_all() as running:
         running.append(child_of(program))
         with pytest.raises(ChildEnded) as caught, anyio.fail_after(WAIT_S):
             await doing(running[0])
-        with pytest.raises(ChildEnded), anyio.fail_after(WAIT_S):  # and whoever asks again is told again
+        # and whoever asks again is told again
+        with pytest.raises(ChildEnded), anyio.fail_after(WAIT_S):
             await running[0].ask(do="more")
     return caught.value
 
@@ -54,10 +59,16 @@ async def test_lines_go_there_and_back_and_prints_are_no_lines() -> None:
 @pytest.mark.parametrize(
     ("program", "text"),
     [
-        ("import sys; sys.stderr.write('noise\\nthe last words \\n\\n'); sys.exit(3)", "exit code 3: the last words"),
+        (
+            "import sys; sys.stderr.write('noise\\nthe last words \\n\\n'); sys.exit(3)",
+            "exit code 3: the last words",
+        ),
         ("import os; os.kill(os.getpid(), 9)", "exit code -9: it left no message"),
         ("raise SystemExit", "exit code 0: it left no message"),
-        ("print('no JSON', flush=True); import time; time.sleep(600)", "exit code -9: it left no message"),
+        (
+            "print('no JSON', flush=True); import time; time.sleep(600)",
+            "exit code -9: it left no message",
+        ),
         ("print('{\"half\":', end='', flush=True)", "exit code "),
     ],
 )
@@ -69,7 +80,9 @@ async def test_a_child_that_ends_is_named_with_its_last_words(program: str, text
 async def test_a_line_without_an_end_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorhub.cli.child_processes.LINE_BYTES_MAX", 1000)
     assert LINE_BYTES_MAX > 1000
-    ended = await fails("print('1' * 1000, flush=True); import time; time.sleep(600)", AsyncChildProcess.hear)
+    ended = await fails(
+        "print('1' * 1000, flush=True); import time; time.sleep(600)", AsyncChildProcess.hear
+    )
     assert ended.code == -signal.SIGKILL
 
 
@@ -90,7 +103,9 @@ child = ChildProcess("Fred", [sys.executable, "-c", {ECHO!r}], print, environmen
 child.write({{}})
 time.sleep(600)
 """
-    with subprocess.Popen([sys.executable, "-uc", program], stdout=subprocess.PIPE, text=True) as parent:  # noqa: ASYNC220
+    with subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-uc", program], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "{'echo': {}}\n"
         pids = children(parent.pid)

@@ -56,9 +56,14 @@ def test_an_expected_error_in_a_group_is_one_line(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err == "error: CoordinatorUnavailable: nobody there\n"
 
 
-def test_what_others_have_said_is_no_command_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_others_have_said_is_no_command_to_the_terminal(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     report(CoordinatorUnavailable("it is \x1b[2J\x9b31mfine\x07\u202e, größe 📏"))
-    assert capfd.readouterr().err == "error: CoordinatorUnavailable: it is \\x1b[2J\\x9b31mfine\\x07\\u202e, größe 📏\n"
+    assert (
+        capfd.readouterr().err
+        == "error: CoordinatorUnavailable: it is \\x1b[2J\\x9b31mfine\\x07\\u202e, größe 📏\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +84,21 @@ def test_sizes(text: str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-1", "MB", "1e9", "1.5.2GB", "1XB", "1iB", "100 M B", "9" * 21, "9999999PB", "\u0661"]
+    "text",
+    [
+        "",
+        "0",
+        "-1",
+        "MB",
+        "1e9",
+        "1.5.2GB",
+        "1XB",
+        "1iB",
+        "100 M B",
+        "9" * 21,
+        "9999999PB",
+        "\u0661",
+    ],
 )
 def test_no_sizes(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="give bytes, as 100MB"):
@@ -92,7 +111,12 @@ def test_bytes_for_people() -> None:
 
 
 def test_numbers_and_seconds() -> None:
-    assert (whole(0, 9)("9"), whole(1)("10"), whole(1)("3"), seconds(0, 5)("1.5")) == (9, 10, 3, 1.5)
+    assert (whole(0, 9)("9"), whole(1)("10"), whole(1)("3"), seconds(0, 5)("1.5")) == (
+        9,
+        10,
+        3,
+        1.5,
+    )
     for wrong in ("10", "-1", "x", "1.0", "9" * 30, "\u0662"):
         with pytest.raises(typer.BadParameter, match="give a whole number, 0 to 9"):
             whole(0, 9)(wrong)

@@ -36,14 +36,18 @@ def secret_of(pid: int) -> str:
     """A child has the demo's from its environment, which only its user may read."""
     environ = Path(f"/proc/{pid}/environ")
     assert environ.stat().st_mode & 0o077 == 0
-    variables = dict(entry.split("=", 1) for entry in environ.read_text().split("\0") if "=" in entry)
+    variables = dict(
+        entry.split("=", 1) for entry in environ.read_text().split("\0") if "=" in entry
+    )
     assert len(variables["TENSORHUB_TOKEN"]) > 20
     return variables["TENSORHUB_TOKEN"]
 
 
 @pytest.mark.usefixtures("prepared_with_torch")
 def test_every_rollout_gets_the_trainers_bytes(weights: Path) -> None:
-    done = run_here("demo", "--weights", str(weights), "--versions", "2", "--rollouts", "2", "--json")
+    done = run_here(
+        "demo", "--weights", str(weights), "--versions", "2", "--rollouts", "2", "--json"
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["ok"], result["problems"], result["tensors"]) == (True, [], 10)
@@ -57,7 +61,9 @@ def test_every_rollout_gets_the_trainers_bytes(weights: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_while_the_processes_start(weights: Path, number: signal.Signals, code: int) -> None:
+def test_a_signal_while_the_processes_start(
+    weights: Path, number: signal.Signals, code: int
+) -> None:
     with started("demo", "--weights", str(weights), "--versions", "10000") as demo:
         assert eventually(lambda: bool(children(demo.pid)))
         pids = children(demo.pid)
@@ -69,13 +75,23 @@ def test_a_signal_while_the_processes_start(weights: Path, number: signal.Signal
 
 
 def test_a_rollout_that_dies_is_named(weights: Path) -> None:
-    with started("demo", "--weights", str(weights), "--rollouts", "1", "--versions", "10000") as demo:
+    with started(
+        "demo", "--weights", str(weights), "--rollouts", "1", "--versions", "10000"
+    ) as demo:
         line_with("rollout-1: version 1", demo.stderr)
         pids = children(demo.pid)
-        assert not any(secret_of(pids[0]) in Path(f"/proc/{pid}/cmdline").read_text() for pid in (demo.pid, *pids))
-        rollout = next(pid for pid in pids if "rollout-1" in Path(f"/proc/{pid}/cmdline").read_text())
+        assert not any(
+            secret_of(pids[0]) in Path(f"/proc/{pid}/cmdline").read_text()
+            for pid in (demo.pid, *pids)
+        )
+        rollout = next(
+            pid for pid in pids if "rollout-1" in Path(f"/proc/{pid}/cmdline").read_text()
+        )
         subprocess.run(["kill", "-9", str(rollout)], check=True)
         _, err = demo.communicate(timeout=WAIT_S)
         assert demo.returncode == 1
-        assert err.splitlines()[-1] == "error: DemoFailed: rollout-1 ended with exit code -9: it left no message"
+        assert (
+            err.splitlines()[-1]
+            == "error: DemoFailed: rollout-1 ended with exit code -9: it left no message"
+        )
         assert alive(pids) == []

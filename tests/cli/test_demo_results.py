@@ -12,7 +12,14 @@ TRAINED = {"loss": 0.5, "drain_s": 0.0, "step_s": 0.1, "publish_s": 0.0, "probe"
 
 
 def fetched(results: Results, name: str, source: str = "trainer", **changes: Any) -> None:
-    fields = {"version": 1, "stall_s": 0.4, "digest": "d1", "probe": [0.25, 0.5], "seconds": 0.5, "bytes_read": 8_000_000}
+    fields = {
+        "version": 1,
+        "stall_s": 0.4,
+        "digest": "d1",
+        "probe": [0.25, 0.5],
+        "seconds": 0.5,
+        "bytes_read": 8_000_000,
+    }
     results.record(name, "fetched", fields | {"sources": {source: 8_000_000}} | changes)
 
 
@@ -35,7 +42,10 @@ def test_a_good_run(results: Results, capsys: pytest.CaptureFixture[str]) -> Non
     print_table(results.table())  # into a pipe: rows are whole and plain
     lines = capsys.readouterr().out.splitlines()
     assert (lines[0], len(lines)) == ("versions", 4)
-    assert lines[2].split() == "1 0.500 0.10 rollout-1 0.500 8.0 16 trainer 8.0 400 equal equal".split()
+    assert (
+        lines[2].split()
+        == "1 0.500 0.10 rollout-1 0.500 8.0 16 trainer 8.0 400 equal equal".split()
+    )
     assert not any(line != line.rstrip() or re.search("[\u2500-\u257f]", line) for line in lines)
 
 

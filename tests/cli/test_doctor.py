@@ -18,7 +18,8 @@ from tensorhub.transport.rdma.ports import Port
 
 NO_RDMA = "not available: this machine has no RDMA device (nothing is in /sys/class/infiniband)"
 NO_NIXL = (
-    "nixl: not available: NIXL 1.1 or newer is needed (import of nixl._api halted; None in sys.modules): "
+    "nixl: not available: NIXL 1.1 or newer is needed (import of nixl._api halted; None in "
+    "sys.modules): "
     "pip install '.[nixl]' in a checkout of TensorHub"
 )
 ROOM = "a coordinator: room for 16,384 workers"
@@ -35,7 +36,11 @@ def run(*arguments: str) -> str:
 def _nothing_special(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cma, "restriction", lambda: None)
     monkeypatch.setattr(rdma, "find_ports", lambda wanted=None, *_: [])
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024 if kind == resource.RLIMIT_NOFILE else 2**20, 2**20))
+    monkeypatch.setattr(
+        resource,
+        "getrlimit",
+        lambda kind: (1024 if kind == resource.RLIMIT_NOFILE else 2**20, 2**20),
+    )
     monkeypatch.setattr(cupy_device, "missing", lambda: "no cupy")
 
 
@@ -62,7 +67,11 @@ def test_what_works() -> None:
             {"name": "shm", "available": True, "reason": SHARED},
             {"name": "cma", "available": True, "reason": ""},
             {"name": "rdma", "available": False, "reason": NO_RDMA.partition(": ")[2]},
-            {"name": "nixl", "available": False, "reason": NO_NIXL.partition(": not available: ")[2]},
+            {
+                "name": "nixl",
+                "available": False,
+                "reason": NO_NIXL.partition(": not available: ")[2],
+            },
             {"name": "tcp", "available": True, "reason": ""},
         ],
         "rdma_ports": [],
@@ -72,7 +81,8 @@ def test_what_works() -> None:
 
 
 def test_how_many_workers_may_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))  # of which a quarter is for pending connections
+    # of which a quarter is for pending connections
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
     assert run().splitlines()[-1] == (
         "a coordinator: room for 640 workers (`ulimit -Hn` is 1024): raise it to 20608 for 16,384 "
         "(LimitNOFILE= in systemd, --ulimit nofile= for containers)"
@@ -83,7 +93,10 @@ def test_how_many_workers_may_connect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_is_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
-    for fault, said in (("no driver", "not available: no driver"), (None, "available: for tensors on a GPU")):
+    for fault, said in (
+        ("no driver", "not available: no driver"),
+        (None, "available: for tensors on a GPU"),
+    ):
         monkeypatch.setattr(cupy_device, "fault_here", lambda fault=fault: fault)
         assert run().splitlines()[0].startswith(f"cuda_ipc: {said}")
 
@@ -92,7 +105,16 @@ def test_rdma_ports_are_shown_also_if_they_cannot_be_used(monkeypatch: pytest.Mo
     gid = bytes(10) + b"\xff\xff\x0a\x00\x00\x01"
     found = [
         Port("mlx5_0", 1, "ethernet", 3, gid, 100.0, "ACTIVE"),
-        Port("mlx5_1", 1, "infiniband", 0, bytes(16), 400.0, "DOWN", "the port is DOWN: check its cable"),
+        Port(
+            "mlx5_1",
+            1,
+            "infiniband",
+            0,
+            bytes(16),
+            400.0,
+            "DOWN",
+            "the port is DOWN: check its cable",
+        ),
     ]
     monkeypatch.setattr(rdma, "find_ports", lambda wanted=None, *_: found)
     assert run().splitlines()[6:] == [

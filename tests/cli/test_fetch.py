@@ -71,16 +71,25 @@ def test_a_real_model_after_its_publisher_has_gone(address: str, tmp_path: Path)
 
 def test_a_sharded_model(address: str, tmp_path: Path) -> None:
     tensors = some()
-    index = sharded(tmp_path / "in", {"one.safetensors": {"mask": tensors.pop("mask")}, "two.safetensors": tensors})
+    index = sharded(
+        tmp_path / "in",
+        {"one.safetensors": {"mask": tensors.pop("mask")}, "two.safetensors": tensors},
+    )
     with published(index, address):
         assert fetch(address, tmp_path / "out").returncode == 0
         assert listing(tmp_path / "out") == listing(tmp_path / "in")
         assert fetch(address, tmp_path / "one.safetensors").returncode == 0
         save_file(some(), tmp_path / "theirs", metadata={"format": "pt"})
         assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
-        done = fetch(address, tmp_path / "some", "--names", "layers.0.*", "--names", "mask", "--json")
+        done = fetch(
+            address, tmp_path / "some", "--names", "layers.0.*", "--names", "mask", "--json"
+        )
         assert json.loads(done.stdout)["bytes"] == 40 * 70 * 4 + 2
-        assert {name for file in ("one.safetensors", "two.safetensors") for name in load_file(tmp_path / "some" / file)} == {
+        assert {
+            name
+            for file in ("one.safetensors", "two.safetensors")
+            for name in load_file(tmp_path / "some" / file)
+        } == {
             "layers.0.w",
             "mask",
         }
@@ -115,7 +124,9 @@ def test_selectors(address: str, tmp_path: Path) -> None:
         weights.unpublish()
         done = refused(address, tmp_path / "9", "--timeout", "0.2")
         assert done.returncode == 1
-    done = run_here("fetch", "unknown", "--out", str(tmp_path / "9"), "--address", address, "--timeout", "0.2")
+    done = run_here(
+        "fetch", "unknown", "--out", str(tmp_path / "9"), "--address", address, "--timeout", "0.2"
+    )
     assert done.returncode == 1
     assert os.listdir(tmp_path) == ["1"]
 
@@ -123,14 +134,20 @@ def test_selectors(address: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "text"),
     [
-        (("--names", "none*"), 1, "error: ManifestMismatch: names: no tensor is called 'none*'; there are 'a'"),
+        (
+            ("--names", "none*"),
+            1,
+            "error: ManifestMismatch: names: no tensor is called 'none*'; there are 'a'",
+        ),
         (("--version", "soon"), 2, "error: usage: --version: 'soon' is not a version selector"),
         (("--version", "9" * 5000), 2, "error: usage: --version: "),
         (("--version", "-1"), 2, "error: usage: --version: "),
         (("--rank", "-1"), 2, "--rank"),
     ],
 )
-def test_what_cannot_be_fetched(address: str, tmp_path: Path, options: Sequence[str], code: int, text: str) -> None:
+def test_what_cannot_be_fetched(
+    address: str, tmp_path: Path, options: Sequence[str], code: int, text: str
+) -> None:
     with trainer(address, {"a": torch.ones(3)}):
         done = refused(address, tmp_path / "out", *options)
     assert (done.returncode, done.stdout) == (code, "")
@@ -144,7 +161,10 @@ def test_outputs_that_exist_are_refused_before_anything(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").touch()
     for out, text in (
-        ("out.safetensors", "out.safetensors exists: take another place, or replace what is there (--force)"),
+        (
+            "out.safetensors",
+            "out.safetensors exists: take another place, or replace what is there (--force)",
+        ),
         ("out", "out exists and is not empty: take another place"),
         ("none/out", "none: No such file or directory"),
     ):
@@ -181,9 +201,20 @@ def test_progress_is_shown_on_a_terminal_and_to_nobody_who_wants_quiet(
         ours, theirs = pty.openpty()
         with open(ours, "rb", buffering=0) as screen:
             with open(theirs, "wb", buffering=0) as terminal:
-                command = [*PROGRAM, "fetch", "m", "--out", str(out), "--address", address, *options]
+                command = [
+                    *PROGRAM,
+                    "fetch",
+                    "m",
+                    "--out",
+                    str(out),
+                    "--address",
+                    address,
+                    *options,
+                ]
                 environ = {**environment(), "TERM": "xterm"}
-                done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, timeout=WAIT_S, env=environ)
+                done = subprocess.run(
+                    command, stdout=subprocess.PIPE, stderr=terminal, timeout=WAIT_S, env=environ
+                )
             shown = b""
             with contextlib.suppress(OSError):  # nobody has the other end any more
                 while part := screen.read(65_536):
@@ -195,12 +226,25 @@ def test_progress_is_shown_on_a_terminal_and_to_nobody_who_wants_quiet(
 
 
 def test_a_name_that_nobody_knows(address: str, tmp_path: Path) -> None:
-    """It may be mistyped, or early: what the command waits for is said at once, and not after a minute."""
-    done = run("fetch", "acctor", "--out", str(tmp_path / "new"), "--address", address, "--timeout", "0.2")
+    """It may be mistyped, or early: what the command waits for is said at once, and not after a
+    minute.
+    """
+    done = run(
+        "fetch", "acctor", "--out", str(tmp_path / "new"), "--address", address, "--timeout", "0.2"
+    )
     waiting, error = done.stderr.splitlines()
-    assert waiting == "waiting 0.2 s at most: nothing is published as 'acctor' yet (is the name right?)"
+    assert (
+        waiting
+        == "waiting 0.2 s at most: nothing is published as 'acctor' yet (is the name right?)"
+    )
     assert error.startswith("error: VersionUnavailable: ")
-    with started("fetch", "acctor", "--out", str(tmp_path / "new"), "--address", address, "--timeout", "inf") as process:
-        assert "waiting until it is: nothing is published as 'acctor' yet" in line_with("waiting", process.stderr)
+    with started(
+        "fetch", "acctor", "--out", str(tmp_path / "new"), "--address", address, "--timeout", "inf"
+    ) as process:
+        assert "waiting until it is: nothing is published as 'acctor' yet" in line_with(
+            "waiting", process.stderr
+        )
     with started("seed", "acctor", "--host-memory", "1MB", "--address", address) as process:
-        assert "waiting until it is: nothing is published as 'acctor' yet" in line_with("waiting", process.stderr)
+        assert "waiting until it is: nothing is published as 'acctor' yet" in line_with(
+            "waiting", process.stderr
+        )

@@ -1,4 +1,6 @@
-"""`tensorhub fetch` after Ctrl-C or a kill: it goes on where it stopped, and what it left is never in the way."""
+"""`tensorhub fetch` after Ctrl-C or a kill: it goes on where it stopped, and what it left is never
+in the way.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,10 @@ def trainer(address: str, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[sy
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    return {name: torch.randint(0, 255, (CHUNKS * CHUNK_BYTES // 2,), dtype=torch.uint8) for name in ("a", "b")}
+    return {
+        name: torch.randint(0, 255, (CHUNKS * CHUNK_BYTES // 2,), dtype=torch.uint8)
+        for name in ("a", "b")
+    }
 
 
 @contextlib.contextmanager
@@ -101,7 +106,9 @@ def held(address: str, out: Path, line: Line) -> Iterator[subprocess.Popen[str]]
     """A fetch of which a part has arrived, and is known to have."""
     line.go.clear()
     with started("fetch", "m", "--out", str(out), "--address", address) as process:
-        assert eventually(lambda: any(path.stat().st_size > KEY_BYTES for path in out.parent.glob(".*.part")))
+        assert eventually(
+            lambda: any(path.stat().st_size > KEY_BYTES for path in out.parent.glob(".*.part"))
+        )
         yield process
 
 
@@ -125,7 +132,9 @@ def fetched(address: str, out: Path, of: dict[str, torch.Tensor]) -> int:
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_it_goes_on_where_it_stopped(address: str, tmp_path: Path, number: signal.Signals, name: str) -> None:
+def test_it_goes_on_where_it_stopped(
+    address: str, tmp_path: Path, number: signal.Signals, name: str
+) -> None:
     mine, out = tensors(), tmp_path / name
     with trainer(address, mine) as (_, line):
         with held(address, out, line) as process:
@@ -179,7 +188,10 @@ def test_a_coordinator_that_starts_later_is_waited_for(tmp_path: Path) -> None:
         out, address = tmp_path / "out.safetensors", f"tcp://127.0.0.1:{port}"
         with started("fetch", "m", "--out", str(out), "--address", address) as process:
             assert process.stderr is not None
-            assert f"waiting 60 s at most: no coordinator can be reached ({address}: " in process.stderr.readline()
+            assert (
+                f"waiting 60 s at most: no coordinator can be reached ({address}: "
+                in process.stderr.readline()
+            )
             reserved.close()
             with (
                 sync.serve(port=port, options=OPTIONS),
@@ -189,6 +201,11 @@ def test_a_coordinator_that_starts_later_is_waited_for(tmp_path: Path) -> None:
                 assert process.wait(WAIT_S) == 0
         assert load_file(out)["a"].equal(torch.ones(3))
     for command in ("status", "plan"):
-        arguments = (command, *(("m",) if command == "plan" else ()), "--address", "tcp://127.0.0.1:1")
+        arguments = (
+            command,
+            *(("m",) if command == "plan" else ()),
+            "--address",
+            "tcp://127.0.0.1:1",
+        )
         done = run(*arguments)
         assert done.stderr.startswith("error: CoordinatorUnavailable: ")

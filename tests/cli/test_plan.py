@@ -44,7 +44,16 @@ def published(address: str) -> Iterator[str]:
         made = []
         for rank in range(2):
             sources = {"rows": tensorhub.source("w", shape=(16, 8))[8 * rank : 8 * (rank + 1)]}
-            made.append(hub.register("m", {"rows": torch.zeros(8, 8)}, group="t", rank=rank, world_size=2, sources=sources))
+            made.append(
+                hub.register(
+                    "m",
+                    {"rows": torch.zeros(8, 8)},
+                    group="t",
+                    rank=rank,
+                    world_size=2,
+                    sources=sources,
+                )
+            )
         with ThreadPoolExecutor() as threads:  # both ranks, at once
             list(threads.map(lambda each: each.publish(1), made))
         yield address
@@ -57,7 +66,9 @@ def layout(tmp_path: Path) -> Path:
     return path
 
 
-def test_each_rank_of_a_layout_in_a_file_as_a_table_and_as_json(published: str, layout: Path) -> None:
+def test_each_rank_of_a_layout_in_a_file_as_a_table_and_as_json(
+    published: str, layout: Path
+) -> None:
     ask = ("plan", "m", "--reader", f"{layout}:halves", "--world-size", "2", "--address", published)
     done = run(*ask)
     assert (done.returncode, done.stderr) == (0, "")
@@ -70,7 +81,13 @@ def test_each_rank_of_a_layout_in_a_file_as_a_table_and_as_json(published: str, 
     ]
     assert lines[5].startswith("m version 1, rank 1 of 2: ")
     (only,) = json.loads(run(*ask, "--rank", "1", "--json").stdout)
-    assert (only["rank"], only["nbytes"], only["excess_nbytes"], only["cells"], only["runs"]) == (1, 256, 0, 2, 16)
+    assert (only["rank"], only["nbytes"], only["excess_nbytes"], only["cells"], only["runs"]) == (
+        1,
+        256,
+        0,
+        2,
+        16,
+    )
     assert [(each["ranks"], each["workers"], each["nbytes"]) for each in only["sources"]] == [
         ([0], ["trainer"], 128),
         ([1], ["trainer"], 128),
@@ -79,13 +96,31 @@ def test_each_rank_of_a_layout_in_a_file_as_a_table_and_as_json(published: str, 
 
 def test_a_layout_may_import_what_is_beside_it(published: str, layout: Path) -> None:
     (layout.parent / "engine.py").write_text("from layout import halves\n")
-    ask = ("plan", "m", "--reader", f"{layout.parent / 'engine.py'}:halves", "--world-size", "2", "--address", published)
+    ask = (
+        "plan",
+        "m",
+        "--reader",
+        f"{layout.parent / 'engine.py'}:halves",
+        "--world-size",
+        "2",
+        "--address",
+        published,
+    )
     done = run(*ask)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_bytes_that_no_rank_reads_are_told(published: str, layout: Path) -> None:
-    ask = ("plan", "m", "--reader", f"{layout}:left_out", "--world-size", "2", "--address", published)
+    ask = (
+        "plan",
+        "m",
+        "--reader",
+        f"{layout}:left_out",
+        "--world-size",
+        "2",
+        "--address",
+        published,
+    )
     done = run(*ask)
     assert (done.returncode, done.stdout) == (1, "")
     assert "of tensor 'w', [0:16, 6:8] (128 bytes) is read by no rank of the group" in done.stderr
@@ -114,7 +149,9 @@ def test_the_whole_model_and_some_names_of_it(published: str) -> None:
         (("--version", "newest"), "--version"),
     ],
 )
-def test_what_is_refused_before_anything_is_asked(layout: Path, arguments: tuple[str, ...], text: str) -> None:
+def test_what_is_refused_before_anything_is_asked(
+    layout: Path, arguments: tuple[str, ...], text: str
+) -> None:
     given = [each.format(layout) for each in arguments]
     done = run_here("plan", "m", *given, "--address", "tcp://127.0.0.1:1")
     assert (done.returncode, done.stdout) == (2, "")

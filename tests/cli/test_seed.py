@@ -1,4 +1,6 @@
-"""`tensorhub seed`, as a process: it follows a model, serves it without its publisher, and goes away cleanly."""
+"""`tensorhub seed`, as a process: it follows a model, serves it without its publisher, and goes
+away cleanly.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,25 @@ def test_it_follows_a_model_and_outlives_its_publisher(address: str, end: signal
         out = arrays(1)
         source = hub.register("m", out)
         source.publish(1)
-        arguments = ("seed", "m", "--host-memory", str(NBYTES), "--address", address, "--json", "--site", "here")
+        arguments = (
+            "seed",
+            "m",
+            "--host-memory",
+            str(NBYTES),
+            "--address",
+            address,
+            "--json",
+            "--site",
+            "here",
+        )
         with started(*arguments) as process:
             said = json.loads(line_with("{", process.stdout))
-            assert (said["model"], said["version"], said["ranks"], said["bytes_read"]) == ("m", 1, [0], NBYTES)
+            assert (said["model"], said["version"], said["ranks"], said["bytes_read"]) == (
+                "m",
+                1,
+                [0],
+                NBYTES,
+            )
             with source.mutate(2):
                 write(out, 2)
             assert json.loads(line_with("{", process.stdout))["version"] == 2
@@ -59,14 +76,18 @@ def test_all_ranks_and_some_of_them(address: str) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        with started("seed", "m", "--host-memory", str(2 * NBYTES), "--address", address, "--json") as process:
+        with started(
+            "seed", "m", "--host-memory", str(2 * NBYTES), "--address", address, "--json"
+        ) as process:
             assert json.loads(line_with("{", process.stdout))["ranks"] == [0, 1]
             process.send_signal(signal.SIGTERM)
             assert process.wait(WAIT_S) == 0
         arguments = ("seed", "m", "--rank", "1", "--host-memory", str(NBYTES), "--address", address)
         with started(*arguments) as process:
             assert "seeding m version 1 (rank 1; read" in line_with("seeding", process.stdout)
-            (replica,) = [r for r in hub.describe("m").replicas if r.purpose == "seed" and r.state == "ready"]
+            (replica,) = [
+                r for r in hub.describe("m").replicas if r.purpose == "seed" and r.state == "ready"
+            ]
             assert [shard.rank for shard in replica.shards] == [1]
 
 
@@ -74,14 +95,24 @@ def test_all_ranks_and_some_of_them(address: str) -> None:
     ("arguments", "code", "text"),
     [
         (("--host-memory", "100"), 1, f"StateError: a seed needs {NBYTES} bytes of host memory"),
-        (("--host-memory", str(NBYTES), "--rank", "3"), 1, "VersionUnavailable: version 1 of 'm' has no rank 3"),
-        (("--host-memory", str(NBYTES), "--rank", "-1"), 2, "error: usage: --rank -1: give numbers from 0, or all"),
+        (
+            ("--host-memory", str(NBYTES), "--rank", "3"),
+            1,
+            "VersionUnavailable: version 1 of 'm' has no rank 3",
+        ),
+        (
+            ("--host-memory", str(NBYTES), "--rank", "-1"),
+            2,
+            "error: usage: --rank -1: give numbers from 0, or all",
+        ),
         (("--host-memory", str(NBYTES), "--site", ""), 2, "error: usage: '' cannot name a site"),
         (("--host-memory", "0"), 2, "--host-memory"),
         ((), 2, "--host-memory"),
     ],
 )
-def test_what_cannot_be_seeded(address: str, arguments: tuple[str, ...], code: int, text: str) -> None:
+def test_what_cannot_be_seeded(
+    address: str, arguments: tuple[str, ...], code: int, text: str
+) -> None:
     with sync.connect(address, options=OPTIONS) as hub:
         hub.register("m", arrays(1)).publish(1)
         ended = run_here("seed", "m", "--address", address, *arguments)
@@ -96,7 +127,15 @@ def test_it_goes_on_under_a_coordinator_that_has_lost_its_state() -> None:
             address = coordinator.address
             with sync.connect(address, token="", options=OPTIONS) as hub:
                 hub.register("m", arrays(1)).publish(1)
-                arguments = ("seed", "m", "--host-memory", str(NBYTES), "--address", address, "--json")
+                arguments = (
+                    "seed",
+                    "m",
+                    "--host-memory",
+                    str(NBYTES),
+                    "--address",
+                    address,
+                    "--json",
+                )
                 process = stack.enter_context(started(*arguments))
                 assert json.loads(line_with("{", process.stdout))["version"] == 1
         stack.enter_context(sync.serve(port=parse_address(address)[1], token="", options=OPTIONS))

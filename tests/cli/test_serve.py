@@ -28,7 +28,9 @@ def test_serves_until_it_is_told_to_stop(number: signal.Signals, code: int) -> N
 
 
 def test_it_raises_its_limit_of_descriptors_and_says_for_how_many_workers_there_is_room() -> None:
-    with started("serve", under=("bash", "-c", 'ulimit -Sn 128 && ulimit -Hn 1024 && exec "$@"', "-")) as process:
+    with started(
+        "serve", under=("bash", "-c", 'ulimit -Sn 128 && ulimit -Hn 1024 && exec "$@"', "-")
+    ) as process:
         assert line_with("room for 640 workers (`ulimit -Hn` is 1024)", process.stderr)
         assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (1024, 1024)
 
@@ -47,7 +49,11 @@ def test_a_port_in_use() -> None:
     ("arguments", "code", "text"),
     [
         (("--lease-s", "-1"), 2, "error: usage: Options.lease_s = -1.0"),
-        (("--token-file", "/no/such/file"), 2, "error: usage: the token file /no/such/file cannot be read"),
+        (
+            ("--token-file", "/no/such/file"),
+            2,
+            "error: usage: the token file /no/such/file cannot be read",
+        ),
         (("--port", "70000"), 2, "--port"),
         (("--host", "0.0.0.0"), 1, "error: AuthenticationFailed: "),
     ],

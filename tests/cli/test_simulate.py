@@ -1,4 +1,6 @@
-"""`tensorhub simulate` with a stand-in for the simulator: what is printed, how it ends, and that nothing is left of it."""
+"""`tensorhub simulate` with a stand-in for the simulator: what is printed, how it ends, and that
+nothing is left of it.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,15 @@ tensorhub.cli.simulate.SEARCH = "tests.testing.standin"
 from tensorhub.cli import main
 main()
 """
-PATH = os.pathsep.join(str(place) for place in (ROOT, *filter(None, [os.environ.get("PYTHONPATH")])))
+PATH = os.pathsep.join(
+    str(place) for place in (ROOT, *filter(None, [os.environ.get("PYTHONPATH")]))
+)
 ENVIRONMENT = os.environ | {"PYTHONPATH": PATH, "COLUMNS": "200"}
 
 
-def simulate(*arguments: object, search: str = "tests.testing.standin") -> subprocess.CompletedProcess[str]:
+def simulate(
+    *arguments: object, search: str = "tests.testing.standin"
+) -> subprocess.CompletedProcess[str]:
     """The command in this process; those that run the seeds are its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tensorhub.cli.simulate.SEARCH", search)
@@ -44,7 +50,9 @@ def simulate_json(*arguments: object) -> tuple[int, dict[str, Any]]:
 
 
 def simulate_apart(*arguments: object) -> tuple[int, dict[str, Any]]:
-    """The command as a process, whose own have hash seeds; with all that any of them says on stderr."""
+    """The command as a process, whose own have hash seeds; with all that any of them says on
+    stderr.
+    """
     command = [sys.executable, "-c", PROGRAM, "simulate", "--json", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=ENVIRONMENT)
     assert done.stderr == ""
@@ -54,7 +62,9 @@ def simulate_apart(*arguments: object) -> tuple[int, dict[str, Any]]:
 @contextlib.contextmanager
 def simulating(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", PROGRAM, "simulate", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
         try:
             yield process
         finally:
@@ -73,14 +83,24 @@ def test_the_verdict_comes_first_and_tables_only_if_they_are_wanted() -> None:
     assert "crash" in long.stdout
     failed = simulate("--seed", BREAKS, "--events", 10)
     assert failed.stdout.startswith("FAILED: 0 seeds passed, 1 failed; ")
-    assert failed.stderr == f"seed {BREAKS} failed: tensorhub simulate --seed {BREAKS} --events 10\n"
+    assert (
+        failed.stderr == f"seed {BREAKS} failed: tensorhub simulate --seed {BREAKS} --events 10\n"
+    )
 
 
 def test_a_seed_that_fails_says_what_was_broken_and_how_to_run_it_again() -> None:
     done = simulate("--seed", BREAKS, "--events", 10, "--faults", "crash,delay", "--quiet")
     assert done.returncode == 1
-    assert f"seed {BREAKS} failed:\nAssertionError: content: [bold] holds other bytes than were published\n" in done.stdout
-    assert done.stdout.count(f"reproduce: tensorhub simulate --seed {BREAKS} --faults crash,delay --events 10\n") == 1
+    assert (
+        f"seed {BREAKS} failed:\nAssertionError: content: [bold] holds other bytes than were "
+        f"published\n" in done.stdout
+    )
+    assert (
+        done.stdout.count(
+            f"reproduce: tensorhub simulate --seed {BREAKS} --faults crash,delay --events 10\n"
+        )
+        == 1
+    )
     assert "0 seeds passed, 1 failed" in done.stdout
 
 
@@ -108,11 +128,17 @@ def test_a_seed_that_does_not_end_fails(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["failures"][0]["failure"] == "it did not end within 6 s"
 
 
-def test_a_process_that_does_not_start_is_an_error_and_no_failed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_start_is_an_error_and_no_failed_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("START_S", "never")
     done = simulate("--seed", 60, "--events", 10, search="tests.testing.slow_start")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: NotStarted: a process for seeds did not start: its process ended with exit code 1\n"
+    assert (
+        done.stderr
+        == "error: NotStarted: a process for seeds did not start: its process ended with exit code "
+        "1\n"
+    )
 
 
 def test_a_seed_of_which_too_little_came_fails_where_it_stands_for_something() -> None:
@@ -128,7 +154,10 @@ def test_a_seed_of_which_too_little_came_fails_where_it_stands_for_something() -
 def test_a_seed_that_comes_to_another_end_the_second_time_fails() -> None:
     code, found = simulate_apart("--seeds", 2, "--start", WAVERS, "--jobs", 1)
     assert (code, found["run_twice"]) == (1, 1)
-    assert "the same seed came to another end in another process: end " in found["failures"][0]["failure"]
+    assert (
+        "the same seed came to another end in another process: end "
+        in found["failures"][0]["failure"]
+    )
 
 
 def test_only_the_faults_that_were_named_are_asked_for() -> None:
@@ -136,10 +165,15 @@ def test_only_the_faults_that_were_named_are_asked_for() -> None:
     assert (code, found["faults"]) == (0, {"delay": {"times": 2, "seeds": 2}})
     wrong = simulate("--faults", "delay,rust")
     assert wrong.returncode == 2
-    assert wrong.stderr == "error: usage: there is no fault 'rust': give --faults some of crash, delay, drop\n"
+    assert (
+        wrong.stderr
+        == "error: usage: there is no fault 'rust': give --faults some of crash, delay, drop\n"
+    )
 
 
-@pytest.mark.parametrize(("seeds", "start", "code"), [(1000, 1_000, 0), (999, 100_000, 0), (1000, 100_000, 1)])
+@pytest.mark.parametrize(
+    ("seeds", "start", "code"), [(1000, 1_000, 0), (999, 100_000, 0), (1000, 100_000, 1)]
+)
 def test_from_a_thousand_seeds_on_all_must_be_reached(seeds: int, start: int, code: int) -> None:
     done = simulate("--seeds", seeds, "--start", start, "--jobs", 1, "--quiet")
     assert done.returncode == code, done.stdout

@@ -55,10 +55,16 @@ def test_nothing_is_overwritten(file: Path, command: tuple[str, ...]) -> None:
     given = [str(file) if word == "FILE" else word for word in command]
     done = run("token", *given, "--out", str(file))
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == f"error: usage: {file} exists, and may be in use: give another --out, or remove it\n"
+    assert (
+        done.stderr
+        == f"error: usage: {file} exists, and may be in use: give another --out, or remove it\n"
+    )
     assert file.read_bytes() == before
     done = run("token", *given, "--out", str(file / "below"))
-    assert (done.exit_code, done.stderr) == (2, f"error: usage: {file / 'below'} cannot be made: Not a directory\n")
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"error: usage: {file / 'below'} cannot be made: Not a directory\n",
+    )
 
 
 def test_the_read_only_token_is_that_of_the_first_line(file: Path, tmp_path: Path) -> None:
@@ -75,7 +81,11 @@ def test_the_read_only_token_is_that_of_the_first_line(file: Path, tmp_path: Pat
     ("given", "code", "says"),
     [
         ((), 1, "error: AuthenticationFailed: open access has no read-only token"),
-        (("--token-file", "/no/such/file"), 2, "error: usage: the token file /no/such/file cannot be read"),
+        (
+            ("--token-file", "/no/such/file"),
+            2,
+            "error: usage: the token file /no/such/file cannot be read",
+        ),
     ],
 )
 def test_without_a_token_there_is_none(
@@ -92,7 +102,9 @@ def test_a_crash_shows_no_token(file: Path) -> None:
     program = "import tensorhub; from tensorhub.cli import main; tensorhub.connect = None; main()"
     given = (sys.executable, "-c", program, "status", "--address", "tcp://127.0.0.1:1")
     hidden = environment() | {"TENSORHUB_TOKEN": SECRET}
-    done = subprocess.run([*given, "--token-file", str(file)], capture_output=True, text=True, timeout=300, env=hidden)
+    done = subprocess.run(
+        [*given, "--token-file", str(file)], capture_output=True, text=True, timeout=300, env=hidden
+    )
     assert done.returncode == 1
     assert "TypeError" in done.stderr
     assert not any(secret in done.stdout + done.stderr for secret in (SECRET, READ_ONLY))

@@ -15,7 +15,9 @@ SIZES = st.dictionaries(st.text(min_size=1, max_size=4), st.integers(0, 10_000),
 
 
 @given(SIZES)
-def test_tensors_are_apart_and_aligned_and_take_little_more_than_they_have(sizes: dict[str, int]) -> None:
+def test_tensors_are_apart_and_aligned_and_take_little_more_than_they_have(
+    sizes: dict[str, int],
+) -> None:
     offsets, nbytes = lay_out(sizes)
     assert list(offsets) == sorted(sizes)
     spans = [(offsets[name], offsets[name] + sizes[name]) for name in offsets]
@@ -25,7 +27,8 @@ def test_tensors_are_apart_and_aligned_and_take_little_more_than_they_have(sizes
     assert sum(sizes.values()) <= nbytes <= sum(sizes.values()) + (ALIGNMENT - 1) * len(sizes)
 
 
-# ------------------------------------------------------------------------------------------------------ manifests
+# --------------------------------------------------------------------------------------------------
+# manifests
 
 
 @st.composite
@@ -47,7 +50,9 @@ def test_a_packed_manifest_holds_the_same_tensors(plain: Manifest, bytes_max: in
     assert Manifest.decode(packed.encode()) == packed
     check_compatible(packed, plain)
     check_compatible(plain, packed)
-    assert [(t.name, t.dtype, t.slices) for t in packed.tensors] == [(t.name, t.dtype, t.slices) for t in plain.tensors]
+    assert [(t.name, t.dtype, t.slices) for t in packed.tensors] == [
+        (t.name, t.dtype, t.slices) for t in plain.tensors
+    ]
     if packed is plain:
         tiny = {tensor.region for tensor in plain.tensors if 0 < tensor.nbytes <= bytes_max}
         assert len(tiny) < 2
@@ -55,17 +60,26 @@ def test_a_packed_manifest_holds_the_same_tensors(plain: Manifest, bytes_max: in
         assert {tensor.name for tensor in packed.by_region[0]} == {
             t.name for t in plain.tensors if 0 < t.nbytes <= bytes_max
         }
-        assert all(len({(t.offset, t.nbytes) for t in tensors}) == 1 for tensors in packed.by_region[1:])
+        assert all(
+            len({(t.offset, t.nbytes) for t in tensors}) == 1 for tensors in packed.by_region[1:]
+        )
 
 
 @given(manifests(), st.randoms())
-def test_where_a_tensor_is_does_not_depend_on_the_order_of_registration(plain: Manifest, random: object) -> None:
-    described = [TensorDescription(t.name, t.dtype, t.shape, (t.region + 1) << 20, t.nbytes) for t in plain.tensors]
+def test_where_a_tensor_is_does_not_depend_on_the_order_of_registration(
+    plain: Manifest, random: object
+) -> None:
+    described = [
+        TensorDescription(t.name, t.dtype, t.shape, (t.region + 1) << 20, t.nbytes)
+        for t in plain.tensors
+    ]
     random.shuffle(described)  # type: ignore[attr-defined]
     one, other = pack_tiny(plain, 200), pack_tiny(build_manifest(described, 4096, "xxh3-64"), 200)
     if one is not plain:
         assert one.regions[0] == other.regions[0]
-        assert {t.name: t.offset for t in one.by_region[0]} == {t.name: t.offset for t in other.by_region[0]}
+        assert {t.name: t.offset for t in one.by_region[0]} == {
+            t.name: t.offset for t in other.by_region[0]
+        }
 
 
 def test_padded_rows_keep_their_region() -> None:

@@ -1,4 +1,6 @@
-"""Packing and unpacking in host memory, and on a device: which bytes go where. The kernels themselves: tests/cuda."""
+"""Packing and unpacking in host memory, and on a device: which bytes go where. The kernels
+themselves: tests/cuda.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,18 @@ def test_pieces_that_overlap_are_refused(pieces: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match="overlaps another"):
         Packed(8, [(offset, memoryview(bytearray(nbytes))) for offset, nbytes in pieces])
     with pytest.raises(ValueError, match="overlaps another"):
-        PackedOnDevice(device, 8, [(offset, device.bytes_of(bytearray(nbytes))) for offset, nbytes in pieces])
+        PackedOnDevice(
+            device, 8, [(offset, device.bytes_of(bytearray(nbytes))) for offset, nbytes in pieces]
+        )
 
 
 def test_pieces_are_packed_and_unpacked_where_the_layout_says() -> None:
     device, first, second = Double(), bytearray(b"abc"), bytearray(b"defgh")
-    pieces = [(16, device.bytes_of(second)), (0, device.bytes_of(first)), (8, device.bytes_of(bytearray()))]
+    pieces = [
+        (16, device.bytes_of(second)),
+        (0, device.bytes_of(first)),
+        (8, device.bytes_of(bytearray())),
+    ]
     packed = PackedOnDevice(device, 21, pieces)
     packed.pack()
     assert bytes(packed.buffer.storage) == b"abc" + bytes(13) + b"defgh"  # type: ignore[call-overload]

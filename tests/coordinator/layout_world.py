@@ -66,12 +66,25 @@ class Rank:
     """One registration, at a worker of its own whose name and session are its own."""
 
     def __init__(
-        self, session: int, group: str, rank: int, world_size: int, layout_id: str, parts: Sequence[bytes], site: str
+        self,
+        session: int,
+        group: str,
+        rank: int,
+        world_size: int,
+        layout_id: str,
+        parts: Sequence[bytes],
+        site: str,
     ) -> None:
         self.serves, self.partial = True, False
         self.endpoints: tuple[Endpoint, ...] = ()
         self.session = session
-        self.group, self.rank, self.world_size, self.layout_id, self.parts = group, rank, world_size, layout_id, parts
+        self.group, self.rank, self.world_size, self.layout_id, self.parts = (
+            group,
+            rank,
+            world_size,
+            layout_id,
+            parts,
+        )
         self.site = site
         self.name = f"{group}{rank}"
         self.generation = 0
@@ -94,7 +107,12 @@ class World:
     """Ranks by name. Everything is checked after each step."""
 
     def __init__(
-        self, *, manifest: bytes = MANIFEST, stored: Iterable[Entry] = (), epoch: int = 1, now: float = 0.0
+        self,
+        *,
+        manifest: bytes = MANIFEST,
+        stored: Iterable[Entry] = (),
+        epoch: int = 1,
+        now: float = 0.0,
     ) -> None:
         self.now, self.manifest = now, manifest
         self.covers = True  # whoever is asked whether his group reads everything says so at once
@@ -115,7 +133,12 @@ class World:
 
     def restarted(self) -> World:
         """The next coordinator, on what this one has stored."""
-        return World(manifest=self.manifest, stored=self.stored, epoch=self.core.cluster.epoch + 1, now=self.now)
+        return World(
+            manifest=self.manifest,
+            stored=self.stored,
+            epoch=self.core.cluster.epoch + 1,
+            now=self.now,
+        )
 
     # -- steps
 
@@ -202,22 +225,43 @@ class World:
             self.cut_off(rank)
         self.pass_time(2.5 * LEASE_S, silent=ranks)
 
-    def register(self, rank: Rank, held: Held | None = None, *, whole: bool = True, parts: Sequence[bytes] = ()) -> None:
+    def register(
+        self,
+        rank: Rank,
+        held: Held | None = None,
+        *,
+        whole: bool = True,
+        parts: Sequence[bytes] = (),
+    ) -> None:
         """Until it is taken: what it is asked for, it says."""
         if held is not None and whole:
             held = replace(held, manifest=self.manifest)
         own = (id_of(self.manifest), tuple(map(id_of, rank.parts)))
         use = (rank.layout_id, 1, CHUNKS, self.manifest if whole else b"", held, *own, tuple(parts))
-        where = ("m", rank.group, rank.rank, rank.rank, rank.world_size, rank.serves, False, Medium.DEVICE, Purpose.USE)
+        where = (
+            "m",
+            rank.group,
+            rank.rank,
+            rank.rank,
+            rank.world_size,
+            rank.serves,
+            False,
+            Medium.DEVICE,
+            Purpose.USE,
+        )
         self.say(rank, Register(next(self.numbers), rank.name, *where, *use, rank.partial))
 
     def answer_questions(self, rank: Rank, held: Held | None = None) -> None:
         """Say again what it was told to say again."""
         for again in rank.take(RegisterAgain):
             blobs = {id_of(blob): blob for blob in (*rank.parts, *lies_of(rank), rank.description)}
-            self.register(rank, held, whole=again.whole, parts=[blobs[ident] for ident in again.part_ids])
+            self.register(
+                rank, held, whole=again.whole, parts=[blobs[ident] for ident in again.part_ids]
+            )
 
-    def group(self, name: str, layouts: Sequence[tuple[str, Sequence[bytes]]], *, site: str = "here") -> list[Rank]:
+    def group(
+        self, name: str, layouts: Sequence[tuple[str, Sequence[bytes]]], *, site: str = "here"
+    ) -> list[Rank]:
         """All ranks of a group: of each the layout id and the parts."""
         ranks = []
         for rank, (layout_id, parts) in enumerate(layouts):
@@ -230,7 +274,9 @@ class World:
     @property
     def version(self) -> Version:
         """The newest."""
-        return max(self.core.cluster.models["m"].versions.values(), key=lambda version: version.number)
+        return max(
+            self.core.cluster.models["m"].versions.values(), key=lambda version: version.number
+        )
 
     def member(self, rank: Rank) -> Member:
         return self.core.cluster.members[rank.name]
@@ -265,7 +311,12 @@ class World:
                 self.say(each, Covered(asked.key, asked.rank, asked.readers))
 
     def fill(
-        self, ranks: Sequence[Rank], selector: int | str = "latest", kind: OpKind = OpKind.UPDATE, *, staged: bool = False
+        self,
+        ranks: Sequence[Rank],
+        selector: int | str = "latest",
+        kind: OpKind = OpKind.UPDATE,
+        *,
+        staged: bool = False,
     ) -> OpKey:
         key = self.key(ranks[0])
         for rank in ranks:
@@ -283,33 +334,56 @@ class World:
             self.say_ready(rank, needs, lies, [blobs[ident] for ident in again.part_ids])
         self.answer_checks(self.ranks.values() if self.covers else ())
 
-    def say_ready(self, rank: Rank, needs: Sequence[Need], lies: Sequence[bytes] = (), parts: Sequence[bytes] = ()) -> None:
+    def say_ready(
+        self,
+        rank: Rank,
+        needs: Sequence[Need],
+        lies: Sequence[bytes] = (),
+        parts: Sequence[bytes] = (),
+    ) -> None:
         ids = tuple(map(id_of, lies))
-        self.say(rank, ReadyToWrite(self.operation(rank).key, rank.rank, tuple(needs), ids, tuple(parts)))
+        self.say(
+            rank, ReadyToWrite(self.operation(rank).key, rank.rank, tuple(needs), ids, tuple(parts))
+        )
 
     def vote(self, rank: Rank, *roots: SelectionRoot, root: bytes = b"") -> None:
         """It has everything; with these roots."""
         self.say(rank, Prepared(self.operation(rank).key, rank.rank, root, roots))
 
-    def lose_source(self, rank: Rank, lease: ReadLease, reason: str = "lost", chunk: int | None = None) -> None:
+    def lose_source(
+        self, rank: Rank, lease: ReadLease, reason: str = "lost", chunk: int | None = None
+    ) -> None:
         """It could not read there."""
         self.say(rank, ReadFailed(self.operation(rank).key, rank.rank, lease.id, reason, "", chunk))
 
     def tell(self, rank: Rank, need: Need | None = None, value: bytes = b"a") -> None:
-        """What digests all its chunks have, of its own grid or of a selection; it begins with `value`."""
-        chunks, of = (CHUNKS, ("", 0)) if need is None else (need.chunks, (need.selection, need.shard))
+        """What digests all its chunks have, of its own grid or of a selection; it begins with
+        `value`.
+        """
+        chunks, of = (
+            (CHUNKS, ("", 0)) if need is None else (need.chunks, (need.selection, need.shard))
+        )
         runs = ((0, chunks),)
-        self.say(rank, Digests(rank.name, rank.generation, chunks, runs, list_of(chunks, value), True, *of))
+        self.say(
+            rank,
+            Digests(rank.name, rank.generation, chunks, runs, list_of(chunks, value), True, *of),
+        )
 
     def leave(self, rank: Rank) -> None:
-        self.say(rank, LeaveRequest(next(self.numbers), rank.name, rank.generation, 1000.0, False, False))
+        self.say(
+            rank, LeaveRequest(next(self.numbers), rank.name, rank.generation, 1000.0, False, False)
+        )
 
     def fenced(self, rank: Rank) -> None:
         self.say(rank, Fenced(rank.name, rank.generation))
 
     def sources(self, rank: Rank) -> list[tuple[str, str, int]]:
         """(source, selection, shard) of all its leases that it was not told to drop."""
-        grants = [Readers.to_grant(lease) for lease in self.part(rank).leases.values() if not lease.dropping]
+        grants = [
+            Readers.to_grant(lease)
+            for lease in self.part(rank).leases.values()
+            if not lease.dropping
+        ]
         return [(grant.source, grant.selection, grant.shard) for grant in grants]
 
     def is_fed(self, rank: Rank) -> bool:
@@ -319,7 +393,11 @@ class World:
 
     def lease(self, rank: Rank, source: str) -> ReadLease:
         """That on this source."""
-        (lease,) = [each for each in self.part(rank).leases.values() if each.holding.member.registration == source]
+        (lease,) = [
+            each
+            for each in self.part(rank).leases.values()
+            if each.holding.member.registration == source
+        ]
         return lease
 
 

@@ -1,4 +1,6 @@
-"""What a session with the read-only token can say, and that whatever it says, nobody else's world changes (G11)."""
+"""What a session with the read-only token can say, and that whatever it says, nobody else's world
+changes (G11).
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ MINE = "read-only-1"
 class Reader:
     """A peer with the read-only token, by hand."""
 
-    def __init__(self, cluster: StepwiseCluster, session: int = SESSION, incarnation: str = "read-only-x") -> None:
+    def __init__(
+        self, cluster: StepwiseCluster, session: int = SESSION, incarnation: str = "read-only-x"
+    ) -> None:
         self.cluster = cluster
         self.session = session
         self.incarnation = incarnation
@@ -87,7 +91,9 @@ class Reader:
                 heard.append(action.message)
             elif isinstance(action, Send) and action.session in self.cluster.links:
                 self.cluster._send_down(action.session, action.message)
-            self.closed = self.closed or (isinstance(action, CloseSession) and action.session == self.session)
+            self.closed = self.closed or (
+                isinstance(action, CloseSession) and action.session == self.session
+            )
         self.cluster.coordinator.check_touched()
         return heard
 
@@ -105,7 +111,9 @@ class Reader:
 
 
 def registers(registration: str, group: str, **more: Any) -> Register:
-    usual = Register(7, registration, "actor", group, 0, 0, 1, True, False, *DEVICE, "", 1, 1, b"m", None)
+    usual = Register(
+        7, registration, "actor", group, 0, 0, 1, True, False, *DEVICE, "", 1, 1, b"m", None
+    )
     return dataclasses.replace(usual, **more)
 
 
@@ -114,7 +122,9 @@ def fills(key: OpKey, kind: OpKind, registration: str = MINE, resume: Begun | No
 
 
 def world() -> tuple[StepwiseCluster, Reader, SimHandle]:
-    """A trainer that has published version 1 and is read by nobody, and a reader that has joined."""
+    """A trainer that has published version 1 and is read by nobody, and a reader that has
+    joined.
+    """
     cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
     trainer = cluster.handle("trainer")
     cluster.run()
@@ -130,7 +140,8 @@ def key(cluster: StepwiseCluster, group: str = "trainer") -> OpKey:
     return OpKey("actor", group, found.epoch, found.sequence)
 
 
-# ------------------------------------------------------------------------------------------- each message by itself
+# ------------------------------------------------------------------------------------------- each
+# message by itself
 
 
 def test_what_it_says_of_links_is_not_believed() -> None:
@@ -145,7 +156,9 @@ def test_it_fetches_and_looks() -> None:
     cluster, reader, trainer = world()
     content = trainer.member.content
     assert content is not None
-    trainer.worker.say(Digests(trainer.id, content.generation, CHUNKS, ((0, CHUNKS),), b"x" * 8 * CHUNKS, True))
+    trainer.worker.say(
+        Digests(trainer.id, content.generation, CHUNKS, ((0, CHUNKS),), b"x" * 8 * CHUNKS, True)
+    )
     cluster.run()
     (news,) = reader.say(Watch("actor"))
     assert isinstance(news, Announce)
@@ -153,7 +166,9 @@ def test_it_fetches_and_looks() -> None:
     assert isinstance(reader.say(Describe(7, None))[0], Description)
     assert isinstance(reader.say(Describe(8, None, workers_max=0))[0], Description)
     assert reader.say(Check(9, "actor", 9)) == [Done(9)]
-    assert isinstance(reader.say(GetManifest(8, "actor", news.newest.content_id, 0))[0], ManifestReply)
+    assert isinstance(
+        reader.say(GetManifest(8, "actor", news.newest.content_id, 0))[0], ManifestReply
+    )
     assert isinstance(reader.say(GetPublication(8, "actor", "latest"))[0], PublicationReply)
     start = reader.fetch()
     assert start.write
@@ -240,17 +255,22 @@ def test_its_host_memory_is_none_and_it_is_no_source() -> None:
     asked = trainer.close()  # retained versions would go to whoever has room
     cluster.run()
     assert asked.done
-    assert all(holding.member.worker.incarnation != reader.incarnation for holding in holdings(cluster))
+    assert all(
+        holding.member.worker.incarnation != reader.incarnation for holding in holdings(cluster)
+    )
 
 
 def holdings(cluster: StepwiseCluster) -> list[Any]:
     versions = cluster.coordinator.cluster.models["actor"].versions.values()
-    return [holding for version in versions for each in version.holdings.values() for holding in each]
+    return [
+        holding for version in versions for each in version.holdings.values() for holding in each
+    ]
 
 
 def test_it_is_never_taken_for_a_full_worker_nor_the_other_way_round() -> None:
     cluster, reader, trainer = world()
-    thief = Reader(cluster, SESSION + 1, trainer.worker.incarnation)  # the handshake lets nobody be called so
+    # the handshake lets nobody be called so
+    thief = Reader(cluster, SESSION + 1, trainer.worker.incarnation)
     (answer,) = thief.say(JOIN)
     assert "another kind of token" in str(answer)
     assert thief.closed
@@ -271,10 +291,14 @@ def test_a_reader_is_not_in_another_readers_way() -> None:
     for names in ((MINE, "read-only-2"), ("read-only-2", MINE)):
         (answer,) = other.say(registers(*names, serves=False, manifest=b""))
         assert isinstance(answer, Refused)
-    assert [lease.part.member.worker.incarnation for lease in cluster.coordinator.cluster.leases.values()] == ["read-only-x"]
+    assert [
+        lease.part.member.worker.incarnation
+        for lease in cluster.coordinator.cluster.leases.values()
+    ] == ["read-only-x"]
 
 
-# --------------------------------------------------------------------------------------------------- a lying reader
+# --------------------------------------------------------------------------------------------------
+# a lying reader
 
 
 def test_however_many_readers_doubt_a_source_it_digests_once_a_second() -> None:
@@ -337,25 +361,47 @@ def test_a_readers_calls_that_are_over_are_not_piled_up() -> None:
     for sequence in range(20):
         key = dataclasses.replace(reader.key, sequence=sequence)
         reader.say(Abandon(key, 0, ErrorInfo("StateError", "x" * 16_000, False)))
-    (group,) = (g for g in cluster.coordinator.cluster.models["actor"].groups.values() if g.name == MINE)
+    (group,) = (
+        g for g in cluster.coordinator.cluster.models["actor"].groups.values() if g.name == MINE
+    )
     assert len(group.decided) == 1
 
 
-# ------------------------------------------------------------------------------------------------ whatever it may say
+# ------------------------------------------------------------------------------------------------
+# whatever it may say
 
 
 def books(cluster: StepwiseCluster) -> dict[str, Any]:
-    """All that others can see, or that would change what becomes of them; leases of readers aside."""
+    """All that others can see, or that would change what becomes of them; leases of readers
+    aside.
+    """
     core, found = cluster.coordinator.cluster, dict[str, Any]()
-    full = {incarnation: worker for incarnation, worker in core.workers.items() if not worker.read_only}
+    full = {
+        incarnation: worker for incarnation, worker in core.workers.items() if not worker.read_only
+    }
     for worker in full.values():
-        found[worker.incarnation] = (worker.state, worker.session, worker.host_bytes, worker.spot, worker.location)
-    found["sessions"] = {session.number for session in core.sessions.values() if not session.read_only}
-    found["lost"], found["orders"], found["hosts"] = list(core.lost), list(core.pending_writes), list(core.hosts)
+        found[worker.incarnation] = (
+            worker.state,
+            worker.session,
+            worker.host_bytes,
+            worker.spot,
+            worker.location,
+        )
+    found["sessions"] = {
+        session.number for session in core.sessions.values() if not session.read_only
+    }
+    found["lost"], found["orders"], found["hosts"] = (
+        list(core.lost),
+        list(core.pending_writes),
+        list(core.hosts),
+    )
     found["decisions"], found["records"] = dict(core.decisions), list(core.records)
     for registration, member in core.members.items():
         if not member.worker.read_only:
-            held = [(h.generation, h.complete, h.committed, h.trust.quarantined, h.version.number) for h in _of(member)]
+            held = [
+                (h.generation, h.complete, h.committed, h.trust.quarantined, h.version.number)
+                for h in _of(member)
+            ]
             found[registration] = (
                 member.worker.incarnation,
                 member.group.epoch,
@@ -367,11 +413,24 @@ def books(cluster: StepwiseCluster) -> dict[str, Any]:
         model = core.models[name]
         if not model.versions and not any(g for g in model.groups.values() if not _readers(g)):
             continue  # a name that was only asked for is forgotten when nobody does any more
-        versions = {v.number: (v.state, v.info, v.lineage, dict(v.manifests)) for v in model.versions.values()}
-        groups = {g.name: (g.epoch, g.sequence, g.operation) for g in model.groups.values() if not _readers(g)}
+        versions = {
+            v.number: (v.state, v.info, v.lineage, dict(v.manifests))
+            for v in model.versions.values()
+        }
+        groups = {
+            g.name: (g.epoch, g.sequence, g.operation)
+            for g in model.groups.values()
+            if not _readers(g)
+        }
         pins, rest = (
             dict(model.pins),
-            (model.mark, model.history.lineage, model.retain, list(model.withdrawals), list(model.history.rollbacks)),
+            (
+                model.mark,
+                model.history.lineage,
+                model.retain,
+                list(model.withdrawals),
+                list(model.history.rollbacks),
+            ),
         )
         found[f"model {name}"] = (versions, groups, pins, rest)
     return found

@@ -1,4 +1,6 @@
-"""What somebody who comes back says that he holds: when that counts, as what, and when it is ordered out."""
+"""What somebody who comes back says that he holds: when that counts, as what, and when it is
+ordered out.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def is_kept(rank: Rank) -> bool | None:
 
 
 def copied(*, manifest: bytes = MANIFEST) -> tuple[World, list[Rank], list[Held]]:
-    """The coordinator after one under which a group of the published layout has read a version; and what its ranks hold."""
+    """The coordinator after one under which a group of the published layout has read a version; and
+    what its ranks hold.
+    """
     world = World(manifest=manifest)
     trainers = world.group("t", [cut(0), cut(1)])
     world.publish(trainers, 1)
@@ -37,7 +41,10 @@ def copied(*, manifest: bytes = MANIFEST) -> tuple[World, list[Rank], list[Held]
             world.tell(trainer)
         world.vote(copy, root=ROOT if manifest is MANIFEST else b"")
     info, what = world.version.info, id_of(manifest)
-    said = [replace(held_by(copy, info, is_publisher=True), published=False, manifest_id=what) for copy in copies]
+    said = [
+        replace(held_by(copy, info, is_publisher=True), published=False, manifest_id=what)
+        for copy in copies
+    ]
     return world.restarted(), copies, said
 
 
@@ -57,7 +64,10 @@ def test_other_content_of_that_number_is_ordered_out() -> None:
     world, _, reader = held()
     info = world.version.info
     world = world.restarted()
-    assert is_kept(back(world, reader, replace(held_by(reader, info), content_id="another one"))) is False
+    assert (
+        is_kept(back(world, reader, replace(held_by(reader, info), content_id="another one")))
+        is False
+    )
     assert not world.version.others
 
 
@@ -70,7 +80,9 @@ def test_a_fetch_holds_nothing_for_others() -> None:
 
 
 @pytest.mark.parametrize("is_said_to_be_published", [False, True])
-def test_without_a_root_nobody_counts_before_its_mates_are_here(is_said_to_be_published: bool) -> None:
+def test_without_a_root_nobody_counts_before_its_mates_are_here(
+    is_said_to_be_published: bool,
+) -> None:
     """Also who says that he has published it, and belongs to another group."""
     world, copies, said = copied(manifest=NO_DIGESTS)
     said = [replace(each, published=is_said_to_be_published) for each in said]

@@ -54,7 +54,11 @@ def test_manifests_are_found_by_content_and_rank() -> None:
     assert published.version is not None
     content = published.version.content_id
     assert ask(cluster, GetManifest(1, "actor", content, 0)) == ManifestReply(1, MANIFEST.encode())
-    for wrong in (GetManifest(2, "actor", content, 1), GetManifest(2, "actor", "?", 0), GetManifest(2, "?", content, 0)):
+    for wrong in (
+        GetManifest(2, "actor", content, 1),
+        GetManifest(2, "actor", "?", 0),
+        GetManifest(2, "?", content, 0),
+    ):
         refused = ask(cluster, wrong)
         assert isinstance(refused, Refused)
         assert refused.error.kind == "VersionUnavailable"
@@ -75,7 +79,9 @@ def test_watchers_hear_the_newest_version_now_and_whenever_it_changes() -> None:
 
     def listen(event: object, now: float) -> list[object]:
         actions = step(event, now)  # type: ignore[arg-type]
-        heard.extend(a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Announce))
+        heard.extend(
+            a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Announce)
+        )
         return list(actions)
 
     cluster.coordinator.step = listen  # type: ignore[assignment, method-assign]

@@ -1,4 +1,6 @@
-"""The selector "available": the newest version that can be fetched now (R12, G6), and what errors say of what is held."""
+"""The selector "available": the newest version that can be fetched now (R12, G6), and what errors
+say of what is held.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def replicate(cluster: StepwiseCluster, *handles: SimHandle) -> None:
 def newest_left() -> tuple[StepwiseCluster, SimHandle, SimHandle, SimHandle]:
     """Version 1 is held by a keeper; version 2, the newest, by nobody: its trainer has left."""
     cluster = StepwiseCluster()
-    trainer, keeper, reader = cluster.handle("trainer"), cluster.handle("keeper"), cluster.handle("reader")
+    trainer, keeper, reader = (
+        cluster.handle("trainer"),
+        cluster.handle("keeper"),
+        cluster.handle("reader"),
+    )
     cluster.run()
     publish(cluster, trainer, number=1)
     replicate(cluster, keeper)
@@ -49,11 +55,14 @@ def error_of(asked: CallRecord) -> VersionUnavailable:
     return asked.error
 
 
-# ---------------------------------------------------------------------------------------------------- what it resolves to
+# --------------------------------------------------------------------------------------------------
+# what it resolves to
 
 
 @pytest.mark.parametrize("call", ["replicate", "update", "stage", "prefetch", "fetch"])
-def test_it_is_the_newest_that_is_held_where_latest_waits_for_one_that_nobody_holds(call: str) -> None:
+def test_it_is_the_newest_that_is_held_where_latest_waits_for_one_that_nobody_holds(
+    call: str,
+) -> None:
     cluster, _, _, reader = newest_left()
     cluster.host_bytes = 10**9
     if call in ("stage", "prefetch"):
@@ -98,14 +107,19 @@ def test_it_fails_at_once_where_nobody_holds_what_was_published() -> None:
     cluster.run()
     error = error_of(asked)
     assert str(error) == (
-        "nobody holds a version of 'actor' as a whole, and 'available' waits for nobody; nobody holds all of a version of it"
+        "nobody holds a version of 'actor' as a whole, and 'available' waits for nobody; nobody "
+        "holds all of a version of it"
     )
     assert (error.retryable, error.memory) == (True, "intact")
 
 
 def test_a_group_is_bound_in_one_step_to_one_version() -> None:
     cluster = StepwiseCluster()
-    trainers, keepers, readers = cluster.group("trainer", 2), cluster.group("keeper", 2), cluster.group("reader", 2)
+    trainers, keepers, readers = (
+        cluster.group("trainer", 2),
+        cluster.group("keeper", 2),
+        cluster.group("reader", 2),
+    )
     cluster.run()
     publish(cluster, *trainers, number=1)
     replicate(cluster, *keepers)
@@ -121,7 +135,9 @@ def test_a_group_is_bound_in_one_step_to_one_version() -> None:
 
 
 def test_every_shard_must_be_held_by_somebody_who_is_heard_of() -> None:
-    """A holder that has just died is not waited for, although its lease still runs; if there is no other, it is."""
+    """A holder that has just died is not waited for, although its lease still runs; if there is no
+    other, it is.
+    """
     cluster, trainer, keeper, reader = newest_left()
     publish(cluster, trainer, number=3)
     trainer.worker.crash()
@@ -154,7 +170,8 @@ def test_a_silent_holder_that_is_heard_again_is_read() -> None:
     assert asked.number == 1
 
 
-# ----------------------------------------------------------------------------------------------- what the caller holds
+# -----------------------------------------------------------------------------------------------
+# what the caller holds
 
 
 def test_the_callers_own_copy_counts() -> None:
@@ -169,9 +186,15 @@ def test_the_callers_own_copy_counts() -> None:
 
 
 def test_what_a_rank_holds_is_never_replaced_by_an_older_one() -> None:
-    """Rank 1 of a reader is a new process, and nobody else holds its shard of version 2: version 1 can be fetched."""
+    """Rank 1 of a reader is a new process, and nobody else holds its shard of version 2: version 1
+    can be fetched.
+    """
     cluster = StepwiseCluster()
-    trainers, keepers, readers = cluster.group("trainer", 2), cluster.group("keeper", 2), cluster.group("reader", 2)
+    trainers, keepers, readers = (
+        cluster.group("trainer", 2),
+        cluster.group("keeper", 2),
+        cluster.group("reader", 2),
+    )
     cluster.run()
     publish(cluster, *trainers, number=1)
     replicate(cluster, *keepers)
@@ -188,8 +211,10 @@ def test_what_a_rank_holds_is_never_replaced_by_an_older_one() -> None:
     cluster.run()
     for asked in calls:
         assert str(error_of(asked)) == (
-            "nobody holds version 2 of 'actor' or a newer one as a whole, and 'available' waits for nobody; held now: "
-            "version 1 by 1 replica; a rank of this group holds version 2, which 'available' never replaces by an older "
+            "nobody holds version 2 of 'actor' or a newer one as a whole, and 'available' waits "
+            "for nobody; held now: "
+            "version 1 by 1 replica; a rank of this group holds version 2, which 'available' never "
+            "replaces by an older "
             "one: call unpublish() on it first, or give the number of that version"
         )
     assert readers[0].member.version == 2
@@ -219,7 +244,10 @@ def test_the_error_names_the_shards_that_nobody_holds() -> None:
     cluster.advance(cluster.options.lease_s + 1)
     asked = [each.replicate("available") for each in readers]
     cluster.run()
-    assert "(of version 1, in the published layout, nobody has all of the shards of ranks 0)" in str(error_of(asked[0]))
+    assert (
+        "(of version 1, in the published layout, nobody has all of the shards of ranks 0)"
+        in str(error_of(asked[0]))
+    )
 
 
 def test_a_version_that_a_rollback_has_made_the_newest_and_nobody_holds_is_not_waited_for() -> None:
@@ -254,7 +282,8 @@ def test_what_a_rollback_is_about_to_retire_is_not_offered() -> None:
     assert "version 2" not in text
 
 
-# ------------------------------------------------------------------------------------------------------------ at_least
+# --------------------------------------------------------------------------------------------------
+# at_least
 
 
 def test_at_least_waits_for_that_number_and_fails_at_once_where_nobody_holds_it() -> None:
@@ -274,10 +303,14 @@ def test_at_least_that_never_comes_says_so() -> None:
     asked = reader.update("available", at_least=5, timeout_s=2)
     cluster.advance(3)
     text = str(error_of(asked))
-    assert "version 5 of 'actor' was not published; the newest is 2; held now: version 1 by 1 replica" in text
+    assert (
+        "version 5 of 'actor' was not published; the newest is 2; held now: version 1 by 1 replica"
+        in text
+    )
 
 
-# ------------------------------------------------------------------------------------------------- partial copies (G6)
+# -------------------------------------------------------------------------------------------------
+# partial copies (G6)
 
 
 def left_in_parts(
@@ -299,7 +332,8 @@ def test_partial_copies_do_not_count_even_if_together_they_are_whole() -> None:
     assert [reader.member.state for reader in readers] == [HandleState.FILLING] * 2
     cluster.run()
     assert mine.number == 0
-    assert [each.number for each in asked] == [1, 1]  # readers that are bound complete each other all the same
+    # readers that are bound complete each other all the same
+    assert [each.number for each in asked] == [1, 1]
 
 
 def test_partial_copies_and_nothing_else_are_nothing() -> None:
@@ -309,16 +343,24 @@ def test_partial_copies_and_nothing_else_are_nothing() -> None:
     assert "nobody holds all of a version of it" in str(error_of(mine))
 
 
-# ------------------------------------------------------------------------------------------------- lost once it is bound
+# -------------------------------------------------------------------------------------------------
+# lost once it is bound
 
 
-# ------------------------------------------------------------------------------------------------------- after a restart
+# --------------------------------------------------------------------------------------------------
+# after a restart
 
 
 def restarted(*, but: str) -> tuple[StepwiseCluster, SimHandle, SimHandle]:
-    """Version 2 is held by the trainer only, version 1 by a keeper; the coordinator has restarted, and one is not back."""
+    """Version 2 is held by the trainer only, version 1 by a keeper; the coordinator has restarted,
+    and one is not back.
+    """
     cluster = StepwiseCluster()
-    trainer, keeper, reader = cluster.handle("trainer"), cluster.handle("keeper"), cluster.handle("reader")
+    trainer, keeper, reader = (
+        cluster.handle("trainer"),
+        cluster.handle("keeper"),
+        cluster.handle("reader"),
+    )
     cluster.run()
     publish(cluster, trainer, number=1)
     replicate(cluster, keeper)
@@ -349,7 +391,8 @@ def test_after_a_restart_it_is_waited_for_until_the_recovery_lease_is_over() -> 
     assert asked.number == 1
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------------------------
+# errors
 
 
 def test_latest_that_ends_says_what_is_held_by_how_many_and_which_selector_gets_it() -> None:
@@ -361,7 +404,8 @@ def test_latest_that_ends_says_what_is_held_by_how_many_and_which_selector_gets_
     asked = reader.replicate("latest", timeout_s=5)
     cluster.advance(6)
     assert str(error_of(asked)) == (
-        "replicate of 'actor': no live worker holds 'latest' of 'actor' (the newest version is 2); held now: version 1 by 2 "
+        "replicate of 'actor': no live worker holds 'latest' of 'actor' (the newest version is 2); "
+        "held now: version 1 by 2 "
         "replicas; the selector 'available' gets 1; waited 5 s"
     )
 
@@ -389,7 +433,10 @@ def test_a_number_that_does_not_exist_says_what_is_held() -> None:
     cluster, _, _, reader = newest_left()
     asked = reader.replicate(9)
     cluster.run()
-    assert "wait_for() waits for a version; held now: version 1 by 1 replica; the selector 'available'" in str(asked.error)
+    assert (
+        "wait_for() waits for a version; held now: version 1 by 1 replica; the selector 'available'"
+        in str(asked.error)
+    )
 
 
 def test_only_the_newest_few_are_named() -> None:
@@ -405,5 +452,8 @@ def test_only_the_newest_few_are_named() -> None:
     cluster.run()
     asked = reader.replicate(9)
     cluster.run()
-    told = "held now: version 4 by 1 replica, version 3 by 1 replica, version 2 by 1 replica and 2 older; the selector"
+    told = (
+        "held now: version 4 by 1 replica, version 3 by 1 replica, version 2 by 1 replica and 2 "
+        "older; the selector"
+    )
     assert f"{told} 'available' gets 4" in str(asked.error)

@@ -1,4 +1,6 @@
-"""A coordinator that is behind with reading, or was stopped: nobody is lost for that, and nobody counts for what is old."""
+"""A coordinator that is behind with reading, or was stopped: nobody is lost for that, and nobody
+counts for what is old.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tensorhub.testing.drivers.stepwise import Choice
 
 
 class Behind(StepwiseCluster):
-    """Of each session something lies unread, or the answer that nothing does is given by the test."""
+    """Of each session something lies unread, or the answer that nothing does is given by the
+    test.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +63,10 @@ def test_whose_messages_lie_unread_is_suspected_and_not_lost() -> None:
     assert states(cluster) == {WorkerState.SUSPECT}
     cluster.advance(cluster.options.lease_s)
     assert states(cluster) == {WorkerState.LIVE}
-    assert cluster.coordinator.cluster.members[trainer.id].worker.incarnation == trainer.worker.incarnation
+    assert (
+        cluster.coordinator.cluster.members[trainer.id].worker.incarnation
+        == trainer.worker.incarnation
+    )
     assert reader.worker.dismissals == trainer.worker.dismissals == []
 
 
@@ -123,7 +130,10 @@ def test_who_has_come_back_counts_once_it_answers() -> None:
 def test_who_is_cut_off_has_a_lease_from_when_the_end_is_read() -> None:
     cluster, trainer, _ = published()
     cluster.heartbeat_at = 1e9
-    workers, worker = cluster.coordinator.cluster.workers, cluster.coordinator.cluster.members[trainer.id].worker
+    workers, worker = (
+        cluster.coordinator.cluster.workers,
+        cluster.coordinator.cluster.members[trainer.id].worker,
+    )
     cluster.advance(0.9 * cluster.options.lease_s, run=False)
     assert worker.session is not None
     cluster.step(Disconnected(worker.session))
@@ -159,7 +169,9 @@ def test_a_stopped_coordinator_loses_nobody_and_listens_for_a_lease_first() -> N
 
 
 @pytest.mark.parametrize("goes_again", [False, True])
-def test_who_was_missed_and_is_back_before_the_door_is_known_to_be_empty_is_not_lost(goes_again: bool) -> None:
+def test_who_was_missed_and_is_back_before_the_door_is_known_to_be_empty_is_not_lost(
+    goes_again: bool,
+) -> None:
     cluster, trainer, _ = published()
     lease_s, missed = cluster.options.lease_s, cluster.coordinator._membership._missed
     trainer.worker.disconnect()

@@ -1,6 +1,7 @@
 """G10: whatever is done however often, the coordinator's and the members' books stay bounded.
 
-A story of several modules: `decisions`, `operations`, `membership`, `cluster`, and the books of `worker`.
+A story of several modules: `decisions`, `operations`, `membership`, `cluster`, and the books of
+`worker`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ import gc
 import pytest
 
 from tensorhub.coordinator import Durable, limits
-from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, Operation, RankPart, ReadLease, Replica, Version
+from tensorhub.coordinator.entities import (
+    DECIDED_KEPT_MAX,
+    Holding,
+    Operation,
+    RankPart,
+    ReadLease,
+    Replica,
+    Version,
+)
 from tensorhub.messages import Leave, Watch
 from tensorhub.testing import BrokenHook, StepwiseCluster
 from tensorhub.types import Options
@@ -26,7 +35,9 @@ def alive() -> dict[str, int]:
 
 
 def one_round(cluster: StepwiseCluster, number: int) -> None:
-    """Publish, replicate, an aborted update, a timeout, a lost connection, an update, an unpublish."""
+    """Publish, replicate, an aborted update, a timeout, a lost connection, an update, an
+    unpublish.
+    """
     trainer, *readers = cluster.all_handles()
     trainer.publish(number)
     cluster.run()
@@ -150,7 +161,9 @@ def test_the_manifests_of_what_nobody_holds_are_not_kept_and_come_back_with_a_ho
     assert list(version.manifests) == [0]
 
 
-def test_decisions_of_groups_that_are_gone_are_forgotten_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decisions_of_groups_that_are_gone_are_forgotten_the_oldest_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In the store, too; those of groups that are there stay, however old."""
     monkeypatch.setattr(limits, "DECISIONS_MAX", 4)
     cluster = StepwiseCluster()
@@ -171,6 +184,9 @@ def test_decisions_of_groups_that_are_gone_are_forgotten_the_oldest_first(monkey
     assert list(cluster.coordinator.cluster.models["actor"].groups) == ["trainer"]
     books = cluster.coordinator.cluster.decisions
     assert len(books) == 4
-    assert set(books) == {("actor", "trainer"), *(("actor", f"gang{number}") for number in (9, 10, 11))}
+    assert set(books) == {
+        ("actor", "trainer"),
+        *(("actor", f"gang{number}") for number in (9, 10, 11)),
+    }
     stored = {decision.key.group for decision in Durable.of(cluster.store).decisions}
     assert stored == {"trainer", "gang9", "gang10", "gang11"}

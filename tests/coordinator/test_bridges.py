@@ -1,4 +1,6 @@
-"""Readers of another layout: when they begin, what they read of whom, and what becomes of them when a source goes."""
+"""Readers of another layout: when they begin, what they read of whom, and what becomes of them when
+a source goes.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,12 @@ def filling(
     return readers
 
 
-def finish(world: World, readers: Sequence[Rank], trainers: Sequence[Rank] = (), needs: Sequence[Need] = (A, B)) -> None:
+def finish(
+    world: World,
+    readers: Sequence[Rank],
+    trainers: Sequence[Rank] = (),
+    needs: Sequence[Need] = (A, B),
+) -> None:
     """The publisher says its digests, and the readers have them."""
     for trainer, need in zip(trainers, needs, strict=False):
         world.tell(trainer, need)
@@ -77,12 +84,19 @@ def finish(world: World, readers: Sequence[Rank], trainers: Sequence[Rank] = (),
         assert [outcome.committed for outcome in reader.take(Outcome)] == [True]
 
 
-def test_it_is_told_what_was_published_and_overwrites_nothing_before_it_has_said_what_it_needs() -> None:
+def test_it_is_told_what_was_published_and_overwrites_nothing_before_it_has_said_what_it_needs() -> (
+    None
+):
     world, _ = published()
     (reader,) = world.group("r", [wide(0)])
     world.fill([reader])
     (start,) = reader.take(Start)
-    assert (start.write, start.grants, start.manifest_id, start.part_ids) == (False, (), id_of(MANIFEST), ())
+    assert (start.write, start.grants, start.manifest_id, start.part_ids) == (
+        False,
+        (),
+        id_of(MANIFEST),
+        (),
+    )
     world.say(reader, GetPart(7, start.publication))
     (reply,) = reader.take(ManifestReply)
     parts = [tuple(map(id_of, cut(rank)[1])) for rank in range(2)]
@@ -154,10 +168,15 @@ def test_who_can_read_nobody_across_layouts_is_told_so_at_once(theirs: Endpoint)
     (outcome,) = reader.take(Outcome)
     assert outcome.error is not None
     assert isinstance(outcome.error.error(), TransportUnavailable)
-    assert "across layouts, which of its transports none can: let both sides have tcp" in outcome.error.message
+    assert (
+        "across layouts, which of its transports none can: let both sides have tcp"
+        in outcome.error.message
+    )
     equal = world.group("e", [cut(0), cut(1)])
     world.fill(equal)
-    assert all(rank.take(Start) for rank in equal), "who has the published layout reads it by anything"
+    assert all(rank.take(Start) for rank in equal), (
+        "who has the published layout reads it by anything"
+    )
 
 
 def test_the_ranks_of_a_group_share_the_replicas_of_a_class() -> None:
@@ -227,7 +246,9 @@ def test_groups_of_one_layout_need_the_same() -> None:
 
 @pytest.mark.parametrize("other", [replace(B, chunks=4), replace(B, nbytes=31)])
 def test_who_says_that_a_selection_is_another_one_is_told_so_at_once(other: Need) -> None:
-    """One list of digests would never do for both: they waited for each other's until their deadlines."""
+    """One list of digests would never do for both: they waited for each other's until their
+    deadlines.
+    """
     world, trainers = published()
     readers = filling(world)
     (late,) = world.group("o", [("own/o", wide(0)[1])])
@@ -236,7 +257,10 @@ def test_who_says_that_a_selection_is_another_one_is_told_so_at_once(other: Need
     (outcome,) = late.take(Outcome)
     assert outcome.error is not None
     assert (outcome.error.kind, outcome.error.retryable) == ("StateError", True)
-    assert f"rank 0 of group 'o' says that the selection {B.selection} of shard 1" in outcome.error.message
+    assert (
+        f"rank 0 of group 'o' says that the selection {B.selection} of shard 1"
+        in outcome.error.message
+    )
     assert "who reads as own/r0 says 3 of 30" in outcome.error.message
     finish(world, readers, trainers)
 
@@ -348,7 +372,10 @@ def test_a_summary_counts_replicas_by_layout_if_there_are_several() -> None:
     assert counted.layouts == (trained, LayoutSummary("own/r0", False, 2, 0, 1, 2, 10, 0))
     finish(world, readers, trainers)
     (counted,) = views.summarize(model, world.now)[1].values()
-    assert (counted.layouts_known, counted.layouts[1]) == (2, LayoutSummary("own/r0", False, 2, 1, 0, 2, 10, 5))
+    assert (counted.layouts_known, counted.layouts[1]) == (
+        2,
+        LayoutSummary("own/r0", False, 2, 1, 0, 2, 10, 5),
+    )
 
 
 def test_what_was_published_where_is_told_to_who_asks_by_selector() -> None:

@@ -1,6 +1,8 @@
-"""A worker that has the secret and is wrong: what it says of others, or cannot mean, costs nobody else anything (G9).
+"""A worker that has the secret and is wrong: what it says of others, or cannot mean, costs nobody
+else anything (G9).
 
-A story of several modules: every message that `core` takes; `membership`, `retention`, `lineage` and `operations`.
+A story of several modules: every message that `core` takes; `membership`, `retention`, `lineage`
+and `operations`.
 """
 
 from __future__ import annotations
@@ -16,9 +18,25 @@ def model_of(cluster: StepwiseCluster) -> Model:
     return cluster.coordinator.cluster.models["actor"]
 
 
-def registers(registration: str, group: str, held: Held | None = None, *, world_size: int = 1) -> Register:
+def registers(
+    registration: str, group: str, held: Held | None = None, *, world_size: int = 1
+) -> Register:
     return Register(
-        7, registration, "actor", group, 0, 0, world_size, True, False, *DEVICE, "", 1, 1, MANIFEST.encode(), held
+        7,
+        registration,
+        "actor",
+        group,
+        0,
+        0,
+        world_size,
+        True,
+        False,
+        *DEVICE,
+        "",
+        1,
+        1,
+        MANIFEST.encode(),
+        held,
     )
 
 
@@ -101,6 +119,9 @@ def test_who_publishes_holds_nothing_else() -> None:
     buggy.publish(2)
     while not cluster.unstored:
         cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
-    say(buggy.worker, registers(buggy.id, "buggy", Held(1, info.content_id, 99, 1, info.nbytes, b"")))
+    say(
+        buggy.worker,
+        registers(buggy.id, "buggy", Held(1, info.content_id, 99, 1, info.nbytes, b"")),
+    )
     assert model_of(cluster).mark == 2
     assert [h.member.worker.name for h in model_of(cluster).versions[1].holdings[0]] == ["trainer"]

@@ -1,4 +1,5 @@
-"""Copies of one shard in a worker's host memory: an ordinary registration, an ordinary source, of any layout (R5).
+"""Copies of one shard in a worker's host memory: an ordinary registration, an ordinary source, of
+any layout (R5).
 
 A story of several modules: `membership` (what may be registered), `fills` and `availability`.
 """
@@ -14,13 +15,32 @@ from tensorhub.worker.registration_session import Shard
 
 
 def copy(
-    cluster: StepwiseCluster, name: str, shard: int, world_size: int = 1, purpose: Purpose = Purpose.SEED, rank: int = 0
+    cluster: StepwiseCluster,
+    name: str,
+    shard: int,
+    world_size: int = 1,
+    purpose: Purpose = Purpose.SEED,
+    rank: int = 0,
 ) -> SimHandle:
     """Host memory of a worker, for one shard."""
     worker = cluster.workers.get(name) or cluster.worker(name)
     ident = f"copy{name}{shard}{rank}"
     group = f"copy/{name}{shard}"
-    return worker.take(Shard(ident, "actor", group, rank, world_size, False, "", MANIFEST, shard, Medium.HOST, purpose))
+    return worker.take(
+        Shard(
+            ident,
+            "actor",
+            group,
+            rank,
+            world_size,
+            False,
+            "",
+            MANIFEST,
+            shard,
+            Medium.HOST,
+            purpose,
+        )
+    )
 
 
 def published() -> tuple[StepwiseCluster, list[SimHandle]]:
@@ -52,7 +72,9 @@ def test_copies_of_every_shard_keep_a_version_available() -> None:
     version = cluster.coordinator.cluster.models["actor"].versions[1]
     assert {shard: len(holdings) for shard, holdings in version.holdings.items()} == {0: 2, 1: 2}
     replicas = [h.replica for holdings in version.holdings.values() for h in holdings]
-    assert {(r.medium, r.purpose) for r in replicas if r.group.name.startswith("copy")} == {(Medium.HOST, Purpose.SEED)}
+    assert {(r.medium, r.purpose) for r in replicas if r.group.name.startswith("copy")} == {
+        (Medium.HOST, Purpose.SEED)
+    }
 
 
 def test_a_copy_is_announced_again() -> None:

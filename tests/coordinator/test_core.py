@@ -1,4 +1,6 @@
-"""The step itself: timers, what may be said by whom and when, and what a restart takes from the store."""
+"""The step itself: timers, what may be said by whom and when, and what a restart takes from the
+store.
+"""
 
 from __future__ import annotations
 
@@ -100,4 +102,5 @@ def test_only_the_newest_versions_are_recovered() -> None:
     assert (len(model.versions), model.mark) == (64, 79)
     reconnect(cluster)
     cluster.advance(15)
-    assert sorted(model.versions) == [78, 79]  # what nobody holds is forgotten once everybody had time to come back
+    # what nobody holds is forgotten once everybody had time to come back
+    assert sorted(model.versions) == [78, 79]

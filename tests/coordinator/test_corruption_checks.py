@@ -19,7 +19,9 @@ from tests.coordinator.test_bridges import filling, published
 
 
 def holders(*names: str) -> tuple[StepwiseCluster, list[SimHandle]]:
-    """Workers of these names that hold version 1, which the first has published, and a reader that holds nothing."""
+    """Workers of these names that hold version 1, which the first has published, and a reader that
+    holds nothing.
+    """
     cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
     handles = [cluster.handle(name) for name in (*names, "reader")]
     cluster.run()
@@ -85,7 +87,11 @@ def test_a_publisher_whose_bytes_have_changed_is_quarantined_and_nobody_else() -
     trainer.worker.hear = lambda message: hear_guilty(trainer, message)  # type: ignore[method-assign]
     assert accuse(cluster, reader) == "trainer"
     del trainer.worker.hear
-    assert shard_states(cluster) == {"trainer": "quarantined", "other": "complete", "reader": "filling"}
+    assert shard_states(cluster) == {
+        "trainer": "quarantined",
+        "other": "complete",
+        "reader": "filling",
+    }
     assert trainer.member.state is HandleState.READY  # until its caller takes it back
     cluster.advance(1.0)
     assert reader.member.version == 1
@@ -111,10 +117,14 @@ def test_a_reader_that_became_a_holder_gives_up_what_has_changed() -> None:
 
 
 def hear_guilty(handle: SimHandle, message: object) -> None:
-    """As if its memory had changed; the simulated one has not, so that the other guarantees still hold."""
+    """As if its memory had changed; the simulated one has not, so that the other guarantees still
+    hold.
+    """
     if isinstance(message, DigestAgain):
         error = IntegrityError("changed")
-        apply = handle.member.digested_again(message.inquiry, message.generation, True, error, handle.cluster.now)
+        apply = handle.member.digested_again(
+            message.inquiry, message.generation, True, error, handle.cluster.now
+        )
         handle.apply(apply)
     else:
         type(handle.worker).hear(handle.worker, message)  # type: ignore[arg-type]
@@ -136,7 +146,10 @@ def test_a_reader_that_gets_damaged_bytes_from_everybody_is_the_guilty_one() -> 
     asked = reader.last_call
     assert asked is not None
     assert {accuse(cluster, reader), accuse(cluster, reader)} == {"trainer", "other"}
-    says = r"(?s)what rank 0 got from 'other', 'trainer' does not .* unchanged. The machine of worker 'reader', or the way"
+    says = (
+        r"(?s)what rank 0 got from 'other', 'trainer' does not .* unchanged. The machine of "
+        r"worker 'reader', or the way"
+    )
     with pytest.raises(IntegrityError, match=says) as caught:
         _ = asked.number
     assert caught.value.memory == "torn"
@@ -158,7 +171,9 @@ def test_with_one_source_the_deadline_says_that_it_is_unchanged() -> None:
             accuse(cluster, reader)
         cluster.advance(0.5, run=False)
         cluster.run("read")
-    with pytest.raises(IntegrityError, match="'trainer' does not have its digest, and they have digested it again"):
+    with pytest.raises(
+        IntegrityError, match="'trainer' does not have its digest, and they have digested it again"
+    ):
         _ = asked.number
 
 
@@ -186,8 +201,16 @@ def test_stale_and_foreign_answers_change_nothing() -> None:
     name = accuse(cluster, reader)
     guilty = trainer if name == "trainer" else other
     bystander = other if guilty is trainer else trainer
-    ident = next(line for line in cluster.log if "<- DigestAgain" in line).split("inquiry=")[1].split()[0]
-    for worker, handle in ((guilty.worker, guilty), (bystander.worker, guilty), (bystander.worker, bystander)):
+    ident = (
+        next(line for line in cluster.log if "<- DigestAgain" in line)
+        .split("inquiry=")[1]
+        .split()[0]
+    )
+    for worker, handle in (
+        (guilty.worker, guilty),
+        (bystander.worker, guilty),
+        (bystander.worker, bystander),
+    ):
         assert worker.link is not None
         for inquiry in (ident, "", "invented"):
             cluster.step(Received(worker.link.session, DigestedAgain(inquiry, handle.id, True)))
@@ -202,7 +225,11 @@ def test_an_accusation_of_what_one_does_not_read_asks_nobody() -> None:
     assert running.key is not None
     assert reader.worker.link is not None
     for lease in ("invented", ""):
-        cluster.step(Received(reader.worker.link.session, ReadFailed(running.key, 0, lease, "corrupt", "", 0)))
+        cluster.step(
+            Received(
+                reader.worker.link.session, ReadFailed(running.key, 0, lease, "corrupt", "", 0)
+            )
+        )
     cluster.run("read")
     assert questions(cluster) == 0
 

@@ -27,8 +27,12 @@ from tests.coordinator.test_bridges import A, B, cut, published, wide
 UNREAD = ManifestMismatch("2 difference(s)", differences=("of 'w' ...", "'v' ..."))
 
 
-def reading(name: str = "r", *, ranks: int = 2, partial: int = 0, world: World | None = None) -> tuple[World, list[Rank]]:
-    """A group that has said where it reads to, and of which so many ranks are partial. Who is asked does not answer."""
+def reading(
+    name: str = "r", *, ranks: int = 2, partial: int = 0, world: World | None = None
+) -> tuple[World, list[Rank]]:
+    """A group that has said where it reads to, and of which so many ranks are partial. Who is asked
+    does not answer.
+    """
     if world is None:
         world, _ = published()
     world.covers = False
@@ -70,7 +74,10 @@ def test_the_parts_of_which_it_consists_can_be_had() -> None:
     world, (first, second) = reading()
     for number, blob in enumerate((*lies_of(first), *lies_of(second))):
         world.say(first, GetPart(number, id_of(blob)))
-    assert [reply.manifest for reply in first.take(ManifestReply)] == [*lies_of(first), *lies_of(second)]
+    assert [reply.manifest for reply in first.take(ManifestReply)] == [
+        *lies_of(first),
+        *lies_of(second),
+    ]
     assert not first.take(Refused)
 
 
@@ -104,7 +111,9 @@ def test_the_mismatch_of_one_rank_that_was_not_asked_is_its_own() -> None:
     assert isinstance(outcome.error.error(), GroupAborted)
 
 
-@pytest.mark.parametrize(("ranks", "partial", "is_asked"), [(1, 0, False), (2, 2, False), (2, 1, True), (2, 0, True)])
+@pytest.mark.parametrize(
+    ("ranks", "partial", "is_asked"), [(1, 0, False), (2, 2, False), (2, 1, True), (2, 0, True)]
+)
 def test_who_is_alone_is_not_asked_nor_a_group_all_of_whose_ranks_may_leave_bytes(
     ranks: int, partial: int, is_asked: bool
 ) -> None:
@@ -141,7 +150,8 @@ def test_a_published_layout_is_not_asked_about() -> None:
         assert world.part(copy).reads
 
 
-# ---------------------------------------------------------------------------------------------- what is published
+# ----------------------------------------------------------------------------------------------
+# what is published
 
 
 HOLE = ManifestMismatch("1 fault(s)", differences=("of 'w' ...",))
@@ -149,7 +159,9 @@ HOLE = ManifestMismatch("1 fault(s)", differences=("of 'w' ...",))
 
 def publishing(*, is_whole: bool = False) -> tuple[World, list[Rank]]:
     world = World()
-    trainers = world.group("t", [(f"own/t{rank}", (b"names", b"where", b"of %d" % rank)) for rank in range(2)])
+    trainers = world.group(
+        "t", [(f"own/t{rank}", (b"names", b"where", b"of %d" % rank)) for rank in range(2)]
+    )
     world.publish(trainers, 1, is_whole=is_whole)
     return world, trainers
 
@@ -166,7 +178,8 @@ def test_the_lowest_rank_is_asked_what_is_published_and_nobody_reads_it_before()
     world, trainers = publishing()
     (asked,) = trainers[0].take(CheckCoverage)
     assert not trainers[1].take(CheckCoverage)
-    assert world.core.cluster.manifests.find(asked.readers) is not None  # so that it can be asked for
+    # so that it can be asked for
+    assert world.core.cluster.manifests.find(asked.readers) is not None
     assert not outcomes(trainers[0])
     assert not is_visible(world)
     covered(world, trainers[0], asked)
@@ -230,7 +243,9 @@ def test_who_does_not_check_what_is_published_is_named() -> None:
 
 
 def test_a_number_that_is_overtaken_while_its_ranks_are_checked_is_not_published() -> None:
-    """The number that is stored last is the mark of the next coordinator: it must not be the lower one."""
+    """The number that is stored last is the mark of the next coordinator: it must not be the lower
+    one.
+    """
     world, trainers = publishing()
     plain = world.group("p", [("world/2", ()), ("world/2", ())])
     world.publish(plain, 2)
@@ -255,13 +270,17 @@ def test_a_publisher_that_may_have_missed_the_question_is_asked_again() -> None:
     assert world.version.visible
 
 
-# ------------------------------------------------------------------------------------------ what several ranks publish
+# ------------------------------------------------------------------------------------------ what
+# several ranks publish
 
 
 def same(world: World, rank: Rank, value: bytes = b"norm", *, number: int = 3) -> None:
     """It checks what it was asked to, and says which digest its part of the norm has."""
     (asked,) = rank.take(CheckCoverage)
-    world.say(rank, Covered(asked.key, asked.rank, asked.readers, True, (Shared(number, "'norm'", value),)))
+    world.say(
+        rank,
+        Covered(asked.key, asked.rank, asked.readers, True, (Shared(number, "'norm'", value),)),
+    )
 
 
 def test_where_several_have_the_same_each_is_asked_at_each_publication() -> None:
@@ -302,7 +321,9 @@ def test_each_part_is_compared_of_several_that_two_ranks_share() -> None:
     world, trainers = publishing()
     for each, values in zip(trainers, ("abc", "aBC"), strict=True):
         (asked,) = each.take(CheckCoverage)
-        shared = tuple(Shared(number, f"'n{number}'", value.encode()) for number, value in enumerate(values))
+        shared = tuple(
+            Shared(number, f"'n{number}'", value.encode()) for number, value in enumerate(values)
+        )
         world.say(each, Covered(asked.key, asked.rank, asked.readers, True, shared))
     (error,) = outcomes(trainers[0])
     assert error is not None

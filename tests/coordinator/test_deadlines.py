@@ -22,7 +22,10 @@ def test_a_wait_for_a_version_that_never_comes_names_the_model() -> None:
     cluster.run()
     asked = reader.replicate("latest", timeout_s=5)
     cluster.advance(6)
-    with pytest.raises(VersionUnavailable, match=r"nothing was published under the model 'actor' \(is the name right\?\)"):
+    with pytest.raises(
+        VersionUnavailable,
+        match=r"nothing was published under the model 'actor' \(is the name right\?\)",
+    ):
         _ = asked.number
 
 
@@ -30,7 +33,9 @@ def test_at_least_that_never_comes_says_so() -> None:
     cluster, _, reader = trainer_and_reader()
     asked = reader.update("latest", at_least=3, timeout_s=2)
     cluster.advance(3)
-    with pytest.raises(VersionUnavailable, match="version 3 of 'actor' was not published; the newest is 1"):
+    with pytest.raises(
+        VersionUnavailable, match="version 3 of 'actor' was not published; the newest is 1"
+    ):
         _ = asked.number
 
 
@@ -42,7 +47,9 @@ def test_a_lost_last_source_is_waited_for_until_the_deadline() -> None:
     cluster.advance(29)
     assert not asked.done
     cluster.advance(3)
-    with pytest.raises(VersionUnavailable, match=r"lost its last source.*none came back in time") as caught:
+    with pytest.raises(
+        VersionUnavailable, match=r"lost its last source.*none came back in time"
+    ) as caught:
         _ = asked.number
     assert caught.value.memory == "torn"
 
@@ -61,7 +68,8 @@ def test_a_lost_shard_is_named_with_the_ranks_that_read_it() -> None:
     trainers[1].worker.crash()
     cluster.advance(40)
     with pytest.raises(
-        VersionUnavailable, match=r"has lost its last source of shard 1, which rank\(s\) \[1\] read, none came"
+        VersionUnavailable,
+        match=r"has lost its last source of shard 1, which rank\(s\) \[1\] read, none came",
     ):
         _ = calls[1].number
 
@@ -81,7 +89,9 @@ def test_a_fill_that_takes_too_long_names_the_slow_ranks() -> None:
         cluster.advance(0.5, run=False)
         cluster.run(slow)
     for call in calls:
-        with pytest.raises(OperationTimeout, match=r"version 1 was not complete after 5 s on rank\(s\) \[1\]") as caught:
+        with pytest.raises(
+            OperationTimeout, match=r"version 1 was not complete after 5 s on rank\(s\) \[1\]"
+        ) as caught:
             _ = call.number
         assert caught.value.memory == "torn"
 
@@ -95,9 +105,16 @@ def test_bad_digests_from_every_source_are_an_integrity_error(last: str) -> None
     cluster.run()
     asked = reader.replicate(timeout_s=5)
     let_fail(cluster, asked, {"trainer": "corrupt", "other": last})
-    assert isinstance(asked.error, IntegrityError if last == "corrupt" else VersionUnavailable | OperationTimeout)
+    assert isinstance(
+        asked.error, IntegrityError if last == "corrupt" else VersionUnavailable | OperationTimeout
+    )
     assert (asked.error.retryable, asked.error.memory) == (True, "torn")
-    for says in ("version 1", "reads that failed", "worker 'trainer': corrupt", f"worker 'other': {last}"):
+    for says in (
+        "version 1",
+        "reads that failed",
+        "worker 'trainer': corrupt",
+        f"worker 'other': {last}",
+    ):
         assert says in str(asked.error)
 
 
@@ -123,7 +140,9 @@ def test_a_missing_rank_is_named_at_the_deadline_and_may_come_late() -> None:
     cluster.run()
     asked = first.publish(1, timeout_s=3)
     cluster.advance(4)
-    with pytest.raises(OperationTimeout, match="waited 3 s for group 'trainer'; these ranks did not call: 1"):
+    with pytest.raises(
+        OperationTimeout, match="waited 3 s for group 'trainer'; these ranks did not call: 1"
+    ):
         _ = asked.number
     assert first.member.state is HandleState.EMPTY
     late, again = second.publish(1), first.publish(1)

@@ -1,6 +1,8 @@
-"""What is said while an entry is on its way to the store: lower numbers, other models, and calls that come after it.
+"""What is said while an entry is on its way to the store: lower numbers, other models, and calls
+that come after it.
 
-Covers `decisions`, `operations` (calls that wait for a decision) and `lineage` (the order of recording).
+Covers `decisions`, `operations` (calls that wait for a decision) and `lineage` (the order of
+recording).
 """
 
 from __future__ import annotations
@@ -19,8 +21,14 @@ def handles(cluster: StepwiseCluster, *names: str) -> list[SimHandle]:
 
 
 def numbers(cluster: StepwiseCluster, model: str = "actor") -> list[int]:
-    """What is durable, in the order in which it was stored: a store whose mark goes back cannot be opened again."""
-    return [entry.number for entry in cluster.store if isinstance(entry, Publication) and entry.model == model]
+    """What is durable, in the order in which it was stored: a store whose mark goes back cannot be
+    opened again.
+    """
+    return [
+        entry.number
+        for entry in cluster.store
+        if isinstance(entry, Publication) and entry.model == model
+    ]
 
 
 def is_overtaken(asked: CallRecord, by: int) -> bool:
@@ -29,7 +37,8 @@ def is_overtaken(asked: CallRecord, by: int) -> bool:
     return f"{by} is being recorded" in str(asked.error)
 
 
-# ------------------------------------------------------------------------------------------------------- lower numbers
+# --------------------------------------------------------------------------------------------------
+# lower numbers
 
 
 def test_a_lower_number_is_refused_while_a_higher_one_is_being_recorded() -> None:
@@ -79,7 +88,8 @@ def test_a_lower_number_may_be_tried_again_where_the_higher_one_was_not_recorded
     assert numbers(cluster) == [3]
 
 
-# ------------------------------------------------------------------------------------------- behind a write that fails
+# ------------------------------------------------------------------------------------------- behind
+# a write that fails
 
 
 def not_recorded(asked: CallRecord) -> bool:
@@ -87,7 +97,9 @@ def not_recorded(asked: CallRecord) -> bool:
 
 
 def replaced_while_recording(cluster: StepwiseCluster) -> tuple[SimHandle, CallRecord, SimHandle]:
-    """A group's publish is being recorded; one of its processes was lost meanwhile, and another one is in its place."""
+    """A group's publish is being recorded; one of its processes was lost meanwhile, and another one
+    is in its place.
+    """
     first, second = cluster.group("trainer", 2)
     cluster.run()
     asked = first.publish(1)

@@ -15,10 +15,15 @@ from tensorhub.types import HandleState, Location, ModelInfo, OpKey, OpKind
 from tests.coordinator.test_membership import answers
 
 
-def published(readers: int = 0, world_size: int = 1) -> tuple[StepwiseCluster, list[list[SimHandle]]]:
+def published(
+    readers: int = 0, world_size: int = 1
+) -> tuple[StepwiseCluster, list[list[SimHandle]]]:
     """Version 1, held by a trainer's group and so many others."""
     cluster = StepwiseCluster()
-    groups = [cluster.group(name, world_size) for name in ("trainer", *(f"reader{n}-" for n in range(readers)))]
+    groups = [
+        cluster.group(name, world_size)
+        for name in ("trainer", *(f"reader{n}-" for n in range(readers)))
+    ]
     cluster.run()
     for rank in groups[0]:
         rank.publish(1)
@@ -30,7 +35,9 @@ def published(readers: int = 0, world_size: int = 1) -> tuple[StepwiseCluster, l
     return cluster, groups
 
 
-def in_mid_read(cluster: StepwiseCluster, fetcher: SimHandle, selector: int | str = "latest") -> CallRecord:
+def in_mid_read(
+    cluster: StepwiseCluster, fetcher: SimHandle, selector: int | str = "latest"
+) -> CallRecord:
     asked = fetcher.fetch(selector)
     cluster.run(until=lambda: fetcher.pull is not None and len(fetcher.pull.missing) == 1)
     return asked
@@ -46,7 +53,11 @@ def assert_nothing_is_left(cluster: StepwiseCluster, groups: list[list[SimHandle
     assert not cluster.coordinator.cluster.leases
     assert not [*model.waiting.unbound, *model.waiting.restless, *model.waiting.flexible]
     assert {handle for handle in cluster.all_handles() if not handle.shard.serves} == set()
-    assert not [name for name in cluster.coordinator.cluster.timers._when if name[0] in ("operation", "retry")]
+    assert not [
+        name
+        for name in cluster.coordinator.cluster.timers._when
+        if name[0] in ("operation", "retry")
+    ]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -63,7 +74,10 @@ def test_a_rank_that_is_not_there_is_refused() -> None:
     cluster, groups = published(world_size=2)
     asked = cluster.fetcher("reader", 2).fetch()
     cluster.run()
-    with pytest.raises(ManifestMismatch, match="has no rank 2: its world_size is 2, so fetch one of the ranks 0 to 1"):
+    with pytest.raises(
+        ManifestMismatch,
+        match="has no rank 2: its world_size is 2, so fetch one of the ranks 0 to 1",
+    ):
         _ = asked.number
     assert_nothing_is_left(cluster, groups)
 
@@ -145,7 +159,9 @@ def test_a_deadline_passes_in_mid_read() -> None:
         lane.let_go()
         lane.queue.clear()  # it reads no more, and says nothing
     cluster.advance(61)
-    with pytest.raises(OperationTimeout, match="fetch of 'actor': version 1 was not complete after 60 s"):
+    with pytest.raises(
+        OperationTimeout, match="fetch of 'actor': version 1 was not complete after 60 s"
+    ):
         _ = asked.number
     assert_nothing_is_left(cluster, groups)
 
@@ -163,12 +179,15 @@ def test_what_is_verified_needs_nobodys_decision() -> None:
     assert list(cluster.coordinator.cluster.models["actor"].groups) == ["trainer"]
 
 
-# ---------------------------------------------------------------------------------- a peer that says nonsense
+# ---------------------------------------------------------------------------------- a peer that
+# says nonsense
 
 REGISTER = Register(1, "odd", "actor", "odd", 0, 0, 1, False, False, *DEVICE, "", 0, 0, b"", None)
 
 
-def say(cluster: StepwiseCluster, register: Register, *calls: type[Fill] | type[Publish] | OpKind) -> list[object]:
+def say(
+    cluster: StepwiseCluster, register: Register, *calls: type[Fill] | type[Publish] | OpKind
+) -> list[object]:
     cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
     said = answers(cluster, 77, Join("x", Location(), (), 1, 0), register)
     (answer,) = [each for each in said if isinstance(each, Registered | Refused)]
@@ -187,7 +206,23 @@ def say(cluster: StepwiseCluster, register: Register, *calls: type[Fill] | type[
 @pytest.mark.parametrize(("serves", "shard", "world_size"), [(True, 1, 2), (False, 0, 2)])
 def test_a_shard_that_cannot_be_is_refused(serves: bool, shard: int, world_size: int) -> None:
     cluster, _ = published()
-    odd = Register(1, "odd", "actor", "odd", 0, shard, world_size, serves, False, *DEVICE, "", 8, 2, MANIFEST.encode(), None)
+    odd = Register(
+        1,
+        "odd",
+        "actor",
+        "odd",
+        0,
+        shard,
+        world_size,
+        serves,
+        False,
+        *DEVICE,
+        "",
+        8,
+        2,
+        MANIFEST.encode(),
+        None,
+    )
     (refused,) = [each for each in say(cluster, odd) if isinstance(each, Refused)]
     assert refused.error.kind == "RegistrationError"
 
@@ -196,7 +231,23 @@ def test_memory_that_serves_nobody_holds_nothing() -> None:
     cluster, groups = published()
     content = groups[0][0].member.content
     assert content is not None
-    odd = Register(1, "odd", "actor", "odd", 0, 0, 1, False, False, *DEVICE, "", 0, 0, b"", content.held(told=True))
+    odd = Register(
+        1,
+        "odd",
+        "actor",
+        "odd",
+        0,
+        0,
+        1,
+        False,
+        False,
+        *DEVICE,
+        "",
+        0,
+        0,
+        b"",
+        content.held(told=True),
+    )
     (answer,) = [each for each in say(cluster, odd) if isinstance(each, Registered)]
     assert not answer.keep
 
@@ -211,7 +262,9 @@ def test_memory_that_serves_nobody_only_fetches(call: type[Publish] | OpKind) ->
 
 def test_memory_that_serves_does_not_fetch() -> None:
     cluster, _ = published()
-    odd = Register(1, "odd", "actor", "odd", 0, 0, 1, True, False, *DEVICE, "", 8, 2, MANIFEST.encode(), None)
+    odd = Register(
+        1, "odd", "actor", "odd", 0, 0, 1, True, False, *DEVICE, "", 8, 2, MANIFEST.encode(), None
+    )
     (outcome,) = [each for each in say(cluster, odd, OpKind.FETCH) if isinstance(each, Outcome)]
     assert outcome.error is not None
     assert outcome.error.kind == "StateError"

@@ -47,7 +47,10 @@ def test_a_reader_is_a_source_from_its_first_chunk_on() -> None:
     cluster.run()
     first, second = reader.replicate(), other.replicate()
     cluster.run("read")
-    assert any("other <- Start" in line and ":reader(" in line and ", filling)" in line for line in cluster.log)
+    assert any(
+        "other <- Start" in line and ":reader(" in line and ", filling)" in line
+        for line in cluster.log
+    )
     cluster.run()
     assert (first.number, second.number) == (1, 1)
     assert other.cells == trainer.cells
@@ -129,7 +132,9 @@ def test_a_no_op_update_is_a_barrier_of_its_group() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_update_with_nothing_new_is_one_round_trip_after_the_last_rank_has_called(ranks: int) -> None:
+def test_an_update_with_nothing_new_is_one_round_trip_after_the_last_rank_has_called(
+    ranks: int,
+) -> None:
     cluster = StepwiseCluster()
     trainers = cluster.group("trainer", ranks)
     cluster.run()
@@ -144,7 +149,9 @@ def test_an_update_with_nothing_new_is_one_round_trip_after_the_last_rank_has_ca
     cluster.run()
     said = [line.split()[1:4] for line in cluster.log[seen:] if " -> " in line or " <- " in line]
     assert said[0][1:] == ["->", "Fill"]
-    assert sorted(said[1:]) == sorted([trainer.worker.name, "<-", "Outcome"] for trainer in trainers)
+    assert sorted(said[1:]) == sorted(
+        [trainer.worker.name, "<-", "Outcome"] for trainer in trainers
+    )
 
 
 def test_cancelling_in_the_middle_of_a_fill_leaves_torn_memory() -> None:
@@ -163,8 +170,12 @@ def test_cancelling_in_the_middle_of_a_fill_leaves_torn_memory() -> None:
 
 
 @pytest.mark.parametrize("hooks", [(False, False), (True, False), (False, True)])
-def test_ranks_without_a_hook_overwrite_what_has_the_same_manifest_at_once(hooks: tuple[bool, bool]) -> None:
-    """Nothing can keep them from it, so nobody asks: an update is two round trips to the coordinator, and not three."""
+def test_ranks_without_a_hook_overwrite_what_has_the_same_manifest_at_once(
+    hooks: tuple[bool, bool],
+) -> None:
+    """Nothing can keep them from it, so nobody asks: an update is two round trips to the
+    coordinator, and not three.
+    """
     cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
@@ -191,7 +202,11 @@ def test_given_up_between_the_fence_and_the_first_byte_the_old_version_is_publis
     trainer.publish(2)
     cluster.run()
     asked = reader.update()
-    cluster.run(until=lambda: reader.member.running is not None and reader.member.running.phase.value == "fencing")
+    cluster.run(
+        until=lambda: (
+            reader.member.running is not None and reader.member.running.phase.value == "fencing"
+        )
+    )
     reader.cancel("enough")
     cluster.run()
     assert isinstance(asked.error, StateError)

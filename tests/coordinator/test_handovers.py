@@ -1,4 +1,6 @@
-"""Handing over: copies in host memory that let a last holder go, who makes them, and when they are dropped (R4, R5, G5)."""
+"""Handing over: copies in host memory that let a last holder go, who makes them, and when they are
+dropped (R4, R5, G5).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ROOM = CHUNKS * CHUNK_BYTES  # for one copy
 def cluster_of(
     *more: str, room: tuple[str, ...] = (), latest: int = 1, spot: bool = False
 ) -> tuple[StepwiseCluster, SimHandle]:
-    """The trainer, and others, who are registered if their name does not begin with a dash. Those in `room` take a copy."""
+    """The trainer, and others, who are registered if their name does not begin with a dash. Those
+    in `room` take a copy.
+    """
     cluster = StepwiseCluster()
     for name in ("trainer", *more):
         cluster.host_bytes = ROOM if name.lstrip("-") in room else 0
@@ -46,7 +50,9 @@ def number_of(member: Member) -> int:
 
 
 def questions(readers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """How often it is asked whether a holder, or a group, could keep a version, while so many spot readers take it."""
+    """How often it is asked whether a holder, or a group, could keep a version, while so many spot
+    readers take it.
+    """
     cluster, _ = cluster_of()
     cluster.host_bytes = ROOM - 1  # too little for a copy
     spot = [cluster.handle(f"spot{number}", spot=True) for number in range(readers)]
@@ -73,7 +79,9 @@ def questions(readers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     return asked["may_count"], asked["_could_take"]
 
 
-def test_however_many_spot_holders_there_are_nobody_looks_at_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_however_many_spot_holders_there_are_nobody_looks_at_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert questions(9, monkeypatch) == questions(2, monkeypatch)
 
 
@@ -95,7 +103,8 @@ def still_there(cluster: StepwiseCluster, number: int = 1) -> bool:
     return got
 
 
-# --------------------------------------------------------------------------------------------------- unpublish, update
+# --------------------------------------------------------------------------------------------------
+# unpublish, update
 
 
 @pytest.mark.parametrize("room", [("trainer", "other"), ("other",)])
@@ -142,7 +151,9 @@ def test_each_shard_is_handed_over() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_for_one_rank_that_leaves_every_shard_is_handed_over_once(rank: int) -> None:
-    """A copy of a shard whose rank stays is needed as well: it stops to serve with the first of its replica that leaves."""
+    """A copy of a shard whose rank stays is needed as well: it stops to serve with the first of its
+    replica that leaves.
+    """
     cluster = StepwiseCluster()
     trainers = cluster.group("trainer", 2)
     cluster.host_bytes = ROOM
@@ -158,7 +169,9 @@ def test_for_one_rank_that_leaves_every_shard_is_handed_over_once(rank: int) -> 
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_copy_of_its_own_shard_lets_only_a_group_of_one_go_unasked(alone: bool) -> None:
-    """With the first rank that leaves the others' shards stop to serve, and it does not know who holds those."""
+    """With the first rank that leaves the others' shards stop to serve, and it does not know who
+    holds those.
+    """
     cluster = StepwiseCluster(host_bytes=ROOM)
     handles = [cluster.handle("first", "g", 0, 1 if alone else 2)]
     cluster.host_bytes = 0
@@ -175,7 +188,9 @@ def test_a_copy_of_its_own_shard_lets_only_a_group_of_one_go_unasked(alone: bool
 
 
 def test_what_is_prefetched_and_has_to_stay_is_no_room_for_another_version() -> None:
-    """Else each of the two is copied to where the other one is, which has to go from there first (seed 1002498)."""
+    """Else each of the two is copied to where the other one is, which has to go from there first
+    (seed 1002498).
+    """
     cluster, trainer = cluster_of("one", "two", room=("one", "two"), latest=2)
     one, two = (cluster.workers[name].handles[0] for name in ("one", "two"))
     for number, reader in ((1, one), (2, two)):
@@ -223,7 +238,8 @@ def test_of_two_who_update_at_once_the_last_hands_over() -> None:
     assert still_there(cluster)
 
 
-# --------------------------------------------------------------------------------------------------------------- close
+# --------------------------------------------------------------------------------------------------
+# close
 
 
 def test_close_hands_over_to_another_process() -> None:
@@ -252,8 +268,12 @@ def test_with_its_last_handle_a_worker_hands_its_copies_over_too() -> None:
         republish(cluster, trainer, number)
     cluster.host_bytes = ROOM
     cluster.worker("other")
-    cluster.advance(2)  # the one before last's memory was not given back when the last one was ordered first
-    assert sorted(m.worker.name for m in model_of(cluster).copies.values()) == ["trainer", "trainer"]
+    # the one before last's memory was not given back when the last one was ordered first
+    cluster.advance(2)
+    assert sorted(m.worker.name for m in model_of(cluster).copies.values()) == [
+        "trainer",
+        "trainer",
+    ]
     asked = trainer.close()
     cluster.advance(61)
     assert isinstance(asked.error, RetentionError)  # there is room for one of the two only
@@ -269,7 +289,9 @@ def test_with_its_last_handle_a_worker_hands_its_copies_over_too() -> None:
 
 
 def test_two_that_close_at_the_same_time_do_not_count_on_one_another() -> None:
-    """One holds the version, the last handle of the other's process holds nothing, and its host memory has the version."""
+    """One holds the version, the last handle of the other's process holds nothing, and its host
+    memory has the version.
+    """
     cluster, trainer = cluster_of("reader", room=("trainer",))
     (reader,) = cluster.workers["reader"].handles
     cluster.run()
@@ -289,7 +311,9 @@ def test_two_that_close_at_the_same_time_do_not_count_on_one_another() -> None:
 
 
 def test_a_closing_holder_that_is_rolled_back_waits_for_nothing() -> None:
-    """What it held is ordered out; the copies of its worker are not what it waits for any more (seed 10151)."""
+    """What it held is ordered out; the copies of its worker are not what it waits for any more
+    (seed 10151).
+    """
     cluster = StepwiseCluster(host_bytes=2 * ROOM)
     trainer = cluster.handle("trainer")
     publish(cluster, trainer, latest=2)
@@ -311,7 +335,8 @@ def test_ranks_that_close_do_not_count_on_one_another() -> None:
     assert {"one", "two"} <= set(copies(cluster))
 
 
-# ---------------------------------------------------------------------------------------------------- what goes wrong
+# --------------------------------------------------------------------------------------------------
+# what goes wrong
 
 
 def test_a_successor_that_refuses_is_followed_by_another() -> None:
@@ -363,7 +388,12 @@ def test_a_successor_that_was_away_goes_on(when: str) -> None:
     cluster, trainer = cluster_of("reader", "-other", room=("other",))
     other = cluster.workers["other"]
     asked = trainer.unpublish()
-    cluster.run(until=lambda: model_of(cluster).handovers and (when != "filling" or any(h.pull for h in other.handles)))
+    cluster.run(
+        until=lambda: (
+            model_of(cluster).handovers
+            and (when != "filling" or any(h.pull for h in other.handles))
+        )
+    )
     other.disconnect()
     cluster.run()
     other.connect()
@@ -374,7 +404,12 @@ def test_a_successor_that_was_away_goes_on(when: str) -> None:
 def test_one_that_makes_no_progress_is_given_up() -> None:
     cluster, trainer = cluster_of("reader", "-one", "-two", room=("one", "two"))
     asked = trainer.unpublish(timeout_s=200)
-    cluster.run(until=lambda: any(w.handles and w.handles[0].pull for w in (cluster.workers["one"], cluster.workers["two"])))
+    cluster.run(
+        until=lambda: any(
+            w.handles and w.handles[0].pull
+            for w in (cluster.workers["one"], cluster.workers["two"])
+        )
+    )
     (first,) = asked_for(cluster)
     slow = cluster.workers[first].handles[0]
 
@@ -398,7 +433,8 @@ def test_two_last_holders_with_one_place_for_a_copy() -> None:
     assert still_there(cluster)
 
 
-# ----------------------------------------------------------------------------------------------------- in the background
+# --------------------------------------------------------------------------------------------------
+# in the background
 
 
 def test_a_copy_is_made_at_publish_where_nobody_else_could_take_the_version() -> None:
@@ -429,7 +465,8 @@ def test_no_copy_is_made_where_others_can_take_it_or_nothing_is_retained() -> No
     assert asked_for(cluster) == []
 
 
-# ------------------------------------------------------------------------------------------------------- their end
+# --------------------------------------------------------------------------------------------------
+# their end
 
 
 @pytest.mark.parametrize("how", ["lower", "newer", "roll back"])
@@ -444,7 +481,11 @@ def test_a_copy_of_what_is_not_retained_any_more_is_dropped(how: str) -> None:
         trainer.worker.asks.rollback(0)
     cluster.run()
     assert 1 not in copies(cluster).values()
-    assert [h for h in trainer.worker.handles if h.shard.purpose is Purpose.RETENTION and h.member.version == 1] == []
+    assert [
+        h
+        for h in trainer.worker.handles
+        if h.shard.purpose is Purpose.RETENTION and h.member.version == 1
+    ] == []
     cluster.check_agreement()
 
 
@@ -473,9 +514,11 @@ def test_a_copy_is_dropped_with_the_refusal_of_the_leave_that_it_was_made_for() 
     assert copies(cluster) == {"one": 1}
     cluster.advance(61)
     assert isinstance(asked.error, RetentionError)
-    assert "(group 'trainer', rank 1) is among its last" in str(asked.error)  # the other shard was copied
+    # the other shard was copied
+    assert "(group 'trainer', rank 1) is among its last" in str(asked.error)
     refused = next(number for number, line in enumerate(cluster.log) if "<- Refused" in line)
-    assert "one <- DropCopy" in "".join(cluster.log[refused - 1 : refused + 2])  # what one step says
+    # what one step says
+    assert "one <- DropCopy" in "".join(cluster.log[refused - 1 : refused + 2])
     assert copies(cluster) == {}
 
 
@@ -540,7 +583,9 @@ def test_a_copy_that_was_being_made_when_the_coordinator_died_is_made_anew() -> 
 
 
 def test_who_becomes_the_last_handle_while_it_closes_hands_its_workers_copies_over_too() -> None:
-    """The close did not begin with the copies: there was another handle then, which was given up meanwhile."""
+    """The close did not begin with the copies: there was another handle then, which was given up
+    meanwhile.
+    """
     cluster = StepwiseCluster(host_bytes=2 * ROOM)
     trainer = cluster.handle("trainer")
     other = cluster.handle("trainer", "second")

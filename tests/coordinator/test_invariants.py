@@ -1,4 +1,6 @@
-"""The incremental check is sound: it looks at all that a step has changed, and finds there whatever the full check finds."""
+"""The incremental check is sound: it looks at all that a step has changed, and finds there whatever
+the full check finds.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import pytest
 
 from tensorhub.coordinator import Action, Coordinator, Event, invariants
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Group, Holding, Member, Noted, Operation, RankPart, Withdrawal
+from tensorhub.coordinator.entities import (
+    Group,
+    Holding,
+    Member,
+    Noted,
+    Operation,
+    RankPart,
+    Withdrawal,
+)
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.testing import StepwiseCluster
@@ -37,7 +47,8 @@ def simulate(seed: int) -> None:
     run_seed(seed, events=250)
 
 
-# ------------------------------------------------------------------------------------------- what a step has changed
+# ------------------------------------------------------------------------------------------- what a
+# step has changed
 
 
 def names(of: type, known: dict[type, list[str]] = {}) -> list[str]:  # noqa: B006 - what is found once is kept
@@ -72,7 +83,11 @@ def own(thing: Thing) -> list[Thing]:
 
 
 def fingerprint(thing: Noted) -> list[tuple[Thing, str, object]]:
-    return [(each, name, value(getattr(each, name))) for each in own(thing) for name in names(type(each))]
+    return [
+        (each, name, value(getattr(each, name)))
+        for each in own(thing)
+        for name in names(type(each))
+    ]
 
 
 def everything(cluster: Cluster) -> Iterator[Noted]:
@@ -104,7 +119,9 @@ def test_a_step_notes_all_that_it_changes(monkeypatch: pytest.MonkeyPatch) -> No
             changed = [part for part in now_is if part not in was] if now_is != was else []
             if changed or thing not in after:
                 what = [name for _, name, _ in changed] or "its being there"
-                assert thing in noted, f"{event} has changed {what} of a {type(thing).__name__}, which nobody noted"
+                assert thing in noted, (
+                    f"{event} has changed {what} of a {type(thing).__name__}, which nobody noted"
+                )
                 seen += 1
         return actions
 
@@ -130,11 +147,14 @@ def test_a_step_notes_little_of_a_large_cluster() -> None:
     assert sum(sizes) / len(sizes) < 15
 
 
-# ------------------------------------------------------------------------------------------------ what it finds there
+# ------------------------------------------------------------------------------------------------
+# what it finds there
 
 
 def broken_values(was: object, noted: Collection[object], random: Random) -> Iterator[object]:
-    """Values that an attribute could have by a defect, instead of this one. What a step takes out of something is noted."""
+    """Values that an attribute could have by a defect, instead of this one. What a step takes out
+    of something is noted.
+    """
     match was:
         case bool():
             yield not was
@@ -156,8 +176,12 @@ def broken_values(was: object, noted: Collection[object], random: Random) -> Ite
 
 
 def may_go(item: object, noted: Collection[object]) -> bool:
-    """Whether a step that takes it out of something has noted it. Whose layout goes is noted with its holders."""
-    return not isinstance(item, LayoutHoldings) and (not isinstance(item, ENTITIES) or item in noted)
+    """Whether a step that takes it out of something has noted it. Whose layout goes is noted with
+    its holders.
+    """
+    return not isinstance(item, LayoutHoldings) and (
+        not isinstance(item, ENTITIES) or item in noted
+    )
 
 
 def finds(check: Callable[[], None]) -> bool:
@@ -169,8 +193,12 @@ def finds(check: Callable[[], None]) -> bool:
     return False
 
 
-def test_what_a_step_breaks_is_found_by_looking_at_what_it_has_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each attribute of what a step has noted is broken in turn: where the full check finds that, so does the other."""
+def test_what_a_step_breaks_is_found_by_looking_at_what_it_has_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each attribute of what a step has noted is broken in turn: where the full check finds that,
+    so does the other.
+    """
     random = Random(1)
     found: dict[str, int] = {}
 
@@ -184,14 +212,18 @@ def test_what_a_step_breaks_is_found_by_looking_at_what_it_has_noted(monkeypatch
                     try_out(coordinator, thing, name, noted)
         return actions
 
-    def try_out(coordinator: Coordinator, thing: Thing, name: str, noted: Collection[Noted]) -> None:
+    def try_out(
+        coordinator: Coordinator, thing: Thing, name: str, noted: Collection[Noted]
+    ) -> None:
         was = getattr(thing, name)
         for instead in broken_values(was, noted, random):
             setattr(thing, name, instead)
             try:
                 if finds(coordinator.check_invariants):
                     what = f"{type(thing).__name__}.{name}"
-                    assert finds(coordinator.check_touched), f"{what} = {instead!r} instead of {was!r}: {thing!r}"
+                    assert finds(coordinator.check_touched), (
+                        f"{what} = {instead!r} instead of {was!r}: {thing!r}"
+                    )
                     found[what] = found.get(what, 0) + 1
             finally:
                 setattr(thing, name, was)

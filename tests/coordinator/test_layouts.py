@@ -87,11 +87,14 @@ def test_a_rank_names_all_its_parts_or_none() -> None:
     assert "name all, or none" in refused.error.message
 
 
-# ------------------------------------------------------------------------- where readers have what they read
+# ------------------------------------------------------------------------- where readers have what
+# they read
 
 
 def reading(groups: int = 1) -> tuple[World, list[Rank]]:
-    """Groups of one rank and one layout that have been told what to read of a version of two ranks."""
+    """Groups of one rank and one layout that have been told what to read of a version of two
+    ranks.
+    """
     world = World()
     world.publish(world.group("t", [own(0), own(1)]), 1)
     readers = [world.arrive(f"r{number}", 0, 1, "own/r") for number in range(groups)]

@@ -1,4 +1,6 @@
-"""Groups of several layouts over restarts, leaves, rollbacks and retention: none of them breaks or loses a version."""
+"""Groups of several layouts over restarts, leaves, rollbacks and retention: none of them breaks or
+loses a version.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,26 @@ def held_by(rank: Rank, info: VersionInfo, *, is_publisher: bool = False) -> Hel
     part_ids = tuple(map(id_of, rank.parts if is_publisher else lies_of(rank)))
     what = (info.version, info.content_id, rank.generation, info.world_size, info.nbytes, b"")
     of = "" if is_publisher else rank.publication
-    return Held(*what, published=is_publisher, manifest_id=id_of(MANIFEST), part_ids=part_ids, publication=of)
+    return Held(
+        *what,
+        published=is_publisher,
+        manifest_id=id_of(MANIFEST),
+        part_ids=part_ids,
+        publication=of,
+    )
 
 
 def back(world: World, rank: Rank, held: Held | None) -> Rank:
     """The same rank at the next coordinator."""
-    same = world.arrive(rank.group, rank.rank, rank.world_size, rank.layout_id, rank.parts, site=rank.site, registers=False)
+    same = world.arrive(
+        rank.group,
+        rank.rank,
+        rank.world_size,
+        rank.layout_id,
+        rank.parts,
+        site=rank.site,
+        registers=False,
+    )
     same.generation, same.description = rank.generation, rank.description
     world.register(same, held, parts=(*rank.parts, *lies_of(rank), rank.description))
     return same
@@ -100,7 +116,10 @@ def test_who_names_the_root_of_what_was_published_counts_without_its_mates() -> 
         world.tell(trainer, value=value)
         world.vote(copy, root=root_of(list_of(CHUNKS, value)))
     roots = [root_of(list_of(CHUNKS, value)) for value in (b"a", b"b")]
-    as_read = [replace(held_by(copy, world.version.info, is_publisher=True), published=False) for copy in copies]
+    as_read = [
+        replace(held_by(copy, world.version.info, is_publisher=True), published=False)
+        for copy in copies
+    ]
     world = world.restarted()
     first = back(world, copies[0], replace(as_read[0], root=roots[0]))
     assert [answer.keep for answer in first.take(Registered)] == [True]
@@ -129,7 +148,9 @@ def test_what_was_begun_under_a_former_coordinator_is_gone_on_with() -> None:
     (reader,) = filling(world)
     key, info = world.operation(reader).key, world.version.info
     world = world.restarted()
-    trainers = [back(world, trainer, held_by(trainer, info, is_publisher=True)) for trainer in trainers]
+    trainers = [
+        back(world, trainer, held_by(trainer, info, is_publisher=True)) for trainer in trainers
+    ]
     reader = back(world, reader, None)
     begun = Begun(key, info.version, info.content_id, id_of(MANIFEST), True, reader.publication)
     call = (OpKind.UPDATE, "latest", None, reader.generation, False, False, 1000.0, (key,), begun)
@@ -172,7 +193,9 @@ def is_refused(world: World, rank: Rank) -> bool:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_replicas_of_another_layout_keep_no_version(count: int) -> None:
-    """Readers of every layout can read the published layout, and no reader of a third layout can read theirs."""
+    """Readers of every layout can read the published layout, and no reader of a third layout can
+    read theirs.
+    """
     world, trainer, readers = retained(count)
     assert not any(reader.take(SetRetained) for reader in readers)
     acknowledge(world, trainer)
@@ -194,7 +217,9 @@ def test_a_rollback_orders_out_holders_and_ends_readers_of_every_layout() -> Non
     assert world.core.cluster.selections == 0
 
 
-def test_if_the_last_source_leaves_on_purpose_its_readers_end_unless_their_own_layout_has_it() -> None:
+def test_if_the_last_source_leaves_on_purpose_its_readers_end_unless_their_own_layout_has_it() -> (
+    None
+):
     world, trainers = published()
     (first,) = filling(world)
     finish(world, [first], trainers)

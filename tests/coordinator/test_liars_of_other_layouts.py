@@ -10,9 +10,11 @@ from tensorhub.types import HandleState, Location
 ROWS = CHUNKS + 3
 
 
-def of_two_layouts(*names: str, read: int = 1) -> tuple[StepwiseCluster, list[SimHandle], list[SimHandle]]:
-    """Two ranks that have published version 1, and their twins, which have it too; and these, each of which is to read it
-    all as one rank. So many of them have it.
+def of_two_layouts(
+    *names: str, read: int = 1
+) -> tuple[StepwiseCluster, list[SimHandle], list[SimHandle]]:
+    """Two ranks that have published version 1, and their twins, which have it too; and these, each
+    of which is to read it all as one rank. So many of them have it.
     """
     cluster = StepwiseCluster()
     cluster.chunks = ROWS

@@ -1,4 +1,6 @@
-"""G10: what one worker can make the coordinator keep; each bound is a refusal that names it, and nobody else notices."""
+"""G10: what one worker can make the coordinator keep; each bound is a refusal that names it, and
+nobody else notices.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,13 @@ class Desk:
 
     def __init__(self, options: Options | None = None) -> None:
         ids = count()
-        self.core = Coordinator(cluster="c", epoch=1, options=options or Options(), ids=lambda: f"id{next(ids)}", now=0.0)
+        self.core = Coordinator(
+            cluster="c",
+            epoch=1,
+            options=options or Options(),
+            ids=lambda: f"id{next(ids)}",
+            now=0.0,
+        )
         self.now = 0.0
         self.requests = count(1)
         self.closed: dict[int, str] = {}
@@ -97,15 +105,21 @@ class Desk:
         answers = self.heard.get(session, [])[before:]
         return answers[-1] if answers else None
 
-    def register(self, session: int, name: str, manifest: bytes = b"m", world_size: int = 1, model: str = "m") -> object:
+    def register(
+        self, session: int, name: str, manifest: bytes = b"m", world_size: int = 1, model: str = "m"
+    ) -> object:
         use = (True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, manifest, None)
-        return self.say(session, Register(next(self.requests), name, model, name, 0, 0, world_size, *use))
+        return self.say(
+            session, Register(next(self.requests), name, model, name, 0, 0, world_size, *use)
+        )
 
     def publication(self, name: str, version: int = 1, sequence: int = 0) -> Publish:
         group = self.core.cluster.models["m"].groups[name]
         return Publish(OpKey("m", name, group.epoch, sequence), 0, name, version, version, 10.0)
 
-    def publish(self, session: int, name: str, version: int, sequence: int) -> FromCoordinator | None:
+    def publish(
+        self, session: int, name: str, version: int, sequence: int
+    ) -> FromCoordinator | None:
         return self.say(session, self.publication(name, version, sequence))
 
 
@@ -119,7 +133,9 @@ def refusal(answer: object) -> TensorHubError:
     return answer.error.error()
 
 
-def test_registrations_of_one_worker_and_of_all(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registrations_of_one_worker_and_of_all(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(real, "REGISTRATIONS_OF_WORKER_MAX", 2)
     monkeypatch.setattr(real, "REGISTRATIONS_MAX", 3)
     for session in (1, 2):
@@ -157,17 +173,25 @@ def test_manifests_of_one_worker_and_of_all(desk: Desk, monkeypatch: pytest.Monk
     assert desk.core.cluster.manifests.nbytes == 0
 
 
-def test_what_ranks_go_on_with_is_counted_with_their_manifests(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ranks_go_on_with_is_counted_with_their_manifests(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(real, "MANIFEST_BYTES_OF_WORKER_MAX", 100)
     monkeypatch.setattr(real, "MANIFEST_BYTES_MAX", 150)
     for session in (1, 2):
         desk.connect(session)
         assert isinstance(desk.register(session, f"r{session}", b"x" * 40), Registered)
-    for manifest, kept in ((b"a" * 61, b""), (b"b" * 60, b"b" * 60), (b"c" * 50, b"c" * 50), (b"d" * 99, b"c" * 50)):
+    for manifest, kept in (
+        (b"a" * 61, b""),
+        (b"b" * 60, b"b" * 60),
+        (b"c" * 50, b"c" * 50),
+        (b"d" * 99, b"c" * 50),
+    ):
         assert desk.say(1, BegunWith("r1", manifest)) is None
         assert desk.core.cluster.members["r1"].begun == kept
     desk.say(2, BegunWith("r2", b"e" * 60))
-    desk.say(2, BegunWith("r2", b"f" * 61))  # beyond what there is room for in all, or of this worker
+    # beyond what there is room for in all, or of this worker
+    desk.say(2, BegunWith("r2", b"f" * 61))
     desk.say(2, BegunWith("r1", b"g"))  # of another worker
     assert desk.core.cluster.manifests.nbytes == 150
     desk.say(1, Deregister(99, "r1", True))
@@ -176,8 +200,12 @@ def test_what_ranks_go_on_with_is_counted_with_their_manifests(desk: Desk, monke
     assert desk.core.cluster.manifests.nbytes == 0
 
 
-def test_who_goes_on_with_what_there_is_no_room_for_hears_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody could be told the manifest of what it would serve; its memory is torn, and its next call begins anew."""
+def test_who_goes_on_with_what_there_is_no_room_for_hears_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody could be told the manifest of what it would serve; its memory is torn, and its next
+    call begins anew.
+    """
     cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
@@ -301,7 +329,9 @@ def test_a_rank_that_never_says_that_its_fence_stands(desk: Desk) -> None:
         outcome = desk.publish(1, "a", number, number)
         assert isinstance(outcome, Outcome)
         assert outcome.committed
-        assert isinstance(desk.say(1, LeaveRequest(number, "a", number, 1.0, True, False)), LeaveGranted)
+        assert isinstance(
+            desk.say(1, LeaveRequest(number, "a", number, 1.0, True, False)), LeaveGranted
+        )
     outcome = desk.publish(1, "a", 99, real.LEAVING_OF_RANK_MAX)
     assert isinstance(outcome, Outcome)
     assert outcome.error is not None
@@ -321,6 +351,10 @@ def test_what_one_rank_tells_the_others_is_short_and_kept_once(desk: Desk) -> No
     assert isinstance(outcome, Outcome)
     assert outcome.error is not None
     kept = outcome.error
-    chars = len(kept.message) + sum(len(text) for _, text in kept.causes) + sum(map(len, kept.differences))
+    chars = (
+        len(kept.message)
+        + sum(len(text) for _, text in kept.causes)
+        + sum(map(len, kept.differences))
+    )
     assert chars <= 3 * real.ERROR_CHARS_MAX
     assert group.decided[key][0].error is kept

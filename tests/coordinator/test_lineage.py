@@ -1,4 +1,6 @@
-"""A new lineage: what stays, what is retired, who is told, and in which order it is recorded (R2, G3)."""
+"""A new lineage: what stays, what is retired, who is told, and in which order it is recorded (R2,
+G3).
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,11 @@ def test_the_mark_itself_is_rolled_back_to() -> None:
     """A trainer that restarts from the newest checkpoint need not know that it is the newest."""
     cluster, trainer, _ = trained()
     rollback(cluster, trainer, 3)
-    assert (model_of(cluster).history.lineage, model_of(cluster).mark, trainer.member.version) == (1, 3, 3)
+    assert (model_of(cluster).history.lineage, model_of(cluster).mark, trainer.member.version) == (
+        1,
+        3,
+        3,
+    )
 
 
 def test_what_cannot_be_rolled_back_to() -> None:
@@ -220,7 +226,11 @@ def test_a_store_that_fails_leaves_everything_as_it_was() -> None:
     cluster.fail_store()
     cluster.run()
     assert isinstance(trainer.worker.asks.answers[request], CoordinatorUnavailable)
-    assert (model_of(cluster).history.lineage, model_of(cluster).mark, trainer.member.version) == (0, 3, 3)
+    assert (model_of(cluster).history.lineage, model_of(cluster).mark, trainer.member.version) == (
+        0,
+        3,
+        3,
+    )
     rollback(cluster, trainer, 1)
     assert model_of(cluster).history.lineage == 1
 
@@ -267,7 +277,11 @@ def test_the_lineage_is_recovered_without_any_version() -> None:
     cluster.restart()
     trainer.worker.connect()
     cluster.run()
-    assert (model_of(cluster).history.lineage, model_of(cluster).mark, trainer.member.version) == (1, 1, 1)
+    assert (model_of(cluster).history.lineage, model_of(cluster).mark, trainer.member.version) == (
+        1,
+        1,
+        1,
+    )
 
 
 def begin_unpublish(cluster: StepwiseCluster, trainer: SimHandle) -> None:
@@ -303,7 +317,9 @@ def test_unpublish_of_what_was_rolled_back_says_so() -> None:
 
 
 def test_latest_is_not_older_than_a_forgotten_version_that_a_rollback_made_the_newest() -> None:
-    """G3: version 2 was published, and the new lineage inherits it; nobody holds it any more, so `latest` fails loudly."""
+    """G3: version 2 was published, and the new lineage inherits it; nobody holds it any more, so
+    `latest` fails loudly.
+    """
     cluster, trainer, (keeper,) = trained("keeper", to=5)
     assert sorted(model_of(cluster).versions) == [1, 4, 5]
     rollback(cluster, trainer, 2)
@@ -312,7 +328,8 @@ def test_latest_is_not_older_than_a_forgotten_version_that_a_rollback_made_the_n
     other = cluster.handle("other").replicate("latest-1", timeout_s=3)
     cluster.advance(4)
     with pytest.raises(
-        VersionUnavailable, match="nobody holds the version of 'actor' that a rollback has made the newest again"
+        VersionUnavailable,
+        match="nobody holds the version of 'actor' that a rollback has made the newest again",
     ):
         _ = asked.number
     assert other.number == 1
@@ -324,8 +341,12 @@ def test_latest_is_not_older_than_a_forgotten_version_that_a_rollback_made_the_n
     assert keeper.member.version == 1
 
 
-def test_a_call_by_selector_whose_version_was_rolled_back_while_its_worker_was_away_goes_on() -> None:
-    """R12: the coordinator has restarted, and does not know any more what the fill had begun to read."""
+def test_a_call_by_selector_whose_version_was_rolled_back_while_its_worker_was_away_goes_on() -> (
+    None
+):
+    """R12: the coordinator has restarted, and does not know any more what the fill had begun to
+    read.
+    """
     cluster = StepwiseCluster()
     trainer, reader, other = map(cluster.handle, ("trainer", "reader", "other"))
     cluster.run()

@@ -1,4 +1,5 @@
-"""A coordinator that comes back without its state is a new cluster, and every old handle says so once (R2, G3).
+"""A coordinator that comes back without its state is a new cluster, and every old handle says so
+once (R2, G3).
 
 A story of several modules: `membership`, `operations`, and `worker.member`, which tells its caller.
 """
@@ -77,7 +78,9 @@ def test_a_handle_that_is_registered_afterwards_has_nothing_to_tell() -> None:
     assert run(cluster, trainer.replicate()).number == 5
 
 
-@pytest.mark.parametrize("phase", ["queued", "asked", "hook", "held", "fencing", "pulling", "voted"])
+@pytest.mark.parametrize(
+    "phase", ["queued", "asked", "hook", "held", "fencing", "pulling", "voted"]
+)
 def test_a_fill_that_runs_ends_and_the_handle_goes_on(phase: str) -> None:
     cluster, trainer, (reader,) = published("reader")
     reader.replicate()

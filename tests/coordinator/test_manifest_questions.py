@@ -1,4 +1,6 @@
-"""Many ranks name a manifest that is not known: one is asked for it, and nobody waits for it for long."""
+"""Many ranks name a manifest that is not known: one is asked for it, and nobody waits for it for
+long.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ class Ranks:
         self.heard: dict[int, list[FromCoordinator]] = {number: [] for number in range(count)}
         ids = (f"id{number}" for number in iter(int, 1))
         self.core = Coordinator(
-            cluster="c", epoch=1, options=Options(lease_s=lease_s), ids=lambda: next(ids), now=0.0, durable=None
+            cluster="c",
+            epoch=1,
+            options=Options(lease_s=lease_s),
+            ids=lambda: next(ids),
+            now=0.0,
+            durable=None,
         )
         for number in range(count):
             self.step(Connected(number, f"w{number}", "worker"))

@@ -1,4 +1,5 @@
-"""Very many workers that are lost together: each step does a bounded part of it, and a loss costs no more among many.
+"""Very many workers that are lost together: each step does a bounded part of it, and a loss costs
+no more among many.
 
 Work is counted in the interpreter's instructions, which depend on no clock.
 """
@@ -64,12 +65,19 @@ class Lost(Core):
         self.work_of_step.append(self.work - before)
         assert len(self.coordinator.cluster.noted) <= NOTED_PER_STEP + WIDEST
         self.looked += [action.session for action in actions if isinstance(action, LookFor)]
-        self.dismissed += sum(isinstance(action, Send) and isinstance(action.message, Dismissed) for action in actions)
-        assert all(isinstance(action, Send | CloseSession | LookFor | Persist | WorkerLost) for action in actions)
+        self.dismissed += sum(
+            isinstance(action, Send) and isinstance(action.message, Dismissed) for action in actions
+        )
+        assert all(
+            isinstance(action, Send | CloseSession | LookFor | Persist | WorkerLost)
+            for action in actions
+        )
         return actions
 
     def pass_time(self) -> None:
-        """As the server does: it looks for all that are asked about, and tells of some at a time."""
+        """As the server does: it looks for all that are asked about, and tells of some at a
+        time.
+        """
         self.now += TICKS_APART_S
         self.take(Tick())
         while (due := self.coordinator.next_deadline()) is not None and due <= self.now:
@@ -118,7 +126,9 @@ def test_ranks_of_one_group_that_are_lost_together_are_told_of_once() -> None:
     told = Counter[int]()
     while len(core.coordinator.cluster.workers) > len(core.everybody) - len(lost):
         core.now += TICKS_APART_S
-        beats = [Received(worker.number, Heartbeat(1, core.now)) for worker in (*core.publishers, *left)]
+        beats = [
+            Received(worker.number, Heartbeat(1, core.now)) for worker in (*core.publishers, *left)
+        ]
         events: list[Event] = [*beats, Silent((DOOR,))]
         for event in events:
             for action in core.coordinator.step(event, core.now):

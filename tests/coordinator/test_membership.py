@@ -159,7 +159,9 @@ def test_a_connected_rank_is_not_replaced() -> None:
     other = cluster.handle("other", "trainer")
     cluster.run()
     assert isinstance(other.registration_error, RegistrationError)
-    assert "is registered by worker 'trainer', which is connected: close it first" in str(other.registration_error)
+    assert "is registered by worker 'trainer', which is connected: close it first" in str(
+        other.registration_error
+    )
     with pytest.raises(StateError, match="was given up; register again"):
         other.publish(5)
 
@@ -247,7 +249,10 @@ def test_a_lost_incarnation_is_sent_away() -> None:
     assert isinstance(said[2], Dismissed)
     cluster.coordinator.step(Connected(78, "x.1", "worker"), 0.0)
     again = answers(cluster, 78, join)
-    assert again == [Dismissed("this incarnation was lost; come back as a new one"), "lost incarnation"]
+    assert again == [
+        Dismissed("this incarnation was lost; come back as a new one"),
+        "lost incarnation",
+    ]
 
 
 def test_an_announced_content_of_another_world_size_is_ordered_out() -> None:
@@ -257,7 +262,21 @@ def test_an_announced_content_of_another_world_size_is_ordered_out() -> None:
     assert content is not None
     cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
     register = Register(
-        1, "odd", "actor", "odd", 1, 1, 2, True, False, *DEVICE, "", 8192, 2, MANIFEST.encode(), content.held(told=True)
+        1,
+        "odd",
+        "actor",
+        "odd",
+        1,
+        1,
+        2,
+        True,
+        False,
+        *DEVICE,
+        "",
+        8192,
+        2,
+        MANIFEST.encode(),
+        content.held(told=True),
     )
     said = answers(cluster, 77, Join("x", Location(), (), 1, 0), register)
     assert getattr(said[1], "keep", None) is False
@@ -278,7 +297,9 @@ def asked_for_manifests(cluster: StepwiseCluster) -> list[str]:
     return asked
 
 
-def test_a_manifest_is_told_by_who_comes_first_and_named_by_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_is_told_by_who_comes_first_and_named_by_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(registration_session, "TOLD_UNASKED_BYTES", 0)
     cluster, trainer, reader = published()
     assert asked_for_manifests(cluster) == ["trainer"]
@@ -292,7 +313,8 @@ def test_a_manifest_is_told_by_who_comes_first_and_named_by_all_others(monkeypat
     assert asked_for_manifests(cluster) == []
     kept = cluster.coordinator.cluster
     assert kept.manifests.nbytes == len(MANIFEST.encode())
-    assert set(kept.manifest_bytes.values()) == {len(MANIFEST.encode())}  # counted as if each had told it
+    # counted as if each had told it
+    assert set(kept.manifest_bytes.values()) == {len(MANIFEST.encode())}
     trainer.worker.disconnect()
     trainer.worker.connect()
     cluster.run()
@@ -300,7 +322,9 @@ def test_a_manifest_is_told_by_who_comes_first_and_named_by_all_others(monkeypat
     assert trainer.member.version == 1
 
 
-def test_a_coordinator_that_has_restarted_asks_for_manifests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_that_has_restarted_asks_for_manifests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(registration_session, "TOLD_UNASKED_BYTES", 0)
     cluster, trainer, reader = published()
     reader.replicate()

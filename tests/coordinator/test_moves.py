@@ -1,4 +1,6 @@
-"""Readers that change their source while they read: away from slow and shared ones, slow ones to the end of the chain."""
+"""Readers that change their source while they read: away from slow and shared ones, slow ones to
+the end of the chain.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,24 @@ from tensorhub.testing.sim.memory import CHUNK_BYTES, make_manifest
 from tensorhub.types import Location
 
 CHUNKS = 64
-FAST, SLOW = 3.0, 3 / 8  # chunks in a second: 0.8 GB/s, which is a little less than is supposed, and 0.1
+# chunks in a second: 0.8 GB/s, which is a little less than is supposed, and 0.1
+FAST, SLOW = 3.0, 3 / 8
 
 
 class Chain:
-    """A trainer `t`, and readers `a`, `b`, ... which have called one after the other and have read nothing. Nobody reads
-    before `run`: what readers say of themselves is said by the test.
+    """A trainer `t`, and readers `a`, `b`, ... which have called one after the other and have read
+    nothing. Nobody reads before `run`: what readers say of themselves is said by the test.
     """
 
-    def __init__(self, readers: str, places: Sequence[Location] = (), *, only: str | None = None) -> None:
-        """`places`: of the trainer, and of each reader; else each has a rack of its own. `only`: who calls at once."""
-        self.cluster = StepwiseCluster(manifest=make_manifest(CHUNKS), host_bytes=CHUNKS * CHUNK_BYTES)
+    def __init__(
+        self, readers: str, places: Sequence[Location] = (), *, only: str | None = None
+    ) -> None:
+        """`places`: of the trainer, and of each reader; else each has a rack of its own. `only`:
+        who calls at once.
+        """
+        self.cluster = StepwiseCluster(
+            manifest=make_manifest(CHUNKS), host_bytes=CHUNKS * CHUNK_BYTES
+        )
         for number, name in enumerate("t" + readers):
             place = places[number] if places else Location(rack=f"rack {name}", host=f"host {name}")
             self.cluster.worker(name, place)
@@ -61,8 +70,8 @@ class Chain:
         return member.part
 
     def says(self, name: str, chunks: int, *, per_s: float) -> None:
-        """It has so many chunks, the newest of which came at this rate, from each source, in the second since its last
-        word.
+        """It has so many chunks, the newest of which came at this rate, from each source, in the
+        second since its last word.
         """
         key = self.part(name).operation.key
         leases = [each for each in self.part(name).leases.values() if not each.dropping]
@@ -98,7 +107,9 @@ class Chain:
         self.cluster.now += seconds
 
     def finish(self) -> None:
-        """All read, and have everything; the world's own judges have seen that nothing was read twice."""
+        """All read, and have everything; the world's own judges have seen that nothing was read
+        twice.
+        """
         self.cluster.run()
         assert {call.number for call in self.calls.values()} == {1}
         assert all(not self.handles[name].pull.missing for name in self.calls)  # type: ignore[union-attr]
@@ -168,7 +179,10 @@ def test_nobody_moves_to_what_is_filled_from_it_nor_to_what_has_failed_it() -> N
     assert chain.sources() == {"a": "t", "b": "a", "c": "b", "d": "c"}
 
 
-HERE_AND_THERE = [Location("there" if name in "bcd" else "here", f"rack {name}", f"host {name}") for name in "tabcd"]
+HERE_AND_THERE = [
+    Location("there" if name in "bcd" else "here", f"rack {name}", f"host {name}")
+    for name in "tabcd"
+]
 
 
 def test_nobody_reads_from_another_site_because_that_is_faster() -> None:
@@ -187,10 +201,17 @@ THERE = [Location(SITES.get(name, "here"), f"rack {name}", f"host {name}") for n
 LEARNT = {Distance.RACK: 0.8e9, Distance.SITE: 0.8e9, Distance.FAR: 0.3e9}  # bytes per second
 
 
-def with_a_seed(readers: str, *, far: float = LEARNT[Distance.FAR], prefetches: bool = True) -> Chain:
-    """`x`, in another site, has begun to fill its host memory from the trainer, or to update; then those call."""
+def with_a_seed(
+    readers: str, *, far: float = LEARNT[Distance.FAR], prefetches: bool = True
+) -> Chain:
+    """`x`, in another site, has begun to fill its host memory from the trainer, or to update; then
+    those call.
+    """
     chain = Chain("xyabc", THERE, only="")
-    vars(chain.cluster.coordinator.cluster.links)["rates"] = lambda now: (40e9, *(LEARNT | {Distance.FAR: far}).values())
+    vars(chain.cluster.coordinator.cluster.links)["rates"] = lambda now: (
+        40e9,
+        *(LEARNT | {Distance.FAR: far}).values(),
+    )
     if prefetches:
         chain.prefetch("x")
     else:
@@ -200,7 +221,9 @@ def with_a_seed(readers: str, *, far: float = LEARNT[Distance.FAR], prefetches: 
     return chain
 
 
-def test_who_fills_host_memory_in_another_site_makes_way_for_the_readers_of_its_source_s_site() -> None:
+def test_who_fills_host_memory_in_another_site_makes_way_for_the_readers_of_its_source_s_site() -> (
+    None
+):
     """And follows the chain as it grows. Those of that site read as if it was not there."""
     chain = with_a_seed("ab")
     assert chain.sources() == {"x": "t", "a": "t", "b": "a"}
@@ -239,8 +262,9 @@ def test_a_move_is_told_as_one() -> None:
 
 
 def test_of_equals_the_publisher_is_read_last_and_released_at_once() -> None:
-    """Once others have everything, new readers are sent to them, and who reads from the publisher still goes there as soon
-    as it takes its memory back: its call ends before anybody has read another byte.
+    """Once others have everything, new readers are sent to them, and who reads from the publisher
+    still goes there as soon as it takes its memory back: its call ends before anybody has read
+    another byte.
     """
     chain = Chain("abcxy", only="ab")
     chain.finish()

@@ -1,4 +1,6 @@
-"""A reader has two kinds of source: holders of its own layout, and complete holders of the published layout."""
+"""A reader has two kinds of source: holders of its own layout, and complete holders of the
+published layout.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def leave(world: World, *ranks: Rank) -> None:
         world.fenced(rank)
 
 
-@pytest.mark.parametrize("layouts", [[("own/x", ())], [cut(0), cut(1)]], ids=["a third layout", "the published layout"])
+@pytest.mark.parametrize(
+    "layouts", [[("own/x", ())], [cut(0), cut(1)]], ids=["a third layout", "the published layout"]
+)
 @pytest.mark.parametrize("selector", [1, "latest", "available"])
 def test_a_version_that_only_another_layout_holds_is_not_read(
     layouts: list[tuple[str, Sequence[bytes]]], selector: int | str
@@ -53,7 +57,8 @@ def test_a_version_that_only_another_layout_holds_is_not_read(
         text = outcome.error.message
         if selector == "available":
             assert text.endswith(
-                "held now: version 1 by 1 replica of other layouts than the published one, which this call cannot read"
+                "held now: version 1 by 1 replica of other layouts than the published one, which "
+                "this call cannot read"
             )
         else:
             assert "is held in other layouts only (own/r0 of group 'r')" in text
@@ -99,7 +104,9 @@ def test_what_is_still_filled_is_no_source_for_another_layout() -> None:
 
 
 def restarted(trainers_are_back: bool, *, is_stored: bool = True) -> tuple[World, Rank]:
-    """After a restart a holder of another layout is back. `is_stored`: the store got what was published where."""
+    """After a restart a holder of another layout is back. `is_stored`: the store got what was
+    published where.
+    """
     world, trainers, reader = held()
     info = world.version.info
     (described,) = [entry for entry in world.stored if isinstance(entry, Described)]
@@ -113,7 +120,9 @@ def restarted(trainers_are_back: bool, *, is_stored: bool = True) -> tuple[World
     return world, reader
 
 
-def test_after_a_restart_a_reader_goes_on_from_its_own_layout_though_no_holder_of_the_published_one_is_back() -> None:
+def test_after_a_restart_a_reader_goes_on_from_its_own_layout_though_no_holder_of_the_published_one_is_back() -> (
+    None
+):
     world, reader = restarted(False)
     info = world.version.info
     (late,) = world.group("s", [("own/r0", ())])
@@ -160,7 +169,9 @@ def test_a_description_that_the_store_did_not_get_is_needed_from_holders() -> No
 
 
 @pytest.mark.parametrize("says", [b"anything", Published("xxh3-64", 2**28, (("a",),) * 2).encode()])
-def test_after_a_restart_a_description_that_is_not_of_what_was_published_is_not_believed(says: bytes) -> None:
+def test_after_a_restart_a_description_that_is_not_of_what_was_published_is_not_believed(
+    says: bytes,
+) -> None:
     world, _, reader = held()
     info = world.version.info
     world = world.restarted()

@@ -1,4 +1,5 @@
-"""Groups (R6): ranks that are restarted in the midst of a call, calls that differ, doubts across a coordinator's restart.
+"""Groups (R6): ranks that are restarted in the midst of a call, calls that differ, doubts across a
+coordinator's restart.
 
 Covers `operations` and `decisions`.
 """
@@ -46,8 +47,12 @@ def end_well(cluster: StepwiseCluster, ranks: list[SimHandle], number: int) -> N
     cluster.check_agreement()
 
 
-@pytest.mark.parametrize("phase", ["asked", "manifest", "hook", "held", "fencing", "pulling", "voted"])
-def test_a_rank_that_is_restarted_in_the_midst_of_an_update_ends_it_for_the_others(phase: str) -> None:
+@pytest.mark.parametrize(
+    "phase", ["asked", "manifest", "hook", "held", "fencing", "pulling", "voted"]
+)
+def test_a_rank_that_is_restarted_in_the_midst_of_an_update_ends_it_for_the_others(
+    phase: str,
+) -> None:
     cluster, ranks = holding_one(3)
     first, _, third = ranks
     if phase == "manifest":
@@ -55,10 +60,14 @@ def test_a_rank_that_is_restarted_in_the_midst_of_an_update_ends_it_for_the_othe
     if phase == "fencing":
         third.hold_access()
     calls = [handle.update(hold=phase in ("manifest", "hook", "held")) for handle in ranks]
-    others = {Choice("hook", handle.name) for handle in (first,)} if phase in ("hook", "held") else set()
+    others = (
+        {Choice("hook", handle.name) for handle in (first,)} if phase in ("hook", "held") else set()
+    )
     slow = Choice("read", first.name)  # so that nothing is decided yet
     while not in_phase(third, phase):
-        cluster.do(next(choice for choice in cluster.choices() if choice != slow and choice not in others))
+        cluster.do(
+            next(choice for choice in cluster.choices() if choice != slow and choice not in others)
+        )
     spare = replace(cluster, third)
     cluster.run()
     for call in calls[:2]:
@@ -111,7 +120,9 @@ def test_differing_calls_end_on_all_ranks_at_once_and_are_both_named(one: str, t
     cluster = StepwiseCluster()
     ranks = cluster.group("trainer", 2)
     cluster.run()
-    calls: list[CallRecord] = [_call(handle, what) for handle, what in zip(ranks, (one, two), strict=True)]
+    calls: list[CallRecord] = [
+        _call(handle, what) for handle, what in zip(ranks, (one, two), strict=True)
+    ]
     cluster.run()
     for call in calls:
         assert isinstance(call.error, GroupAborted)

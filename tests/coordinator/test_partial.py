@@ -1,4 +1,5 @@
-"""A version that only partial copies are left of: they complete one another, if together they hold all of it (G6, R9).
+"""A version that only partial copies are left of: they complete one another, if together they hold
+all of it (G6, R9).
 
 Covers `readers` (partial leases) and `availability`.
 """
@@ -20,14 +21,25 @@ def version_of(cluster: StepwiseCluster, number: int = 1) -> Version:
 
 
 def sources_of(cluster: StepwiseCluster, reader: SimHandle) -> list[str]:
-    leases = [lease for lease in cluster.coordinator.cluster.leases.values() if lease.part.member.registration == reader.id]
-    return sorted(lease.holding.member.worker.name for lease in leases if lease.state is LeaseState.ACTIVE)
+    leases = [
+        lease
+        for lease in cluster.coordinator.cluster.leases.values()
+        if lease.part.member.registration == reader.id
+    ]
+    return sorted(
+        lease.holding.member.worker.name for lease in leases if lease.state is LeaseState.ACTIVE
+    )
 
 
 def readers_of_a_trainer(
-    *backwards: bool, fetch: bool = False, far: str = "", keeper: bool = False, selector: int | str = "latest"
+    *backwards: bool,
+    fetch: bool = False,
+    far: str = "",
+    keeper: bool = False,
+    selector: int | str = "latest",
 ) -> tuple[StepwiseCluster, SimHandle, list[SimHandle], list[CallRecord]]:
-    """Readers on the trainer's host, all bound, each with one chunk: the first one, or the last one of `backwards`.
+    """Readers on the trainer's host, all bound, each with one chunk: the first one, or the last one
+    of `backwards`.
 
     `keeper`: somebody holds version 0.
     """
@@ -48,7 +60,9 @@ def readers_of_a_trainer(
     asked = []
     for reader, backward in zip(readers, backwards, strict=True):
         reader.reads_backwards = backward
-        asked.append(reader.fetch() if reader is readers[-1] and fetch else reader.replicate(selector))
+        asked.append(
+            reader.fetch() if reader is readers[-1] and fetch else reader.replicate(selector)
+        )
         cluster.run("read")
         while sources_of(cluster, reader) != ["trainer"]:
             let_go(reader)
@@ -68,7 +82,9 @@ def let_go(reader: SimHandle) -> None:
         reader.source_ended(lease, "lost")
 
 
-def lose(cluster: StepwiseCluster, trainer: SimHandle, readers: list[SimHandle], *, crash: bool = True) -> None:
+def lose(
+    cluster: StepwiseCluster, trainer: SimHandle, readers: list[SimHandle], *, crash: bool = True
+) -> None:
     """The source breaks off, and is lost; nobody reads meanwhile."""
     if crash:
         trainer.worker.crash()
@@ -99,9 +115,13 @@ def test_two_halves_complete_each_other_when_the_only_source_is_lost() -> None:
 
 
 def test_a_chunk_that_one_of_many_has_comes_to_all_of_them() -> None:
-    """Nobody reads from more than a few; what each has goes round, also what the one has that is nobody's best source."""
+    """Nobody reads from more than a few; what each has goes round, also what the one has that is
+    nobody's best source.
+    """
     count = 3 * PATCHES_MAX
-    cluster, trainer, readers, asked = readers_of_a_trainer(*[number == 5 for number in range(count)], far="r5")
+    cluster, trainer, readers, asked = readers_of_a_trainer(
+        *[number == 5 for number in range(count)], far="r5"
+    )
     truth = list(trainer.cells)
     lose(cluster, trainer, readers)
     found = [sources_of(cluster, reader) for reader in readers]

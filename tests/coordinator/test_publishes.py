@@ -14,7 +14,9 @@ from tensorhub.types import HandleState
 
 
 def states(cluster: StepwiseCluster) -> dict[int, str]:
-    return {n: v.state.value for n, v in cluster.coordinator.cluster.models["actor"].versions.items()}
+    return {
+        n: v.state.value for n, v in cluster.coordinator.cluster.models["actor"].versions.items()
+    }
 
 
 def test_a_version_is_visible_once_it_is_durable() -> None:
@@ -54,7 +56,9 @@ def test_differing_calls_abort_all_and_name_both() -> None:
     one, two = first.publish(1), second.publish(2)
     cluster.run()
     for asked in (one, two):
-        with pytest.raises(GroupAborted, match=r"publish\(1\) on rank 0, publish\(2\) on rank 1") as caught:
+        with pytest.raises(
+            GroupAborted, match=r"publish\(1\) on rank 0, publish\(2\) on rank 1"
+        ) as caught:
             _ = asked.number
         assert caught.value.causes == {0: "called publish(1)", 1: "called publish(2)"}
         assert not caught.value.retryable
@@ -68,7 +72,9 @@ def test_a_publish_and_a_fill_differ() -> None:
     one, two = first.publish(1), second.replicate("latest")
     cluster.run()
     for asked in (one, two):
-        with pytest.raises(GroupAborted, match=r"publish\(1\) on rank 0, replicate\('latest'\) on rank 1"):
+        with pytest.raises(
+            GroupAborted, match=r"publish\(1\) on rank 0, replicate\('latest'\) on rank 1"
+        ):
             _ = asked.number
 
 
@@ -141,7 +147,9 @@ def test_a_store_that_fails_leaves_the_number_unused() -> None:
 
 
 def test_a_retry_by_key_is_not_a_second_publication() -> None:
-    """The outcome is lost with the connection; the same message, said again, is answered with it."""
+    """The outcome is lost with the connection; the same message, said again, is answered with
+    it.
+    """
     cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
@@ -171,7 +179,9 @@ def test_one_call_at_a_time() -> None:
     trainer = cluster.handle("trainer")
     cluster.run()
     trainer.publish(1)
-    with pytest.raises(StateError, match="a call is still running on this handle; one call at a time"):
+    with pytest.raises(
+        StateError, match="a call is still running on this handle; one call at a time"
+    ):
         trainer.replicate()
 
 
@@ -183,7 +193,9 @@ def test_a_rank_that_is_lost_before_the_decision_aborts_it() -> None:
     cluster.run()
     second.worker.crash()
     cluster.advance(11)
-    with pytest.raises(GroupAborted, match=r"worker 'trainer1' was not heard of for 10\.0 s") as caught:
+    with pytest.raises(
+        GroupAborted, match=r"worker 'trainer1' was not heard of for 10\.0 s"
+    ) as caught:
         _ = asked.number
     assert list(caught.value.causes) == [1]
     assert states(cluster) == {}

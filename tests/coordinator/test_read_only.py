@@ -49,13 +49,21 @@ class Lobby(Desk):
         return self.say(session, Register(next(self.requests), name, model, name, 0, 0, 1, *use))
 
     def asks(
-        self, session: int, name: str, model: str = "m", timeout_s: float = 1000.0, selector: int | str = "latest"
+        self,
+        session: int,
+        name: str,
+        model: str = "m",
+        timeout_s: float = 1000.0,
+        selector: int | str = "latest",
     ) -> OpKey:
         """Registers, and calls fetch."""
         registered = self.fetches(session, name, model)
         assert isinstance(registered, Registered)
         key = OpKey(model, f"read-only-{name}", registered.epoch, registered.sequence)
-        self.say(session, Fill(key, 0, key.group, OpKind.FETCH, selector, None, 1, False, False, timeout_s))
+        self.say(
+            session,
+            Fill(key, 0, key.group, OpKind.FETCH, selector, None, 1, False, False, timeout_s),
+        )
         return key
 
     def ticks(self) -> int:
@@ -69,7 +77,9 @@ class Lobby(Desk):
     def readers(self, *names: str) -> list[int]:
         """How many read from each of these at a time, so far as is known here."""
         return [
-            member.holding.traffic.active_readers for name in names if (member := self.core.cluster.members[name]).holding
+            member.holding.traffic.active_readers
+            for name in names
+            if (member := self.core.cluster.members[name]).holding
         ]
 
     def wait(self, seconds: float, beating: tuple[int, ...] = ()) -> None:
@@ -85,7 +95,8 @@ class Lobby(Desk):
         return session in self.core.cluster.sessions
 
 
-# -------------------------------------------------------------------------------------------------------------- names
+# --------------------------------------------------------------------------------------------------
+# names
 
 
 def test_eight_readers_that_watch_all_they_can_leave_every_model_to_trainers() -> None:
@@ -123,13 +134,17 @@ def test_a_name_that_was_watched_before_there_was_such_a_model_is_announced() ->
     assert last.newest.version == 1
 
 
-# ------------------------------------------------------------------------------------------------------ many calls
+# --------------------------------------------------------------------------------------------------
+# many calls
 
 
-# ------------------------------------------------------------------------------------------------------------- caps
+# --------------------------------------------------------------------------------------------------
+# caps
 
 
-def test_at_the_cap_of_registrations_the_reader_that_was_idle_longest_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_cap_of_registrations_the_reader_that_was_idle_longest_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(real, "READ_ONLY_REGISTRATIONS_MAX", 3)
     lobby = Lobby()
     for session in (1, 2, 3, 4):
@@ -147,7 +162,9 @@ def test_at_the_cap_of_registrations_the_reader_that_was_idle_longest_leaves(mon
     assert list(lobby.closed) == [2]
 
 
-def test_one_reader_is_refused_where_it_has_all_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_reader_is_refused_where_it_has_all_registrations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(real, "READ_ONLY_REGISTRATIONS_MAX", 2)
     lobby = Lobby()
     lobby.reader(1)
@@ -161,7 +178,9 @@ def test_one_reader_is_refused_where_it_has_all_registrations(monkeypatch: pytes
     assert all(isinstance(lobby.register(2, str(number)), Registered) for number in range(3))
 
 
-def test_at_the_cap_of_watches_the_reader_that_was_idle_longest_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_cap_of_watches_the_reader_that_was_idle_longest_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(real, "READ_ONLY_WATCHES_MAX", 3)
     lobby = Lobby()
     for session in (1, 2, 3):
@@ -197,7 +216,8 @@ def test_readers_have_half_of_the_sessions_and_the_one_that_was_idle_longest_mak
     assert "Options.sessions_max" in lobby.closed[6]  # all are taken
 
 
-# ----------------------------------------------------------------------------------------------------------- idle
+# --------------------------------------------------------------------------------------------------
+# idle
 
 
 def test_a_reader_that_wants_nothing_is_closed_and_quiet_watchers_stay() -> None:
@@ -239,4 +259,5 @@ def test_an_observer_stays_as_long_as_it_beats_and_waits_for_something() -> None
     assert set(lobby.closed) == {2, 3}
 
 
-# ---------------------------------------------------------------------------------------------------------- shares
+# --------------------------------------------------------------------------------------------------
+# shares

@@ -1,4 +1,6 @@
-"""Who reads from whom: leases, sources that fail, leave or are lost, and what readers tell of links (R7, R9, G9)."""
+"""Who reads from whom: leases, sources that fail, leave or are lost, and what readers tell of links
+(R7, R9, G9).
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,16 @@ SITE = Distance.SITE
 
 
 class Readers:
-    """A trainer, and readers in other racks of its site that have all been granted a source, and have read nothing."""
+    """A trainer, and readers in other racks of its site that have all been granted a source, and
+    have read nothing.
+    """
 
     def __init__(self, count: int, *, fetch: bool = False) -> None:
         self.cluster = StepwiseCluster()
         for number in range(count + 1):
-            self.cluster.worker(f"w{number}", Location(rack=f"rack {number}", host=f"host {number}"))
+            self.cluster.worker(
+                f"w{number}", Location(rack=f"rack {number}", host=f"host {number}")
+            )
         self.trainer = self.cluster.handle("w0")
         make: Callable[[str], SimHandle] = self.cluster.fetcher if fetch else self.cluster.handle
         self.handles = [make(f"w{number}") for number in range(1, count + 1)]
@@ -87,7 +93,9 @@ def test_a_lost_source_is_replaced_and_nothing_verified_is_read_again() -> None:
     assert len(reader.pull.missing) == 0
 
 
-def test_a_source_that_is_given_up_while_nobody_could_hear_it_is_not_read_under_the_same_lease_again() -> None:
+def test_a_source_that_is_given_up_while_nobody_could_hear_it_is_not_read_under_the_same_lease_again() -> (
+    None
+):
     cluster, _, reader = trainer_and_reader()
     asked = reader.replicate()
     cluster.run(until=lambda: reader.pull is not None and len(reader.pull.missing) == 1)
@@ -182,16 +190,22 @@ def test_without_a_transport_in_common_nothing_is_overwritten() -> None:
     cluster.run()
     asked = reader.update()
     cluster.run()
-    with pytest.raises(TransportUnavailable, match="rank 0 has tcp, and version 2 is offered over rdma") as caught:
+    with pytest.raises(
+        TransportUnavailable, match="rank 0 has tcp, and version 2 is offered over rdma"
+    ) as caught:
         _ = asked.number
     assert caught.value.memory == "intact"
     assert reader.member.version == 1
 
 
 @pytest.mark.parametrize(("host", "found"), [("here", True), ("elsewhere", False)])
-def test_a_transport_of_one_host_is_none_in_common_with_another_host(host: str, found: bool) -> None:
+def test_a_transport_of_one_host_is_none_in_common_with_another_host(
+    host: str, found: bool
+) -> None:
     cluster = StepwiseCluster()
-    trainer = cluster.worker("trainer", Location(host="here"), transports=("cma",)).register("trainer")
+    trainer = cluster.worker("trainer", Location(host="here"), transports=("cma",)).register(
+        "trainer"
+    )
     reader = cluster.worker("reader", Location(host=host), transports=("cma",)).register("reader")
     cluster.run()
     trainer.publish(1)
@@ -201,7 +215,9 @@ def test_a_transport_of_one_host_is_none_in_common_with_another_host(host: str, 
     if found:
         assert asked.number == 1
     else:
-        with pytest.raises(TransportUnavailable, match="rank 0 has cma, and version 1 is offered over cma only"):
+        with pytest.raises(
+            TransportUnavailable, match="rank 0 has cma, and version 1 is offered over cma only"
+        ):
             _ = asked.number
 
 
@@ -222,7 +238,9 @@ def test_nothing_is_overwritten_while_its_only_source_is_suspected() -> None:
 def test_readers_that_copy_out_of_memory_need_no_chain(
     monkeypatch: pytest.MonkeyPatch, transports: tuple[str, ...], sources: int
 ) -> None:
-    """Over sockets the source's host would send the same bytes three times; who copies is in nobody's way."""
+    """Over sockets the source's host would send the same bytes three times; who copies is in
+    nobody's way.
+    """
     monkeypatch.setattr(source_choice, "LATENCY_S", (0.0, 0.0, 0.0, 0.0))
     cluster = StepwiseCluster()
     for name in ("trainer", "a", "b", "c"):

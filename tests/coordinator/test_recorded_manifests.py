@@ -1,4 +1,6 @@
-"""After a coordinator's restart a version's tensors are those with which it was published, whoever comes back first."""
+"""After a coordinator's restart a version's tensors are those with which it was published, whoever
+comes back first.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ ANOTHER = make_manifest(CHUNKS + 1, "xxh3-64").encode()
 
 
 class Restarted:
-    """A coordinator that has restarted, and the ranks of a publisher and of a copy, which come back one by one.
+    """A coordinator that has restarted, and the ranks of a publisher and of a copy, which come back
+    one by one.
 
     `older`: a coordinator has recorded the version that did not say what was published.
     """
@@ -32,15 +35,24 @@ class Restarted:
         world, self.trainers, self.copies = copied()
         self.info: VersionInfo = world.version.info
         if older:
-            world.stored = [replace(e, manifest_ids=b"") if isinstance(e, Publication) else e for e in world.stored]
+            world.stored = [
+                replace(e, manifest_ids=b"") if isinstance(e, Publication) else e
+                for e in world.stored
+            ]
         self.world: World = world.restarted()
 
-    def back(self, ranks: list[Rank], manifest: bytes = MANIFEST, coordinates: bytes = b"") -> list[bool]:
-        """All ranks of a group say that they hold what was published, with that manifest. Whether that counts, of each."""
+    def back(
+        self, ranks: list[Rank], manifest: bytes = MANIFEST, coordinates: bytes = b""
+    ) -> list[bool]:
+        """All ranks of a group say that they hold what was published, with that manifest. Whether
+        that counts, of each.
+        """
         return come_back(self.world, ranks, self.info, manifest, coordinates)
 
 
-def come_back(world: World, ranks: list[Rank], info: VersionInfo, manifest: bytes, coordinates: bytes = b"") -> list[bool]:
+def come_back(
+    world: World, ranks: list[Rank], info: VersionInfo, manifest: bytes, coordinates: bytes = b""
+) -> list[bool]:
     world.manifest, same = manifest, list[tuple[Rank, Held]]()
     for rank in ranks:
         parts = (*rank.parts[:-1], coordinates) if coordinates else tuple(rank.parts)
@@ -54,7 +66,9 @@ def come_back(world: World, ranks: list[Rank], info: VersionInfo, manifest: byte
     return [each.take(Registered)[-1].keep for each, _ in same]
 
 
-def test_who_says_that_other_tensors_were_published_is_not_believed_also_if_he_comes_first() -> None:
+def test_who_says_that_other_tensors_were_published_is_not_believed_also_if_he_comes_first() -> (
+    None
+):
     restarted = Restarted()
     assert restarted.back(restarted.copies, ANOTHER) == [False, False]
     assert not restarted.world.version.manifests
@@ -68,9 +82,14 @@ def test_of_what_an_older_coordinator_has_recorded_the_first_holder_says_the_ten
     assert set(restarted.world.version.manifests.values()) == {ANOTHER}
 
 
-def test_other_parts_than_were_published_are_forgotten_and_readers_wait_for_somebody_who_knows_them() -> None:
+def test_other_parts_than_were_published_are_forgotten_and_readers_wait_for_somebody_who_knows_them() -> (
+    None
+):
     restarted = Restarted()
-    assert restarted.back(restarted.copies, coordinates=b"of another part of the model") == [True, True]
+    assert restarted.back(restarted.copies, coordinates=b"of another part of the model") == [
+        True,
+        True,
+    ]
     world = restarted.world
     (reader,) = world.group("r", [("own/r0", ())])
     world.fill([reader])
@@ -79,7 +98,9 @@ def test_other_parts_than_were_published_are_forgotten_and_readers_wait_for_some
     (start,) = reader.take(Start)
     found = world.core.cluster.manifests.find(start.publication)
     assert found is not None
-    assert Published.decode(found).shards == tuple([tuple(map(id_of, cut(rank)[1])) for rank in range(2)])
+    assert Published.decode(found).shards == tuple(
+        [tuple(map(id_of, cut(rank)[1])) for rank in range(2)]
+    )
 
 
 def test_a_version_that_nobody_holds_for_a_while_is_known_by_what_was_published_too() -> None:
@@ -94,7 +115,9 @@ def test_a_version_that_nobody_holds_for_a_while_is_known_by_what_was_published_
     assert come_back(world, copies, info, MANIFEST) == [True, True]
 
 
-@pytest.mark.parametrize("manifest", [MANIFEST, ANOTHER], ids=["what was published", "another manifest"])
+@pytest.mark.parametrize(
+    "manifest", [MANIFEST, ANOTHER], ids=["what was published", "another manifest"]
+)
 def test_who_goes_on_with_other_tensors_than_were_published_is_refused(manifest: bytes) -> None:
     world, _, _ = copied()
     fillers = world.group("f", [cut(0), cut(1)])
@@ -105,12 +128,25 @@ def test_who_goes_on_with_other_tensors_than_were_published_is_refused(manifest:
     begun = Begun(key, info.version, info.content_id, id_of(manifest), written=True)
     for filler in fillers:
         world.say(filler, BegunWith(filler.name, manifest))
-        call = (OpKind.UPDATE, "latest", None, filler.generation, False, False, 1000.0, (key,), begun)
+        call = (
+            OpKind.UPDATE,
+            "latest",
+            None,
+            filler.generation,
+            False,
+            False,
+            1000.0,
+            (key,),
+            begun,
+        )
         world.say(filler, Fill(world.key(filler), filler.rank, filler.name, *call))
     errors = [outcome.error for filler in fillers for outcome in filler.take(Outcome)]
     if manifest is MANIFEST:
         assert not errors
         assert set(world.version.manifests.values()) == {MANIFEST}
     else:
-        assert [error is not None and error.kind for error in errors] == ["ManifestMismatch", "GroupAborted"]
+        assert [error is not None and error.kind for error in errors] == [
+            "ManifestMismatch",
+            "GroupAborted",
+        ]
         assert not world.version.manifests

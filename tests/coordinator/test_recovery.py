@@ -1,13 +1,19 @@
 """A coordinator that comes back on what is durable (R2, R6, R11, G3).
 
-A story of several modules: `core` (what the store gave back), `membership`, `decisions`, `versions` and `withdrawals`.
+A story of several modules: `core` (what the store gave back), `membership`, `decisions`, `versions`
+and `withdrawals`.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tensorhub.errors import CoordinatorUnavailable, GroupAborted, VersionConflict, VersionUnavailable
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    GroupAborted,
+    VersionConflict,
+    VersionUnavailable,
+)
 from tensorhub.testing import Choice, StepwiseCluster
 from tensorhub.types import HandleState
 
@@ -25,7 +31,11 @@ def until_it_is_being_stored(cluster: StepwiseCluster) -> None:
 
 def test_everything_is_announced_again() -> None:
     cluster = StepwiseCluster()
-    trainer, reader, late = cluster.handle("trainer"), cluster.handle("reader"), cluster.handle("late")
+    trainer, reader, late = (
+        cluster.handle("trainer"),
+        cluster.handle("reader"),
+        cluster.handle("late"),
+    )
     cluster.run()
     trainer.publish(1)
     cluster.run()
@@ -46,7 +56,11 @@ def test_everything_is_announced_again() -> None:
 def test_latest_is_what_is_durable_not_who_came_back_first() -> None:
     """G3: the holder of 1 is back, that of 2 is not yet: `latest` waits."""
     cluster = StepwiseCluster()
-    trainer, keeper, reader = cluster.handle("trainer"), cluster.handle("keeper"), cluster.handle("reader")
+    trainer, keeper, reader = (
+        cluster.handle("trainer"),
+        cluster.handle("keeper"),
+        cluster.handle("reader"),
+    )
     cluster.run()
     trainer.publish(1)
     cluster.run()
@@ -138,7 +152,9 @@ def test_a_groups_fill_ends_the_same_on_all_ranks(kept: bool) -> None:
 
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_barrier_ends_the_same_on_all_ranks(kept: int) -> None:
-    """Nothing was read; yet who has heard that it was a barrier must not differ from who has not."""
+    """Nothing was read; yet who has heard that it was a barrier must not differ from who has
+    not.
+    """
     cluster = StepwiseCluster()
     trainers = cluster.group("trainer", 2)
     cluster.run()
@@ -218,7 +234,9 @@ def test_a_call_without_a_coordinator_ends_and_says_so() -> None:
     reader.worker.disconnect()
     asked = reader.replicate(timeout_s=3)
     cluster.advance(6)
-    with pytest.raises(CoordinatorUnavailable, match="the coordinator could not be reached within 3 s"):
+    with pytest.raises(
+        CoordinatorUnavailable, match="the coordinator could not be reached within 3 s"
+    ):
         _ = asked.number
 
 
@@ -243,10 +261,15 @@ def test_a_publisher_that_hears_nothing_is_in_doubt_and_resolves_it_first() -> N
 
 
 @pytest.mark.parametrize("publishes", [False, True])
-def test_whoever_comes_back_before_the_recovery_lease_is_over_keeps_what_it_holds(publishes: bool) -> None:
+def test_whoever_comes_back_before_the_recovery_lease_is_over_keeps_what_it_holds(
+    publishes: bool,
+) -> None:
     """However old it is, and whoever came first: nobody can know yet that nobody holds it."""
     cluster = StepwiseCluster()
-    trainer, keepers = cluster.handle("trainer"), [cluster.handle(f"keeper{number}") for number in range(4)]
+    trainer, keepers = (
+        cluster.handle("trainer"),
+        [cluster.handle(f"keeper{number}") for number in range(4)],
+    )
     pair = cluster.group("pair", 2)
     cluster.run()
     for number, keeper in enumerate(keepers):

@@ -1,4 +1,6 @@
-"""A source that refuses a reader may not have heard yet that it may serve. A reader waits, if it is near."""
+"""A source that refuses a reader may not have heard yet that it may serve. A reader waits, if it is
+near.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,16 @@ RETRY_S = 2.0  # at most, until it is tried again
 
 
 def neighbours(layout: str = "other") -> tuple[World, list[Rank], Rank, str]:
-    """A publisher, and two groups that fill in another site, of its layout or another one. Also a rank of the second group,
-    which reads from the first one, and that one's name.
+    """A publisher, and two groups that fill in another site, of its layout or another one. Also a
+    rank of the second group, which reads from the first one, and that one's name.
     """
     world, trainers = published()
     if layout == "other":
         first, second = (filling(world, name, site="there") for name in ("first", "second"))
     else:
-        first, second = (world.group(name, [cut(0), cut(1)], site="there") for name in ("first", "second"))
+        first, second = (
+            world.group(name, [cut(0), cut(1)], site="there") for name in ("first", "second")
+        )
         for group in (first, second):
             world.fill(group)
             for rank in group:
@@ -37,7 +41,9 @@ def granted(reader: Rank) -> set[str]:
 
 
 @pytest.mark.parametrize("layout", ["other", "published"])
-def test_who_is_refused_by_a_neighbour_tries_it_again_before_it_reads_from_another_site(layout: str) -> None:
+def test_who_is_refused_by_a_neighbour_tries_it_again_before_it_reads_from_another_site(
+    layout: str,
+) -> None:
     world, _, reader, near = neighbours(layout)
     for _ in range(REFUSALS_MAX):
         world.lose_source(reader, world.lease(reader, near), "refused")

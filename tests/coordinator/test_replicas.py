@@ -1,4 +1,6 @@
-"""Ranks that have published the same part of the model: when each is read, and what becomes of readers if they differ."""
+"""Ranks that have published the same part of the model: when each is read, and what becomes of
+readers if they differ.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from tensorhub.testing import CHUNKS
 from tensorhub.types import Medium, Purpose
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, root
 from tests.coordinator.test_bridges import A, B, cut, filling
-from tests.coordinator.test_layouts_over_time import acknowledge, asks_to_leave, back, held_by, is_refused
+from tests.coordinator.test_layouts_over_time import (
+    acknowledge,
+    asks_to_leave,
+    back,
+    held_by,
+    is_refused,
+)
 
 LARGER = replace(Manifest.decode(MANIFEST), chunk_bytes=2**30).encode()  # chunks
 
@@ -64,12 +72,18 @@ def error_of(rank: Rank) -> str:
 def is_unaware(world: World, trainer: Rank) -> None:
     """It was asked about B, and nobody has read that there."""
     assert B.selection in [each.selection for each in trainer.take(TellDigests)]
-    world.say(trainer, Digests(trainer.name, trainer.generation, 0, (), b"", True, B.selection, B.shard))
+    world.say(
+        trainer, Digests(trainer.name, trainer.generation, 0, (), b"", True, B.selection, B.shard)
+    )
 
 
-def test_all_of_a_class_are_read_from_the_beginning_and_asked_for_their_digests_when_they_are_published() -> None:
+def test_all_of_a_class_are_read_from_the_beginning_and_asked_for_their_digests_when_they_are_published() -> (
+    None
+):
     world, trainers = hsdp()
-    assert [[each.selection for each in trainer.take(TellDigests)] for trainer in trainers] == [[""]] * 4
+    assert [[each.selection for each in trainer.take(TellDigests)] for trainer in trainers] == [
+        [""]
+    ] * 4
     assert sources(world, filling(world, ranks=2)) == ["t0", "t1", "t2", "t3"]
 
 
@@ -79,7 +93,9 @@ def test_memory_without_digests_is_what_its_publisher_says() -> None:
     assert not any(trainer.take(TellDigests) for trainer in trainers)
 
 
-def test_ranks_that_cut_the_same_part_into_other_chunks_have_other_digests_and_do_not_differ() -> None:
+def test_ranks_that_cut_the_same_part_into_other_chunks_have_other_digests_and_do_not_differ() -> (
+    None
+):
     world, trainers = of_one_part(MANIFEST, LARGER)
     (reader,) = filling(world, needs=[A])
     for trainer, value in zip(trainers, (b"a", b"b"), strict=True):
@@ -91,7 +107,9 @@ def test_ranks_that_cut_the_same_part_into_other_chunks_have_other_digests_and_d
 
 @pytest.mark.parametrize("lost", [(0,), (0, 1), (0, 2)])
 def test_what_another_rank_has_of_a_lost_one_is_kept(lost: tuple[int, ...]) -> None:
-    """A retained version can be read as long as somebody has each part. If a part is gone, nothing is kept of the others."""
+    """A retained version can be read as long as somebody has each part. If a part is gone, nothing
+    is kept of the others.
+    """
     world, trainers = hsdp()
     world.say(trainers[0], Retain(1, "m", 1))
     for trainer in trainers:
@@ -106,7 +124,20 @@ def test_what_another_rank_has_of_a_lost_one_is_kept(lost: tuple[int, ...]) -> N
 def copy_of(world: World, shard: int) -> Rank:
     """A copy in host memory that is to keep that shard, and has called."""
     copy = world.arrive(f"copy of {shard}", registers=False)
-    where = ("m", copy.group, 0, shard, 1, True, False, Medium.HOST, Purpose.RETENTION, "", 1, CHUNKS)
+    where = (
+        "m",
+        copy.group,
+        0,
+        shard,
+        1,
+        True,
+        False,
+        Medium.HOST,
+        Purpose.RETENTION,
+        "",
+        1,
+        CHUNKS,
+    )
     world.say(copy, Register(3, copy.name, *where, MANIFEST, None, id_of(MANIFEST)))
     world.fill([copy], 1)
     return copy
@@ -140,7 +171,9 @@ def test_those_that_differ_are_named_with_their_tensors_and_nobody_is_quarantine
     (late,) = filling(world, "late")
     assert error_of(late) == text
     assert not any(trainer.take(Revoked) for trainer in trainers)
-    assert not any(holding.trust.quarantined for there in world.version.holdings.values() for holding in there)
+    assert not any(
+        holding.trust.quarantined for there in world.version.holdings.values() for holding in there
+    )
 
 
 def test_of_three_that_have_the_same_part_the_last_may_differ() -> None:

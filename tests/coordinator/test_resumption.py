@@ -42,7 +42,13 @@ def until(
 ) -> None:
     """Let things of these kinds happen until it is so."""
     while not reached():
-        cluster.do(next(choice for choice in cluster.choices() if choice.kind in kinds.split() and choice != but))
+        cluster.do(
+            next(
+                choice
+                for choice in cluster.choices()
+                if choice.kind in kinds.split() and choice != but
+            )
+        )
 
 
 def is_reading(handle: SimHandle) -> bool:
@@ -69,7 +75,9 @@ def restart(cluster: StepwiseCluster, *, but: Iterable[SimHandle] = (), kept: bo
 
 
 def reads(cluster: StepwiseCluster, *handles: SimHandle) -> list[int]:
-    """How often each of them has begun a pull. A pull never reads a chunk twice: its `missing` only shrinks."""
+    """How often each of them has begun a pull. A pull never reads a chunk twice: its `missing` only
+    shrinks.
+    """
     opened = [[line for line in cluster.log if f"{h.worker.name} -> Fill" in line] for h in handles]
     return [len({line.partition("generation=")[2].split()[0] for line in each}) for each in opened]
 
@@ -149,12 +157,18 @@ def test_a_chain_of_readers_goes_on() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_vote_without_a_record_counts_again(world_size: int) -> None:
-    """The last holder but one died with the coordinator: what has been verified everywhere needs no source."""
+    """The last holder but one died with the coordinator: what has been verified everywhere needs no
+    source.
+    """
     cluster, trainers = published(world_size)
     readers = cluster.group("reader", world_size)
     cluster.run()
     calls = [handle.replicate() for handle in readers]
-    until(cluster, lambda: all(h.member._memory.voted is not None for h in readers), kinds="up down do read")
+    until(
+        cluster,
+        lambda: all(h.member._memory.voted is not None for h in readers),
+        kinds="up down do read",
+    )
     for handle in trainers:
         handle.worker.crash()
     restart(cluster)
@@ -179,7 +193,10 @@ def test_what_nobody_had_begun_to_write_is_called_again_and_its_hook_once(phase:
     asked = reader.update(hold=True)
     if phase in ("asked", "manifest"):
         reader.worker.manifests.clear()
-    until(cluster, lambda: reader.member.running is not None and reader.member.running.phase.value == phase)
+    until(
+        cluster,
+        lambda: reader.member.running is not None and reader.member.running.phase.value == phase,
+    )
     restart(cluster)
     cluster.run()
     assert (asked.number, reader.hook_calls, reader.member.version) == (2, 1, 2)
@@ -187,7 +204,9 @@ def test_what_nobody_had_begun_to_write_is_called_again_and_its_hook_once(phase:
 
 
 def test_a_rank_that_gave_up_meanwhile_and_calls_again_does_not_get_the_older_version() -> None:
-    """G3: its new call began after 2 was published, and must not be joined to the others' fill of 1."""
+    """G3: its new call began after 2 was published, and must not be joined to the others' fill of
+    1.
+    """
     cluster, (trainer0, trainer1) = published(2)
     first, second = cluster.group("reader", 2)
     others = cluster.group("other", 2)
@@ -254,7 +273,9 @@ def test_content_that_was_rolled_back_meanwhile_is_given_up() -> None:
     cluster.run("read")
     restart(cluster)
     cluster.run()
-    with pytest.raises(VersionUnavailable, match="is not known any more: it was rolled back") as caught:
+    with pytest.raises(
+        VersionUnavailable, match="is not known any more: it was rolled back"
+    ) as caught:
         _ = asked.number
     assert (caught.value.memory, reader.member.state) == ("torn", HandleState.TORN)
 

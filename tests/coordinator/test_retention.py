@@ -1,4 +1,6 @@
-"""What must stay: who may leave when, who is refused, and how pins begin and end (R4, R5, R7, G5)."""
+"""What must stay: who may leave when, who is refused, and how pins begin and end (R4, R5, R7,
+G5).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def model_of(cluster: StepwiseCluster) -> Model:
     return cluster.coordinator.cluster.models["actor"]
 
 
-def retained(latest: int, *more: str, spot: bool = False) -> tuple[StepwiseCluster, SimHandle, list[SimHandle]]:
+def retained(
+    latest: int, *more: str, spot: bool = False
+) -> tuple[StepwiseCluster, SimHandle, list[SimHandle]]:
     """The trainer holds version 1, and so many of the newest are kept."""
     cluster = StepwiseCluster()
     trainer = cluster.handle("trainer", spot=spot)
@@ -70,15 +74,21 @@ def refused(cluster: StepwiseCluster, asked: CallRecord | CopyRequest, match: st
     cluster.check_agreement()
 
 
-# ---------------------------------------------------------------------------------------------------------- leaving
+# --------------------------------------------------------------------------------------------------
+# leaving
 
 
 def test_the_last_reliable_holder_of_a_retained_version_stays() -> None:
     cluster, trainer, (reader,) = retained(1, "reader")
-    text = "version 1 of 'actor' must stay: it is one of the newest 1, which are retained, and worker 'trainer' .* is among"
+    text = (
+        "version 1 of 'actor' must stay: it is one of the newest 1, which are retained, and "
+        "worker 'trainer' .* is among"
+    )
     refused(cluster, trainer.unpublish(), text)
     refused(
-        cluster, trainer.close(), "let others that are not spot replicate it, give workers host_memory_bytes .* lower retain"
+        cluster,
+        trainer.close(),
+        "let others that are not spot replicate it, give workers host_memory_bytes .* lower retain",
     )
     fill(cluster, reader)
     assert reader.member.version == 1
@@ -101,7 +111,10 @@ def test_of_two_last_holders_one_may_leave() -> None:
     cluster.run()
     assert first.has_ended() != second.has_ended()
     cluster.advance(61)
-    assert sorted(type(asked.error).__name__ for asked in (first, second)) == ["NoneType", "RetentionError"]
+    assert sorted(type(asked.error).__name__ for asked in (first, second)) == [
+        "NoneType",
+        "RetentionError",
+    ]
 
 
 @pytest.mark.parametrize("connected", [True, False])
@@ -179,7 +192,9 @@ def test_what_lets_a_waiting_holder_go(how: str) -> None:
 
 
 def test_an_older_version_may_go_and_a_lost_one_counts() -> None:
-    """Retained are the newest k visible numbers; that one of them is lost does not make an older one retained."""
+    """Retained are the newest k visible numbers; that one of them is lost does not make an older
+    one retained.
+    """
     cluster, trainer, (keeper, other) = retained(1, "keeper", "other")
     fill(cluster, keeper)
     republish(cluster, trainer, 2)
@@ -194,7 +209,9 @@ def test_an_older_version_may_go_and_a_lost_one_counts() -> None:
 
 @pytest.mark.parametrize("when", ["it waits", "no word came", "it is cut off"])
 def test_who_cancels_stays_published(when: str) -> None:
-    """An owner that does not know yet that its version is retained must not fence for a cancelled call either (R4)."""
+    """An owner that does not know yet that its version is retained must not fence for a cancelled
+    call either (R4).
+    """
     cluster, trainer, _ = retained(1)
     if when == "it is cut off":
         trainer.worker.disconnect()
@@ -208,7 +225,8 @@ def test_who_cancels_stays_published(when: str) -> None:
     cluster.check_agreement()
 
 
-# ---------------------------------------------------------------------------------------------------------- cut off
+# --------------------------------------------------------------------------------------------------
+# cut off
 
 
 def test_an_owner_that_is_cut_off_may_go_when_its_lease_is_over() -> None:
@@ -224,7 +242,9 @@ def test_an_owner_that_is_cut_off_may_go_when_its_lease_is_over() -> None:
     assert trainer.member.state is HandleState.EMPTY
 
 
-@pytest.mark.parametrize("why", ["its lease is over", "it is not retained", "abandoned", "abandoned, connected"])
+@pytest.mark.parametrize(
+    "why", ["its lease is over", "it is not retained", "abandoned", "abandoned, connected"]
+)
 def test_who_goes_at_once(why: str) -> None:
     cluster, trainer, _ = retained(0 if why == "it is not retained" else 1)
     if "connected" not in why:
@@ -233,7 +253,8 @@ def test_who_goes_at_once(why: str) -> None:
     ends(cluster, trainer.close(abandon=True) if "abandoned" in why else trainer.unpublish())
 
 
-# --------------------------------------------------------------------------------------------- what holders are told
+# --------------------------------------------------------------------------------------------- what
+# holders are told
 
 
 def knows(handle: SimHandle) -> bool:
@@ -285,10 +306,13 @@ def test_new_holders_know_from_the_beginning_and_of_a_version_in_its_place() -> 
     assert (knows(trainer), knows(reader)) == (True, False)
 
 
-# ----------------------------------------------------------------------------------------------------------- update
+# --------------------------------------------------------------------------------------------------
+# update
 
 
-def newer(latest: int, world_size: int = 1) -> tuple[StepwiseCluster, list[SimHandle], list[SimHandle]]:
+def newer(
+    latest: int, world_size: int = 1
+) -> tuple[StepwiseCluster, list[SimHandle], list[SimHandle]]:
     """One group holds version 1 and another one version 2; so many are kept."""
     cluster = StepwiseCluster()
     old, new = cluster.group("old", world_size), cluster.group("new", world_size)
@@ -301,7 +325,9 @@ def newer(latest: int, world_size: int = 1) -> tuple[StepwiseCluster, list[SimHa
 def test_an_update_that_would_lose_a_version_is_refused_before_the_first_byte() -> None:
     cluster, (old,), _ = newer(2)
     asked = old.update("latest", hold=True)
-    refused(cluster, asked, "update of 'actor' to version 2: nothing was written: version 1 of 'actor'")
+    refused(
+        cluster, asked, "update of 'actor' to version 2: nothing was written: version 1 of 'actor'"
+    )
     assert old.hook_calls == 0  # no engine was paused for it
 
 
@@ -316,7 +342,9 @@ def test_an_update_waits_until_another_has_a_version_that_is_kept(latest: int) -
     assert asked.number == 2
 
 
-def test_very_many_holders_are_told_some_in_each_step_and_count_once_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_many_holders_are_told_some_in_each_step_and_count_once_they_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(limits, "NOTICES_PER_STEP", 2)
     cluster, trainer, (*others, user) = retained(0, *"abcd", "user")
     fill(cluster, *others)
@@ -341,7 +369,8 @@ def test_very_many_holders_are_told_some_in_each_step_and_count_once_they_know(m
     assert not any(map(cluster.coordinator._retentions.is_reliable, reliable))
 
 
-# ------------------------------------------------------------------------------------------------------------- pins
+# --------------------------------------------------------------------------------------------------
+# pins
 
 
 def ask_pin(cluster: StepwiseCluster, handle: SimHandle, version: int = 1) -> str:
@@ -431,7 +460,8 @@ def test_a_pin_outlives_its_coordinator_as_long_as_its_worker_may_come_back() ->
     assert model_of(cluster).pins == {}
 
 
-# ----------------------------------------------------------------------------------------------------------- policy
+# --------------------------------------------------------------------------------------------------
+# policy
 
 
 def test_the_last_retain_wins_and_is_durable() -> None:

@@ -45,17 +45,23 @@ def copied() -> tuple[World, list[Rank], list[Rank]]:
     return world, trainers, copies
 
 
-def compared(world: World, rank: Rank, following: int, strays: Sequence[Stray] = (), *, rereads: bool = False) -> None:
+def compared(
+    world: World, rank: Rank, following: int, strays: Sequence[Stray] = (), *, rereads: bool = False
+) -> None:
     """It has compared a page of B."""
     key = world.operation(rank).key
-    world.say(rank, Compared(key, rank.rank, following, tuple(strays), rereads, B.selection, B.shard))
+    world.say(
+        rank, Compared(key, rank.rank, following, tuple(strays), rereads, B.selection, B.shard)
+    )
 
 
 def test_the_publisher_of_each_class_is_asked_and_a_vote_counts_once_all_roots_agree() -> None:
     world, trainers = published()
     (reader,) = filling(world)
     world.vote(reader, root(A), root(B))
-    asked = [[(each.selection, each.shard) for each in trainer.take(TellDigests)] for trainer in trainers]
+    asked = [
+        [(each.selection, each.shard) for each in trainer.take(TellDigests)] for trainer in trainers
+    ]
     assert asked == [[("half of it", 0)], [("half of it", 1)]]
     world.tell(trainers[0], A)
     assert not reader.take(Outcome)
@@ -89,12 +95,18 @@ def test_a_wrong_root_is_compared_page_by_page_and_read_again() -> None:
         world.tell(trainer, need)
     world.vote(reader, root(A), root(B, b"wrong"))
     (compare,) = reader.take(Compare)
-    assert (compare.selection, compare.shard, compare.digests, compare.last) == (B.selection, 1, list_of(3), True)
+    assert (compare.selection, compare.shard, compare.digests, compare.last) == (
+        B.selection,
+        1,
+        list_of(3),
+        True,
+    )
     stray = Stray(2, Origin("t1", trainers[1].generation))
     compared(world, reader, 3, [stray], rereads=True)
     (question,) = trainers[1].take(DigestAgain)
     assert (question.chunk, question.selection, question.shard) == (2, B.selection, 1)
-    assert not reader.take(AddSource)  # it has just failed; and of the other class nothing is read again
+    # it has just failed; and of the other class nothing is read again
+    assert not reader.take(AddSource)
     world.pass_time(1.0)
     assert [added.grant.shard for added in reader.take(AddSource)] == [1]
     world.vote(reader, root(A), root(B))
@@ -113,13 +125,18 @@ def test_a_list_that_is_right_counts_whatever_root_was_named() -> None:
 
 
 def test_a_publisher_where_nobody_has_read_that_selection_does_not_say_that_it_is_empty() -> None:
-    """It does not know the selection: it was read from replicas of what it has published. Their digests count."""
+    """It does not know the selection: it was read from replicas of what it has published. Their
+    digests count.
+    """
     world, trainers = published()
     (reader,) = filling(world)
     world.tell(trainers[0], A)
     world.vote(reader, root(A), root(B))
     assert trainers[1].take(TellDigests)
-    world.say(trainers[1], Digests(trainers[1].name, trainers[1].generation, 0, (), b"", True, B.selection, B.shard))
+    world.say(
+        trainers[1],
+        Digests(trainers[1].name, trainers[1].generation, 0, (), b"", True, B.selection, B.shard),
+    )
     assert not reader.take(Compare)
     (outcome,) = reader.take(Outcome)
     assert (outcome.committed, outcome.by_source) == (True, True)
@@ -142,7 +159,9 @@ def test_a_publisher_that_does_not_answer_leaves_it_to_the_sources(how: str) -> 
     assert (outcome.committed, outcome.by_source) == (True, True)
 
 
-def test_what_a_publisher_has_confirmed_is_verified_by_the_publisher_also_for_a_call_that_finds_it_there() -> None:
+def test_what_a_publisher_has_confirmed_is_verified_by_the_publisher_also_for_a_call_that_finds_it_there() -> (
+    None
+):
     world, trainers = published()
     (reader,) = filling(world)
     for trainer, need in zip(trainers, (A, B), strict=True):
@@ -164,7 +183,10 @@ def test_of_a_class_the_first_rank_that_is_left_decides() -> None:
     world.lose(trainers[0])
     world.tell(trainers[3], B, b"other")  # it is not the first, and nobody has asked it
     world.vote(reader, root(A), root(B))
-    asked = [[(each.selection, each.shard) for each in rank.take(TellDigests) if each.selection] for rank in trainers[1:]]
+    asked = [
+        [(each.selection, each.shard) for each in rank.take(TellDigests) if each.selection]
+        for rank in trainers[1:]
+    ]
     assert asked == [
         [(B.selection, 1)],
         [(A.selection, 0)],
@@ -194,12 +216,16 @@ def test_ranks_of_one_class_that_differ_are_named_and_nobody_is_quarantined() ->
     assert isinstance(outcome.error.error(), IntegrityError)
     assert "ranks 1 and 3 of group 't'" in outcome.error.message
     assert not trainers[3].take(Revoked)
-    assert not any(holding.trust.quarantined for there in world.version.holdings.values() for holding in there)
+    assert not any(
+        holding.trust.quarantined for there in world.version.holdings.values() for holding in there
+    )
     assert all(len(there) == 1 for there in world.version.holdings.values())
 
 
 def test_a_copy_whose_bytes_differ_is_quarantined() -> None:
-    """A replica in the published layout serves a selection, and its bytes are not what was published."""
+    """A replica in the published layout serves a selection, and its bytes are not what was
+    published.
+    """
     world, trainers, copies = copied()
     (reader,) = filling(world)
     for trainer, need in zip(trainers, (A, B), strict=True):

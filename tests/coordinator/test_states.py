@@ -31,7 +31,10 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
     "version": (
         Version,
         "STAGED",
-        "STAGED -> AVAILABLE | DISCARDED; AVAILABLE <-> UNAVAILABLE; AVAILABLE -> RETIRED; UNAVAILABLE -> RETIRED",
+        (
+            "STAGED -> AVAILABLE | DISCARDED; AVAILABLE <-> UNAVAILABLE; AVAILABLE -> RETIRED; "
+            "UNAVAILABLE -> RETIRED"
+        ),
     ),
     "replica": (
         Replica,
@@ -39,17 +42,27 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
         """FILLING -> READY | TORN | GONE; READY -> DRAINING | GONE; DRAINING -> GONE | READY;
         TORN -> FILLING | READY (published after the owner's own load) | GONE""",
     ),
-    "read lease": (ReadLease, "ACTIVE", "ACTIVE -> RELEASED | FENCING; FENCING -> FENCED | RELEASED"),
+    "read lease": (
+        ReadLease,
+        "ACTIVE",
+        "ACTIVE -> RELEASED | FENCING; FENCING -> FENCED | RELEASED",
+    ),
     "worker lease": (Worker, "LIVE", "LIVE <-> SUSPECT; SUSPECT -> LOST"),
     "group operation": (
         Operation,
         "GATHERING",
-        "GATHERING -> RUNNING | ABORTED; RUNNING -> PREPARED | ABORTED; PREPARED -> COMMITTED | ABORTED",
+        (
+            "GATHERING -> RUNNING | ABORTED; RUNNING -> PREPARED | ABORTED; PREPARED -> COMMITTED | "
+            "ABORTED"
+        ),
     ),
     "rank's part": (
         RankPart,
         "CALLED",
-        "CALLED -> READY | READING | VOTED; READY -> READING; READING -> CLAIMING; CLAIMING -> READING | VOTED",
+        (
+            "CALLED -> READY | READING | VOTED; READY -> READING; READING -> CLAIMING; CLAIMING -> "
+            "READING | VOTED"
+        ),
     ),
     "coordinator": (Coordinator, "RECOVERING", "RECOVERING -> SERVING"),
     "handle": (
@@ -62,7 +75,11 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
         TORN -> FILLING | READY | IN_DOUBT | CLOSED;
         IN_DOUBT -> READY | EMPTY | TORN | FILLING""",
     ),
-    "publish": (Publishing, "QUEUED", "QUEUED -> VOTED | OVER; VOTED -> ABANDONING | OVER; ABANDONING -> OVER"),
+    "publish": (
+        Publishing,
+        "QUEUED",
+        "QUEUED -> VOTED | OVER; VOTED -> ABANDONING | OVER; ABANDONING -> OVER",
+    ),
     "fill": (
         Filling,
         "QUEUED",
@@ -157,7 +174,9 @@ PAIRS = [
 def test_each_phase_is_one_of_some_call() -> None:
     assert set().union(*(MACHINES[call][0].table for call in CALLS)) == set(Phase)
     kinds = {kind.machine: kind.table for kind in CALL_KINDS.values()}
-    assert {name: names(table) for name, table in kinds.items()} == {name: names(MACHINES[name][0].table) for name in CALLS}
+    assert {name: names(table) for name, table in kinds.items()} == {
+        name: names(MACHINES[name][0].table) for name in CALLS
+    }
 
 
 def test_each_call_has_its_kind() -> None:
@@ -165,7 +184,9 @@ def test_each_call_has_its_kind() -> None:
 
 
 @pytest.mark.parametrize(("machine", "old", "new"), PAIRS, ids=lambda value: str(value))
-def test_become_moves_along_the_table_and_nowhere_else(machine: str, old: StrEnum, new: StrEnum) -> None:
+def test_become_moves_along_the_table_and_nowhere_else(
+    machine: str, old: StrEnum, new: StrEnum
+) -> None:
     kind, _, _ = MACHINES[machine]
 
     class Entity(Stateful[Any]):

@@ -1,4 +1,6 @@
-"""What `describe` counts: counts that agree with `describe`, what calls wait for and for how long, and what bounds it."""
+"""What `describe` counts: counts that agree with `describe`, what calls wait for and for how long,
+and what bounds it.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,11 @@ def check_agreement(cluster: StepwiseCluster) -> None:
     shards = [(replica, shard) for replica in info.replicas for shard in replica.shards]
     assert found.workers == len(info.workers)
     assert found.suspect == sum(worker.state == "suspect" for worker in info.workers)
-    assert (found.shards, found.reads, found.versions_known) == (len(shards), len(info.leases), len(info.versions))
+    assert (found.shards, found.reads, found.versions_known) == (
+        len(shards),
+        len(info.leases),
+        len(info.versions),
+    )
     assert found.rows == len(info.versions) + len(shards) + len(info.leases) + len(info.workers)
     for view in info.versions:
         mine = view.summary
@@ -61,16 +67,29 @@ def check_agreement(cluster: StepwiseCluster) -> None:
         assert mine.missing == len(view.missing)
         replicas = [replica for replica in info.replicas if replica.version == view.version]
         states = [replica.state for replica in replicas]
-        counts = {"ready": mine.ready, "filling": mine.filling, "draining": mine.draining, "torn": mine.torn}
+        counts = {
+            "ready": mine.ready,
+            "filling": mine.filling,
+            "draining": mine.draining,
+            "torn": mine.torn,
+        }
         assert counts == {state: states.count(state) for state in counts}
         held = [shard.state for replica in replicas for shard in replica.shards]
-        assert (mine.doubtful, mine.quarantined) == (held.count("doubtful"), held.count("quarantined"))
-        assert mine.readers == sum(shard.readers for replica in replicas for shard in replica.shards)
+        assert (mine.doubtful, mine.quarantined) == (
+            held.count("doubtful"),
+            held.count("quarantined"),
+        )
+        assert mine.readers == sum(
+            shard.readers for replica in replicas for shard in replica.shards
+        )
 
 
 def test_the_counts_agree_with_what_describe_lists_after_every_step() -> None:
     cluster = StepwiseCluster()
-    trainers, readers = cluster.group("trainer", 2), [cluster.group(f"reader-{n}", 2) for n in range(3)]
+    trainers, readers = (
+        cluster.group("trainer", 2),
+        [cluster.group(f"reader-{n}", 2) for n in range(3)],
+    )
     cluster.run()
     for number in (1, 2):
         for handle in trainers:
@@ -94,7 +113,8 @@ def test_the_counts_agree_with_what_describe_lists_after_every_step() -> None:
     assert (older.copies, older.ready) == (0, 0)
 
 
-# ------------------------------------------------------------------------------------------- what calls wait for
+# ------------------------------------------------------------------------------------------- what
+# calls wait for
 
 
 def test_a_group_waits_for_its_other_ranks() -> None:
@@ -177,7 +197,9 @@ def test_what_has_stood_still_longest_comes_first() -> None:
     assert [view[:2] for view in waits(cluster)] == [("replicate", "version"), ("publish", "ranks")]
 
 
-def test_workers_that_are_not_heard_are_named_the_longest_silent_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_are_not_heard_are_named_the_longest_silent_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(limits, "SUMMARIZED_SILENT_MAX", 2)
     cluster, _ = observed()
     others = [cluster.handle(f"reader-{number}") for number in range(3)]
@@ -187,13 +209,19 @@ def test_workers_that_are_not_heard_are_named_the_longest_silent_first(monkeypat
         cluster.advance(1)
     found = summary(cluster)
     assert (found.workers, found.suspect) == (4, 3)
-    assert [(view.name, round(view.silent_s)) for view in found.silent] == [("reader-0", 3), ("reader-1", 2)]
+    assert [(view.name, round(view.silent_s)) for view in found.silent] == [
+        ("reader-0", 3),
+        ("reader-1", 2),
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------- its bounds
+# --------------------------------------------------------------------------------------------------
+# its bounds
 
 
-def test_of_many_versions_the_newest_are_listed_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_versions_the_newest_are_listed_and_all_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(limits, "SUMMARIZED_VERSIONS_MAX", 2)
     cluster, _, others = retained(5, "b", "c")
     for number, handle in enumerate(others, 2):
@@ -201,12 +229,17 @@ def test_of_many_versions_the_newest_are_listed_and_all_are_counted(monkeypatch:
         cluster.run()
     assert summary(cluster).versions_known == 3
     model = cluster.coordinator.cluster.models["actor"]
-    for workers_max, listed in ((None, [(1, False), (2, True), (3, True)]), (0, [(2, True), (3, True)])):
+    for workers_max, listed in (
+        (None, [(1, False), (2, True), (3, True)]),
+        (0, [(2, True), (3, True)]),
+    ):
         info, _ = describe(model, cluster.now, workers_max=workers_max)
         assert [(view.version, view.summary is not None) for view in info.versions] == listed
 
 
-def test_a_page_has_room_for_so_many_groups_and_shards_and_one_model_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_has_room_for_so_many_groups_and_shards_and_one_model_is_never_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(limits, "SUMMARIZED_MAX", 30)
     monkeypatch.setattr(limits, "DESCRIBED_MAX", 3)
     cluster, _ = observed()

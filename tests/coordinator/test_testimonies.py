@@ -27,9 +27,16 @@ HERE = Location(host="here")
 
 
 def published(*names: str) -> tuple[StepwiseCluster, list[SimHandle]]:
-    """A trainer that has published version 1, and registrations on another host that hold nothing."""
-    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"), host_bytes=CHUNKS * CHUNK_BYTES)
-    handles = [cluster.handle("trainer"), *(cluster.worker(name, HERE).register(name) for name in names)]
+    """A trainer that has published version 1, and registrations on another host that hold
+    nothing.
+    """
+    cluster = StepwiseCluster(
+        manifest=make_manifest(CHUNKS, "xxh3-64"), host_bytes=CHUNKS * CHUNK_BYTES
+    )
+    handles = [
+        cluster.handle("trainer"),
+        *(cluster.worker(name, HERE).register(name) for name in names),
+    ]
     cluster.run()
     handles[0].publish(1)
     cluster.run()
@@ -81,7 +88,11 @@ def test_digests_of_what_nobody_has_asked_for_change_nothing() -> None:
     cluster.run()
     root = list_of(cluster).root
     for generation in (0, 12345):
-        tell_it(cluster, trainer, Digests(trainer.id, generation, CHUNKS, ((0, CHUNKS),), b"x" * 8 * CHUNKS, True))
+        tell_it(
+            cluster,
+            trainer,
+            Digests(trainer.id, generation, CHUNKS, ((0, CHUNKS),), b"x" * 8 * CHUNKS, True),
+        )
     assert list_of(cluster).root == root
 
 
@@ -164,7 +175,10 @@ def test_what_is_no_list_changes_nothing() -> None:
     ]
     for message in bad:
         tell_it(cluster, trainer, message)
-    assert (list_of(cluster).root, list_of(cluster).missing) == (b"", list_of(cluster).known.count(0))
+    assert (list_of(cluster).root, list_of(cluster).missing) == (
+        b"",
+        list_of(cluster).known.count(0),
+    )
 
 
 def test_only_a_publisher_and_who_is_asked_are_heard() -> None:
@@ -173,7 +187,11 @@ def test_only_a_publisher_and_who_is_asked_are_heard() -> None:
     cluster.run(Choice("read", reader.name))
     content = reader.member.content
     assert content is not None
-    tell_it(cluster, reader, Digests(reader.id, content.generation, CHUNKS, ((0, CHUNKS),), b"x" * 8 * CHUNKS, True))
+    tell_it(
+        cluster,
+        reader,
+        Digests(reader.id, content.generation, CHUNKS, ((0, CHUNKS),), b"x" * 8 * CHUNKS, True),
+    )
     assert not list_of(cluster).root
     cluster.run()
     assert reader.member.version == 1
@@ -207,7 +225,13 @@ def test_lists_are_bounded_and_roots_are_kept() -> None:
 def compares(cluster: StepwiseCluster, *names: str) -> list[Compare]:
     """What these workers were sent to compare, and have not taken."""
     links = [cluster.workers[name].link for name in names]
-    return [each for link in links if link is not None for each in link.down if isinstance(each, Compare)]
+    return [
+        each
+        for link in links
+        if link is not None
+        for each in link.down
+        if isinstance(each, Compare)
+    ]
 
 
 def test_who_votes_again_and_again_is_sent_one_page_and_all_are_sent_the_same() -> None:
@@ -277,7 +301,9 @@ def test_a_rank_that_never_agrees_is_not_asked_for_ever() -> None:
 
 
 def test_a_vote_that_names_no_root_is_compared_too() -> None:
-    """As that of a fetch by name, which has not all chunks: also where no root is known to compare it with."""
+    """As that of a fetch by name, which has not all chunks: also where no root is known to compare
+    it with.
+    """
     cluster, (trainer, reader) = published("reader")
     asked = reader.replicate()
     cluster.run(Choice("read", reader.name))
@@ -287,11 +313,15 @@ def test_a_vote_that_names_no_root_is_compared_too() -> None:
     assert operation is not None
     assert not operation.parts[0].voted
     cluster.run()
-    assert list_of(cluster).root == root_of(pack([digest_of(cell) for cell in truth_of(trainer)], 8))
+    assert list_of(cluster).root == root_of(
+        pack([digest_of(cell) for cell in truth_of(trainer)], 8)
+    )
 
 
 def only_a_root_is_known(*names: str) -> tuple[StepwiseCluster, list[SimHandle]]:
-    """The named ones hold version 1, of which the coordinator knows the root, and its publisher has left."""
+    """The named ones hold version 1, of which the coordinator knows the root, and its publisher has
+    left.
+    """
     cluster, (trainer, *holders, reader) = published(*names, "reader")
     for holder in holders:
         holder.replicate()

@@ -132,7 +132,9 @@ def test_a_used_number_is_a_conflict_even_for_equal_bytes() -> None:
     for number in (3, 2):
         asked = other.publish(number)
         cluster.run()
-        with pytest.raises(VersionConflict, match="the newest number so far is 3; publish 4 or more") as refused:
+        with pytest.raises(
+            VersionConflict, match="the newest number so far is 3; publish 4 or more"
+        ) as refused:
             _ = asked.number
         assert f"hub.rollback('actor', to=N), N less than {number}" in str(refused.value)
         assert other.member.state is HandleState.EMPTY
@@ -169,7 +171,9 @@ def test_a_staged_number_that_was_overtaken_is_not_published() -> None:
 
 
 def test_what_is_no_selector_gets_no_version() -> None:
-    """A worker's own check may be another version's: what it says must not be taken for a selector that there is."""
+    """A worker's own check may be another version's: what it says must not be taken for a selector
+    that there is.
+    """
     cluster, trainer, reader = trainer_and_reader()
     cluster.handle("keeper").replicate()
     cluster.run()
@@ -179,7 +183,9 @@ def test_what_is_no_selector_gets_no_version() -> None:
     cluster.run()
     asked = reader.replicate("oldest")
     cluster.run()
-    with pytest.raises(VersionUnavailable, match="'oldest' is no selector that this coordinator knows") as caught:
+    with pytest.raises(
+        VersionUnavailable, match="'oldest' is no selector that this coordinator knows"
+    ) as caught:
         _ = asked.number
     assert not caught.value.retryable
 
@@ -196,11 +202,15 @@ def test_an_integer_that_is_not_visible_fails_at_once_and_says_what_to_do() -> N
     cluster.run()
     early = reader.replicate(4)
     cluster.run()
-    with pytest.raises(VersionUnavailable, match=r"not published yet \(the newest is 3\); wait_for\(\)") as caught:
+    with pytest.raises(
+        VersionUnavailable, match=r"not published yet \(the newest is 3\); wait_for\(\)"
+    ) as caught:
         _ = early.number
     assert caught.value.retryable
     never = reader.replicate(1)
     cluster.run()
-    with pytest.raises(VersionUnavailable, match="does not exist any more; held now: version 3 by 1 replica") as caught:
+    with pytest.raises(
+        VersionUnavailable, match="does not exist any more; held now: version 3 by 1 replica"
+    ) as caught:
         _ = never.number
     assert not caught.value.retryable

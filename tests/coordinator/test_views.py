@@ -35,11 +35,15 @@ def test_describe_shows_versions_replicas_leases_and_workers() -> None:
     (model,) = answer.models
     assert (model.model, model.mark, model.lineage) == ("actor", 1, 0)
     assert [(v.version, v.state) for v in model.versions] == [(1, "available")]
-    assert [(r.group, r.state, r.shards[0].chunks_verified, r.shards[0].readers) for r in model.replicas] == [
+    assert [
+        (r.group, r.state, r.shards[0].chunks_verified, r.shards[0].readers) for r in model.replicas
+    ] == [
         ("reader", "filling", 0, 0),
         ("trainer", "ready", 2, 1),
     ]
-    assert [(lease.reader, lease.source, lease.state) for lease in model.leases] == [("reader", "trainer", "active")]
+    assert [(lease.reader, lease.source, lease.state) for lease in model.leases] == [
+        ("reader", "trainer", "active")
+    ]
     assert [(w.name, w.state) for w in model.workers] == [("reader", "live"), ("trainer", "live")]
     cluster.run()
     everything = ask_one(cluster, Describe(2, None))
@@ -47,7 +51,9 @@ def test_describe_shows_versions_replicas_leases_and_workers() -> None:
     assert [r.state for r in everything.models[0].replicas] == ["ready", "ready"]
 
 
-def test_of_a_group_that_lost_a_rank_the_missing_shards_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_group_that_lost_a_rank_the_missing_shards_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(views, "MISSING_TOLD_MAX", 2)
     cluster = StepwiseCluster()
     trainer = cluster.group("trainer", 4)
@@ -57,7 +63,11 @@ def test_of_a_group_that_lost_a_rank_the_missing_shards_are_named(monkeypatch: p
     def shown() -> list[tuple[str, tuple[int, ...], int]]:
         model = cluster.coordinator.cluster.models["actor"]
         info, _ = views.describe(model, cluster.now)
-        return [(view.state, view.missing, view.summary.missing) for view in info.versions if view.summary is not None]
+        return [
+            (view.state, view.missing, view.summary.missing)
+            for view in info.versions
+            if view.summary is not None
+        ]
 
     assert shown() == [("available", (), 0)]
     for lost, (rank, missing) in enumerate([(2, (2,)), (0, (0, 2)), (3, (0, 2))]):
@@ -79,11 +89,13 @@ def test_pages_have_every_model_once_and_no_page_is_large(monkeypatch: pytest.Mo
     cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
     found = list(pages(cluster))
     assert [model.model for page in found for model in page.models] == ["actor", *names]
-    # "actor" has two workers, a version, a replica and its shard: with it the page has room for one more.
+    # "actor" has two workers, a version, a replica and its shard: with it the page has room for one
+    # more.
     assert [len(page.models) for page in found] == [2, 7, 7, 7, 7, 1]
 
 
-# ---------------------------------------------------------------------------------------------- parts of one model
+# ----------------------------------------------------------------------------------------------
+# parts of one model
 
 
 def part(cluster: StepwiseCluster, question: Describe) -> Description:
@@ -122,7 +134,8 @@ def test_pages_of_workers_are_what_describe_lists() -> None:
         after = page.workers[-1].name if page.workers else after
     assert [len(page.workers) for page in pages] == [2, 2, 2, 0]
     assert tuple(worker for page in pages for worker in page.workers) == whole.workers
-    assert {replica for page in pages for replica in page.replicas} == set(whole.replicas)  # each has one rank
+    # each has one rank
+    assert {replica for page in pages for replica in page.replicas} == set(whole.replicas)
     assert [lease for page in pages for lease in page.leases] == list(whole.leases)
     uncounted = tuple(replace(view, summary=None) for view in whole.versions)
     assert all((page.versions, page.summary) == (uncounted, None) for page in pages)
@@ -132,7 +145,10 @@ def test_one_version_has_its_replicas_its_reads_and_who_holds_or_reads_it() -> N
     cluster = several()
     (two,) = part(cluster, Describe(1, "actor", version=2)).models
     assert [view.version for view in two.versions] == [2]
-    assert [(view.group, view.version) for view in two.replicas] == [("reader-3", 2), ("trainer", 2)]
+    assert [(view.group, view.version) for view in two.replicas] == [
+        ("reader-3", 2),
+        ("trainer", 2),
+    ]
     assert [(view.reader, view.version) for view in two.leases] == [("reader-3", 2)]
     assert [view.name for view in two.workers] == ["reader-3", "trainer"]
     (page,) = part(cluster, Describe(1, "actor", "reader-3", version=2, workers_max=9)).models
@@ -140,7 +156,10 @@ def test_one_version_has_its_replicas_its_reads_and_who_holds_or_reads_it() -> N
     refused = ask_one(cluster, Describe(1, "actor", version=3))
     assert isinstance(refused, Refused)
     assert refused.error.kind == "VersionUnavailable"
-    assert "version 3 of 'actor' is not known here; held now: version 2 by 1 replica" in refused.error.message
+    assert (
+        "version 3 of 'actor' is not known here; held now: version 2 by 1 replica"
+        in refused.error.message
+    )
 
 
 def whole(cluster: StepwiseCluster) -> tuple[ModelInfo, int]:
@@ -148,13 +167,17 @@ def whole(cluster: StepwiseCluster) -> tuple[ModelInfo, int]:
     model, found, is_cut = cluster.coordinator.cluster.models["actor"], list[ModelInfo](), True
     while is_cut:
         last = found[-1].workers[-1] if found else None
-        info, is_cut = views.describe(model, cluster.now, after=(last.name, last.incarnation) if last is not None else None)
+        info, is_cut = views.describe(
+            model, cluster.now, after=(last.name, last.incarnation) if last is not None else None
+        )
         found.append(info)
     return joined(found), len(found)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7])
-def test_a_large_model_is_told_in_parts_which_together_are_the_whole(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_is_told_in_parts_which_together_are_the_whole(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After each step of an interaction, with a loss in it."""
     cluster, trainer = observed()
     readers = [cluster.group(f"reader-{number}", 2) for number in range(2)]
@@ -195,7 +218,9 @@ def test_a_large_model_is_told_in_parts_which_together_are_the_whole(rows: int, 
 
 
 @pytest.mark.parametrize("rows", [1, 1024])
-def test_what_no_worker_has_is_told_with_the_last_one(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_worker_has_is_told_with_the_last_one(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The lease of a lost reader, until its source has cut it off; and that memory is torn."""
     monkeypatch.setattr(limits, "DESCRIBED_ROWS_MAX", rows)
     cluster, _, reader = reading()

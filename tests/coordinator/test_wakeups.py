@@ -1,4 +1,6 @@
-"""What lets a call go on wakes it at once, and few others; a coordinator that is busy is not one that was stopped."""
+"""What lets a call go on wakes it at once, and few others; a coordinator that is busy is not one
+that was stopped.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,15 @@ class Hall(Lobby):
     def arrives(self, session: int, life: str, *transports: str) -> None:
         """For the first time, or again."""
         self.step(Connected(session, life, "worker"))
-        self.say(session, Join(life, Location(), tuple(Endpoint(each, "x") for each in transports), 1, 0))
+        self.say(
+            session, Join(life, Location(), tuple(Endpoint(each, "x") for each in transports), 1, 0)
+        )
 
     def replicates(self, session: int, name: str) -> OpKey:
         key = OpKey("m", name, self.core.cluster.models["m"].groups[name].epoch, 0)
-        self.say(session, Fill(key, 0, name, OpKind.REPLICATE, "latest", None, 1, False, False, 1000.0))
+        self.say(
+            session, Fill(key, 0, name, OpKind.REPLICATE, "latest", None, 1, False, False, 1000.0)
+        )
         return key
 
     def holds(self, session: int, name: str) -> None:
@@ -58,7 +64,9 @@ class Hall(Lobby):
 
 @pytest.fixture
 def hall() -> Hall:
-    """A trainer that everybody reaches has published, and another worker has a copy that rdma alone reaches."""
+    """A trainer that everybody reaches has published, and another worker has a copy that rdma alone
+    reaches.
+    """
     hall = Hall()
     hall.arrives(2, "trainer", "tcp", "rdma")
     hall.register(2, "t")
@@ -93,8 +101,12 @@ def test_of_a_chain_whose_source_comes_back_only_the_first_one_is_given_another(
     core.coordinator.check_invariants()
 
 
-def test_whoever_is_back_over_a_connection_of_which_nobody_has_heard_the_end_is_asked_again() -> None:
-    """It counts all the time: nothing but its registration shows that it may not have heard the question."""
+def test_whoever_is_back_over_a_connection_of_which_nobody_has_heard_the_end_is_asked_again() -> (
+    None
+):
+    """It counts all the time: nothing but its registration shows that it may not have heard the
+    question.
+    """
     hall, digested = Hall(), make_manifest(CHUNKS, "xxh3-64").encode()
     hall.arrives(2, "trainer", "tcp")
     hall.register(2, "t", digested)
@@ -113,7 +125,8 @@ def test_whoever_is_back_over_a_connection_of_which_nobody_has_heard_the_end_is_
     assert question in hall.heard[4]
 
 
-# ------------------------------------------------------------------------------------------------- a busy coordinator
+# -------------------------------------------------------------------------------------------------
+# a busy coordinator
 
 
 def beat_until(lobby: Lobby, end: float, *sessions: int) -> None:
@@ -125,7 +138,9 @@ def beat_until(lobby: Lobby, end: float, *sessions: int) -> None:
 
 
 def test_deadlines_that_wait_for_their_turn_are_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read-only workers can have very many at one time. No dead worker was lost while they were heeded."""
+    """Read-only workers can have very many at one time. No dead worker was lost while they were
+    heeded.
+    """
     monkeypatch.setattr(limits, "TIMERS_PER_STEP", 1)
     lobby, calls = Lobby(), 100
     lobby.connect(2)

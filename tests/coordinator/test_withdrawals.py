@@ -42,7 +42,11 @@ def test_unpublish_without_readers_returns_at_once() -> None:
 
 def test_unpublish_moves_its_readers_to_another_source() -> None:
     cluster = StepwiseCluster()
-    trainer, other, reader = cluster.handle("trainer"), cluster.handle("other"), cluster.handle("reader")
+    trainer, other, reader = (
+        cluster.handle("trainer"),
+        cluster.handle("other"),
+        cluster.handle("reader"),
+    )
     cluster.run()
     trainer.publish(1)
     cluster.run()
@@ -57,7 +61,9 @@ def test_unpublish_moves_its_readers_to_another_source() -> None:
     asked = source.unpublish()
     cluster.run("read")
     assert asked.has_ended()  # no byte was waited for
-    assert [g.source for g in reader.pull.grants.values()] == ["other" if source is trainer else "trainer"]
+    assert [g.source for g in reader.pull.grants.values()] == [
+        "other" if source is trainer else "trainer"
+    ]
     cluster.run()
     assert reader.member.version == 1
 
@@ -121,7 +127,9 @@ def test_after_the_grace_the_reader_is_cut_and_told_that_the_version_is_gone() -
 
 
 @pytest.mark.parametrize(("timeout_s", "cut_after_s"), [(4.0, 2.0), (60.0, 5.0)])
-def test_readers_have_the_grace_but_no_more_than_half_of_the_owners_time(timeout_s: float, cut_after_s: float) -> None:
+def test_readers_have_the_grace_but_no_more_than_half_of_the_owners_time(
+    timeout_s: float, cut_after_s: float
+) -> None:
     """The other half is for the owner's fence."""
     cluster, trainer, _ = reading()
     begun = cluster.now
@@ -151,7 +159,9 @@ def test_nobody_new_is_sent_to_a_source_that_leaves() -> None:
 
 
 def test_unpublish_needs_no_coordinator() -> None:
-    """R3: a trainer never hangs on a dead coordinator; the fence is local, and reported when it is back."""
+    """R3: a trainer never hangs on a dead coordinator; the fence is local, and reported when it is
+    back.
+    """
     cluster, trainer, reader = reading()
     trainer.worker.disconnect()
     asked = trainer.unpublish()

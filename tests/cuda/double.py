@@ -1,7 +1,8 @@
-"""A stand-in for a GPU: its memory is this process', and a copy is done when the test, or another thread's wait, lets it be.
+"""A stand-in for a GPU: its memory is this process', and a copy is done when the test, or another
+thread's wait, lets it be.
 
-What is read before its copy is done is not there yet, and what is overwritten before is copied wrong: whoever does not wait
-for a mark gets other bytes.
+What is read before its copy is done is not there yet, and what is overwritten before is copied
+wrong: whoever does not wait for a mark gets other bytes.
 """
 
 from __future__ import annotations
@@ -72,13 +73,18 @@ class Double:
     def room(self, address: int) -> int:
         """See `Queue.room`."""
         ends = [
-            ctypes.addressof(each) + ctypes.sizeof(each) for each in self._allocations if ctypes.addressof(each) <= address
+            ctypes.addressof(each) + ctypes.sizeof(each)
+            for each in self._allocations
+            if ctypes.addressof(each) <= address
         ]
         return min([end - address for end in ends if end > address], default=sys.maxsize)
 
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
         self.launches += 1
-        return [xxhash.xxh3_64_intdigest(ctypes.string_at(address, nbytes)) for address, nbytes in places]
+        return [
+            xxhash.xxh3_64_intdigest(ctypes.string_at(address, nbytes))
+            for address, nbytes in places
+        ]
 
     def relay(
         self,
@@ -109,17 +115,25 @@ class Double:
     def export(self, address: int) -> Allocation:
         if self.unexported:
             raise StateError(self.unexported)
-        found = next(each for each in self._allocations if 0 <= address - ctypes.addressof(each) < ctypes.sizeof(each))
+        found = next(
+            each
+            for each in self._allocations
+            if 0 <= address - ctypes.addressof(each) < ctypes.sizeof(each)
+        )
         base = ctypes.addressof(found)
         return Allocation(base, ctypes.sizeof(found), base.to_bytes(HANDLE_BYTES, "little"))
 
     def open(self, handle: bytes, nbytes: int) -> int:
         address = int.from_bytes(handle, "little")
-        found = next((each for each in self._allocations if ctypes.addressof(each) == address), None)
+        found = next(
+            (each for each in self._allocations if ctypes.addressof(each) == address), None
+        )
         if found is None or any(each in self.opened for each in self.in_the_way):
             raise StateError("its memory cannot be opened")
         if nbytes > ctypes.sizeof(found):
-            raise StateError(f"its memory is said to have {nbytes} bytes, and has {ctypes.sizeof(found)}")
+            raise StateError(
+                f"its memory is said to have {nbytes} bytes, and has {ctypes.sizeof(found)}"
+            )
         self.opened.append(address)
         return address
 
@@ -179,14 +193,18 @@ class LateQueue:
         self._done = 0
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
-        assert nbytes <= min(self.room(to), self.room(source)), "cudaErrorInvalidValue: a copy that is in two allocations"
+        assert nbytes <= min(self.room(to), self.room(source)), (
+            "cudaErrorInvalidValue: a copy that is in two allocations"
+        )
         self._copies.append((to, source, nbytes))
 
     def room(self, address: int) -> int:
         return self._device.room(address)
 
     def copy_many(self, pieces: Sequence[tuple[int, int, int]]) -> None:
-        assert not self._device.is_beside, "an illegal address: this process' GPU is of no use any more"
+        assert not self._device.is_beside, (
+            "an illegal address: this process' GPU is of no use any more"
+        )
         self._copies.extend(pieces)
 
     def mark(self) -> LateMark:

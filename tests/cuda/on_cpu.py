@@ -29,19 +29,40 @@ class KernelsOnCpu:
         assert COMPILER is not None
         library, source = folder / "kernels.so", Path(__file__).with_name("on_cpu.cpp")
         defined = f'-DKERNELS="{SOURCE}"'
-        subprocess.run([COMPILER, *_OPTIONS, defined, str(source), "-o", str(library)], check=True, timeout=100)
+        subprocess.run(
+            [COMPILER, *_OPTIONS, defined, str(source), "-o", str(library)], check=True, timeout=100
+        )
         self._library = ctypes.CDLL(str(library))
 
-    def run(self, kernel: str, rows: Sequence[Sequence[int]], result: int, threads: int, order: int, *parts: int) -> None:
-        """A thread block for each row, or `parts`, of so many threads. `order`: 0 or 1, of threads between barriers."""
+    def run(
+        self,
+        kernel: str,
+        rows: Sequence[Sequence[int]],
+        result: int,
+        threads: int,
+        order: int,
+        *parts: int,
+    ) -> None:
+        """A thread block for each row, or `parts`, of so many threads. `order`: 0 or 1, of threads
+        between barriers.
+        """
         table = array("q", [number for row in rows for number in row])
         function = getattr(self._library, f"run_{kernel}")
-        argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_int, ctypes.c_uint)
+        argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_uint,
+            ctypes.c_uint,
+            ctypes.c_int,
+            ctypes.c_uint,
+        )
         function.argtypes = argtypes[: 5 + len(parts)]
         if function(table.buffer_info()[0], result, len(rows), threads, order, *parts):
             raise AssertionError(f"not all threads of {kernel} come to the same barriers")
 
-    def digests(self, places: Sequence[tuple[int, int]], threads: int = 256, order: int = 0) -> list[int]:
+    def digests(
+        self, places: Sequence[tuple[int, int]], threads: int = 256, order: int = 0
+    ) -> list[int]:
         """Of these (address, bytes)."""
         made = (ctypes.c_uint64 * len(places))()
         self.run("digest_chunks", places, ctypes.addressof(made), threads, order)

@@ -1,5 +1,5 @@
-"""A matrix that is cut by rows at two ranks of a trainer and by columns at a reader, in memory of a stand-in for a GPU or of
-the host.
+"""A matrix that is cut by rows at two ranks of a trainer and by columns at a reader, in memory of a
+stand-in for a GPU or of the host.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ class Rows:
 
         return [
             await _register(
-                hubs[rank % len(hubs)], tensor, self.device, tensorhub.source("w", shape=SHAPE)[cut(rank)], rank, 2
+                hubs[rank % len(hubs)],
+                tensor,
+                self.device,
+                tensorhub.source("w", shape=SHAPE)[cut(rank)],
+                rank,
+                2,
             )
             for rank, tensor in enumerate(self.tensors)
         ]
@@ -65,7 +70,9 @@ class Columns:
         self.tensor = _empty(device, SHAPE[0], columns.stop - columns.start)
 
     async def register(self, hub: Hub) -> Weights:
-        return await _register(hub, self.tensor, self.device, tensorhub.source("w")[:, self.columns], 0, 1)
+        return await _register(
+            hub, self.tensor, self.device, tensorhub.source("w")[:, self.columns], 0, 1
+        )
 
     def holds(self, version: int) -> bool:
         return torch.equal(self.tensor, matrix(version)[:, self.columns])
@@ -79,4 +86,6 @@ async def _register(
     memory.device = device
     declared = Declaration(rank, world_size, memory.shardings, memory.entries, partial=True)
     group = "trainer" if world_size > 1 else None
-    return await register_memory(hub, "m", memory, group=group, rank=rank, world_size=world_size, declared=declared)
+    return await register_memory(
+        hub, "m", memory, group=group, rank=rank, world_size=world_size, declared=declared
+    )

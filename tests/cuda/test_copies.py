@@ -17,12 +17,18 @@ CONTENT = random.Random(1).randbytes(600)
 @pytest.mark.parametrize("sizes", [(600,), (100, 200, 300), (1, 598, 1)])
 @pytest.mark.parametrize("others", [(600,), (150, 150, 300)])
 @pytest.mark.parametrize("count", [3, 2 * PIECES_COPIED_APART])
-def test_no_copy_is_in_two_allocations(sizes: tuple[int, ...], others: tuple[int, ...], count: int) -> None:
+def test_no_copy_is_in_two_allocations(
+    sizes: tuple[int, ...], others: tuple[int, ...], count: int
+) -> None:
     device = Double()
     source, target = device.side_by_side(CONTENT, sizes), device.side_by_side(bytes(600), others)
     each = 600 // count
     ends = [(target[0].address, source[0].address)]
-    pieces = [(to + at, there + at, min(each, 600 - at)) for to, there in ends for at in range(0, 600, each)]
+    pieces = [
+        (to + at, there + at, min(each, 600 - at))
+        for to, there in ends
+        for at in range(0, 600, each)
+    ]
     queue = device.queue()
     copy_pieces(queue, pieces, by_kernel=False)
     queue.mark().wait()

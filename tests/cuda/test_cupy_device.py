@@ -1,4 +1,6 @@
-"""What is made of cupy's answers, with a stand-in for cupy. Whether a GPU understands: test_on_gpu.py."""
+"""What is made of cupy's answers, with a stand-in for cupy. Whether a GPU understands:
+test_on_gpu.py.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ class Library:
         value._obj.value = found or 0
         return 0 if found is not None else 1
 
-    def cuMemGetHandleForAddressRange(self, found: Any, start: Any, size: Any, kind: Any, flags: Any) -> int:  # noqa: N802
+    def cuMemGetHandleForAddressRange(  # noqa: N802
+        self, found: Any, start: Any, size: Any, kind: Any, flags: Any
+    ) -> int:
         assert (kind.value, flags.value) == (1, 0)
         self.ranges.append((start.value, size.value))
         found._obj.value = 77
@@ -96,7 +100,9 @@ class Library:
         text._obj.value = b"CUDA_ERROR_NUMBER_%d" % status
 
     def cuMemGetAddressRange_v2(self, base: Any, nbytes: Any, address: Any) -> int:  # noqa: N802
-        found = [start for start, size in self.sizes.items() if start <= address.value < start + size]
+        found = [
+            start for start, size in self.sizes.items() if start <= address.value < start + size
+        ]
         if found:
             base._obj.value, nbytes._obj.value = found[0], self.sizes[found[0]]
         return 0 if found else 400
@@ -140,7 +146,9 @@ def library(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Library:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     made = Runtime()
     nvrtc = SimpleNamespace(getVersion=made.getVersion)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=made, nvrtc=nvrtc)))
+    monkeypatch.setitem(
+        sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=made, nvrtc=nvrtc))
+    )
     caches: tuple[Any, ...] = (fault_here, cuda_device)
     for each in caches:
         each.cache_clear()
@@ -151,7 +159,10 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
 
 def test_why_there_is_none(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fault_here() is None
-    for devices, why in ((0, "there is no CUDA device; see `nvidia-smi` and CUDA"), (-1, "driver version is insufficient")):
+    for devices, why in (
+        (0, "there is no CUDA device; see `nvidia-smi` and CUDA"),
+        (-1, "driver version is insufficient"),
+    ):
         fault_here.cache_clear()
         runtime.devices = devices
         assert why in str(fault_here())
@@ -181,34 +192,51 @@ def test_without_importing_anything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_failures_are_named_with_what_to_do() -> None:
     with (
-        pytest.raises(StateError, match=r"packing \(7 bytes\): out of memory: free some.*empty_cache") as caught,
+        pytest.raises(
+            StateError, match=r"packing \(7 bytes\): out of memory: free some.*empty_cache"
+        ) as caught,
         failures("packing", 7),
     ):
         raise MemoryError("Out of memory allocating 7 bytes")
     assert caught.value.retryable
     with pytest.raises(StateError, match="out of memory"), failures("copying"):
         raise RuntimeFault("cudaErrorMemoryAllocation: out of memory")
-    with pytest.raises(StateError, match=r"copying: cudaErrorIllegalAddress.*start it anew"), failures("copying"):
+    with (
+        pytest.raises(StateError, match=r"copying: cudaErrorIllegalAddress.*start it anew"),
+        failures("copying"),
+    ):
         raise RuntimeFault("cudaErrorIllegalAddress")
     with pytest.raises(StateError, match=r"^mine$"), failures("copying"):
         raise StateError("mine")
 
 
-def test_memory_without_a_handle_is_refused_with_advice(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_without_a_handle_is_refused_with_advice(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = cuda_device(0)
-    with pytest.raises(StateError, match=r"on cuda:0 cannot be opened by other processes: cudaErrorInv.*Memory of exp"):
+    with pytest.raises(
+        StateError,
+        match=r"on cuda:0 cannot be opened by other processes: cudaErrorInv.*Memory of exp",
+    ):
         device.export(4100)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, Expandable_Segments: True")
-    with pytest.raises(StateError, match="leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"):
+    with pytest.raises(
+        StateError, match="leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
+    ):
         device.export(4100)
-    with pytest.raises(StateError, match="finding an allocation of cuda:0: cuMemGetAddressRange_v2: CUDA_ERROR_NUMBER_400"):
+    with pytest.raises(
+        StateError,
+        match="finding an allocation of cuda:0: cuMemGetAddressRange_v2: CUDA_ERROR_NUMBER_400",
+    ):
         device.export(1)
 
 
 def test_memory_of_a_dead_process_is_refused_with_advice(library: Library) -> None:
     library.status = 205
     with pytest.raises(
-        StateError, match=r"cannot be opened on cuda:0: .*NUMBER_205: its process has ended, or that GPU is not"
+        StateError,
+        match=r"cannot be opened on cuda:0: .*NUMBER_205: its process has ended, or that GPU is "
+        r"not",
     ):
         cuda_device(0).open(bytes(64), 1)
 
@@ -243,7 +271,9 @@ def test_a_cache_that_cannot_be_written_is_named_with_what_to_do(library: Librar
 
     device = cuda_device(0)
     device._module = SimpleNamespace(get_function=compiles)
-    with pytest.raises(StateError, match=r"cannot keep compiled kernels: .*'/.cupy': set CUPY_CACHE_DIR"):
+    with pytest.raises(
+        StateError, match=r"cannot keep compiled kernels: .*'/.cupy': set CUPY_CACHE_DIR"
+    ):
         device.launch("digest_chunks", 1)
 
 
@@ -253,7 +283,9 @@ def test_a_dma_buf_is_of_whole_pages(library: Library) -> None:
     assert device.dma_buf(5 * page, page) == (77, 5 * page)
     assert library.ranges == [(5 * page, 2 * page), (5 * page, page)]
     library.status = 801
-    with pytest.raises(StateError, match=r"gives no dma-buf of this memory: cuMemGetHandleForAddressRange: .*_801"):
+    with pytest.raises(
+        StateError, match=r"gives no dma-buf of this memory: cuMemGetHandleForAddressRange: .*_801"
+    ):
         device.dma_buf(page, page)
     library.attributes = {}  # an older driver
     with pytest.raises(StateError, match="cuda:0 or its driver knows no dma-buf"):
@@ -269,5 +301,7 @@ def test_others_writes_are_waited_for_where_the_gpu_does_not_order_them(
     assert library.flushed == flushes
     if flushes:
         library.status = 1
-        with pytest.raises(StateError, match="waiting for others' writes on cuda:0: cuFlushGPUDirectRDMAWrites"):
+        with pytest.raises(
+            StateError, match="waiting for others' writes on cuda:0: cuFlushGPUDirectRDMAWrites"
+        ):
             cuda_device(0).settle()

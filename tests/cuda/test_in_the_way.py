@@ -1,5 +1,6 @@
-"""What users hear where a GPU has no memory left, or another process' GPU memory cannot be opened: an error or a fallback,
-with the reason; and all goes on when it is over. With a stand-in for the device.
+"""What users hear where a GPU has no memory left, or another process' GPU memory cannot be opened:
+an error or a fallback, with the reason; and all goes on when it is over. With a stand-in for the
+device.
 """
 
 from __future__ import annotations
@@ -72,16 +73,25 @@ def warned(caplog: pytest.LogCaptureFixture, event: str) -> list[str]:
     return [text for text in said if f"event='{event}'" in text]
 
 
-# ------------------------------------------------------------------------------------------------------- out of memory
+# --------------------------------------------------------------------------------------------------
+# out of memory
 
 STAGING = r"taking page-locked host memory \(4194304 bytes\): out of memory: free some"
-PACKING = r"taking memory on double:0 \(\d+ bytes\): out of memory: free some: torch.cuda.empty_cache\(\)"
+PACKING = (
+    r"taking memory on double:0 \(\d+ bytes\): out of memory: free some: torch.cuda.empty_cache\(\)"
+)
 
 
-@pytest.mark.parametrize(("pack_bytes", "why"), [(0, STAGING), (4096, PACKING)], ids=["staging", "packing"])
-async def test_a_reader_without_room_says_so_and_reads_when_there_is_some(pack_bytes: int, why: str) -> None:
+@pytest.mark.parametrize(
+    ("pack_bytes", "why"), [(0, STAGING), (4096, PACKING)], ids=["staging", "packing"]
+)
+async def test_a_reader_without_room_says_so_and_reads_when_there_is_some(
+    pack_bytes: int, why: str
+) -> None:
     device, memory = Full(), tensors()
-    async with cluster("trainer", "reader", options=replace(OPTIONS, pack_bytes=pack_bytes)) as made:
+    async with cluster(
+        "trainer", "reader", options=replace(OPTIONS, pack_bytes=pack_bytes)
+    ) as made:
         await (await register(made.hubs[0], tensors(1), Double())).publish(1)
         weights = await register(made.hubs[1], memory, device)
         with pytest.raises(StateError, match=why) as caught:
@@ -98,7 +108,11 @@ async def test_a_publisher_without_room_says_so_and_has_published_nothing() -> N
         published = await register(made.hubs[0], tensors(1), device)
         with pytest.raises(StateError, match=PACKING) as caught:
             await published.publish(1)
-        assert (caught.value.retryable, caught.value.memory, published.state) == (True, "intact", "empty")
+        assert (caught.value.retryable, caught.value.memory, published.state) == (
+            True,
+            "intact",
+            "empty",
+        )
         assert made.hubs[1].newest("m") is None
         device.is_full = False
         await published.publish(1)
@@ -106,12 +120,16 @@ async def test_a_publisher_without_room_says_so_and_has_published_nothing() -> N
     assert hold(memory, 1)
 
 
-async def test_a_source_without_room_to_send_from_tells_its_reader_why(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_source_without_room_to_send_from_tells_its_reader_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     device, memory = Full(), tensors()
     async with cluster("trainer", "reader") as made:
         await (await register(made.hubs[0], tensors(1), device)).publish(1)
         weights = await register(made.hubs[1], memory, None)
-        with pytest.raises(VersionUnavailable, match=f"reads that failed: worker 'trainer': {STAGING}"):
+        with pytest.raises(
+            VersionUnavailable, match=f"reads that failed: worker 'trainer': {STAGING}"
+        ):
             await weights.replicate(timeout=2)
         assert "taking page-locked host memory" in warned(caplog, "read_not_served")[0]
         device.is_full = False
@@ -119,9 +137,13 @@ async def test_a_source_without_room_to_send_from_tells_its_reader_why(caplog: p
     assert hold(memory, 1)
 
 
-async def test_host_memory_that_cannot_be_page_locked_is_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+async def test_host_memory_that_cannot_be_page_locked_is_used_as_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     memory = tensors()
-    async with cluster("trainer", "reader", options=replace(OPTIONS, host_memory_bytes=8 * MIB)) as made:
+    async with cluster(
+        "trainer", "reader", options=replace(OPTIONS, host_memory_bytes=8 * MIB)
+    ) as made:
         await (await register(made.hubs[0], tensors(1), None)).publish(1)
         weights = await register(made.hubs[1], memory, Full())
         await weights.prefetch()
@@ -131,19 +153,25 @@ async def test_host_memory_that_cannot_be_page_locked_is_used_as_it_is(caplog: p
     assert "page-locking host memory" in text
 
 
-# ------------------------------------------------------------------------------------------------ other processes' memory
+# ------------------------------------------------------------------------------------------------
+# other processes' memory
 
 
 @pytest.mark.skipif(shm.fault_here() is not None, reason=str(shm.fault_here()))
 async def test_gpu_memory_of_a_process_that_has_ended_is_left_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the driver says it of a handle whose process is gone; here its tensors can still be read by tcp."""
+    """As the driver says it of a handle whose process is gone; here its tensors can still be read
+    by tcp.
+    """
 
     class Gone(Double):
         def open(self, handle: bytes, nbytes: int) -> int:
             advice = "its process has ended, or that GPU is not visible here"
-            raise StateError(f"its memory cannot be opened on {self.name}: cudaErrorMapBufferObjectFailed: {advice}")
+            raise StateError(
+                f"its memory cannot be opened on {self.name}: cudaErrorMapBufferObjectFailed: "
+                f"{advice}"
+            )
 
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
     monkeypatch.setattr(unix, "is_this_process", lambda descriptor: False)
@@ -154,7 +182,10 @@ async def test_gpu_memory_of_a_process_that_has_ended_is_left_with_one_warning(
     held = {"a": whole[:MIB], "b": whole[MIB:]}
     memory = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
     async with cluster("trainer", "reader") as made:
-        published, weights = await register(made.hubs[0], held, source), await register(made.hubs[1], memory, Gone())
+        published, weights = (
+            await register(made.hubs[0], held, source),
+            await register(made.hubs[1], memory, Gone()),
+        )
         for version in (1, 2):
             held["b"].fill_(version)
             await published.publish(version)
@@ -163,8 +194,12 @@ async def test_gpu_memory_of_a_process_that_has_ended_is_left_with_one_warning(
             assert torch.equal(memory["b"], held["b"])
             await published.unpublish()
     (text,) = warned(caplog, "transport_unusable")
-    assert "transport='cuda_ipc' source='trainer' reason='its memory cannot be opened on double:0" in text
+    assert (
+        "transport='cuda_ipc' source='trainer' reason='its memory cannot be opened on double:0"
+        in text
+    )
     assert "its process has ended" in text
 
 
-# --------------------------------------------------------------------------------------------------------- two memories
+# --------------------------------------------------------------------------------------------------
+# two memories

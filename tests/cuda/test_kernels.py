@@ -44,7 +44,14 @@ class Memory:
 
 
 def test_digests_of_every_short_length_and_of_the_first_blocks(kernels: KernelsOnCpu) -> None:
-    sizes = [*range(1300), *(1024 * blocks + more for blocks in (1, 2, 63, 64, 65, 129) for more in (-1, 0, 1, 63, 64, 65))]
+    sizes = [
+        *range(1300),
+        *(
+            1024 * blocks + more
+            for blocks in (1, 2, 63, 64, 65, 129)
+            for more in (-1, 0, 1, 63, 64, 65)
+        ),
+    ]
     memory = [Memory(size, size % ALIGNMENT, DATA[size : 2 * size]) for size in sizes]
     made = kernels.digests([(each.address, each.nbytes) for each in memory], threads=32)
     assert made == [xxhash.xxh3_64_intdigest(DATA[size : 2 * size]) for size in sizes]
@@ -60,11 +67,16 @@ def test_a_digest_is_the_cpus_whatever_size_alignment_and_order(
     kernels: KernelsOnCpu, size: int, shift: int, threads: int, order: int
 ) -> None:
     memory = Memory(size, shift, DATA[:size])
-    assert kernels.digests([(memory.address, size)], threads, order) == [xxhash.xxh3_64_intdigest(DATA[:size])]
+    assert kernels.digests([(memory.address, size)], threads, order) == [
+        xxhash.xxh3_64_intdigest(DATA[:size])
+    ]
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, ALIGNMENT - 1), st.integers(0, 20)), max_size=8),
+    st.lists(
+        st.tuples(st.integers(0, 3000), st.integers(0, ALIGNMENT - 1), st.integers(0, 20)),
+        max_size=8,
+    ),
     st.sampled_from([32, 256]),
     st.sampled_from([0, 1]),
 )
@@ -83,7 +95,10 @@ def test_what_is_packed_is_unpacked(
     assert region.holds() == expected
     assert region.is_whole_around
     others = [Memory(nbytes, shift) for nbytes, shift, _ in pieces]
-    rows = [(other.address, offset, nbytes) for other, (_, offset, nbytes) in zip(others, rows, strict=True)]
+    rows = [
+        (other.address, offset, nbytes)
+        for other, (_, offset, nbytes) in zip(others, rows, strict=True)
+    ]
     kernels.run("unpack_pieces", rows, region.address, threads, order)
     assert [other.holds() for other in others] == [tensor.holds() for tensor in tensors]
     assert all(other.is_whole_around for other in others)
@@ -91,7 +106,9 @@ def test_what_is_packed_is_unpacked(
 
 @st.composite
 def spreads(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]], int]:
-    """Cells' starts, loops and a run. No two runs share a byte; any loop may be the widest, in either direction."""
+    """Cells' starts, loops and a run. No two runs share a byte; any loop may be the widest, in
+    either direction.
+    """
     unit = draw(st.sampled_from([1, 2, 4, 8, 16]))
     run = unit * draw(st.integers(1, 40))
     extent, found = run, []

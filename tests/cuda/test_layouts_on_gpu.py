@@ -1,4 +1,6 @@
-"""Reads across layouts on a real GPU. What a reader ends up with is compared with whole tensors, cut and joined by numpy."""
+"""Reads across layouts on a real GPU. What a reader ends up with is compared with whole tensors,
+cut and joined by numpy.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from tensorhub.memory.addresses import copy_bytes
 from tensorhub.testing.strided_target import bytes_of
 from tensorhub.types import Options
 from tests.rig import all_of, cluster
-from tests.test_resharding import ROLLOUTS, SHAPES, TRAINERS, Tensors, engine, expected, rows, shard, whole
+from tests.test_resharding import (
+    ROLLOUTS,
+    SHAPES,
+    TRAINERS,
+    Tensors,
+    engine,
+    expected,
+    rows,
+    shard,
+    whole,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.gpu]
 OPTIONS = Options(op_timeout_s=60, chunk_bytes=2**16, host_memory_bytes=2**30)
@@ -41,7 +53,10 @@ async def trainer(hubs: Sequence[Hub]) -> tuple[list[Weights], list[OnGpu]]:
     held = [on_gpu(shard(1, rank)) for rank in range(TRAINERS)]
     weights = []
     for rank, tensors in enumerate(held):
-        sources = {name: tensorhub.source(name, shape=shape)[rows(name, rank)] for name, shape in SHAPES.items()}
+        sources = {
+            name: tensorhub.source(name, shape=shape)[rows(name, rank)]
+            for name, shape in SHAPES.items()
+        }
         registering = hubs[rank % len(hubs)].register(
             "m", tensors, group="trainer", rank=rank, world_size=TRAINERS, sources=sources
         )
@@ -99,7 +114,10 @@ def test_runs_are_gathered_and_scattered(device: CudaDevice) -> None:
 @pytest.mark.parametrize("transport", ["cuda_ipc", "tcp"])
 async def test_rows_become_columns_and_fused_tensors(transport: str) -> None:
     async with cluster("a", "b", "one", "two", options=OPTIONS, transports=[transport]) as c:
-        (trained, held), (weights, mine) = await trainer(c.hubs[:2]), await rollout(c.hubs[2:], "rollout")
+        (trained, held), (weights, mine) = (
+            await trainer(c.hubs[:2]),
+            await rollout(c.hubs[2:], "rollout"),
+        )
         await all_of(*(each.publish(1) for each in trained))
         reports = await all_of(*(each.replicate() for each in weights))
         assert are_equal(mine, wanted(1))
@@ -110,7 +128,9 @@ async def test_rows_become_columns_and_fused_tensors(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "tcp"])
-async def test_the_next_group_reads_from_the_first_and_a_whole_copy_is_made_of_shards(transport: str) -> None:
+async def test_the_next_group_reads_from_the_first_and_a_whole_copy_is_made_of_shards(
+    transport: str,
+) -> None:
     async with cluster("a", "one", "two", options=OPTIONS, transports=[transport]) as c:
         (trained, _), (weights, _) = await trainer(c.hubs[:1]), await rollout(c.hubs[1:2], "first")
         await all_of(*(each.publish(1) for each in trained))
@@ -125,7 +145,10 @@ async def test_the_next_group_reads_from_the_first_and_a_whole_copy_is_made_of_s
 
 async def test_host_copies_of_another_layout_fill_the_gpu() -> None:
     async with cluster("a", "one", options=OPTIONS) as c:
-        (trained, held), (weights, mine) = await trainer(c.hubs[:1]), await rollout(c.hubs[1:], "rollout")
+        (trained, held), (weights, mine) = (
+            await trainer(c.hubs[:1]),
+            await rollout(c.hubs[1:], "rollout"),
+        )
         await all_of(*(each.publish(1) for each in trained))
         await all_of(*(each.prefetch() for each in weights))
         reports = await all_of(*(each.update() for each in weights))
@@ -140,7 +163,9 @@ async def test_host_copies_of_another_layout_fill_the_gpu() -> None:
 async def test_odd_columns_of_single_bytes(transport: str) -> None:
     held = torch.randint(0, 256, (501, 77), dtype=torch.uint8, device="cuda")
     async with cluster("a", "b", options=OPTIONS, transports=[transport]) as c:
-        published = await c.hubs[0].register("m", {"w": held}, sources={"w": tensorhub.source("w", shape=(501, 77))})
+        published = await c.hubs[0].register(
+            "m", {"w": held}, sources={"w": tensorhub.source("w", shape=(501, 77))}
+        )
         await published.publish(1)
         for first, end in ((0, 1), (3, 50), (13, 77)):
             mine = torch.zeros(501, end - first, dtype=torch.uint8, device="cuda")

@@ -1,4 +1,6 @@
-"""On a real GPU: what the tests with a stand-in cannot show. `make gpu` runs these, and the benchmarks."""
+"""On a real GPU: what the tests with a stand-in cannot show. `make gpu` runs these, and the
+benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,18 @@ def on_gpu(device: CudaDevice, content: bytes, shift: int = 0) -> DeviceBytes:
 
 
 def tensors(value: int | None) -> dict[str, torch.Tensor]:
-    sizes = {"large": 6 * 2**20 + 3, "odd": 70_001, "small": 3, "none": 0, **{f"tiny.{n}": 100 + n for n in range(50)}}
+    sizes = {
+        "large": 6 * 2**20 + 3,
+        "odd": 70_001,
+        "small": 3,
+        "none": 0,
+        **{f"tiny.{n}": 100 + n for n in range(50)},
+    }
     if value is None:
-        return {name: torch.zeros(size, dtype=torch.uint8, device="cuda") for name, size in sizes.items()}
+        return {
+            name: torch.zeros(size, dtype=torch.uint8, device="cuda")
+            for name, size in sizes.items()
+        }
     made = torch.Generator("cuda").manual_seed(value)
     return {
         name: torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda", generator=made)
@@ -61,21 +72,31 @@ def equal(some: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
     return all(torch.equal(some[name].cpu(), tensor.cpu()) for name, tensor in other.items())
 
 
-# ----------------------------------------------------------------------------------------------------------- the device
+# --------------------------------------------------------------------------------------------------
+# the device
 
 
 def test_digests_are_the_cpus(device: CudaDevice) -> None:
     chance = random.Random(3)
-    sizes = [*range(600), *(chance.randrange(300_000) for _ in range(60)), 4 * 2**20, 4 * 2**20 + 17]
+    sizes = [
+        *range(600),
+        *(chance.randrange(300_000) for _ in range(60)),
+        4 * 2**20,
+        4 * 2**20 + 17,
+    ]
     contents = [chance.randbytes(size) for size in sizes]
-    held = [on_gpu(device, content, size % 16) for size, content in zip(sizes, contents, strict=True)]
+    held = [
+        on_gpu(device, content, size % 16) for size, content in zip(sizes, contents, strict=True)
+    ]
     made = device.digests([(each.address, each.nbytes) for each in held])
     assert made == [xxhash.xxh3_64_intdigest(content) for content in contents]
 
 
 def test_what_is_packed_is_unpacked(device: CudaDevice) -> None:
     chance = random.Random(4)
-    contents = [chance.randbytes(chance.choice((0, 1, 7, 4096, 16_384, 200_001))) for _ in range(300)]
+    contents = [
+        chance.randbytes(chance.choice((0, 1, 7, 4096, 16_384, 200_001))) for _ in range(300)
+    ]
     pieces, end = [], 0
     for number, content in enumerate(contents):
         pieces.append((end, on_gpu(device, content, number % 5)))
@@ -121,7 +142,10 @@ def test_a_copy_may_cross_from_one_allocation_to_the_next(device: CudaDevice) ->
         source, queue = on_gpu(device, content), device.queue()
         assert queue.room(adjacent[0] + 5) == size - 5
         for by_kernel in (False, True):
-            pieces = [(adjacent[0] + at, source.address + at, size // 4) for at in range(0, 2 * size, size // 4)]
+            pieces = [
+                (adjacent[0] + at, source.address + at, size // 4)
+                for at in range(0, 2 * size, size // 4)
+            ]
             copy_pieces(queue, pieces, by_kernel=by_kernel)
             queue.mark().wait()
             back = device.allocate(2 * size)
@@ -145,7 +169,11 @@ def test_many_pieces_of_another_gpu_are_copied_without_a_kernel(device: CudaDevi
 
 
 def test_a_capture_goes_on_while_other_threads_use_the_gpu(device: CudaDevice) -> None:
-    held, graph, failures = torch.zeros(1000, device="cuda"), torch.cuda.CUDAGraph(), list[BaseException]()
+    held, graph, failures = (
+        torch.zeros(1000, device="cuda"),
+        torch.cuda.CUDAGraph(),
+        list[BaseException](),
+    )
 
     def work() -> None:
         try:
@@ -172,15 +200,22 @@ def test_a_capture_goes_on_while_other_threads_use_the_gpu(device: CudaDevice) -
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("kind", [TcpTransport, CudaIpcTransport])
-def test_a_transport_keeps_the_rule(device: CudaDevice, kind: type[TcpTransport | CudaIpcTransport], check: str) -> None:
-    transport = kind(Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0)))
+def test_a_transport_keeps_the_rule(
+    device: CudaDevice, kind: type[TcpTransport | CudaIpcTransport], check: str
+) -> None:
+    transport = kind(
+        Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0))
+    )
     try:
-        CHECKS[check](transport, lambda: ServedSource(SECRET, side=transport.serve(), device=device))
+        CHECKS[check](
+            transport, lambda: ServedSource(SECRET, side=transport.serve(), device=device)
+        )
     finally:
         transport.close()
 
 
-# ------------------------------------------------------------------------------------------------------- whole clusters
+# --------------------------------------------------------------------------------------------------
+# whole clusters
 
 
 @pytest.mark.parametrize("transports", [("cuda_ipc",), ("tcp",)])
@@ -190,7 +225,9 @@ async def test_a_version_goes_from_gpu_to_gpu(transports: tuple[str, ...], pack_
     options = Options(op_timeout_s=60, chunk_bytes=2**20, pack_bytes=pack_bytes)
     async with cluster("trainer", options=options) as made:
         published = await made.hubs[0].register("m", held)
-        connecting = tensorhub.connect(made.coordinator.address, name="reader", token="", transports=transports)
+        connecting = tensorhub.connect(
+            made.coordinator.address, name="reader", token="", transports=transports
+        )
         async with connecting as hub:
             weights = await hub.register("m", memory)
             for version in (1, 2, 3):
@@ -205,7 +242,10 @@ async def test_a_version_goes_from_gpu_to_gpu(transports: tuple[str, ...], pack_
 async def test_between_host_and_gpu_and_out_of_host_copies() -> None:
     held, memory = {name: tensor.cpu() for name, tensor in tensors(1).items()}, tensors(None)
     async with cluster("trainer", "reader", options=OPTIONS) as made:
-        published, weights = await made.hubs[0].register("m", held), await made.hubs[1].register("m", memory)
+        published, weights = (
+            await made.hubs[0].register("m", held),
+            await made.hubs[1].register("m", memory),
+        )
         await published.publish(1)
         await weights.prefetch()
         report = await weights.update()
@@ -223,10 +263,16 @@ async def test_between_host_and_gpu_and_out_of_host_copies() -> None:
 
 
 async def test_a_publish_waits_for_the_callers_stream() -> None:
-    held, memory = {"w": torch.zeros(2**22, device="cuda")}, {"w": torch.zeros(2**22, device="cuda")}
+    held, memory = (
+        {"w": torch.zeros(2**22, device="cuda")},
+        {"w": torch.zeros(2**22, device="cuda")},
+    )
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     async with cluster("trainer", "reader", options=OPTIONS) as made:
-        published, weights = await made.hubs[0].register("m", held), await made.hubs[1].register("m", memory)
+        published, weights = (
+            await made.hubs[0].register("m", held),
+            await made.hubs[1].register("m", memory),
+        )
         with torch.cuda.stream(stream):
             torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]  # cycles: some 0.2 s
             held["w"].fill_(7)
@@ -238,7 +284,10 @@ async def test_a_publish_waits_for_the_callers_stream() -> None:
 async def test_a_module_is_never_stale_and_autograd_sees_an_update() -> None:
     async with cluster("trainer", "reader", options=OPTIONS) as made:
         policy, mine = (torch.nn.Linear(1024, 1024, device="cuda") for _ in range(2))
-        source, weights = await made.hubs[0].register("m", policy), await made.hubs[1].register("m", mine)
+        source, weights = (
+            await made.hubs[0].register("m", policy),
+            await made.hubs[1].register("m", mine),
+        )
         with torch.no_grad():
             async with source.mutate(1):
                 policy.weight.add_(1)
@@ -273,7 +322,8 @@ def test_a_sample_waits_for_nothing_before_it_is_compared(device: CudaDevice) ->
     torch.cuda.synchronize()
 
 
-# ------------------------------------------------------------------------------------------------------ other processes
+# --------------------------------------------------------------------------------------------------
+# other processes
 
 
 @pytest.fixture
@@ -303,7 +353,9 @@ def _publisher(setting: str) -> Iterator[Remote]:
 async def read(publisher: Remote, *, kill: bool = False) -> tuple[list[str], Any]:
     """Which transports it took, and the bytes' sum."""
     address, sizes = await anyio.to_thread.run_sync(publisher.hear)
-    memory = {name: torch.zeros(size, dtype=torch.uint8, device="cuda") for name, size in sizes.items()}
+    memory = {
+        name: torch.zeros(size, dtype=torch.uint8, device="cuda") for name, size in sizes.items()
+    }
     async with tensorhub.connect(address, name="reader") as hub:
         weights = await hub.register("digested", memory)
         await anyio.to_thread.run_sync(publisher.ask, "publish", 1)
@@ -312,7 +364,9 @@ async def read(publisher: Remote, *, kill: bool = False) -> tuple[list[str], Any
             publisher.kill()
             with pytest.raises(TensorHubError):
                 await weights.update("latest", at_least=2, timeout=3)
-    return [each.transport for each in report.sources], sum(int(each.sum(dtype=torch.int64)) for each in memory.values())
+    return [each.transport for each in report.sources], sum(
+        int(each.sum(dtype=torch.int64)) for each in memory.values()
+    )
 
 
 async def test_another_process_memory_is_opened(publisher: Remote) -> None:

@@ -1,4 +1,6 @@
-"""The example of a converted copy: each version is checked to the byte, and what it cost is told."""
+"""The example of a converted copy: each version is checked to the byte, and what it cost is
+told.
+"""
 
 import pytest
 

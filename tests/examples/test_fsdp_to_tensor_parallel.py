@@ -14,6 +14,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(600)
 def test_a_tensor_parallel_rollout_has_what_fsdp_has_trained() -> None:
     script = ROOT / "examples" / "fsdp_to_tensor_parallel.py"
-    done = subprocess.run([sys.executable, script], env=os.environ, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        [sys.executable, script],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "3 versions of 4 trainer ranks were equal on 2 rollout ranks, to the byte" in done.stdout

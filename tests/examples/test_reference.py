@@ -21,8 +21,14 @@ def public_names() -> Iterator[str]:
         for name in module.__all__:
             yield prefix + name
             thing = getattr(module, name)
-            if inspect.isclass(thing) and thing.__module__.endswith(("hub", "sync", "fetched", "weights")):
-                yield from (f"{prefix}{name}.{member}" for member in vars(thing) if not member.startswith("_"))
+            if inspect.isclass(thing) and thing.__module__.endswith(
+                ("hub", "sync", "fetched", "weights")
+            ):
+                yield from (
+                    f"{prefix}{name}.{member}"
+                    for member in vars(thing)
+                    if not member.startswith("_")
+                )
 
 
 @pytest.mark.parametrize("name", sorted(public_names()))
@@ -30,7 +36,9 @@ def test_every_public_name_has_an_example(name: str) -> None:
     assert name in EXAMPLES, f"examples/reference.py: add @shows({name!r})"
 
 
-@pytest.mark.parametrize("example", [pytest.param(e, id=e.__name__) for e in dict.fromkeys(EXAMPLES.values())])
+@pytest.mark.parametrize(
+    "example", [pytest.param(e, id=e.__name__) for e in dict.fromkeys(EXAMPLES.values())]
+)
 async def test_examples_run(example: Example, tmp_path: object) -> None:
     wanted = inspect.signature(example).parameters
     async with nothing_left(), AsyncExitStack() as stack:
@@ -38,7 +46,9 @@ async def test_examples_run(example: Example, tmp_path: object) -> None:
         given: dict[str, object] = {"address": coordinator.address, "tmp_path": tmp_path}
         for name in ("trainer", "rollout"):
             if name in wanted:
-                given[name] = await stack.enter_async_context(tensorhub.connect(coordinator.address, name=name))
+                given[name] = await stack.enter_async_context(
+                    tensorhub.connect(coordinator.address, name=name)
+                )
         run = partial(example, **{name: given[name] for name in wanted})
         if example in RAISES:
             with pytest.raises(BaseException) as caught:  # noqa: PT011 - looked at below

@@ -1,4 +1,6 @@
-"""The example of an orchestrator under simulation: its tests pass, and its bug is found and reproduced."""
+"""The example of an orchestrator under simulation: its tests pass, and its bug is found and
+reproduced.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from examples.simulated_orchestrator import (  # noqa: F401 - collected here
 from tensorhub.testing import simulate
 
 
-def test_the_bug_is_found_and_reproduced_by_the_line_that_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bug_is_found_and_reproduced_by_the_line_that_is_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(AssertionError, match="generated with") as found:
         example.find_the_bug()
     line = found.value.__notes__[-1]
@@ -29,5 +33,7 @@ def test_the_bug_is_found_and_reproduced_by_the_line_that_is_printed(monkeypatch
 
 
 def test_trio_runs_it_too() -> None:
-    hashes = [simulate(example.scenario, seeds=[1], spared=["trainer"], backend="trio") for _ in range(2)]
+    hashes = [
+        simulate(example.scenario, seeds=[1], spared=["trainer"], backend="trio") for _ in range(2)
+    ]
     assert hashes[0] == hashes[1]

@@ -1,1 +1,3 @@
-"""Tests of `tensorhub.integrations` against the frameworks themselves, each in an environment of its own."""
+"""Tests of `tensorhub.integrations` against the frameworks themselves, each in an environment of
+its own.
+"""

@@ -1,6 +1,8 @@
-"""Makes the environment of each framework that is named, and runs its tests there: `python -m tests.frameworks trl ray`.
+"""Makes the environment of each framework that is named, and runs its tests there: `python -m
+tests.frameworks trl ray`.
 
-An environment is made once, in `.venv-frameworks/NAME`, and anew when its recipe changes. Without names: all frameworks.
+An environment is made once, in `.venv-frameworks/NAME`, and anew when its recipe changes. Without
+names: all frameworks.
 """
 
 from __future__ import annotations
@@ -22,11 +24,15 @@ HERE = Path(__file__).parent
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.frameworks", description=__doc__)
     parser.add_argument("frameworks", nargs="*", metavar="FRAMEWORK", help=", ".join(RECIPES))
-    parser.add_argument("--only-make", action="store_true", help="make the environments, and run nothing")
+    parser.add_argument(
+        "--only-make", action="store_true", help="make the environments, and run nothing"
+    )
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.frameworks) - set(RECIPES)):
         parser.error(f"no recipe for {', '.join(unknown)}; there is one for {', '.join(RECIPES)}")
-    failed = [name for name in arguments.frameworks or RECIPES if not run(name, arguments.only_make)]
+    failed = [
+        name for name in arguments.frameworks or RECIPES if not run(name, arguments.only_make)
+    ]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return bool(failed)
@@ -37,8 +43,20 @@ def run(name: str, only_make: bool) -> bool:
     tests = [str(path) for test in RECIPES[name].tests if (path := HERE / test).exists()]
     if only_make or not tests:
         return True
-    # Frameworks warn about themselves. What is ours is looked for in the suite that needs no framework.
-    command = [python, "-m", "pytest", "-q", "-rs", "-m", "framework", "-o", "filterwarnings=default", *tests]
+    # Frameworks warn about themselves. What is ours is looked for in the suite that needs no
+    # framework.
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-rs",
+        "-m",
+        "framework",
+        "-o",
+        "filterwarnings=default",
+        *tests,
+    ]
     return subprocess.run(command, cwd=REPOSITORY).returncode == 0
 
 

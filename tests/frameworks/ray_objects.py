@@ -14,14 +14,20 @@ from tensorhub.integrations.ray_transport import register_transport
 
 SIZE = 300_000  # floats: what is small is not kept
 
-register_transport()  # before the class that names it, and in each process that has the class: also in one that Ray restarts
+# before the class that names it, and in each process that has the class: also in one that Ray
+# restarts
+register_transport()
 
 
 class Source:
     """Its tensors are objects of Ray."""
 
     def __init__(self) -> None:
-        self._tensors = [torch.zeros(SIZE), torch.zeros(3, 4, dtype=torch.bfloat16).t(), torch.zeros(())]
+        self._tensors = [
+            torch.zeros(SIZE),
+            torch.zeros(3, 4, dtype=torch.bfloat16).t(),
+            torch.zeros(()),
+        ]
 
     @ray.method(tensor_transport="tensorhub")
     def tensors(self, value: float) -> list[Any]:

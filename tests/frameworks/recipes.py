@@ -1,7 +1,9 @@
-"""What is installed for each framework: the release that its adapter is tested with, without what only a GPU needs.
+"""What is installed for each framework: the release that its adapter is tested with, without what
+only a GPU needs.
 
-torch and the development tools come from the environment for development, which each of these sees. Written down is how
-each framework installs beside a torch for the CPU: with its own requirements, some would bring gigabytes of CUDA along.
+torch and the development tools come from the environment for development, which each of these sees.
+Written down is how each framework installs beside a torch for the CPU: with its own requirements,
+some would bring gigabytes of CUDA along.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ RECIPES = {
         (
             "--no-deps sglang==0.5.23",
             "-r tests/frameworks/sglang-requirements.txt",
-            "--no-deps triton torchvision==0.28.0 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 outlines==0.1.11 timm==1.0.25",
+            (
+                "--no-deps triton torchvision==0.28.0 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 "
+                "outlines==0.1.11 timm==1.0.25"
+            ),
         ),
         ("test_sglang.py", "test_sglang_ranks.py"),
     ),
@@ -44,5 +49,6 @@ RECIPES = {
         ("--no-deps vllm==0.33.0", *VLLM),
         ("test_vllm.py", "test_vllm_layers.py", "test_vllm_lora.py", "test_vllm_server.py"),
     ),
-    "vllm-0.32": Recipe(("--no-deps vllm==0.32.0", *VLLM), ("test_vllm.py",)),  # the oldest one that is supported
+    # the oldest one that is supported
+    "vllm-0.32": Recipe(("--no-deps vllm==0.32.0", *VLLM), ("test_vllm.py",)),
 }

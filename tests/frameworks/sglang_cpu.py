@@ -1,8 +1,10 @@
-"""SGLang on a machine without a GPU, where its engine does not start: everything of it that an update goes through.
+"""SGLang on a machine without a GPU, where its engine does not start: everything of it that an
+update goes through.
 
-A rank has SGLang's model, `WeightUpdater`, `SchedulerWeightUpdaterManager` and `WeightChecker`, in SGLang's process groups
-over gloo. Before them is SGLang's tokenizer manager, as far as it talks of weights (`TokenizerControlMixin`). Left out is
-the scheduler between them, with its sockets and its loop, and all that generates.
+A rank has SGLang's model, `WeightUpdater`, `SchedulerWeightUpdaterManager` and `WeightChecker`, in
+SGLang's process groups over gloo. Before them is SGLang's tokenizer manager, as far as it talks of
+weights (`TokenizerControlMixin`). Left out is the scheduler between them, with its sockets and its
+loop, and all that generates.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _kept: list[torch.library.Library] = []
 
 
 def shim() -> None:
-    """Define what is missing here, and is not called in an update: two operators of torchvision, and a kernel of vLLM's."""
+    """Define what is missing here, and is not called in an update: two operators of torchvision,
+    and a kernel of vLLM's.
+    """
     if _kept:
         return
     library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -73,14 +77,18 @@ def settings(directory: Path, size: int, config: dict[str, Any]) -> Any:
 class Rank:
     """One rank of an engine, in this process; a process has one."""
 
-    def __init__(self, directory: Path, rank: int = 0, size: int = 1, port: int = 0, **config: Any) -> None:
+    def __init__(
+        self, directory: Path, rank: int = 0, size: int = 1, port: int = 0, **config: Any
+    ) -> None:
         shim()
         from sglang.srt.configs.device_config import DeviceConfig
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.configs.model_config import ModelConfig
         from sglang.srt.distributed import parallel_state
         from sglang.srt.layers.dp_attention import initialize_dp_attention
-        from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+        from sglang.srt.managers.scheduler_components.weight_updater import (
+            SchedulerWeightUpdaterManager,
+        )
         from sglang.srt.managers.tp_worker import BaseTpWorker
         from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
         from sglang.srt.model_loader import get_model
@@ -89,13 +97,21 @@ class Rank:
 
         self.settings = settings(directory, size, config)
         publish(self.settings, role="scheduler", ranks=SpawnRanks(world_rank=rank))
-        where = {"distributed_init_method": f"tcp://127.0.0.1:{port or free_port()}", "backend": "gloo", "timeout": 120}
-        parallel_state.init_distributed_environment(world_size=size, rank=rank, local_rank=rank, **where)
+        where = {
+            "distributed_init_method": f"tcp://127.0.0.1:{port or free_port()}",
+            "backend": "gloo",
+            "timeout": 120,
+        }
+        parallel_state.init_distributed_environment(
+            world_size=size, rank=rank, local_rank=rank, **where
+        )
         parallel_state.initialize_model_parallel(backend="gloo")
         initialize_dp_attention(server_args=self.settings)
         model_config = ModelConfig.from_server_args(self.settings)
         load = LoadConfig(load_format="dummy")
-        self.model = get_model(model_config=model_config, load_config=load, device_config=DeviceConfig("cpu"))
+        self.model = get_model(
+            model_config=model_config, load_config=load, device_config=DeviceConfig("cpu")
+        )
         self.updater = WeightUpdater(
             tp_rank=rank,
             device="cpu",
@@ -109,7 +125,9 @@ class Rank:
         )
         self._checker = WeightChecker(get_model=lambda: self.model)
         self.flushed = 0
-        runner = types.SimpleNamespace(weight_updater=self.updater, check_weights=self._checker.handle)
+        runner = types.SimpleNamespace(
+            weight_updater=self.updater, check_weights=self._checker.handle
+        )
         worker = types.SimpleNamespace(
             weight_update_runners=lambda: [("target", runner)],
             deserialize_own_rank=lambda given: BaseTpWorker.deserialize_own_rank(None, given),
@@ -149,7 +167,9 @@ class Rank:
         return dict(self._checker.handle("checksum", role="target")["checksums"])
 
     def ways(self) -> tuple[list[str], list[str]]:
-        """The parameters that are written in place, and the published tensors that the loader is given."""
+        """The parameters that are written in place, and the published tensors that the loader is
+        given.
+        """
         plan = self.model._modules["tensorhub"].receiver._plan
         return sorted(plan.in_place), list(plan.loaded)
 
@@ -164,7 +184,9 @@ class Rank:
         loader.post_load_weights = self._post_load if text is None else fail
 
     def tell_of_chunks(self, path: Path | None) -> None:
-        """From now on that file is there once chunks are verified that this rank has read; None: no more."""
+        """From now on that file is there once chunks are verified that this rank has read; None: no
+        more.
+        """
         from tensorhub.runtime.data.serving import SharedOwner
 
         def mark_available(*given: Any, **named: Any) -> Any:
@@ -204,7 +226,9 @@ class Ranks:
             ours, theirs = context.Pipe()
             there = directory / f"{rank}"
             there.mkdir()
-            process = context.Process(target=_serve, args=(theirs, there, rank, size, port, config), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, there, rank, size, port, config), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -233,7 +257,8 @@ class Ranks:
 
 
 def _send(pipe: Connection, name: str, given: tuple[Any, ...]) -> None:
-    pipe.send_bytes(pickle.dumps((name, given)))  # SGLang changes how processes pickle tensors for each other
+    # SGLang changes how processes pickle tensors for each other
+    pipe.send_bytes(pickle.dumps((name, given)))
 
 
 def _answer(pipe: Connection, within_s: float) -> Any:
@@ -244,7 +269,9 @@ def _answer(pipe: Connection, within_s: float) -> Any:
     return answer
 
 
-def _serve(pipe: Connection, directory: Path, rank: int, size: int, port: int, config: dict[str, Any]) -> None:
+def _serve(
+    pipe: Connection, directory: Path, rank: int, size: int, port: int, config: dict[str, Any]
+) -> None:
     one = Rank(directory, rank, size, port, **config)
     pipe.send(None)
     while True:
@@ -253,7 +280,9 @@ def _serve(pipe: Connection, directory: Path, rank: int, size: int, port: int, c
 
 
 def engine(ranks: Rank | Ranks) -> Any:
-    """Like an `sglang.Engine` of these ranks: its loop, its settings, and SGLang's tokenizer manager as far as needed."""
+    """Like an `sglang.Engine` of these ranks: its loop, its settings, and SGLang's tokenizer
+    manager as far as needed.
+    """
     from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.runtime_context import get_context, publish, publish_role
@@ -267,7 +296,11 @@ def engine(ranks: Rank | Ranks) -> Any:
 
         def __init__(self, settings: Any) -> None:
             self.server_args = settings
-            self.is_pause, self.is_pause_cond, self.model_update_lock = False, asyncio.Condition(), RWLock()
+            self.is_pause, self.is_pause_cond, self.model_update_lock = (
+                False,
+                asyncio.Condition(),
+                RWLock(),
+            )
             self.mm_processor = None
             self.startup_time = 0.0
             self.calls: list[str] = []
@@ -306,7 +339,9 @@ def engine(ranks: Rank | Ranks) -> Any:
     if publish_role() is None:
         publish(ranks.settings, role="tokenizer")
     manager = Manager(ranks.settings)
-    return types.SimpleNamespace(loop=asyncio.new_event_loop(), server_args=ranks.settings, tokenizer_manager=manager)
+    return types.SimpleNamespace(
+        loop=asyncio.new_event_loop(), server_args=ranks.settings, tokenizer_manager=manager
+    )
 
 
 @contextlib.contextmanager
@@ -315,9 +350,13 @@ def served(like_an_engine: Any) -> Iterator[str]:
     import uvicorn
     from sglang.srt.entrypoints import http_server
 
-    http_server.set_global_state(http_server._GlobalState(like_an_engine.tokenizer_manager, None, {}))
+    http_server.set_global_state(
+        http_server._GlobalState(like_an_engine.tokenizer_manager, None, {})
+    )
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(http_server.app, "127.0.0.1", port, lifespan="off", log_level="warning"))
+    server = uvicorn.Server(
+        uvicorn.Config(http_server.app, "127.0.0.1", port, lifespan="off", log_level="warning")
+    )
 
     def run() -> None:
         with contextlib.suppress(RuntimeError):  # of a loop that was stopped: the engine has ended

@@ -1,4 +1,5 @@
-"""NeMo-RL's own factory makes the engine, and it is driven as NeMo-RL's synchronizer and workers drive one.
+"""NeMo-RL's own factory makes the engine, and it is driven as NeMo-RL's synchronizer and workers
+drive one.
 
 NeMo-RL is not on the package index: this runs where its source is on PYTHONPATH.
 """
@@ -15,7 +16,9 @@ import torch
 pytestmark = pytest.mark.framework
 
 pytest.importorskip("ray")
-base = pytest.importorskip("nemo_rl.utils.checkpoint_engines.base", reason="NeMo-RL's source is not on PYTHONPATH")
+base = pytest.importorskip(
+    "nemo_rl.utils.checkpoint_engines.base", reason="NeMo-RL's source is not on PYTHONPATH"
+)
 
 from tensorhub.errors import OperationTimeout, VersionConflict  # noqa: E402
 
@@ -36,7 +39,11 @@ def meet(policy: list[Any], rollouts: list[Any]) -> None:
     """As `CheckpointEngineWeightSynchronizer` does once, before the first of many updates."""
     prepared = [{**each.prepare(), "rank": rank} for rank, each in enumerate(policy)]
     prepared += [{**each.prepare(), "rank": rank} for rank, each in enumerate(rollouts)]
-    sizes = {"train_world_size": len(policy), "rollout_world_size": len(rollouts), "metadata": prepared}
+    sizes = {
+        "train_world_size": len(policy),
+        "rollout_world_size": len(rollouts),
+        "metadata": prepared,
+    }
     for rank, each in enumerate(policy):
         each.init_policy_process_group(worker_rank=rank, **sizes)
     for rank, each in enumerate(rollouts):
@@ -47,7 +54,11 @@ def received(rollout: Any) -> dict[str, float]:
     """As its vLLM worker does: a loop of its own for each update."""
 
     async def run() -> dict[str, float]:
-        return {name: each.sum().item() async for batch in rollout.receive_weight_batches() for name, each in batch}
+        return {
+            name: each.sum().item()
+            async for batch in rollout.receive_weight_batches()
+            for name, each in batch
+        }
 
     return asyncio.run(run())
 

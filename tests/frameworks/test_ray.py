@@ -1,4 +1,5 @@
-"""`tensorhub.integrations.ray` on a real Ray cluster: several nodes, each with processes of its own, on loopback addresses.
+"""`tensorhub.integrations.ray` on a real Ray cluster: several nodes, each with processes of its
+own, on loopback addresses.
 
 Whatever is killed here is killed as a machine kills it, and Ray itself starts it again.
 """
@@ -41,7 +42,11 @@ pytestmark = [pytest.mark.framework, pytest.mark.timeout(400)]
 DEADLINE_S = 200
 HEAD = "127.0.0.2"
 # A node that is gone is known to be gone after 2 s.
-HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+HEALTH = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +56,23 @@ def cluster() -> Iterator[Any]:
     token = kept / "token"
     token.touch(mode=0o600)
     token.write_text("a secret that only this cluster has")
-    Path("/tmp/ray").mkdir(exist_ok=True)  # Ray writes the cluster's address there, and makes the folder elsewhere only
+    # Ray writes the cluster's address there, and makes the folder elsewhere only
+    Path("/tmp/ray").mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_rdt_fetch_fail_timeout_milliseconds", "40000")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("TENSORHUB_TOKEN_FILE", str(token))  # nodes and their workers inherit it
-        head = {"num_cpus": 4, "node_ip_address": HEAD, "temp_dir": str(kept), "resources": {"head": 100}}
-        made = Cluster(head_node_args={**head, "include_dashboard": False, "_system_config": HEALTH}, initialize_head=True)
+        head = {
+            "num_cpus": 4,
+            "node_ip_address": HEAD,
+            "temp_dir": str(kept),
+            "resources": {"head": 100},
+        }
+        made = Cluster(
+            head_node_args={**head, "include_dashboard": False, "_system_config": HEALTH},
+            initialize_head=True,
+        )
         try:
             ray.init(address=made.address, _node_ip_address=HEAD, log_to_driver=False)
             made.state_dir = kept / "state"
@@ -94,10 +108,14 @@ def coordinator(cluster: Any) -> Iterator[Callable[..., str]]:
     """Starts the coordinator, which is ended with the test."""
 
     def start(**options: Any) -> str:
-        return tensorhub_ray.start_coordinator(state_dir=cluster.state_dir, timeout=DEADLINE_S, **options)
+        return tensorhub_ray.start_coordinator(
+            state_dir=cluster.state_dir, timeout=DEADLINE_S, **options
+        )
 
     yield start
-    if any(named["name"] == "tensorhub" for named in ray.util.list_named_actors(all_namespaces=True)):
+    if any(
+        named["name"] == "tensorhub" for named in ray.util.list_named_actors(all_namespaces=True)
+    ):
         ray.kill(the_actor())
         eventually(lambda: not ray.util.list_named_actors(all_namespaces=True))
     shutil.rmtree(cluster.state_dir, ignore_errors=True)
@@ -133,12 +151,17 @@ def host(address: str) -> str:
 def actors(kind: Any, count: int, address: str, **options: Any) -> list[Any]:
     remote = ray.remote(kind)
     made = [
-        remote.options(num_cpus=0.1, max_restarts=-1, max_task_retries=-1, **options).remote(address) for _ in range(count)
+        remote.options(num_cpus=0.1, max_restarts=-1, max_task_retries=-1, **options).remote(
+            address
+        )
+        for _ in range(count)
     ]
     return [started(each) for each in made]
 
 
-def test_what_any_driver_starts_every_driver_finds(cluster: Any, coordinator: Callable[..., str]) -> None:
+def test_what_any_driver_starts_every_driver_finds(
+    cluster: Any, coordinator: Callable[..., str]
+) -> None:
     with pytest.raises(CoordinatorUnavailable, match="has no coordinator 'tensorhub'"):
         tensorhub_ray.look_up("tensorhub")
     address = coordinator()
@@ -147,7 +170,10 @@ def test_what_any_driver_starts_every_driver_finds(cluster: Any, coordinator: Ca
     assert there.startswith(f"tcp://{HEAD}:")
     with sync.connect(address) as hub:
         assert hub.describe() == ()
-    with pytest.raises(StateError, match=r"runs already, with state_dir=.* end it: ray.kill\(ray.get_actor\('tensorhub'"):
+    with pytest.raises(
+        StateError,
+        match=r"runs already, with state_dir=.* end it: ray.kill\(ray.get_actor\('tensorhub'",
+    ):
         tensorhub_ray.start_coordinator(state_dir="/another")
     program = f"""
 import ray
@@ -155,7 +181,9 @@ from tensorhub.integrations.ray import look_up, start_coordinator
 ray.init(address={cluster.address!r}, _node_ip_address={HEAD!r}, log_to_driver=False)
 print(start_coordinator(state_dir={str(cluster.state_dir)!r}), look_up("tensorhub"))
 """
-    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
+    other = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert other.stdout.split() == [address, there], other.stderr
 
 
@@ -168,16 +196,24 @@ def test_a_coordinator_that_cannot_be_opened_says_why_and_leaves_no_actor() -> N
         tensorhub_ray.start_coordinator(state_dir="state")
 
 
-def test_a_coordinator_for_which_no_node_has_room(cluster: Any, coordinator: Callable[..., str]) -> None:
-    with pytest.raises(CoordinatorUnavailable, match=r"within 2 s, with {'resources': {'haed': 1}}.*: ray.kill\(") as error:
-        tensorhub_ray.start_coordinator(state_dir=cluster.state_dir, timeout=2.0, resources={"haed": 1})
+def test_a_coordinator_for_which_no_node_has_room(
+    cluster: Any, coordinator: Callable[..., str]
+) -> None:
+    with pytest.raises(
+        CoordinatorUnavailable, match=r"within 2 s, with {'resources': {'haed': 1}}.*: ray.kill\("
+    ) as error:
+        tensorhub_ray.start_coordinator(
+            state_dir=cluster.state_dir, timeout=2.0, resources={"haed": 1}
+        )
     ray.kill(the_actor())  # as it says
     eventually(lambda: not ray.util.list_named_actors(all_namespaces=True))
     assert str(error.value).endswith("ray.kill(ray.get_actor('tensorhub', namespace='tensorhub'))")
     assert coordinator(resources={"head": 1}) == "ray-actor://tensorhub"
 
 
-def test_a_coordinator_does_not_begin_anew_where_its_state_is_missing(cluster: Any, coordinator: Callable[..., str]) -> None:
+def test_a_coordinator_does_not_begin_anew_where_its_state_is_missing(
+    cluster: Any, coordinator: Callable[..., str]
+) -> None:
     with sync.connect(coordinator()) as hub:
         hub.retain("kept", latest=1)
         elsewhere = cluster.state_dir.rename(cluster.state_dir.with_name("elsewhere"))
@@ -192,22 +228,33 @@ def test_a_coordinator_does_not_begin_anew_where_its_state_is_missing(cluster: A
         assert [each.model for each in hub.describe()] == ["kept"]
 
 
-def test_a_coordinator_that_has_ended_in_an_actor_that_lives_is_restarted(coordinator: Callable[..., str]) -> None:
+def test_a_coordinator_that_has_ended_in_an_actor_that_lives_is_restarted(
+    coordinator: Callable[..., str],
+) -> None:
     with sync.connect(coordinator()) as hub:
-        ray.get(the_actor().__ray_call__.remote(lambda actor: actor._coordinator.close()), timeout=DEADLINE_S)
+        ray.get(
+            the_actor().__ray_call__.remote(lambda actor: actor._coordinator.close()),
+            timeout=DEADLINE_S,
+        )
         eventually(lambda: "offline" in repr(hub))
         found()
         eventually(lambda: "online" in repr(hub))
 
 
-def test_the_coordinator_of_a_dead_node_comes_back_on_another_one(node: Any, coordinator: Callable[..., str]) -> None:
+def test_the_coordinator_of_a_dead_node_comes_back_on_another_one(
+    node: Any, coordinator: Callable[..., str]
+) -> None:
     nodes = {f"127.0.0.{3 + number}": node(resources={"coordinator": 1}) for number in range(2)}
     address = coordinator(resources={"coordinator": 1})
     at_first = host(found())
     (trainer,) = actors(Trainer, 1, address, resources={"head": 1})
-    rollout, doomed = (actors(Rollout, 1, address, resources={at: 1})[0] for at in ("head", f"node:{at_first}"))
+    rollout, doomed = (
+        actors(Rollout, 1, address, resources={at: 1})[0] for at in ("head", f"node:{at_first}")
+    )
     ray.get(trainer.publish.remote(1), timeout=DEADLINE_S)
-    assert ray.get([each.update.remote(1) for each in (rollout, doomed)], timeout=DEADLINE_S) == 2 * [(1, [1.0])]
+    assert ray.get(
+        [each.update.remote(1) for each in (rollout, doomed)], timeout=DEADLINE_S
+    ) == 2 * [(1, [1.0])]
     waits = rollout.update.remote(2)
     node.kill(nodes.pop(at_first))  # with the coordinator, and a worker
     eventually(lambda: host(found()) in nodes)  # its processes die a moment after it
@@ -227,12 +274,19 @@ for call in calls:
     except CoordinatorUnavailable as error:
         print("call ray.init() first" in str(error), ray.is_initialized())
 """
-    alone = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
+    alone = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert alone.stdout.splitlines() == 3 * ["True False"], alone.stderr
 
 
-def test_labels_and_bundles_say_where_a_worker_is(node: Any, coordinator: Callable[..., str]) -> None:
-    node(labels={"ray.io/gpu-domain": "rack-1", "ray.io/availability-zone": "zone-a"}, resources={"labelled": 1})
+def test_labels_and_bundles_say_where_a_worker_is(
+    node: Any, coordinator: Callable[..., str]
+) -> None:
+    node(
+        labels={"ray.io/gpu-domain": "rack-1", "ray.io/availability-zone": "zone-a"},
+        resources={"labelled": 1},
+    )
     node(resources={"plain": 1})
     address = coordinator()
     (labelled,) = actors(Rollout, 1, address, resources={"labelled": 1})
@@ -240,7 +294,9 @@ def test_labels_and_bundles_say_where_a_worker_is(node: Any, coordinator: Callab
     assert (where.site, where.rack) == ("zone-a", "rack-1")
     assert where.host == tensorhub_ray.location().host  # two nodes on one machine share its memory
     ray.kill(labelled)
-    bundles = placement_group([{"CPU": 1, "labelled": 0.5}, {"CPU": 1, "plain": 0.5}], strategy="STRICT_SPREAD")
+    bundles = placement_group(
+        [{"CPU": 1, "labelled": 0.5}, {"CPU": 1, "plain": 0.5}], strategy="STRICT_SPREAD"
+    )
     ray.get(bundles.ready(), timeout=DEADLINE_S)
     remote = ray.remote(num_cpus=1)(Rollout)
 
@@ -250,7 +306,9 @@ def test_labels_and_bundles_say_where_a_worker_is(node: Any, coordinator: Callab
 
     racks = {0: "left", 1: "right"}
     workers = [in_bundle(index, racks) for index in racks]
-    assert [each.rack for each in ray.get([each.where.remote() for each in workers], timeout=DEADLINE_S)] == [
+    assert [
+        each.rack for each in ray.get([each.where.remote() for each in workers], timeout=DEADLINE_S)
+    ] == [
         "left",
         "right",
     ]
@@ -259,20 +317,30 @@ def test_labels_and_bundles_say_where_a_worker_is(node: Any, coordinator: Callab
     remove_placement_group(bundles)
 
 
-def test_objects_of_ray_are_fetched_in_place_and_closed_when_ray_frees_them(coordinator: Callable[..., str]) -> None:
+def test_objects_of_ray_are_fetched_in_place_and_closed_when_ray_frees_them(
+    coordinator: Callable[..., str],
+) -> None:
     coordinator()
-    source = started(ray.remote(Source).options(num_cpus=0.1, max_restarts=-1, max_task_retries=-1).remote())
+    source = started(
+        ray.remote(Source).options(num_cpus=0.1, max_restarts=-1, max_task_retries=-1).remote()
+    )
     destination = ray.remote(num_cpus=0.1, enable_tensor_transport=True)(Destination)
     destinations = [destination.remote(serves) for serves in (False, True)]
 
     def filled(value: float) -> list[tuple[list[int], str, list[float]]]:
         dtypes = "torch.float32", "torch.bfloat16", "torch.float32"
-        return [(shape, dtype, [value]) for shape, dtype in zip(([SIZE], [4, 3], []), dtypes, strict=True)]
+        return [
+            (shape, dtype, [value])
+            for shape, dtype in zip(([SIZE], [4, 3], []), dtypes, strict=True)
+        ]
 
     tensors = source.tensors.remote(1)
-    assert ray.get([each.take.remote(tensors) for each in destinations], timeout=DEADLINE_S) == 2 * [filled(1)]
+    assert ray.get(
+        [each.take.remote(tensors) for each in destinations], timeout=DEADLINE_S
+    ) == 2 * [filled(1)]
     assert ray.get(destinations[0].take_in_place.remote([tensors]), timeout=DEADLINE_S) == filled(1)
-    assert [each.unique().item() for each in ray.get(tensors, timeout=DEADLINE_S)] == 3 * [1]  # in the driver
+    # in the driver
+    assert [each.unique().item() for each in ray.get(tensors, timeout=DEADLINE_S)] == 3 * [1]
     assert ray.get(source.published.remote(), timeout=DEADLINE_S) == 1
     assert ray.get(source.asked_again.remote(), timeout=DEADLINE_S)
     del tensors
@@ -282,12 +350,17 @@ def test_objects_of_ray_are_fetched_in_place_and_closed_when_ray_frees_them(coor
     tensors = source.tensors.remote(2)
     assert ray.get(destinations[0].take.remote(tensors), timeout=DEADLINE_S) == filled(2)
     ray.kill(source, no_restart=False)
-    with pytest.raises(VersionUnavailable, match="has lost its last source"):  # and no actor is killed for that
+    # and no actor is killed for that
+    with pytest.raises(VersionUnavailable, match="has lost its last source"):
         ray.get(destinations[1].take.remote(tensors), timeout=DEADLINE_S)
-    assert ray.get(destinations[1].take.remote(source.tensors.remote(3)), timeout=DEADLINE_S) == filled(3)
+    assert ray.get(
+        destinations[1].take.remote(source.tensors.remote(3)), timeout=DEADLINE_S
+    ) == filled(3)
 
 
 @pytest.mark.usefixtures("coordinator")  # to end the one that it starts
 def test_the_example_runs(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
     ray_weights.run(str(cluster.state_dir))
-    assert capsys.readouterr().out.splitlines() == [f"version {n}: [{n}.0, {n}.0]" for n in (1, 2, 3)]
+    assert capsys.readouterr().out.splitlines() == [
+        f"version {n}: [{n}.0, {n}.0]" for n in (1, 2, 3)
+    ]

@@ -1,4 +1,6 @@
-"""`TensorHubTransport` itself, called as Ray calls it, in a driver on a local Ray; and where a worker on Ray is."""
+"""`TensorHubTransport` itself, called as Ray calls it, in a driver on a local Ray; and where a
+worker on Ray is.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,13 @@ def on_ray() -> Iterator[None]:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         try:
-            ray.init("local", num_cpus=1, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+            ray.init(
+                "local",
+                num_cpus=1,
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+                log_to_driver=False,
+            )
             yield
         finally:
             ray.shutdown()
@@ -69,7 +77,8 @@ class Side(TensorHubTransport):
 @pytest.fixture
 def sides(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Side, Side]]:
     """A source and a destination."""
-    monkeypatch.setattr(ray_transport, "FETCH_S", 1.0)  # so long an object is waited for that nobody has any more
+    # so long an object is waited for that nobody has any more
+    monkeypatch.setattr(ray_transport, "FETCH_S", 1.0)
     for name in ("TENSORHUB_TOKEN", "TENSORHUB_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     with sync.serve(token="") as coordinator:
@@ -96,7 +105,11 @@ def test_an_object_is_published_until_ray_frees_it(
     monkeypatch.setattr(ray_transport, "SERVED_BYTES_MIN", served_bytes_min)
     source, destination = sides
     first, second = source.put("first", 1, 2), source.put("second", 3)
-    assert (first.model, second.model, first.version < second.version) == (second.model, first.model, True)
+    assert (first.model, second.model, first.version < second.version) == (
+        second.model,
+        first.model,
+        True,
+    )
     assert (destination.get(second), destination.get(first)) == ([3], [1, 2])
     own = [torch.zeros(1000), torch.zeros(1000)]
     got = destination.recv_multiple_tensors("first", first, BY, own)
@@ -105,7 +118,9 @@ def test_an_object_is_published_until_ray_frees_it(
     source.garbage_collect("first", first, [])
     with pytest.raises(VersionUnavailable) as gone:
         destination.get(first, own)
-    assert gone.value.memory == ("intact" if served_bytes_min == 0 else "torn"), "it is torn as far as can be known"
+    assert gone.value.memory == ("intact" if served_bytes_min == 0 else "torn"), (
+        "it is torn as far as can be known"
+    )
     assert destination.get(second) == [3]
     source.garbage_collect("second", second, [])
     source.garbage_collect("second", second, [])  # Ray may say so twice
@@ -184,13 +199,17 @@ def test_fetches_run_beside_each_other_but_for_those_into_the_callers_tensors(
 
     with monkeypatch.context() as patch:
         patch.setattr(Side, "recv_multiple_tensors", held)
-        pending = [destination.fetch_multiple_tensors(name, each, BY) for name, each in (("o", of), ("other", other))]
+        pending = [
+            destination.fetch_multiple_tensors(name, each, BY)
+            for name, each in (("o", of), ("other", other))
+        ]
         for timeout in (0, 0.01):
             with pytest.raises(TimeoutError):
                 destination.wait_fetch_complete(pending[0], timeout)
         go_on.set()
         got = [
-            destination.wait_fetch_complete(each, timeout) for each, timeout in zip(pending, (-1, DEADLINE_S), strict=True)
+            destination.wait_fetch_complete(each, timeout)
+            for each, timeout in zip(pending, (-1, DEADLINE_S), strict=True)
         ]
         assert [only(each) for (each,) in got] == [1, 2]
     own = [torch.zeros(1000)]
@@ -203,15 +222,22 @@ def test_fetches_run_beside_each_other_but_for_those_into_the_callers_tensors(
         destination.wait_fetch_complete(failing)
 
 
-def test_a_process_joins_once_where_ray_has_it(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_joins_once_where_ray_has_it(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, _ = sides
     monkeypatch.setattr(ray_transport, "location", lambda: Location(site="elsewhere", rack="r"))
     for number in range(2):
         source.put(f"{number}", 1)
     (model,) = source._hub().describe()
-    assert [(each.location.site, each.location.rack) for each in model.workers] == [("elsewhere", "r")]
+    assert [(each.location.site, each.location.rack) for each in model.workers] == [
+        ("elsewhere", "r")
+    ]
 
 
 def test_a_coordinator_that_nobody_has_started_is_asked_for_by_name() -> None:
-    with pytest.raises(CoordinatorUnavailable, match=r"has no coordinator 'mine': .*start_coordinator\(\) starts one"):
+    with pytest.raises(
+        CoordinatorUnavailable,
+        match=r"has no coordinator 'mine': .*start_coordinator\(\) starts one",
+    ):
         tensorhub_ray.look_up("mine")

@@ -1,4 +1,6 @@
-"""`tensorhub.integrations.sglang` against SGLang itself: one rank in this process, with a real Llama."""
+"""`tensorhub.integrations.sglang` against SGLang itself: one rank in this process, with a real
+Llama.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def trainers(engine: Any, rank: sglang_cpu.Rank, coordinator: sync.Coordinator) 
     made = []
 
     def make(source: Any, engines: Any = engine, **settings: Any) -> Any:
-        made.append(Trainer(source, engines, coordinator.address, **{"timeout_s": 30.0, **settings}))
+        made.append(
+            Trainer(source, engines, coordinator.address, **{"timeout_s": 30.0, **settings})
+        )
         return made[-1]
 
     yield make
@@ -67,7 +71,9 @@ def receiver(rank: sglang_cpu.Rank) -> Any:
 
 
 def check(rank: sglang_cpu.Rank, model: torch.nn.Module) -> None:
-    """The engine has these weights: SGLang's checksums are the same after it has loaded them by its default loader."""
+    """The engine has these weights: SGLang's checksums are the same after it has loaded them by its
+    default loader.
+    """
     ours = rank.checksums()
     weights = {name: each.detach().clone() for name, each in model.state_dict().items()}
     theirs = rank.loaded_by_sglang(weights)
@@ -76,7 +82,11 @@ def check(rank: sglang_cpu.Rank, model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
 def test_three_updates(
-    rank: sglang_cpu.Rank, engine: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch, host_memory_bytes: int
+    rank: sglang_cpu.Rank,
+    engine: Any,
+    trainers: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    host_memory_bytes: int,
 ) -> None:
     staged, update = [], sync.Weights.update
 
@@ -92,7 +102,11 @@ def test_three_updates(
         before, flushed = rank.checksums(), rank.flushed
         engine.tokenizer_manager.calls.clear()
         assert trainer.send_weights() == version
-        assert engine.tokenizer_manager.config_value("weight_version") == f"{version}" == rank.versions[-1]
+        assert (
+            engine.tokenizer_manager.config_value("weight_version")
+            == f"{version}"
+            == rank.versions[-1]
+        )
         assert engine.tokenizer_manager.calls == ["abort", "ContinueGenerationReqInput"]
         assert not engine.tokenizer_manager.is_pause
         assert rank.flushed == flushed + 1
@@ -104,7 +118,9 @@ def test_three_updates(
     assert not plan.loaded
 
 
-def test_the_loader_by_sglangs_weight_updater(rank: sglang_cpu.Rank, coordinator: sync.Coordinator) -> None:
+def test_the_loader_by_sglangs_weight_updater(
+    rank: sglang_cpu.Rank, coordinator: sync.Coordinator
+) -> None:
     """Without the trainer's side: what SGLang calls, and what it answers."""
     from tensorhub.integrations.sglang import LOADER
     from tensorhub.integrations.sglang_session import Order
@@ -112,9 +128,14 @@ def test_the_loader_by_sglangs_weight_updater(rank: sglang_cpu.Rank, coordinator
     model = actor(1)
     with sync.connect(coordinator.address) as hub:
         info = hub.register("actor", model).publish(4)
-        order = Order([coordinator.address], "actor", "by hand", info.version, info.content_id, timeout_s=30.0)
+        order = Order(
+            [coordinator.address], "actor", "by hand", info.version, info.content_id, timeout_s=30.0
+        )
         rank.updater.begin_weight_update()
-        assert rank.updater.update_weights_from_tensor(order.tensors(), load_format=LOADER) == (True, "Success")
+        assert rank.updater.update_weights_from_tensor(order.tensors(), load_format=LOADER) == (
+            True,
+            "Success",
+        )
         assert rank.updater.update_weights_from_tensor([], load_format=LOADER) == (True, "Success")
         check(rank, model)
         given = [("model.norm.weight", torch.zeros(64))]
@@ -146,23 +167,39 @@ def test_a_trainer_of_two_ranks(rank: sglang_cpu.Rank, trainers: Any) -> None:
     wholes = model.state_dict()
 
     def part(number: int) -> Any:
-        cut = {name: slice(number * len(each) // 2, (number + 1) * len(each) // 2) for name, each in wholes.items()}
-        sources = {name: tensor(name, shape=tuple(each.shape))[cut[name]] for name, each in wholes.items()}
-        return trainers({name: each[cut[name]] for name, each in wholes.items()}, rank=number, world_size=2, sources=sources)
+        cut = {
+            name: slice(number * len(each) // 2, (number + 1) * len(each) // 2)
+            for name, each in wholes.items()
+        }
+        sources = {
+            name: tensor(name, shape=tuple(each.shape))[cut[name]] for name, each in wholes.items()
+        }
+        return trainers(
+            {name: each[cut[name]] for name, each in wholes.items()},
+            rank=number,
+            world_size=2,
+            sources=sources,
+        )
 
     both = [part(number) for number in range(2)]
     with ThreadPoolExecutor(2) as threads:
         for version in range(2):
             train(model)
-            assert [done.result() for done in [threads.submit(each.send_weights) for each in both]] == [version, version]
+            assert [
+                done.result() for done in [threads.submit(each.send_weights) for each in both]
+            ] == [version, version]
             check(rank, model)
 
 
-def test_missing_and_unexpected_names_are_all_listed(rank: sglang_cpu.Rank, engine: Any, trainers: Any) -> None:
+def test_missing_and_unexpected_names_are_all_listed(
+    rank: sglang_cpu.Rank, engine: Any, trainers: Any
+) -> None:
     before, model = rank.checksums(), actor(3)
     given = {name: each for name, each in model.state_dict().items() if "gate_proj" not in name}
     trainer = trainers(given)
-    with pytest.raises(ManifestMismatch, match=r"2 parameter\(s\) of the engine are not in what is published") as missing:
+    with pytest.raises(
+        ManifestMismatch, match=r"2 parameter\(s\) of the engine are not in what is published"
+    ) as missing:
         trainer.send_weights()
     assert [each.split("'")[1] for each in missing.value.differences] == [
         f"model.layers.{number}.mlp.gate_up_proj.weight" for number in range(2)
@@ -182,7 +219,8 @@ def test_missing_and_unexpected_names_are_all_listed(rank: sglang_cpu.Rank, engi
     trainer.send_weights()
     check(rank, model)
     trainer.close()
-    with pytest.raises(ManifestMismatch, match="has no place for 2 published"):  # though the last update was agreed on
+    # though the last update was agreed on
+    with pytest.raises(ManifestMismatch, match="has no place for 2 published"):
         trainers({**model.state_dict(), **extra}).send_weights()
 
 
@@ -202,13 +240,16 @@ def test_an_update_that_fails_in_the_middle_says_torn_and_the_next_one_repairs(
     train(model)
     with monkeypatch.context() as patch:
         patch.setattr(loader, "post_load_weights", fail)
-        with pytest.raises(StateError, match=r"post-load step has failed \[the engine's weights are torn") as caught:
+        with pytest.raises(
+            StateError, match=r"post-load step has failed \[the engine's weights are torn"
+        ) as caught:
             trainer.send_weights()
     assert caught.value.memory == "torn"
     assert "stays paused" in caught.value.__notes__[0]
     assert engine.tokenizer_manager.is_pause
     assert len(rank.versions) == versions
-    with pytest.raises(ManifestMismatch, match="weights are torn"):  # it stays so, whatever fails next
+    # it stays so, whatever fails next
+    with pytest.raises(ManifestMismatch, match="weights are torn"):
         trainers({"other": torch.zeros(2)}, model="other").send_weights()
     trainer.send_weights()
     assert not engine.tokenizer_manager.is_pause
@@ -256,23 +297,35 @@ def test_layers_that_post_processing_has_changed_are_refused_with_advice(
     """Halves that are swapped where they lie leave pointer, shape and strides equal."""
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
-    layers = [layer for layer in rank.model.modules() if getattr(getattr(layer, "weight", None), "shape", None) == (64, 128)]
+    layers = [
+        layer
+        for layer in rank.model.modules()
+        if getattr(getattr(layer, "weight", None), "shape", None) == (64, 128)
+    ]
     kept = [layer.weight for layer in layers]
     trainer = trainers(actor())
     before = rank.checksums()
     monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", process(change))
     for _ in range(2):  # the second time as the first one
-        with pytest.raises(RegistrationError, match=r"2 parameter\(s\).*does not restore.*serve with a backend") as refused:
+        with pytest.raises(
+            RegistrationError, match=r"2 parameter\(s\).*does not restore.*serve with a backend"
+        ) as refused:
             trainer.send_weights()
         for number in range(2):
             assert f"'model.layers.{number}.mlp.down_proj.weight'" in f"{refused.value}"
         assert refused.value.memory == "intact"
-        assert rank.checksums() == before, "the end of SGLang's session has processed them once more"
+        assert rank.checksums() == before, (
+            "the end of SGLang's session has processed them once more"
+        )
         assert [layer.weight for layer in layers] == kept
-    monkeypatch.setattr(UnquantizedLinearMethod, "restore_weights_before_loading", process(lambda layer: None))
+    monkeypatch.setattr(
+        UnquantizedLinearMethod, "restore_weights_before_loading", process(lambda layer: None)
+    )
     with pytest.raises(RegistrationError) as refused:
         trainer.send_weights()
-    assert refused.value.memory == "torn", "the begin of the session may have changed them, and the end has"
+    assert refused.value.memory == "torn", (
+        "the begin of the session may have changed them, and the end has"
+    )
     monkeypatch.undo()
     for layer, weight in zip(layers, kept, strict=True):
         layer.weight = weight
@@ -288,8 +341,12 @@ def test_layers_that_sglang_restores_are_loaded_by_it(
     trainer = trainers(model)
     trainer.send_weights()
     trainer.close()
-    monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", process(swap_halves))
-    monkeypatch.setattr(UnquantizedLinearMethod, "restore_weights_before_loading", process(swap_halves))
+    monkeypatch.setattr(
+        UnquantizedLinearMethod, "process_weights_after_loading", process(swap_halves)
+    )
+    monkeypatch.setattr(
+        UnquantizedLinearMethod, "restore_weights_before_loading", process(swap_halves)
+    )
     rank.updater.end_weight_update(run_post_load=True)  # as when the model was loaded
     trainer = trainers(model)
     receiver(rank)._restored = None  # as in a new process
@@ -297,13 +354,17 @@ def test_layers_that_sglang_restores_are_loaded_by_it(
         train(model)
         trainer.send_weights()
         check(rank, model)
-    assert receiver(rank)._plan.loaded == tuple(f"model.layers.{number}.mlp.down_proj.weight" for number in range(2))
+    assert receiver(rank)._plan.loaded == tuple(
+        f"model.layers.{number}.mlp.down_proj.weight" for number in range(2)
+    )
     monkeypatch.undo()
     train(model)
     trainer.send_weights()
 
 
-def test_a_parameter_that_was_replaced_is_refused_by_name(rank: sglang_cpu.Rank, trainers: Any) -> None:
+def test_a_parameter_that_was_replaced_is_refused_by_name(
+    rank: sglang_cpu.Rank, trainers: Any
+) -> None:
     model = actor(9)
     trainer = trainers(model)
     trainer.send_weights()
@@ -311,7 +372,9 @@ def test_a_parameter_that_was_replaced_is_refused_by_name(rank: sglang_cpu.Rank,
     norm.weight = torch.nn.Parameter(norm.weight.data.clone(), requires_grad=False)
     train(model)
     before = rank.checksums()
-    with pytest.raises(RegistrationError, match=r"1 parameter\(s\) .* were replaced .*'model.norm.weight'") as refused:
+    with pytest.raises(
+        RegistrationError, match=r"1 parameter\(s\) .* were replaced .*'model.norm.weight'"
+    ) as refused:
         trainer.send_weights()
     assert refused.value.memory == "intact"
     assert rank.checksums() == before
@@ -327,7 +390,9 @@ def test_an_older_version_than_the_one_that_is_served(rank: sglang_cpu.Rank, tra
         trainer.send_weights()
     before = rank.checksums()
     info = replace(trainer._weights.publish(2), version=0, content_id="0")
-    with pytest.raises(VersionConflict, match="version 0 is older than the one that the engine serves, 1"):
+    with pytest.raises(
+        VersionConflict, match="version 0 is older than the one that the engine serves, 1"
+    ):
         trainer._update(*trainer._engines[0], info)
     assert rank.checksums() == before
     trainer._weights.unpublish()
@@ -341,6 +406,8 @@ def test_a_server_that_is_not_up(coordinator: sync.Coordinator) -> None:
     from tensorhub.integrations.sglang import Trainer
 
     url = f"http://127.0.0.1:{sglang_cpu.free_port()}"
-    with pytest.raises(StateError, match=f"the SGLang server {url} does not say what it is: is it up") as error:
+    with pytest.raises(
+        StateError, match=f"the SGLang server {url} does not say what it is: is it up"
+    ) as error:
         Trainer(actor(), url, coordinator.address)
     assert error.value.retryable

@@ -1,5 +1,6 @@
-"""`tensorhub.integrations.sglang` against SGLang itself: two tensor-parallel ranks in two processes, with fused and padded
-parameters, behind SGLang's HTTP routes; a trainer and a rank that are killed.
+"""`tensorhub.integrations.sglang` against SGLang itself: two tensor-parallel ranks in two
+processes, with fused and padded parameters, behind SGLang's HTTP routes; a trainer and a rank that
+are killed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def server(engine: Any) -> Iterator[str]:
 
 
 def check(ranks: sglang_cpu.Ranks, model: torch.nn.Module) -> None:
-    """Each rank has these weights: SGLang's checksums are the same after it has loaded them by its default loader."""
+    """Each rank has these weights: SGLang's checksums are the same after it has loaded them by its
+    default loader.
+    """
     ours = ranks.call("checksums")
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     theirs = ranks.call("loaded_by_sglang", weights)
@@ -64,12 +67,18 @@ def check(ranks: sglang_cpu.Ranks, model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
 def test_three_updates(
-    ranks: sglang_cpu.Ranks, engine: Any, server: str, coordinator: sync.Coordinator, host_memory_bytes: int
+    ranks: sglang_cpu.Ranks,
+    engine: Any,
+    server: str,
+    coordinator: sync.Coordinator,
+    host_memory_bytes: int,
 ) -> None:
     from tensorhub.integrations.sglang import Trainer
 
     model = actor(host_memory_bytes)
-    with Trainer(model, server, coordinator.address, host_memory_bytes=host_memory_bytes, timeout_s=60.0) as trainer:
+    with Trainer(
+        model, server, coordinator.address, host_memory_bytes=host_memory_bytes, timeout_s=60.0
+    ) as trainer:
         for version in range(3):
             train(model)
             assert trainer.send_weights() == version
@@ -82,7 +91,9 @@ def test_three_updates(
             assert not loaded
 
 
-def test_one_outcome_for_all_ranks(ranks: sglang_cpu.Ranks, engine: Any, server: str, coordinator: sync.Coordinator) -> None:
+def test_one_outcome_for_all_ranks(
+    ranks: sglang_cpu.Ranks, engine: Any, server: str, coordinator: sync.Coordinator
+) -> None:
     from tensorhub.integrations.sglang import Trainer
 
     model = actor(3)
@@ -90,7 +101,9 @@ def test_one_outcome_for_all_ranks(ranks: sglang_cpu.Ranks, engine: Any, server:
         trainer.send_weights()
         train(model)
         ranks.call_on(1, "fail", "only rank 1 has failed")
-        with pytest.raises(StateError, match=r"only rank 1 has failed \[the engine's weights are torn"):
+        with pytest.raises(
+            StateError, match=r"only rank 1 has failed \[the engine's weights are torn"
+        ):
             trainer.send_weights()
         assert engine.tokenizer_manager.is_pause
         assert engine.tokenizer_manager.config_value("weight_version") == "0"
@@ -107,8 +120,12 @@ def test_one_outcome_for_all_ranks(ranks: sglang_cpu.Ranks, engine: Any, server:
         assert not engine.tokenizer_manager.is_pause
 
 
-def test_several_engines(ranks: sglang_cpu.Ranks, server: str, coordinator: sync.Coordinator, tmp_path: Path) -> None:
-    """An engine of two ranks and one of one rank; what fails at one of them is no matter of the other."""
+def test_several_engines(
+    ranks: sglang_cpu.Ranks, server: str, coordinator: sync.Coordinator, tmp_path: Path
+) -> None:
+    """An engine of two ranks and one of one rank; what fails at one of them is no matter of the
+    other.
+    """
     from tensorhub.integrations.sglang import Trainer
 
     other = sglang_cpu.Ranks(tmp_path, 1)
@@ -118,7 +135,9 @@ def test_several_engines(ranks: sglang_cpu.Ranks, server: str, coordinator: sync
         with Trainer(model, [server, engine], coordinator.address, timeout_s=60.0) as trainer:
             trainer.send_weights()
             check(ranks, model)
-            assert other.call("checksums") == other.call("loaded_by_sglang", dict(model.state_dict()))
+            assert other.call("checksums") == other.call(
+                "loaded_by_sglang", dict(model.state_dict())
+            )
             train(model)
             other.call_on(0, "fail", "only the second engine has failed")
             with pytest.raises(StateError, match="only the second engine has failed"):
@@ -157,7 +176,12 @@ KILLED = """
 
 @pytest.mark.parametrize("after", ["begin", "order", "order that fails", "update"])
 def test_a_trainer_that_is_killed_between_begin_and_end(
-    ranks: sglang_cpu.Ranks, engine: Any, server: str, coordinator: sync.Coordinator, after: str, tmp_path: Path
+    ranks: sglang_cpu.Ranks,
+    engine: Any,
+    server: str,
+    coordinator: sync.Coordinator,
+    after: str,
+    tmp_path: Path,
 ) -> None:
     from tensorhub.integrations.sglang import Trainer
 
@@ -191,15 +215,21 @@ def test_the_example(ranks: sglang_cpu.Ranks, server: str) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])}
     example = str(REPOSITORY / "examples" / "sglang_server.py")
     command = [sys.executable, "-c", SHIMMED, example, server, ranks.settings.model_path]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, timeout=300, check=True)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, env=env, timeout=300, check=True
+    )
     said = [line for line in done.stdout.splitlines() if line.startswith("the server")]
     assert said == [f"the server has version {version}" for version in range(3)]
     in_place, _ = ranks.call("ways")[1]
     assert len(in_place) == 15
 
 
-def test_a_rank_that_is_killed_in_an_update(ranks: sglang_cpu.Ranks, server: str, coordinator: sync.Coordinator) -> None:
-    """SGLang ends an engine of which a rank has died. The trainer hears of it, and has its memory back."""
+def test_a_rank_that_is_killed_in_an_update(
+    ranks: sglang_cpu.Ranks, server: str, coordinator: sync.Coordinator
+) -> None:
+    """SGLang ends an engine of which a rank has died. The trainer hears of it, and has its memory
+    back.
+    """
     import requests
 
     from tensorhub.integrations.sglang import Trainer

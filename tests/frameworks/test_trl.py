@@ -1,7 +1,8 @@
-"""TRL's real `AsyncGRPOTrainer` for a few steps, offline, with a tiny random model and rollouts that generate with it.
+"""TRL's real `AsyncGRPOTrainer` for a few steps, offline, with a tiny random model and rollouts
+that generate with it.
 
-Two things are other than in TRL: the attention kernel, which is for GPUs and is fetched when it is first called, and the
-table of devices' speeds, which has none for a CPU.
+Two things are other than in TRL: the attention kernel, which is for GPUs and is fetched when it is
+first called, and the table of devices' speeds, which has none for a CPU.
 """
 
 from __future__ import annotations
@@ -19,14 +20,27 @@ import torch
 
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(600)]
 
-pytest.importorskip("trl", reason="trl is not installed here; `make frameworks FRAMEWORKS=trl` installs it, and runs this")
+pytest.importorskip(
+    "trl",
+    reason="trl is not installed here; `make frameworks FRAMEWORKS=trl` installs it, and runs this",
+)
 
 from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
 from tokenizers.pre_tokenizers import Whitespace  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from trl.experimental.async_grpo import (  # noqa: E402
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    async_grpo_trainer,
+    packing,
+)
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample  # noqa: E402
 
 from examples.trl_async_grpo import PROMPTS, Rollouts, main  # noqa: E402
@@ -74,9 +88,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(path)
-    words = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words = Tokenizer(
+        WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     words.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     tokenizer.save_pretrained(path)
     return path
@@ -86,18 +104,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
-    monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=attention))
+    monkeypatch.setattr(
+        packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=attention)
+    )
 
 
-def attention(q: Any, k: Any, v: Any, q_starts: Any, k_starts: Any, *_: Any, softmax_scale: Any = None, **__: Any) -> Any:
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    q_starts: Any,
+    k_starts: Any,
+    *_: Any,
+    softmax_scale: Any = None,
+    **__: Any,
+) -> Any:
     """Causal, over each pair of sequences that end together."""
     found = []
     for i in range(len(q_starts) - 1):
         query, key, value = (
-            each[starts[i] : starts[i + 1]].transpose(0, 1) for each, starts in ((q, q_starts), (k, k_starts), (v, k_starts))
+            each[starts[i] : starts[i + 1]].transpose(0, 1)
+            for each, starts in ((q, q_starts), (k, k_starts), (v, k_starts))
         )
-        mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(key.shape[1] - query.shape[1])
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=softmax_scale)
+        mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(
+            key.shape[1] - query.shape[1]
+        )
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=softmax_scale
+        )
         found.append(out.transpose(0, 1))
     return torch.cat(found)
 
@@ -135,7 +169,11 @@ class Seen(WeightTransfer):
     """Remembers what was sent."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(pause=lambda: self.calls.append("pause"), resume=lambda: self.calls.append("resume"), **settings)
+        super().__init__(
+            pause=lambda: self.calls.append("pause"),
+            resume=lambda: self.calls.append("resume"),
+            **settings,
+        )
         self.calls: list[str] = []
         self.sent: list[float] = []
 
@@ -157,7 +195,11 @@ def trainer(path: Path, out: Path, transfer: WeightTransfer, worker: Any) -> Asy
     arguments = AsyncGRPOConfig(**ON_A_CPU, output_dir=str(out))
     prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": "w0 w1 w2"}]] * 8})
     return AsyncGRPOTrainer(
-        str(path), args=arguments, train_dataset=prompts, rollout_worker=worker, weight_transfer=transfer
+        str(path),
+        args=arguments,
+        train_dataset=prompts,
+        rollout_worker=worker,
+        weight_transfer=transfer,
     )
 
 
@@ -178,7 +220,9 @@ def test_the_example_runs(model: Path, tmp_path: Path) -> None:
     assert rollouts.weights.version >= 1
 
 
-def test_the_example_says_why_training_could_not_begin(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_says_why_training_could_not_begin(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """TRL stops a rollout worker then that was never started."""
     monkeypatch.setenv("TENSORHUB_ADDRESS", "tcp://127.0.0.1:1")
     with pytest.raises(CoordinatorUnavailable, match="is one running there"):
@@ -187,19 +231,33 @@ def test_the_example_says_why_training_could_not_begin(model: Path, tmp_path: Pa
 
 def test_settings_of_a_rollout_that_are_none(model: Path) -> None:
     policy = AutoModelForCausalLM.from_pretrained(model)
-    for wrong, named in ((WeightTransfer(), "WeightTransfer"), (None, "NoneType"), ({"token": "secret"}, r"\['token'\]")):
-        with pytest.raises(InvalidType, match=f"WeightTransfer.rollout_settings, .* returned there, not {named}$"):
+    for wrong, named in (
+        (WeightTransfer(), "WeightTransfer"),
+        (None, "NoneType"),
+        ({"token": "secret"}, r"\['token'\]"),
+    ):
+        with pytest.raises(
+            InvalidType, match=f"WeightTransfer.rollout_settings, .* returned there, not {named}$"
+        ):
             RolloutWeights(policy, wrong)  # type: ignore[arg-type]
 
 
 def test_a_rollout_that_dies_does_not_hold_the_trainer_up(model: Path, tmp_path: Path) -> None:
-    """A second reader, in a process of its own, is killed while it holds a version: others may read that from it only."""
+    """A second reader, in a process of its own, is killed while it holds a version: others may read
+    that from it only.
+    """
 
     class Killed(Seen):
         def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
             super().send_weights(iterator)
             if len(self.sent) == 2:
-                command = [sys.executable, "-c", CHILD, str(model), json.dumps(self.rollout_settings())]
+                command = [
+                    sys.executable,
+                    "-c",
+                    CHILD,
+                    str(model),
+                    json.dumps(self.rollout_settings()),
+                ]
                 child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
                 assert child.stdout is not None
                 assert child.stdout.readline() == "2\n"
@@ -232,7 +290,9 @@ def test_a_policy_of_another_shape_and_calls_in_the_wrong_order(model: Path) -> 
         transfer.send_weights(iter(()))
     policy = AutoModelForCausalLM.from_pretrained(model)
     transfer.init_weight_transfer()
-    transfer.send_weights((name, each) for name, each in policy.named_parameters() if "norm" not in name)
+    transfer.send_weights(
+        (name, each) for name, each in policy.named_parameters() if "norm" not in name
+    )
     weights = RolloutWeights(policy, transfer.rollout_settings, timeout_s=5.0)
     weights.update_model_version(1)
     with pytest.raises(ManifestMismatch) as error:

@@ -1,4 +1,6 @@
-"""verl's real manager, worker groups and rollout workers on a real local Ray: two actors, two rollouts."""
+"""verl's real manager, worker groups and rollout workers on a real local Ray: two actors, two
+rollouts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ import torch
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(900)]
 
 pytest.importorskip(
-    "verl", reason="verl is not installed here; `make frameworks FRAMEWORKS=verl` installs it, and runs this"
+    "verl",
+    reason="verl is not installed here; `make frameworks FRAMEWORKS=verl` installs it, and runs "
+    "this",
 )
 
 import ray  # noqa: E402
@@ -53,7 +57,9 @@ class Cluster:
         )
         self.actors = group(Actor, config=engine)
         self.rollouts = group(
-            Rollout, rollout_config=RolloutConfig(name="vllm", checkpoint_engine=engine), model_config=None
+            Rollout,
+            rollout_config=RolloutConfig(name="vllm", checkpoint_engine=engine),
+            model_config=None,
         )
         self.replicas = [Replica(worker) for worker in self.rollouts.workers]
         self.manager = CheckpointEngineManager(engine, self.actors, list(self.replicas))
@@ -73,20 +79,34 @@ class Cluster:
         """Once there are so many."""
         until = time.monotonic() + DEADLINE_S
         while min(map(len, found := [outcomes for outcomes, _ in self.seen()])) < count:
-            assert time.monotonic() < until, f"a rollout neither has the version nor an error: {found}"
+            assert time.monotonic() < until, (
+                f"a rollout neither has the version nor an error: {found}"
+            )
         return found
 
 
 def group(cls: type, **given: Any) -> Any:
-    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=2, name_prefix=f"pool{next(NAMES)}")
-    return RayWorkerGroup(pool, RayClassWithInitArgs(cls=ray.remote(cls), **given), device_name="cpu", bin_pack=False)
+    pool = RayResourcePool(
+        [2], use_gpu=False, max_colocate_count=2, name_prefix=f"pool{next(NAMES)}"
+    )
+    return RayWorkerGroup(
+        pool, RayClassWithInitArgs(cls=ray.remote(cls), **given), device_name="cpu", bin_pack=False
+    )
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """One for all tests, as its processes take long to start; those that kill one of them come last."""
+    """One for all tests, as its processes take long to start; those that kill one of them come
+    last.
+    """
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init("local", num_cpus=64, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+    ray.init(
+        "local",
+        num_cpus=64,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+    )
     yield Cluster(host="127.0.0.1", timeout_s=TIMEOUT_S)
     ray.shutdown()
 
@@ -105,7 +125,9 @@ def test_updates_bring_each_rollout_the_actors_bytes(cluster: Cluster) -> None:
     assert cluster.rollouts.committed() == [[1, 2, 3, 7]] * 2
 
 
-def test_a_generator_that_raises_publishes_nothing_and_the_next_update_is_whole(cluster: Cluster) -> None:
+def test_a_generator_that_raises_publishes_nothing_and_the_next_update_is_whole(
+    cluster: Cluster,
+) -> None:
     with pytest.raises(RuntimeError, match="the gather has failed"):
         cluster.update(8, 8, fails=True)
     assert [held for _, held in cluster.seen()] == [expected(7)] * 2
@@ -119,7 +141,12 @@ def test_another_model_than_the_first_is_named_in_full_and_not_published(cluster
         cluster.update(10, 9, changes=True)
     text = str(error.value)
     assert "4 tensor(s) are not those of the first update" in text
-    for each in ("'layers.0' is float32 (9,)", "'norm' is float32 (7,)", "'extra' is new", "'layers.1' is missing"):
+    for each in (
+        "'layers.0' is float32 (9,)",
+        "'norm' is float32 (7,)",
+        "'extra' is new",
+        "'layers.1' is missing",
+    ):
         assert each in text
     assert [held for _, held in cluster.seen()] == [expected(9)] * 2
     cluster.update(9, 9)
@@ -133,7 +160,9 @@ def test_a_number_that_was_used_is_refused_on_both_sides(cluster: Cluster) -> No
     assert [held for _, held in cluster.seen()] == [expected(9)] * 2
 
 
-def test_a_rollout_that_is_killed_in_an_update_leaves_the_others_and_the_next_update_whole(cluster: Cluster) -> None:
+def test_a_rollout_that_is_killed_in_an_update_leaves_the_others_and_the_next_update_whole(
+    cluster: Cluster,
+) -> None:
     cluster.update(11, 11)
     cluster.rollouts.workers[1].die_in_update.remote()
     with pytest.raises(ray.exceptions.RayActorError):
@@ -163,7 +192,9 @@ def test_an_actor_that_dies_leaves_rollouts_with_a_typed_error(cluster: Cluster)
 def engine(**given: Any) -> Any:
     """One of this process."""
     import_module("tensorhub.integrations.verl")
-    return CheckpointEngineRegistry.new("tensorhub", **{"bucket_size": 2**20, "host": "127.0.0.1", **given})
+    return CheckpointEngineRegistry.new(
+        "tensorhub", **{"bucket_size": 2**20, "host": "127.0.0.1", **given}
+    )
 
 
 def test_one_of_the_actors_sends_and_everybody_hears_from_it() -> None:
@@ -175,7 +206,10 @@ def test_one_of_the_actors_sends_and_everybody_hears_from_it() -> None:
     assert actors == {"role": ["idle", "sender"], "meeting": [meeting] * 2}
     assert rollouts == {"role": ["receiver"] * 3, "meeting": [meeting] * 3}
     for count, said in ((0, [{}] * 4), (2, [meeting, meeting, {}, {}]), (1, [{}, {}, meeting, {}])):
-        with pytest.raises(StateError, match=f"{count} of the processes send: one of the actors is to be made with is_m"):
+        with pytest.raises(
+            StateError,
+            match=f"{count} of the processes send: one of the actors is to be made with is_m",
+        ):
             sender.build_topology(2, 2, said)
     receiver = engine(model="policy")
     for each, role in ((sender, "sender"), (other, "idle"), (receiver, "receiver")):

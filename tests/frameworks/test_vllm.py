@@ -1,4 +1,6 @@
-"""`tensorhub.integrations.vllm` against vLLM itself: its offline `LLM` in this process, with a real Llama."""
+"""`tensorhub.integrations.vllm` against vLLM itself: its offline `LLM` in this process, with a real
+Llama.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ pytestmark = [pytest.mark.framework, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """An engine whose post-processing is that of other machines: it turns `down_proj`, and swaps the halves of `o_proj`
-    where they lie.
+    """An engine whose post-processing is that of other machines: it turns `down_proj`, and swaps
+    the halves of `o_proj` where they lie.
     """
     patch = pytest.MonkeyPatch()
     patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -41,12 +43,18 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     def processed(self: Any, layer: Any) -> None:
         process(self, layer)
         if layer.prefix.endswith("down_proj"):
-            layer.weight = torch.nn.Parameter(layer.weight.data.t().contiguous(), requires_grad=False)
+            layer.weight = torch.nn.Parameter(
+                layer.weight.data.t().contiguous(), requires_grad=False
+            )
         elif layer.prefix.endswith("o_proj"):
             layer.weight.data.copy_(layer.weight.data.roll(len(layer.weight) // 2, 0))
 
     patch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", processed)
-    yield LLM(model=model, weight_transfer_config=WeightTransferConfig(backend="tensorhub"), **vllm_cpu.ENGINE)
+    yield LLM(
+        model=model,
+        weight_transfer_config=WeightTransferConfig(backend="tensorhub"),
+        **vllm_cpu.ENGINE,
+    )
     patch.undo()
 
 
@@ -66,8 +74,14 @@ def trainers(llm: Any, coordinator: sync.Coordinator) -> Iterator[Any]:
     made = []
 
     def make(source: Any, client: Any = None, **settings: Any) -> Any:
-        init = TrainerInit(address=coordinator.address, **{"rank": 0, "timeout_s": 30.0, **settings})
-        made.append(WeightTransferTrainerFactory.trainer_init(init, client=client or OfflineClient(llm), source=source))
+        init = TrainerInit(
+            address=coordinator.address, **{"rank": 0, "timeout_s": 30.0, **settings}
+        )
+        made.append(
+            WeightTransferTrainerFactory.trainer_init(
+                init, client=client or OfflineClient(llm), source=source
+            )
+        )
         return made[-1]
 
     yield make
@@ -116,7 +130,9 @@ def checksums(llm: Any) -> dict[str, str]:
 
 
 def check(llm: Any, model: torch.nn.Module) -> None:
-    """The engine has these weights: vLLM's own checksums are the same after it has loaded them in its own way."""
+    """The engine has these weights: vLLM's own checksums are the same after it has loaded them in
+    its own way.
+    """
     ours = checksums(llm)
     weights = [(name, tensor.detach().clone()) for name, tensor in model.state_dict().items()]
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -134,7 +150,9 @@ def test_three_updates(llm: Any, trainers: Any, host_memory_bytes: int) -> None:
         assert llm.get_weight_version() == f"{version}"
         check(llm, model)
     plan = engine_of(llm)._plan
-    assert sorted(name.split(".")[-2] for layer in plan.processed for name in layer.names.values()) == [
+    assert sorted(
+        name.split(".")[-2] for layer in plan.processed for name in layer.names.values()
+    ) == [
         "down_proj",
         "down_proj",
         "o_proj",
@@ -144,7 +162,9 @@ def test_three_updates(llm: Any, trainers: Any, host_memory_bytes: int) -> None:
     assert not plan.loaded
     assert bool(engine_of(llm)._staged) == bool(host_memory_bytes)
     replicas = trainer._hub.describe("actor").replicas
-    assert len({replica.group for replica in replicas}) == 1, "memory that is read into by layer is nobody's source"
+    assert len({replica.group for replica in replicas}) == 1, (
+        "memory that is read into by layer is nobody's source"
+    )
 
 
 def test_a_source_of_vllms_is_copied(llm: Any, trainers: Any) -> None:
@@ -158,17 +178,27 @@ def test_a_source_of_vllms_is_copied(llm: Any, trainers: Any) -> None:
         check(llm, model)
 
 
-def test_a_source_of_vllms_that_yields_others_than_it_said_publishes_nothing(llm: Any, trainers: Any) -> None:
+def test_a_source_of_vllms_that_yields_others_than_it_said_publishes_nothing(
+    llm: Any, trainers: Any
+) -> None:
     from vllm.distributed.weight_transfer.base import ModuleSource
 
     source = ModuleSource(actor(1))
     trainer = trainers(source)
     trainer.send_weights()
-    served, whole = checksums(llm), dict(source.iter_full() if hasattr(source, "iter_full") else source)
+    served, whole = (
+        checksums(llm),
+        dict(source.iter_full() if hasattr(source, "iter_full") else source),
+    )
     first, *_, last = whole
-    given = {**{name: each for name, each in whole.items() if name not in (first, last)}, "new": torch.zeros(2)}
+    given = {
+        **{name: each for name, each in whole.items() if name not in (first, last)},
+        "new": torch.zeros(2),
+    }
     trainer.source = type("Source", (), {"iter_full": lambda self: iter(given.items())})()
-    with pytest.raises(RegistrationError, match=r"not yielded 2 of its tensors: .*; and 1 others: 'new'") as error:
+    with pytest.raises(
+        RegistrationError, match=r"not yielded 2 of its tensors: .*; and 1 others: 'new'"
+    ) as error:
         trainer.send_weights()
     assert repr(first) in f"{error.value}"
     assert repr(last) in f"{error.value}"
@@ -187,9 +217,19 @@ def test_a_trainer_of_two_ranks(llm: Any, trainers: Any) -> None:
     wholes = model.state_dict()
 
     def rank(number: int) -> Any:
-        cut = {name: slice(number * len(each) // 2, (number + 1) * len(each) // 2) for name, each in wholes.items()}
-        sources = {name: tensor(name, shape=tuple(each.shape))[cut[name]] for name, each in wholes.items()}
-        return trainers({name: each[cut[name]] for name, each in wholes.items()}, rank=number, world_size=2, sources=sources)
+        cut = {
+            name: slice(number * len(each) // 2, (number + 1) * len(each) // 2)
+            for name, each in wholes.items()
+        }
+        sources = {
+            name: tensor(name, shape=tuple(each.shape))[cut[name]] for name, each in wholes.items()
+        }
+        return trainers(
+            {name: each[cut[name]] for name, each in wholes.items()},
+            rank=number,
+            world_size=2,
+            sources=sources,
+        )
 
     both = [rank(number) for number in range(2)]
     with ThreadPoolExecutor(2) as threads:
@@ -217,7 +257,9 @@ def test_missing_and_unexpected_names_are_all_listed(llm: Any, trainers: Any) ->
     before, model = checksums(llm), actor(3)
     given = {name: tensor for name, tensor in model.state_dict().items() if "gate_proj" not in name}
     trainer = trainers(given)
-    with pytest.raises(ManifestMismatch, match=r"2 parameter\(s\) of the engine are not in what is published") as missing:
+    with pytest.raises(
+        ManifestMismatch, match=r"2 parameter\(s\) of the engine are not in what is published"
+    ) as missing:
         trainer.send_weights()
     assert [each.split("'")[1] for each in missing.value.differences] == [
         f"model.layers.{number}.mlp.gate_up_proj.weight" for number in range(2)
@@ -232,7 +274,9 @@ def test_missing_and_unexpected_names_are_all_listed(llm: Any, trainers: Any) ->
 
 
 @pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
-def test_what_is_called_when_and_that_only_the_update_writes(llm: Any, trainers: Any, host_memory_bytes: int) -> None:
+def test_what_is_called_when_and_that_only_the_update_writes(
+    llm: Any, trainers: Any, host_memory_bytes: int
+) -> None:
     from tensorhub.integrations.vllm import OfflineClient
 
     weights: dict[str, dict[str, str]] = {}
@@ -244,7 +288,9 @@ def test_what_is_called_when_and_that_only_the_update_writes(llm: Any, trainers:
 
     client = Watched(OfflineClient(llm), before)
     model = actor(20)
-    trainer = trainers(model, client, host_memory_bytes=host_memory_bytes, pause="keep", clear_cache=False)
+    trainer = trainers(
+        model, client, host_memory_bytes=host_memory_bytes, pause="keep", clear_cache=False
+    )
     trainer.send_weights()
     train(model)
     client.calls.clear()
@@ -253,16 +299,28 @@ def test_what_is_called_when_and_that_only_the_update_writes(llm: Any, trainers:
     assert client.calls == [
         "init_weight_transfer_engine", pause, "start_weight_update", write, "finish_weight_update", "resume_generation"
     ]  # fmt: skip
-    assert weights["init_weight_transfer_engine"] == weights[pause] == weights["start_weight_update"] == weights[write]
-    assert weights[write] != weights["finish_weight_update"] == weights["resume_generation"] == checksums(llm)
-    assert fetched[pause] == (1 if host_memory_bytes else 0)  # with host memory it is there before anything is paused
+    assert (
+        weights["init_weight_transfer_engine"]
+        == weights[pause]
+        == weights["start_weight_update"]
+        == weights[write]
+    )
+    assert (
+        weights[write]
+        != weights["finish_weight_update"]
+        == weights["resume_generation"]
+        == checksums(llm)
+    )
+    # with host memory it is there before anything is paused
+    assert fetched[pause] == (1 if host_memory_bytes else 0)
 
 
 BROKEN = {  # which call fails: the calls after it, and which weights it leaves
     "init_weight_transfer_engine": ([], "old"),
     "pause_generation": (["resume_generation"], "old"),
     "start_weight_update": (["resume_generation"], "old"),
-    "update_weights": (["finish_weight_update", "update_weight_version"], "torn"),  # as far as anybody knows
+    # as far as anybody knows
+    "update_weights": (["finish_weight_update", "update_weight_version"], "torn"),
     "finish_weight_update": (["update_weight_version"], "torn"),
 }
 
@@ -288,7 +346,9 @@ def test_a_call_whose_answer_is_lost(llm: Any, trainers: Any, broken: str) -> No
     after, weights = BROKEN[broken]
     assert client.calls[client.calls.index(broken) + 1 :] == after
     assert llm.get_weight_version() == ("torn" if weights == "torn" else "0")
-    assert any("stays paused" in note for note in getattr(caught.value, "__notes__", ())) == (weights == "torn")
+    assert any("stays paused" in note for note in getattr(caught.value, "__notes__", ())) == (
+        weights == "torn"
+    )
     trainer.send_weights()
     assert client.calls[-1] == "resume_generation"
     assert llm.get_weight_version() == "2"
@@ -318,7 +378,9 @@ def test_an_update_that_fails_in_the_middle_says_torn_and_the_next_one_repairs(
     train(model)
     with monkeypatch.context() as patch:
         patch.setattr(vllm_layers, "process", fail)
-        with pytest.raises(StateError, match=r"post-processing has failed \[the engine's weights are torn") as caught:
+        with pytest.raises(
+            StateError, match=r"post-processing has failed \[the engine's weights are torn"
+        ) as caught:
             trainer.send_weights()
     assert caught.value.memory == "torn"
     assert checksums(llm) != before
@@ -352,7 +414,9 @@ def test_a_fill_that_breaks_off_in_place_says_torn_and_the_next_one_repairs(
     train(model)
     with monkeypatch.context() as patch:
         patch.setattr(weights, "update", break_off)
-        with pytest.raises(VersionUnavailable, match=r"last source is gone \[the engine's weights are torn") as caught:
+        with pytest.raises(
+            VersionUnavailable, match=r"last source is gone \[the engine's weights are torn"
+        ) as caught:
             trainer.send_weights()
     assert caught.value.memory == "torn"
     assert llm.get_weight_version() == "torn"
@@ -381,13 +445,17 @@ def test_what_attention_derives_is_derived_once_the_weights_are_there(
     monkeypatch.setattr(Attention, "process_weights_after_loading", noted)
     trainer.send_weights()
     monkeypatch.undo()
-    assert [name for name, _ in derived] == [f"model.layers.{number}.self_attn.attn" for number in range(2)]
+    assert [name for name, _ in derived] == [
+        f"model.layers.{number}.self_attn.attn" for number in range(2)
+    ]
     assert all(sums == checksums(llm) for _, sums in derived)
 
 
 @pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
 def test_the_engines_weights_are_checked(llm: Any, trainers: Any, host_memory_bytes: int) -> None:
-    """What is overwritten in the engine is named, just as vLLM's own digests tell it; the next update repairs it."""
+    """What is overwritten in the engine is named, just as vLLM's own digests tell it; the next
+    update repairs it.
+    """
     model = actor(24)
     model.model.norm.float()  # so that the loader has to cast it
     trainer = trainers(model, host_memory_bytes=host_memory_bytes, digests=True)
@@ -396,7 +464,12 @@ def test_the_engines_weights_are_checked(llm: Any, trainers: Any, host_memory_by
     trainer.send_weights()
     trainer.check_weights()
     before, modules = checksums(llm), dict(engine_of(llm).model.named_modules())
-    spoilt = ["layers.1.self_attn.qkv_proj", "layers.0.mlp.down_proj", "layers.1.self_attn.o_proj", "norm"]
+    spoilt = [
+        "layers.1.self_attn.qkv_proj",
+        "layers.0.mlp.down_proj",
+        "layers.1.self_attn.o_proj",
+        "norm",
+    ]
     for name in spoilt:
         modules[f"model.{name}"].weight.data.view(-1)[3] += 1
     with pytest.raises(IntegrityError, match=r"tensor\(s\) of the engine") as caught:
@@ -413,15 +486,21 @@ def test_the_engines_weights_are_checked(llm: Any, trainers: Any, host_memory_by
     assert checksums(llm) == before
 
 
-def test_what_was_made_of_published_tensors_is_compared_by_digests_that_were_asked_for(trainers: Any) -> None:
+def test_what_was_made_of_published_tensors_is_compared_by_digests_that_were_asked_for(
+    trainers: Any,
+) -> None:
     trainer = trainers(actor(25))
     trainer.send_weights()
-    with pytest.raises(StateError, match=r"4 layer\(s\) of the engine.*TrainerInit\(digests=True\)"):
+    with pytest.raises(
+        StateError, match=r"4 layer\(s\) of the engine.*TrainerInit\(digests=True\)"
+    ):
         trainer.check_weights()
 
 
 @pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
-def test_a_model_whose_tensors_were_replaced_is_refused(llm: Any, trainers: Any, host_memory_bytes: int) -> None:
+def test_a_model_whose_tensors_were_replaced_is_refused(
+    llm: Any, trainers: Any, host_memory_bytes: int
+) -> None:
     model = actor(26)
     trainer = trainers(model, host_memory_bytes=host_memory_bytes)
     trainer.send_weights()
@@ -429,7 +508,9 @@ def test_a_model_whose_tensors_were_replaced_is_refused(llm: Any, trainers: Any,
     norm.weight = torch.nn.Parameter(norm.weight.data.clone(), requires_grad=False)
     before = checksums(llm)
     train(model)
-    with pytest.raises(RegistrationError, match=r"'model.norm.weight'.*shutdown_weight_transfer_engine"):
+    with pytest.raises(
+        RegistrationError, match=r"'model.norm.weight'.*shutdown_weight_transfer_engine"
+    ):
         trainer.send_weights()
     assert checksums(llm) == before
     assert llm.get_weight_version() == "0"
@@ -461,7 +542,9 @@ def test_an_older_version_than_the_one_that_is_served(llm: Any, trainers: Any) -
         trainer.send_weights()
     before = checksums(llm)
     trainer.client.start_weight_update()
-    with pytest.raises(VersionConflict, match="version 0 is older than the one that the engine serves, 1"):
+    with pytest.raises(
+        VersionConflict, match="version 0 is older than the one that the engine serves, 1"
+    ):
         trainer.client.update_weights({"version": 0})
     assert checksums(llm) == before
     trainer._hub.rollback("actor", to=0)

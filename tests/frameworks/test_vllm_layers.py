@@ -1,4 +1,6 @@
-"""Layers whose weights vLLM does not keep as they were published: fused experts, and a quantized model."""
+"""Layers whose weights vLLM does not keep as they were published: fused experts, and a quantized
+model.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ MIXTRAL = {
     "sliding_window": None,
 }
 BITS, GROUP = 4, 32
-GPTQ = {"quant_method": "gptq", "bits": BITS, "group_size": GROUP, "desc_act": False, "sym": True, "lm_head": False}
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": BITS,
+    "group_size": GROUP,
+    "desc_act": False,
+    "sym": True,
+    "lm_head": False,
+}
 
 
 @pytest.fixture
@@ -38,7 +47,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
-        return LLM(model=path, weight_transfer_config=WeightTransferConfig(backend="tensorhub"), **vllm_cpu.ENGINE)
+        return LLM(
+            model=path,
+            weight_transfer_config=WeightTransferConfig(backend="tensorhub"),
+            **vllm_cpu.ENGINE,
+        )
 
     return start_engine
 
@@ -54,7 +67,14 @@ def trainer_of() -> Iterator[Any]:
             from tensorhub.integrations.vllm import OfflineClient, TrainerInit
 
             init = TrainerInit(address=coordinator.address, rank=0, timeout_s=30.0, **settings)
-            made.append((llm, WeightTransferTrainerFactory.trainer_init(init, client=OfflineClient(llm), source=source)))
+            made.append(
+                (
+                    llm,
+                    WeightTransferTrainerFactory.trainer_init(
+                        init, client=OfflineClient(llm), source=source
+                    ),
+                )
+            )
             return made[-1][1]
 
         yield make
@@ -80,7 +100,11 @@ def mixtral() -> dict[str, torch.Tensor]:
         moe = f"model.layers.{layer}.block_sparse_moe"
         tensors[f"{moe}.gate.weight"] = torch.randn(EXPERTS, hidden).bfloat16()
         for expert in range(EXPERTS):
-            for name, shape in (("w1", (inner, hidden)), ("w3", (inner, hidden)), ("w2", (hidden, inner))):
+            for name, shape in (
+                ("w1", (inner, hidden)),
+                ("w3", (inner, hidden)),
+                ("w2", (hidden, inner)),
+            ):
                 tensors[f"{moe}.experts.{expert}.{name}.weight"] = torch.randn(shape).bfloat16()
     return tensors
 
@@ -89,7 +113,8 @@ def mixtral() -> dict[str, torch.Tensor]:
 def test_fused_experts_are_recorded_and_written_in_place(
     start: Any, trainer_of: Any, monkeypatch: pytest.MonkeyPatch, host_memory_bytes: int
 ) -> None:
-    monkeypatch.setattr(vllm_cpu, "lay_out", lambda weight: weight)  # as kernels that take them as they are loaded
+    # as kernels that take them as they are loaded
+    monkeypatch.setattr(vllm_cpu, "lay_out", lambda weight: weight)
     llm, tensors = start(MIXTRAL), mixtral()
     trainer = trainer_of(llm, tensors, host_memory_bytes=host_memory_bytes)
     for _ in range(2):
@@ -97,9 +122,14 @@ def test_fused_experts_are_recorded_and_written_in_place(
             tensor.normal_()
         trainer.send_weights()
         trainer.check_weights()
-        experts = dict(engine_of(llm).model.named_modules())["model.layers.1.block_sparse_moe.experts.routed_experts"]
+        experts = dict(engine_of(llm).model.named_modules())[
+            "model.layers.1.block_sparse_moe.experts.routed_experts"
+        ]
         for number in range(EXPERTS):
-            w1, w2, w3 = [tensors[f"model.layers.1.block_sparse_moe.experts.{number}.w{n}.weight"] for n in (1, 2, 3)]
+            w1, w2, w3 = [
+                tensors[f"model.layers.1.block_sparse_moe.experts.{number}.w{n}.weight"]
+                for n in (1, 2, 3)
+            ]
             assert torch.equal(experts.w13_weight.data[number], torch.cat([w1, w3]))
             assert torch.equal(experts.w2_weight.data[number], w2)
         check(llm, tensors)
@@ -107,14 +137,19 @@ def test_fused_experts_are_recorded_and_written_in_place(
     assert not engine_of(llm)._plan.computed
 
 
-def test_experts_that_are_laid_out_at_the_first_load_only_are_refused(start: Any, trainer_of: Any) -> None:
-    """vLLM's CPU backend lays experts out when it makes their kernel. After that neither its own reload nor post-processing
-    does it again, with the same pointers, shapes and strides.
+def test_experts_that_are_laid_out_at_the_first_load_only_are_refused(
+    start: Any, trainer_of: Any
+) -> None:
+    """vLLM's CPU backend lays experts out when it makes their kernel. After that neither its own
+    reload nor post-processing does it again, with the same pointers, shapes and strides.
     """
     llm = start(MIXTRAL)
     before = checksums(llm)
     trainer = trainer_of(llm, mixtral())
-    with pytest.raises(RegistrationError, match=r"lays 2 layer\(s\) out .* never again.*layers\.1\..*Start the engine"):
+    with pytest.raises(
+        RegistrationError,
+        match=r"lays 2 layer\(s\) out .* never again.*layers\.1\..*Start the engine",
+    ):
         trainer.send_weights()
     assert checksums(llm) == before
     assert llm.get_weight_version() == "default"
@@ -127,9 +162,13 @@ def gptq() -> dict[str, torch.Tensor]:
             tensors[name] = torch.randn_like(tensor)
             continue
         (rows, columns), module, packed = tensor.shape, name.removesuffix(".weight"), 32 // BITS
-        tensors[f"{module}.qweight"] = torch.randint(-(2**31), 2**31 - 1, (columns // packed, rows), dtype=torch.int32)
+        tensors[f"{module}.qweight"] = torch.randint(
+            -(2**31), 2**31 - 1, (columns // packed, rows), dtype=torch.int32
+        )
         tensors[f"{module}.scales"] = torch.rand(columns // GROUP, rows).bfloat16()
-        tensors[f"{module}.qzeros"] = torch.full((columns // GROUP, rows // packed), 0x77777777, dtype=torch.int32)
+        tensors[f"{module}.qzeros"] = torch.full(
+            (columns // GROUP, rows // packed), 0x77777777, dtype=torch.int32
+        )
         tensors[f"{module}.g_idx"] = torch.arange(columns, dtype=torch.int32) // GROUP
     return tensors
 
@@ -148,7 +187,11 @@ def test_a_quantized_model_is_registered_as_before_its_post_processing(
         check(llm, tensors)
     plan = engine_of(llm)._plan
     assert len(plan.processed) == 8
-    assert {attribute for layer in plan.processed for attribute in layer.names} == {"qweight", "scales", "qzeros"}
+    assert {attribute for layer in plan.processed for attribute in layer.names} == {
+        "qweight",
+        "scales",
+        "qzeros",
+    }
     next(layer.module for layer in plan.processed).qweight.data[0, 0] += 1
     with pytest.raises(Exception, match=r"1 tensor.*qkv_proj\.qweight"):
         trainer.check_weights()

@@ -1,4 +1,6 @@
-"""LoRA adapters as models of their own, loaded by vLLM itself into an engine whose base is updated, too."""
+"""LoRA adapters as models of their own, loaded by vLLM itself into an engine whose base is updated,
+too.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     transfer = WeightTransferConfig(backend="tensorhub")
     yield LLM(
-        model=model, weight_transfer_config=transfer, enable_lora=True, max_lora_rank=8, max_loras=2, **vllm_cpu.ENGINE
+        model=model,
+        weight_transfer_config=transfer,
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras=2,
+        **vllm_cpu.ENGINE,
     )
     patch.undo()
 
@@ -59,7 +66,9 @@ def adapter() -> dict[str, torch.Tensor]:
 
 
 def loaded(llm: Any, number: int) -> Any:
-    (manager,) = llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager)
+    (manager,) = llm.collective_rpc(
+        lambda worker: worker.model_runner.lora_manager._adapter_manager
+    )
     return manager.get_adapter(number)
 
 
@@ -72,11 +81,18 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_versions_of_an_adapter_are_loaded_beside_the_base(llm: Any, hub: sync.Hub, tmp_path: Path) -> None:
+def test_versions_of_an_adapter_are_loaded_beside_the_base(
+    llm: Any, hub: sync.Hub, tmp_path: Path
+) -> None:
     from safetensors.torch import save_file
     from vllm.lora.request import LoRARequest
 
-    from tensorhub.integrations.vllm_lora import CONFIG as CONFIG_FILE, WEIGHTS, adapter_tensors, fetch_adapter
+    from tensorhub.integrations.vllm_lora import (
+        CONFIG as CONFIG_FILE,
+        WEIGHTS,
+        adapter_tensors,
+        fetch_adapter,
+    )
 
     tensors = adapter()
     weights = hub.register("actor/poet", adapter_tensors(tensors, CONFIG))

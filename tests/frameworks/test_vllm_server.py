@@ -1,5 +1,5 @@
-"""`tensorhub.integrations.vllm` against vLLM's HTTP server: several processes, with one worker and with two that are
-tensor-parallel; a trainer that is killed, and a worker.
+"""`tensorhub.integrations.vllm` against vLLM's HTTP server: several processes, with one worker and
+with two that are tensor-parallel; a trainer that is killed, and a worker.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Server:
     url: str
     workers: int
     session: int
-    faults: Path  # a worker fails to finish its layers as long as a file here has the number of its rank
+    # a worker fails to finish its layers as long as a file here has the number of its rank
+    faults: Path
 
 
 def environment(directory: Path) -> dict[str, str]:
@@ -45,10 +46,16 @@ def environment(directory: Path) -> dict[str, str]:
     distribution.mkdir()
     (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-shim\nVersion: 1.0\n")
     plugins = [f"cpu_{name} = tests.frameworks.vllm_cpu:{name}" for name in ("shim", "faults")]
-    (distribution / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *plugins, ""]))
+    (distribution / "entry_points.txt").write_text(
+        "\n".join(["[vllm.general_plugins]", *plugins, ""])
+    )
     paths = [str(directory), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     python_path = os.pathsep.join(filter(None, paths))
-    shim = {"VLLM_PLUGINS": "tensorhub,cpu_shim,cpu_faults", "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": python_path}
+    shim = {
+        "VLLM_PLUGINS": "tensorhub,cpu_shim,cpu_faults",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "PYTHONPATH": python_path,
+    }
     workers = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TENSORHUB_TEST_FAULTS": str(directory)}
     return {**os.environ, **vllm_cpu.ENVIRONMENT, **shim, **workers}
 
@@ -61,18 +68,44 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_path: str
+) -> Iterator[Server]:
     import requests
 
     directory = tmp_path_factory.mktemp("server")
     port = _free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_path, "--port", f"{port}"]
-    command += ["--host", "127.0.0.1", "--weight-transfer-config", '{"backend": "tensorhub"}', "--load-format", "dummy"]
-    command += ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "64"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        model_path,
+        "--port",
+        f"{port}",
+    ]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--weight-transfer-config",
+        '{"backend": "tensorhub"}',
+        "--load-format",
+        "dummy",
+    ]
+    command += [
+        "--skip-tokenizer-init",
+        "--enforce-eager",
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        "64",
+    ]
     command += ["--tensor-parallel-size", f"{request.param}"]
     log = directory / "log"
     with log.open("w") as out:
-        process = subprocess.Popen(command, env=environment(directory), stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment(directory), stdout=out, stderr=out, start_new_session=True
+        )
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     try:
         while True:
@@ -122,11 +155,15 @@ def trainer_of(url: str, address: str, model: torch.nn.Module, **settings: Any) 
 
     register()
     init = TrainerInit(address=address, rank=0, timeout_s=60.0, **settings)
-    return WeightTransferTrainerFactory.trainer_init(init, client=HTTPVLLMWeightSyncClient(url, 120), source=model)
+    return WeightTransferTrainerFactory.trainer_init(
+        init, client=HTTPVLLMWeightSyncClient(url, 120), source=model
+    )
 
 
 def expected(model: torch.nn.Module, rank: int, workers: int) -> dict[str, str]:
-    """vLLM's digests of the tensors that one of a Llama's workers has, made of the trainer's by hand."""
+    """vLLM's digests of the tensors that one of a Llama's workers has, made of the trainer's by
+    hand.
+    """
     from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 
     def mine(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -135,12 +172,17 @@ def expected(model: torch.nn.Module, rank: int, workers: int) -> dict[str, str]:
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     for fused, parts in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))):
         for name in [name for name in tensors if f".{parts[0]}_proj" in name]:
-            rows = [mine(tensors.pop(name.replace(f"{parts[0]}_proj", f"{part}_proj")), 0) for part in parts]
+            rows = [
+                mine(tensors.pop(name.replace(f"{parts[0]}_proj", f"{part}_proj")), 0)
+                for part in parts
+            ]
             tensors[name.replace(f"{parts[0]}_proj", f"{fused}_proj")] = torch.cat(rows)
     for name in [name for name in tensors if "o_proj" in name or "down_proj" in name]:
         tensors[name] = mine(tensors[name], 1)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        tensors[name] = mine(torch.cat([tensors[name], tensors[name].new_zeros(28, tensors[name].shape[1])]), 0)
+        tensors[name] = mine(
+            torch.cat([tensors[name], tensors[name].new_zeros(28, tensors[name].shape[1])]), 0
+        )
     made = torch.nn.Module()
     for name, tensor in tensors.items():
         owner = made
@@ -161,7 +203,11 @@ def served(server: Server) -> dict[str, str]:
 
 def check(server: Server, model: torch.nn.Module) -> None:
     has, ranks = served(server), range(server.workers)
-    should = {f"{rank}:{name}": of for rank in ranks for name, of in expected(model, rank, server.workers).items()}
+    should = {
+        f"{rank}:{name}": of
+        for rank in ranks
+        for name, of in expected(model, rank, server.workers).items()
+    }
     assert {name for name, digest in should.items() if has[name] != digest} == set()
 
 
@@ -184,7 +230,9 @@ def is_paused(server: Server) -> bool:
 def test_three_updates(server: Server, host_memory_bytes: int) -> None:
     with sync.serve() as coordinator:
         model = actor(host_memory_bytes)
-        trainer = trainer_of(server.url, coordinator.address, model, host_memory_bytes=host_memory_bytes)
+        trainer = trainer_of(
+            server.url, coordinator.address, model, host_memory_bytes=host_memory_bytes
+        )
         for version in range(3):
             train(model)
             trainer.send_weights()
@@ -212,11 +260,16 @@ KILLED = """
 
 
 @pytest.mark.parametrize("after", ["start", "update"])
-def test_a_trainer_that_is_killed_before_it_has_finished(server: Server, after: str, tmp_path: Path) -> None:
+def test_a_trainer_that_is_killed_before_it_has_finished(
+    server: Server, after: str, tmp_path: Path
+) -> None:
     with sync.serve() as coordinator:
         script = tmp_path / "killed.py"
         script.write_text(textwrap.dedent(KILLED))
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])}
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)]),
+        }
         command = [sys.executable, str(script), server.url, coordinator.address, after]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
             assert process.stdout is not None
@@ -232,16 +285,28 @@ def test_a_trainer_that_is_killed_before_it_has_finished(server: Server, after: 
 
 
 def test_the_example(server: Server, model_path: str) -> None:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(REPOSITORY / "examples" / "vllm_server.py"), server.url, model_path]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, timeout=300, check=True)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [
+        sys.executable,
+        str(REPOSITORY / "examples" / "vllm_server.py"),
+        server.url,
+        model_path,
+    ]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, env=env, timeout=300, check=True
+    )
     said = [line for line in done.stdout.splitlines() if line.startswith("the server")]
     assert said == [f"the server has version {version}" for version in range(3)]
 
 
 @pytest.mark.parametrize("resume_torn", [False, True])
 @pytest.mark.parametrize("rank", [0, -1])
-def test_an_update_that_fails_on_one_worker_is_torn_on_all(server: Server, rank: int, resume_torn: bool) -> None:
+def test_an_update_that_fails_on_one_worker_is_torn_on_all(
+    server: Server, rank: int, resume_torn: bool
+) -> None:
     import requests
 
     number = rank % server.workers
@@ -261,7 +326,8 @@ def test_an_update_that_fails_on_one_worker_is_torn_on_all(server: Server, rank:
         assert "the engine's weights are torn" in caught.value.response.text
         assert is_paused(server) != resume_torn
         assert get(server, "weight_info") == {"weight_version": "torn"}
-        trainer.send_weights()  # of what is published still, and what one of the workers has already
+        # of what is published still, and what one of the workers has already
+        trainer.send_weights()
         assert not is_paused(server)
         assert get(server, "weight_info") == {"weight_version": "2"}
         check(server, model)
@@ -280,7 +346,8 @@ def test_a_worker_that_is_killed_between_start_and_finish(server: Server) -> Non
 
         def start_and_kill() -> None:
             start()
-            kill(server, "VLLM::Worker_TP1" if server.workers > 1 else "VLLM::EngineCore")  # the engine has the one worker
+            # the engine has the one worker
+            kill(server, "VLLM::Worker_TP1" if server.workers > 1 else "VLLM::EngineCore")
 
         trainer.client.start_weight_update = start_and_kill
         with pytest.raises(requests.RequestException):

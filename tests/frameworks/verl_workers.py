@@ -1,5 +1,5 @@
-"""verl's own workers around weights that are numbers: an actor whose generator has a collective for each tensor, as
-those of FSDP and Megatron do, and a rollout worker that keeps what it is given.
+"""verl's own workers around weights that are numbers: an actor whose generator has a collective for
+each tensor, as those of FSDP and Megatron do, and a rollout worker that keeps what it is given.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ ELEMENTS = 4 * 2**20
 def weights(version: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Of 16 MB, and a little."""
     for number in range(4):
-        yield f"layers.{number}", torch.full((ELEMENTS // 4,), version * 10 + number, dtype=torch.float32)
+        yield (
+            f"layers.{number}",
+            torch.full((ELEMENTS // 4,), version * 10 + number, dtype=torch.float32),
+        )
     yield "norm", torch.full((7,), version, dtype=torch.bfloat16)
 
 
@@ -63,7 +66,9 @@ class Actor(Worker):
         self.fails = self.dies = self.changes = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def train(self, version: int, fails: bool = False, dies: bool = False, changes: bool = False) -> None:
+    def train(
+        self, version: int, fails: bool = False, dies: bool = False, changes: bool = False
+    ) -> None:
         """`changes`: to a model with another shape, another dtype, a name less and a name more."""
         self.version, self.fails, self.dies, self.changes = version, fails, dies, changes
 
@@ -83,7 +88,9 @@ class Actor(Worker):
 
 
 class Engine(BaseRollout):
-    """Keeps the weights. What has come of each update is noted, and which version was committed before its first tensor."""
+    """Keeps the weights. What has come of each update is noted, and which version was committed
+    before its first tensor.
+    """
 
     def __init__(self) -> None:
         self.held: dict[str, torch.Tensor] = {}
@@ -95,7 +102,9 @@ class Engine(BaseRollout):
 
     async def release(self) -> None: ...
 
-    async def update_weights(self, weights: AsyncIterator[tuple[str, torch.Tensor]], **given: Any) -> None:
+    async def update_weights(
+        self, weights: AsyncIterator[tuple[str, torch.Tensor]], **given: Any
+    ) -> None:
         held: dict[str, torch.Tensor] = {}
         try:
             async for name, tensor in weights:
@@ -110,11 +119,15 @@ class Engine(BaseRollout):
 
 
 class Rollout(CheckpointEngineWorker):
-    """verl's own worker, which can be asked what it holds, and be killed as soon as its memory is being filled."""
+    """verl's own worker, which can be asked what it holds, and be killed as soon as its memory is
+    being filled.
+    """
 
     def __init__(self, **given: Any) -> None:
         super().__init__(server_adapter=Engine(), **given)
-        self.server_adapter.version = lambda: self.checkpoint_engine._exchange._receiver._weights.version
+        self.server_adapter.version = lambda: (
+            self.checkpoint_engine._exchange._receiver._weights.version
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def seen(self) -> tuple[list[str], dict[str, float]]:

@@ -1,4 +1,6 @@
-"""What vLLM's wheel for CUDA lacks on a machine without a GPU, and a small Llama's configuration."""
+"""What vLLM's wheel for CUDA lacks on a machine without a GPU, and a small Llama's
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,8 @@ def lay_out(weight: torch.Tensor) -> torch.Tensor:
 
 
 def shim() -> None:
-    """Define the native ops without which the CPU worker does not start: one that prepares memory, and one that lays experts
-    out for its kernels. Nothing can be generated.
+    """Define the native ops without which the CPU worker does not start: one that prepares memory,
+    and one that lays experts out for its kernels. Nothing can be generated.
     """
     if _kept:
         return
@@ -71,7 +73,9 @@ def shim() -> None:
 
 
 def faults() -> None:
-    """Have a worker fail at the end of an update as long as a file in `TENSORHUB_TEST_FAULTS` has the number of its rank."""
+    """Have a worker fail at the end of an update as long as a file in `TENSORHUB_TEST_FAULTS` has
+    the number of its rank.
+    """
     from tensorhub.integrations import vllm_layers
 
     finish = vllm_layers.finish

@@ -1,4 +1,6 @@
-"""Targets: what is read out of messages, files, the environment and the store, once its bytes are there."""
+"""Targets: what is read out of messages, files, the environment and the store, once its bytes are
+there.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,49 @@ from tensorhub.coordinator import (
 from tensorhub.errors import AuthenticationFailed, ManifestMismatch, ProtocolError, StateError
 from tensorhub.layouts import Published, Selection
 from tensorhub.layouts.columns import pack_all
-from tensorhub.memory.checkpoint import FORMAT, SUFFIX, Checkpoint, Index, file_name_fault, find_files
+from tensorhub.memory.checkpoint import (
+    FORMAT,
+    SUFFIX,
+    Checkpoint,
+    Index,
+    file_name_fault,
+    find_files,
+)
 from tensorhub.memory.file_target import FileTarget, plan
-from tensorhub.memory.safetensors import METADATA, TORCH_NAMES, Header, make_header, parse_header, read_from
+from tensorhub.memory.safetensors import (
+    METADATA,
+    TORCH_NAMES,
+    Header,
+    make_header,
+    parse_header,
+    read_from,
+)
 from tensorhub.model.compatibility import check_compatible
 from tensorhub.model.dtypes import ITEMSIZE
-from tensorhub.model.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, Manifest, TensorDescription, build_manifest, id_of
+from tensorhub.model.manifest import (
+    CHUNK_BYTES_MAX,
+    CHUNKS_MAX,
+    Manifest,
+    TensorDescription,
+    build_manifest,
+    id_of,
+)
 from tensorhub.model.strips import Strip
 from tensorhub.protocol.secret import TOKEN_BYTES_MAX, TOKENS_MAX, is_loopback, read_token_file
 from tensorhub.runtime.control.store import SqliteStore
-from tensorhub.types import OpKey, Options, check_name, check_selector, format_address, parse_address
+from tensorhub.types import (
+    OpKey,
+    Options,
+    check_name,
+    check_selector,
+    format_address,
+    parse_address,
+)
 from tests.fuzz.protocol import bounded
 from tests.fuzz.source import Source
 
-# ---------------------------------------------------------------------------------------------------------- manifests
+# --------------------------------------------------------------------------------------------------
+# manifests
 
 DTYPES = ("uint8", "float32", "qint8", "bits8", "complex128", "nothing")
 TENSORS = [
@@ -59,7 +90,9 @@ SMALL_BYTES = 2**20  # of files that are really made
 
 
 def manifests(data: bytes) -> None:
-    """Bytes are the one encoding of a manifest, or a ProtocolError; what a manifest says can be relied on."""
+    """Bytes are the one encoding of a manifest, or a ProtocolError; what a manifest says can be
+    relied on.
+    """
     source = Source(data)
     blob = source.rest() if source.flag() else _columns(source)
     try:
@@ -85,21 +118,49 @@ def _columns(source: Source) -> bytes:
     count, dimensions = source.below(4), source.below(3)
 
     def column(items: int) -> bytes:
-        return b"".join([source.number(0, 2**64 - 1).to_bytes(8, "little") for _ in range(items + (source.byte() > 250))])
+        return b"".join(
+            [
+                source.number(0, 2**64 - 1).to_bytes(8, "little")
+                for _ in range(items + (source.byte() > 250))
+            ]
+        )
 
     names = [source.choice(("a", "b", "../x", "é", "")) for _ in range(count)]
     metadata = _files_said(source) if source.flag() else source.blob(40)
-    head = [2, source.choice(("xxh3-64", "none", "md5")), source.choice((4096, 2**20, 2**30, 1)), "", metadata, list(DTYPES)]
+    head = [
+        2,
+        source.choice(("xxh3-64", "none", "md5")),
+        source.choice((4096, 2**20, 2**30, 1)),
+        "",
+        metadata,
+        list(DTYPES),
+    ]
     lengths = b"".join([len(name).to_bytes(8, "little") for name in names])
-    per_tensor = [lengths, column(count), dimensions.to_bytes(8, "little") * count, column(count), column(count)]
+    per_tensor = [
+        lengths,
+        column(count),
+        dimensions.to_bytes(8, "little") * count,
+        column(count),
+        column(count),
+    ]
     per_dimension = [column(count * dimensions) for _ in range(3)]
     if source.flag():  # most tensors are whole, each in a region of its own
         shape = per_dimension[0]
         per_dimension = [shape, bytes(len(shape)), shape]
-        per_tensor[3:] = [b"".join([index.to_bytes(8, "little") for index in range(count)]), bytes(8 * count)]
+        per_tensor[3:] = [
+            b"".join([index.to_bytes(8, "little") for index in range(count)]),
+            bytes(8 * count),
+        ]
     quantized = source.below(2)
     packed: bytes = msgpack.packb(
-        [*head, "".join(names), column(count), *per_tensor, *per_dimension, *[column(quantized)] * 3]
+        [
+            *head,
+            "".join(names),
+            column(count),
+            *per_tensor,
+            *per_dimension,
+            *[column(quantized)] * 3,
+        ]
     )
     return packed
 
@@ -117,7 +178,9 @@ def _check_grid(manifest: Manifest) -> None:
 
 
 def _fetch_to_files(manifest: Manifest) -> None:
-    """Where a fetch writes what a manifest says, nothing is written but in the directory that was asked for."""
+    """Where a fetch writes what a manifest says, nothing is written but in the directory that was
+    asked for.
+    """
     for name in ("model.safetensors", None):
         for wanted in (manifest.tensors, manifest.tensors[:1]):
             try:
@@ -150,11 +213,15 @@ def _scratch() -> Iterator[Path]:
 
 def _is_plain(name: str) -> bool:
     return (
-        name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name and len(os.fsencode(name)) < 256
+        name == os.path.basename(name)
+        and name not in ("", ".", "..")
+        and "\0" not in name
+        and len(os.fsencode(name)) < 256
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ layouts
+# --------------------------------------------------------------------------------------------------
+# layouts
 
 SIZES = (0, 1, 7, 64, 64, 4096, 2**40)  # of regions
 RUNS_WALKED_MAX = 4096
@@ -163,8 +230,8 @@ PER_PUBLICATION = 2**29  # the same for 2**20 shards
 
 
 def selections(data: bytes) -> None:
-    """Bytes are the one encoding of a selection, or a ProtocolError. One without a fault has no byte beyond its regions; one
-    with a fault has such a byte.
+    """Bytes are the one encoding of a selection, or a ProtocolError. One without a fault has no
+    byte beyond its regions; one with a fault has such a byte.
     """
     source = Source(data)
     blob = source.rest() if source.flag() else _selection_said(source)
@@ -192,7 +259,8 @@ def selections(data: bytes) -> None:
 def _is_within(strip: Strip) -> bool:
     """Run by run."""
     return all(
-        0 <= region < len(SIZES) and offset >= 0 and offset + strip.run <= SIZES[region] for region, offset in strip.places()
+        0 <= region < len(SIZES) and offset >= 0 and offset + strip.run <= SIZES[region]
+        for region, offset in strip.places()
     )
 
 
@@ -203,13 +271,19 @@ def _selection_said(source: Source) -> bytes:
 
     def numbers(count: int, least: int, most: int) -> list[int]:
         odd = (0, 0, source.number(0, 2**63 - 1), least)
-        return [source.choice(odd) if source.byte() > 248 else least + source.below(most) for _ in range(count)]
+        return [
+            source.choice(odd) if source.byte() > 248 else least + source.below(most)
+            for _ in range(count)
+        ]
 
     strips = len(loops)
     lengths = [1 if source.flag() else each for each in numbers(strips, 1, 5)]
     steps = [numbers(strips, 0, most) for most in (4, 40)]
     if source.byte() < 230:
-        steps = [[step * (length != 1) for step, length in zip(each, lengths, strict=True)] for each in steps]
+        steps = [
+            [step * (length != 1) for step, length in zip(each, lengths, strict=True)]
+            for each in steps
+        ]
     columns = [
         counts,
         numbers(strips, 0, len(SIZES)),
@@ -241,7 +315,9 @@ def publications(data: bytes) -> None:
 
 
 def _publication_said(source: Source) -> bytes:
-    said = [source.choice(("a", "b", "c" * 32, "é", "\n", "d" * 65)) for _ in range(1 + source.below(4))]
+    said = [
+        source.choice(("a", "b", "c" * 32, "é", "\n", "d" * 65)) for _ in range(1 + source.below(4))
+    ]
     ids = list(dict.fromkeys(said))
     counts = [source.choice((1, 3, 3, 3, 1, 2)) for _ in range(source.below(4))]
     numbers = [source.below(len(ids)) + (source.byte() > 250) for _ in range(sum(counts))]
@@ -249,14 +325,21 @@ def _publication_said(source: Source) -> bytes:
         order = {number: at for at, number in enumerate(dict.fromkeys(numbers))}
         numbers, ids = [order[number] for number in numbers], ids[: len(order)]
     digest = source.choice(("xxh3-64", "sha-256", "none", "xxh3-64", "md5"))
-    return pack_all(1, [digest, "".join(ids)], [[source.choice((4096, 2**23, 2**30, 5))], map(len, ids), counts, numbers])
+    return pack_all(
+        1,
+        [digest, "".join(ids)],
+        [[source.choice((4096, 2**23, 2**30, 5))], map(len, ids), counts, numbers],
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- files
+# --------------------------------------------------------------------------------------------------
+# files
 
 
 def headers(data: bytes) -> None:
-    """A file is a whole safetensors file, or a ValueError; its tensors fill it from the first byte to the last."""
+    """A file is a whole safetensors file, or a ValueError; its tensors fill it from the first byte
+    to the last.
+    """
     source = Source(data)
     text = source.rest() if source.flag() else json.dumps(_header_said(source)).encode()
     try:
@@ -298,18 +381,27 @@ def _check_header(header: Header) -> None:
         assert entry.dtype in ITEMSIZE
     assert all(isinstance(text, str) for text in header.metadata.values())
     try:
-        again = parse_header(make_header([(e.name, e.dtype, e.shape) for e in header.entries], header.metadata).text)
-    except ValueError:  # one header says what the format's own library does not write: a tensor of that name
+        again = parse_header(
+            make_header([(e.name, e.dtype, e.shape) for e in header.entries], header.metadata).text
+        )
+    except (
+        ValueError
+    ):  # one header says what the format's own library does not write: a tensor of that name
         assert any(entry.name == METADATA for entry in header.entries)
     else:
-        assert {(e.name, e.dtype, e.shape) for e in again.entries} == {(e.name, e.dtype, e.shape) for e in header.entries}
+        assert {(e.name, e.dtype, e.shape) for e in again.entries} == {
+            (e.name, e.dtype, e.shape) for e in header.entries
+        }
 
 
 def _header_said(source: Source) -> Any:
     said: dict[str, Any] = {}
     end = 0
     for _ in range(source.below(4)):
-        dtype, shape = source.choice((*TORCH_NAMES, "?")), [source.number(0, 2**63) for _ in range(source.below(3))]
+        dtype, shape = (
+            source.choice((*TORCH_NAMES, "?")),
+            [source.number(0, 2**63) for _ in range(source.below(3))],
+        )
         start, end = end, end + source.number(0, 2**40)
         if source.flag() and dtype in TORCH_NAMES:
             end = start + functools.reduce(int.__mul__, shape, ITEMSIZE[TORCH_NAMES[dtype]])
@@ -328,11 +420,22 @@ def _json(source: Source, depth: int) -> Any:
     if kind < 2 and depth:
         items = [_json(source, depth - 1) for _ in range(source.below(3))]
         return items if kind else {source.text(10): item for item in items}
-    return (None, True, 1e308, -1, 2**70, source.text(20), float("inf"), source.number(-(2**63), 2**64))[kind]
+    return (
+        None,
+        True,
+        1e308,
+        -1,
+        2**70,
+        source.text(20),
+        float("inf"),
+        source.number(-(2**63), 2**64),
+    )[kind]
 
 
 def checkpoints(data: bytes) -> None:
-    """A manifest's metadata tells of files in one directory, or is a ValueError, or nothing; so does a model's index."""
+    """A manifest's metadata tells of files in one directory, or is a ValueError, or nothing; so
+    does a model's index.
+    """
     source = Source(data)
     metadata = source.rest() if source.flag() else _files_said(source)
     try:
@@ -364,7 +467,16 @@ def _files_said(source: Source) -> bytes:
     for _ in range(source.below(3)):
         said = _header_said(source)
         name: Any = source.choice(
-            ("model.safetensors", "other.safetensors", "config.json", "../up", "/etc/passwd", ".hidden", "a\0b", 5)
+            (
+                "model.safetensors",
+                "other.safetensors",
+                "config.json",
+                "../up",
+                "/etc/passwd",
+                ".hidden",
+                "a\0b",
+                5,
+            )
         )
         files += [name, json.dumps(said).encode() if source.byte() < 240 else _packable(source)]
         weight_map |= dict.fromkeys([key for key in said if key != METADATA], name)
@@ -372,8 +484,13 @@ def _files_said(source: Source) -> bytes:
     if source.flag():
         text = json.dumps({"metadata": {"x": _json(source, 3)}, "weight_map": weight_map})
         depth = source.below(1200) if source.byte() > 200 else 0
-        text = text.replace('"x": ', '"x": ' + "[" * depth).replace('}, "weight', "]" * depth + '}, "weight')
-        index = [source.choice(("i.index.json", "i.json", "../i.index.json", "model.safetensors", 7)), text.encode()]
+        text = text.replace('"x": ', '"x": ' + "[" * depth).replace(
+            '}, "weight', "]" * depth + '}, "weight'
+        )
+        index = [
+            source.choice(("i.index.json", "i.json", "../i.index.json", "model.safetensors", 7)),
+            text.encode(),
+        ]
     if source.byte() > 240:
         return json.dumps({"weight_map": weight_map, "metadata": _json(source, 3)}).encode()
     said = [*index, *files] if source.byte() < 240 else [_packable(source)]
@@ -384,11 +501,14 @@ def _packable(source: Source) -> Any:
     return source.choice((None, [], {}, [[]], 5, "text", b"{}", msgpack.ExtType(1, b"x")))
 
 
-# -------------------------------------------------------------------------------------------------------------- texts
+# --------------------------------------------------------------------------------------------------
+# texts
 
 
 def texts(data: bytes) -> None:
-    """Addresses, selectors, names, hosts and tokens, as users, peers and the environment give them."""
+    """Addresses, selectors, names, hosts and tokens, as users, peers and the environment give
+    them.
+    """
     source = Source(data)
     given = source.rest()
     text = given.decode("utf-8", "surrogateescape")
@@ -405,10 +525,15 @@ def texts(data: bytes) -> None:
         secrets = read_token_file(Path(f"/proc/self/fd/{descriptor}"))
         assert 0 < len(secrets) <= TOKENS_MAX
         assert 0 < sum(map(len, secrets)) <= TOKEN_BYTES_MAX
-        assert {repr(secret) for secret in secrets} == {str(secret) for secret in secrets} == {"<Secret: hidden>"}
+        assert (
+            {repr(secret) for secret in secrets}
+            == {str(secret) for secret in secrets}
+            == {"<Secret: hidden>"}
+        )
 
 
-# -------------------------------------------------------------------------------------------------------------- store
+# --------------------------------------------------------------------------------------------------
+# store
 
 KEY = OpKey("actor", "g", 1, 2)
 ENTRIES = (
@@ -419,7 +544,13 @@ ENTRIES = (
     Retention("actor", 2),
     Pinned("p1", "worker.1", "actor", 3, "c3"),
     Forgotten("actor", "elsewhere"),
-    Described("actor", 3, "c3", Published("xxh3-64", 4096, ((id_of(b"manifest"),),)).encode(), (b"manifest",)),
+    Described(
+        "actor",
+        3,
+        "c3",
+        Published("xxh3-64", 4096, ((id_of(b"manifest"),),)).encode(),
+        (b"manifest",),
+    ),
 )
 STATE = "state.sqlite3"
 
@@ -434,7 +565,9 @@ def _honest_state() -> bytes:
 
 
 def stores(data: bytes) -> None:
-    """A coordinator begins on what its store holds, or with a StateError that names the directory: whatever was damaged."""
+    """A coordinator begins on what its store holds, or with a StateError that names the directory:
+    whatever was damaged.
+    """
     source = Source(data)
     state = bytearray(_honest_state())
     is_raw = source.flag()
@@ -469,13 +602,22 @@ def _overwrite_rows(path: Path, source: Source) -> None:
     with contextlib.closing(sqlite3.connect(path)) as db:
         columns = [
             (table, name)
-            for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name").fetchall()
+            for (table,) in db.execute(
+                "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name"
+            ).fetchall()
             for _, name, *_ in db.execute(f"PRAGMA table_info({table})").fetchall()
         ]
         while source:
             table, column = source.choice(columns)
             value = source.choice(
-                (source.number(-(2**63), 2**63 - 1), source.text(2000), source.blob(20), 0.5, None, "x" * 2000)
+                (
+                    source.number(-(2**63), 2**63 - 1),
+                    source.text(2000),
+                    source.blob(20),
+                    0.5,
+                    None,
+                    "x" * 2000,
+                )
             )
             with contextlib.suppress(sqlite3.IntegrityError):
                 db.execute(f'UPDATE {table} SET "{column}" = ?', (value,))
@@ -484,6 +626,11 @@ def _overwrite_rows(path: Path, source: Source) -> None:
 
 def _begin_on(store: SqliteStore, durable: Durable) -> None:
     made = Coordinator(
-        cluster=store.cluster, epoch=store.epoch, options=Options(), ids=lambda: "id", now=0.0, durable=durable
+        cluster=store.cluster,
+        epoch=store.epoch,
+        options=Options(),
+        ids=lambda: "id",
+        now=0.0,
+        durable=durable,
     )
     made.check_invariants()

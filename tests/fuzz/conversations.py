@@ -1,4 +1,6 @@
-"""Targets: what whoever has the secret may say to a coordinator, in any order, over any connections."""
+"""Targets: what whoever has the secret may say to a coordinator, in any order, over any
+connections.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,17 @@ def pools_of(coordinator: Coordinator, registrations: tuple[str, ...]) -> dict[s
     models = list(cluster.models.values())
     groups = [group for model in models for group in model.groups.values()]
     versions = [version for model in models for version in model.versions.values()]
-    holdings = [h for member in cluster.members.values() for h in (member.holding, *member.leaving) if h is not None]
-    keys = [OpKey(g.model.name, g.name, g.epoch, max(0, g.sequence + n)) for g in groups for n in (0, 1, -1)]
+    holdings = [
+        h
+        for member in cluster.members.values()
+        for h in (member.holding, *member.leaving)
+        if h is not None
+    ]
+    keys = [
+        OpKey(g.model.name, g.name, g.epoch, max(0, g.sequence + n))
+        for g in groups
+        for n in (0, 1, -1)
+    ]
     return {
         "registration": [*cluster.members, *registrations],
         "model": ["actor", "actor", "critic"],
@@ -54,7 +65,13 @@ def pools_of(coordinator: Coordinator, registrations: tuple[str, ...]) -> dict[s
         "key": keys,
         "version": [1, 2, 3, *[version.number for version in versions]],
         "to": [1, *[version.number for version in versions]],
-        "selector": ["latest", "latest-1", "available", 1, *[version.number for version in versions]],
+        "selector": [
+            "latest",
+            "latest-1",
+            "available",
+            1,
+            *[version.number for version in versions],
+        ],
         "manifest": [BLOB, BLOB, b"junk"],
         "copy": [*cluster.members],
         "medium": [DEVICE[0]],
@@ -65,17 +82,22 @@ def pools_of(coordinator: Coordinator, registrations: tuple[str, ...]) -> dict[s
     }
 
 
-# --------------------------------------------------------------------------------------------------------- on its own
+# --------------------------------------------------------------------------------------------------
+# on its own
 
 
 class Shell:
-    """What drives a coordinator, as `runtime.control.server` does; the store is as fast as the input wants it."""
+    """What drives a coordinator, as `runtime.control.server` does; the store is as fast as the
+    input wants it.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.now = 0.0
         ids = itertools.count()
-        self.coordinator = Coordinator(cluster="c", epoch=1, options=Options(), ids=lambda: f"id{next(ids)}", now=0.0)
+        self.coordinator = Coordinator(
+            cluster="c", epoch=1, options=Options(), ids=lambda: f"id{next(ids)}", now=0.0
+        )
         self.sessions: list[int] = []
         self.minted = 0
         self.unstored: list[int] = []
@@ -116,20 +138,30 @@ class Shell:
             self.step(Tick())
         self.coordinator.check_invariants()
         cluster = self.coordinator.cluster
-        left = (cluster.sessions, cluster.workers, cluster.members, cluster.leases, cluster.records, cluster.pending_writes)
+        left = (
+            cluster.sessions,
+            cluster.workers,
+            cluster.members,
+            cluster.leases,
+            cluster.records,
+            cluster.pending_writes,
+        )
         assert not any(left), left
         assert not len(cluster.timers)
         assert not list(cluster.operations())
 
 
-# ------------------------------------------------------------------------------------------------------ among others
+# --------------------------------------------------------------------------------------------------
+# among others
 
 HONEST_S = 9.0  # a lease: the honest ones' heartbeats may all have to wait
 CHANGE_ALL = (Rollback, Retain, Leave)  # whoever has the secret may
 
 
 def bystanders(data: bytes) -> None:
-    """Beside an honest trainer and reader: they keep what they have, and go on publishing and reading."""
+    """Beside an honest trainer and reader: they keep what they have, and go on publishing and
+    reading.
+    """
     source, cluster = Source(data), StepwiseCluster()
     cluster.guarantees.contents.has_outsiders = True
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
@@ -163,13 +195,32 @@ def _babbler(cluster: StepwiseCluster, number: int) -> int:
     registration = f"b{session}"
     cluster.step(
         Received(
-            session, Register(7, registration, "actor", registration, 0, 0, 1, True, False, *DEVICE, "", 1, 1, BLOB, None)
+            session,
+            Register(
+                7,
+                registration,
+                "actor",
+                registration,
+                0,
+                0,
+                1,
+                True,
+                False,
+                *DEVICE,
+                "",
+                1,
+                1,
+                BLOB,
+                None,
+            ),
         )
     )
     return session
 
 
-def _any_step(cluster: StepwiseCluster, source: Source, sessions: list[int], honest: tuple[SimHandle, ...]) -> None:
+def _any_step(
+    cluster: StepwiseCluster, source: Source, sessions: list[int], honest: tuple[SimHandle, ...]
+) -> None:
     index, kind = source.below(len(sessions)), source.byte()
     before = {handle.id: held for handle in honest if (held := _holds(cluster, handle)) is not None}
     if sessions[index] not in cluster.coordinator.cluster.sessions or kind < 8:
@@ -187,7 +238,9 @@ def _any_step(cluster: StepwiseCluster, source: Source, sessions: list[int], hon
         return
     else:
         registrations = tuple([f"b{session}" for session in sessions])
-        message = source.value(KINDS[kind % len(KINDS)], pools_of(cluster.coordinator, registrations))
+        message = source.value(
+            KINDS[kind % len(KINDS)], pools_of(cluster.coordinator, registrations)
+        )
         if not isinstance(message, CHANGE_ALL):
             cluster.step(Received(sessions[index], message))
     cluster.coordinator.check_touched()
@@ -198,4 +251,8 @@ def _any_step(cluster: StepwiseCluster, source: Source, sessions: list[int], hon
 def _holds(cluster: StepwiseCluster, handle: SimHandle) -> int | None:
     """Under which generation the coordinator counts on its memory."""
     member = cluster.coordinator.cluster.members[handle.id]
-    return member.holding.generation if member.holding is not None and member.holding.committed else None
+    return (
+        member.holding.generation
+        if member.holding is not None and member.holding.committed
+        else None
+    )

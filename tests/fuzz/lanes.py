@@ -1,4 +1,6 @@
-"""Targets: the data plane. What an owner answers to a reader's lane, and what a reader asks of an owner's lane."""
+"""Targets: the data plane. What an owner answers to a reader's lane, and what a reader asks of an
+owner's lane.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,14 @@ from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.data.source_lane import Opened, SourceLane
 from tensorhub.scheduler.requests import Requests
-from tensorhub.transport import cma, cma as cma_messages, cuda_ipc, read_server, shm, tcp as tcp_owner
+from tensorhub.transport import (
+    cma,
+    cma as cma_messages,
+    cuda_ipc,
+    read_server,
+    shm,
+    tcp as tcp_owner,
+)
 from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
 from tensorhub.transport.cma import CmaOwner
 from tensorhub.transport.connected import ReadClient
@@ -82,7 +91,10 @@ ASKED_MAX = 12  # requests of one input
 
 @functools.cache
 def _manifest(digest: Digest) -> Any:
-    tensors = [TensorDescription(f"t{index}", "uint8", (size,), index << 40, size) for index, size in enumerate(SIZES)]
+    tensors = [
+        TensorDescription(f"t{index}", "uint8", (size,), index << 40, size)
+        for index, size in enumerate(SIZES)
+    ]
     return build_manifest(tensors, 4096, digest)
 
 
@@ -94,15 +106,23 @@ class _Memory:
     """Registered memory with something behind each region that nobody may write."""
 
     def __init__(self, digest: Digest, *, filled: bool) -> None:
-        self.arrays = [bytearray(_honest(i, n) if filled else n) + bytearray(CANARY) for i, n in enumerate(SIZES)]
+        self.arrays = [
+            bytearray(_honest(i, n) if filled else n) + bytearray(CANARY)
+            for i, n in enumerate(SIZES)
+        ]
         views = [memoryview(array)[: -len(CANARY)] for array in self.arrays]
         self.chunks = ChunkMemory(_manifest(digest), views)
 
     def check(self) -> None:
-        assert all(array.endswith(CANARY) for array in self.arrays), "bytes beyond a region were written"
+        assert all(array.endswith(CANARY) for array in self.arrays), (
+            "bytes beyond a region were written"
+        )
 
 
-DIALECTS = {each.transport: each for each in (cma_messages.DIALECT, shm.DIALECT, cuda_ipc.DIALECT, rdma.DIALECT)}
+DIALECTS = {
+    each.transport: each
+    for each in (cma_messages.DIALECT, shm.DIALECT, cuda_ipc.DIALECT, rdma.DIALECT)
+}
 NAMES = tuple(DIALECTS)  # of the owner's sides
 
 
@@ -113,12 +133,13 @@ def _connected() -> Iterator[tuple[BlockingConnection, socket.socket]]:
         yield connection, theirs
 
 
-# ------------------------------------------------------------------------------------------------------------- reader
+# --------------------------------------------------------------------------------------------------
+# reader
 
 
 def readers(data: bytes) -> None:
-    """Whatever a source answers: the lane ends, only chunks that have their digest are offered to others, and the books
-    of the pull are right.
+    """Whatever a source answers: the lane ends, only chunks that have their digest are offered to
+    others, and the books of the pull are right.
     """
     source = Source(data)
     memory = _Memory(source.choice(("xxh3-64", "none")), filled=False)
@@ -130,7 +151,9 @@ def readers(data: bytes) -> None:
 
 
 def locators(data: bytes) -> None:
-    """The same of a source that says where its chunks lie, in this very process: only what is under the word counts."""
+    """The same of a source that says where its chunks lie, in this very process: only what is under
+    the word counts.
+    """
     source = Source(data)
     memory, theirs = _Memory("xxh3-64", filled=False), _Memory("xxh3-64", filled=True)
     words = GenerationWords()
@@ -139,7 +162,13 @@ def locators(data: bytes) -> None:
     def make(client: ReadClient, destination: Destination) -> OneSidedChannel:
         return OneSidedChannel(client, cma.Process(words.header), destination, None)
 
-    _read(source, memory, make, lambda: _places(source, theirs.chunks, words.address(RIGHT.registration)), 2**17)
+    _read(
+        source,
+        memory,
+        make,
+        lambda: _places(source, theirs.chunks, words.address(RIGHT.registration)),
+        2**17,
+    )
 
 
 def _read(
@@ -155,9 +184,15 @@ def _read(
     peers.close()
     with _connected() as (connection, theirs):
 
-        def open_channel(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
+        def open_channel(
+            grant: Grant, destination: Destination, cutter: Cutter, left: int
+        ) -> Opened:
             peer = Peer(connection, "", RIGHT.incarnation, b"", is_local=True)
-            return Opened("any", make(ReadClient(peers, peer, RIGHT, cutter), destination), batch_bytes=batch_bytes)
+            return Opened(
+                "any",
+                make(ReadClient(peers, peer, RIGHT, cutter), destination),
+                batch_bytes=batch_bytes,
+            )
 
         batch_bytes = source.choice((1, 20, 10**6))
         runner = PullRunner(memory.chunks, owner, REGISTRATION, GENERATION, open_channel)
@@ -178,8 +213,14 @@ def _read(
     assert report.bytes_read <= bytes_max
     for chunk, is_verified in enumerate(pull.verified):
         known = owner._owner.digest(REGISTRATION, GENERATION, chunk)
-        assert not is_verified or not memory.chunks.is_digested or known == memory.chunks.digest(chunk)
-    available = {chunk for first, count in owner.has(REGISTRATION, GENERATION, 100) for chunk in range(first, first + count)}
+        assert (
+            not is_verified or not memory.chunks.is_digested or known == memory.chunks.digest(chunk)
+        )
+    available = {
+        chunk
+        for first, count in owner.has(REGISTRATION, GENERATION, 100)
+        for chunk in range(first, first + count)
+    }
     assert available == {chunk for chunk, is_verified in enumerate(pull.verified) if is_verified}
     owner.check_invariants()
 
@@ -204,12 +245,16 @@ def _answers(source: Source, memory: ChunkMemory) -> bytes:
             said += payload
         elif kind < 155:
             chunk = source.below(CHUNKS)
-            said += frame(codec.encode(ChunkFollows(source.below(4), chunk)), FRAME_BYTES_MAX) + _chunk(chunk)
+            said += frame(
+                codec.encode(ChunkFollows(source.below(4), chunk)), FRAME_BYTES_MAX
+            ) + _chunk(chunk)
             if source.byte() < 240:
                 digest = _digest(chunk) if source.byte() < 240 else 1
                 said += frame(codec.encode(ChunkDigest(source.below(4), digest)), FRAME_BYTES_MAX)
         elif kind < 200:
-            said += frame(codec.encode(source.value(source.choice(ANSWERS), pools)), FRAME_BYTES_MAX)
+            said += frame(
+                codec.encode(source.value(source.choice(ANSWERS), pools)), FRAME_BYTES_MAX
+            )
         elif kind < 230:
             runs = tuple([(source.below(8), source.below(5)) for _ in range(source.below(4))])
             said += frame(codec.encode(StillWaiting(source.below(4), runs)), FRAME_BYTES_MAX)
@@ -229,11 +274,19 @@ def _places(source: Source, memory: ChunkMemory, word: int) -> bytes:
                 (chunk, _digest(chunk), max(0, memory.address(chunk) + shift))
                 for chunk in [source.below(CHUNKS) for _ in range(1 + source.below(3))]
             ]
-            at = word if source.byte() < 240 else source.choice((0, 1, word + 1, memory.address(0), 2**62))
-            said += frame(codec.encode(ChunksLie(source.below(4), tuple(places), at)), FRAME_BYTES_MAX)
+            at = (
+                word
+                if source.byte() < 240
+                else source.choice((0, 1, word + 1, memory.address(0), 2**62))
+            )
+            said += frame(
+                codec.encode(ChunksLie(source.below(4), tuple(places), at)), FRAME_BYTES_MAX
+            )
         else:
             pools: dict[str, list[Any]] = {"request": [0, 1, 2, 3], "reason": ["gone"]}
-            said += frame(codec.encode(source.value(source.choice(ANSWERS), pools)), FRAME_BYTES_MAX)
+            said += frame(
+                codec.encode(source.value(source.choice(ANSWERS), pools)), FRAME_BYTES_MAX
+            )
     return bytes(said)
 
 
@@ -243,17 +296,26 @@ def _chunk(index: int) -> bytes:
     return _honest(place.region, SIZES[place.region])[place.offset : place.offset + place.nbytes]
 
 
-# -------------------------------------------------------------------------------------------------------------- owner
+# --------------------------------------------------------------------------------------------------
+# owner
 
 
 def owners(data: bytes) -> None:
-    """Whatever a reader asks: it hears what is held under the right that it names, byte for byte, or that it is refused."""
+    """Whatever a reader asks: it hears what is held under the right that it names, byte for byte,
+    or that it is refused.
+    """
     source = Source(data)
     memory = _Memory("xxh3-64", filled=True)
     owner = SharedOwner([CmaOwner(), ShmOwner(), CudaIpcOwner(), RdmaOwner(Fabric([]))])
-    available = frozenset(range(CHUNKS)) if source.flag() else frozenset(n for n in range(CHUNKS) if source.flag())
+    available = (
+        frozenset(range(CHUNKS))
+        if source.flag()
+        else frozenset(n for n in range(CHUNKS) if source.flag())
+    )
     owner.open(REGISTRATION, GENERATION, CONTENT, memory.chunks, complete=len(available) == CHUNKS)
-    owner.mark_available(REGISTRATION, GENERATION, [(chunk, memory.chunks.digest(chunk)) for chunk in available])
+    owner.mark_available(
+        REGISTRATION, GENERATION, [(chunk, memory.chunks.digest(chunk)) for chunk in available]
+    )
     held: frozenset[int] | None = available
     with _connected() as (connection, theirs):
         lane = Lane(connection, is_local=len(data) % 2 == 0)
@@ -286,7 +348,15 @@ def _question(source: Source, kind: int) -> bytes:
         "content_id": [CONTENT, CONTENT, "other"],
         "transport": [*NAMES, "other"],
         "selection": ["", "", "", SELECTED.selection_id, SELECTED.selection_id, "other"],
-        "runs": [((0, CHUNKS),), ((1, 2), (4, 1)), ((0, 1),) * 100, (), ((3, 9),), ((2**63, 1024),), ((0, 0),)],
+        "runs": [
+            ((0, CHUNKS),),
+            ((1, 2), (4, 1)),
+            ((0, 1),) * 100,
+            (),
+            ((3, 9),),
+            ((2**63, 1024),),
+            ((0, 0),),
+        ],
     }
     if 30 <= kind < 90:
         dialect = DIALECTS[source.choice(NAMES)]
@@ -296,7 +366,10 @@ def _question(source: Source, kind: int) -> bytes:
         selection = source.choice((SELECTED, SELECTED, SELECTED, BEYOND, OTHER))
         blob, at = selection.encode(), source.choice((0, 0, 0, 9))
         piece = blob[at : source.choice((10_000, 10_000, 0, 9, at + source.below(100)))]
-        name, total = source.choice((selection.selection_id,) * 6 + ("other",)), source.choice((len(blob),) * 8 + (9, 0))
+        name, total = (
+            source.choice((selection.selection_id,) * 6 + ("other",)),
+            source.choice((len(blob),) * 8 + (9, 0)),
+        )
         generation = source.choice((GENERATION,) * 6 + (5,))
         said = Select(source.below(2**16), REGISTRATION, generation, name, total, at, piece)
         return frame(codec.encode(said), FRAME_BYTES_MAX)
@@ -340,13 +413,16 @@ def _serve(
     held: frozenset[int] | None,
     memory: ChunkMemory,
 ) -> bool:
-    """Let the lane answer one question, and check the answer. `held`: None once it is fenced. False: it is over."""
+    """Let the lane answer one question, and check the answer. `held`: None once it is fenced.
+    False: it is over.
+    """
     is_selected = SELECTED.selection_id in owner.selections(REGISTRATION)
     try:
         read = _next_read(lane, connection)
         if read is None:
             return False
-        first_send_bytes = 8 if read.request % 2 else FIRST_SEND_BYTES  # so that some chunks go with their digest behind
+        # so that some chunks go with their digest behind
+        first_send_bytes = 8 if read.request % 2 else FIRST_SEND_BYTES
         with (
             patch.object(read_server, "FIRST_SEND_BYTES", first_send_bytes),
             patch.object(tcp_owner, "FIRST_SEND_BYTES", first_send_bytes),
@@ -354,7 +430,9 @@ def _serve(
             ReadServer(lane, connection, owner, owner.sides, 0.0).answer(read)
         if isinstance(read, TransportRequest):
             with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
-                _check_answer(read, hears.receive(codec.FROM_OWNER), lane, owner, memory, held is not None)
+                _check_answer(
+                    read, hears.receive(codec.FROM_OWNER), lane, owner, memory, held is not None
+                )
             return True
     except (ProtocolError, ConnectionLost):
         return False
@@ -366,8 +444,13 @@ def _serve(
             assert held is not None
             assert read.selection in owner.selections(REGISTRATION)
         return True
-    # Of a longer run nothing is expected: where it is not refused, the read itself is, and its runs are not looked at.
-    wanted = [chunk for first, count in read.runs for chunk in range(first, first + min(count, CHUNKS_PER_ACCESS_MAX))]
+    # Of a longer run nothing is expected: where it is not refused, the read itself is, and its runs
+    # are not looked at.
+    wanted = [
+        chunk
+        for first, count in read.runs
+        for chunk in range(first, first + min(count, CHUNKS_PER_ACCESS_MAX))
+    ]
     right = (read.registration, read.generation, read.content_id)
     chunk_of = _selected_chunk if read.selection else _chunk
     count, of = (len(OF), OF) if read.selection else (CHUNKS, [(chunk,) for chunk in range(CHUNKS)])
@@ -430,7 +513,9 @@ def _check_answer(
     memory: ChunkMemory,
     is_held: bool,
 ) -> None:
-    """What an owner says in a transport's dialect: where its memory is to who may know it, and nothing else of it."""
+    """What an owner says in a transport's dialect: where its memory is to who may know it, and
+    nothing else of it.
+    """
     if asked.transport not in NAMES:
         assert isinstance(answer, NotThisWay)
         return

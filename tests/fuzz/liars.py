@@ -1,7 +1,8 @@
-"""Target: workers that mostly say what is their turn to say, with some of it wrong; by the full token and the read-only one.
+"""Target: workers that mostly say what is their turn to say, with some of it wrong; by the full
+token and the read-only one.
 
-What is said at random seldom gets beyond a registration. So a message is made that fits what the coordinator knows, and then
-some of its fields are drawn anew, or another session says it.
+What is said at random seldom gets beyond a registration. So a message is made that fits what the
+coordinator knows, and then some of its fields are drawn anew, or another session says it.
 """
 
 from __future__ import annotations
@@ -97,10 +98,18 @@ class _Peers(Shell):
         read_only = source.byte() < 80
         incarnation = f"{READ_ONLY * read_only}{source.below(4)}"
         self.sessions.append(self.minted)
-        self.step(Connected(self.minted, incarnation, "observer" if source.byte() > 248 else "worker", read_only))
-        endpoints = tuple([Endpoint(each, "x") for each in source.choice((("tcp",), ("tcp", "cma")))])
+        self.step(
+            Connected(
+                self.minted, incarnation, "observer" if source.byte() > 248 else "worker", read_only
+            )
+        )
+        endpoints = tuple(
+            [Endpoint(each, "x") for each in source.choice((("tcp",), ("tcp", "cma")))]
+        )
         where = Location(host=source.choice(("h", "i")))
-        self.step(Received(self.minted, Join(incarnation, where, endpoints, 1, source.choice((0, 2**40)))))
+        self.step(
+            Received(self.minted, Join(incarnation, where, endpoints, 1, source.choice((0, 2**40))))
+        )
 
     def pass_time(self, seconds: float) -> None:
         """Most say heartbeats."""
@@ -126,9 +135,13 @@ class _Peers(Shell):
         return pools_of(self.coordinator, ("r1", "r2", f"{READ_ONLY}x"))
 
     def twisted(self, message: FromWorker) -> FromWorker:
-        """The same with another value of one field, which is true of something else, or of nothing."""
+        """The same with another value of one field, which is true of something else, or of
+        nothing.
+        """
         name, annotation = self.source.choice(FIELDS[type(message)])
-        return dataclasses.replace(message, **{name: self.source.value(annotation, self.pools(), name)})
+        return dataclasses.replace(
+            message, **{name: self.source.value(annotation, self.pools(), name)}
+        )
 
     # -- what is somebody's turn to say
 
@@ -150,10 +163,24 @@ class _Peers(Shell):
         """Mostly about what goes on."""
         worker = session.worker
         members = list(worker.members.values()) if worker is not None else []
-        parts = [word for member in members if member.part is not None for word in self.parts(member.part)]
+        parts = [
+            word
+            for member in members
+            if member.part is not None
+            for word in self.parts(member.part)
+        ]
         calls = [word for member in members if member.part is None for word in self.calls(member)]
-        owners = [word for member in members for holding in member.holdings for word in self.owners(holding)]
-        others = list(self.policies(worker)) if worker is not None and (kind > 228 or not members) else []
+        owners = [
+            word
+            for member in members
+            for holding in member.holdings
+            for word in self.owners(holding)
+        ]
+        others = (
+            list(self.policies(worker))
+            if worker is not None and (kind > 228 or not members)
+            else []
+        )
         if kind < 90 and parts:
             return parts
         if kind < 150 and calls:
@@ -167,11 +194,19 @@ class _Peers(Shell):
             if worker.read_only:
                 yield Register(1, name, "actor", name, 0, 0, 1, *FETCH)
             else:
-                group, rank, ranks = (self.choice("gh"), 0, 1) if number < 2 else ("two", self.below(2), 2)
+                group, rank, ranks = (
+                    (self.choice("gh"), 0, 1) if number < 2 else ("two", self.below(2), 2)
+                )
                 yield Register(1, name, "actor", group, rank, rank, ranks, *USE)
-        for model in self.coordinator.cluster.models.values() if worker.members and not worker.read_only else ():
+        for model in (
+            self.coordinator.cluster.models.values()
+            if worker.members and not worker.read_only
+            else ()
+        ):
             for handover in model.handovers.values():
-                yield Register(1, handover.copy, model.name, handover.copy, 0, handover.shard, 1, *COPY)
+                yield Register(
+                    1, handover.copy, model.name, handover.copy, 0, handover.shard, 1, *COPY
+                )
             yield Retain(1, model.name, self.below(3))
             for number in model.versions:
                 yield Pin(1, f"pin{number}", model.name, number)
@@ -187,19 +222,44 @@ class _Peers(Shell):
         kind = self.choice(FILLS) if member.said.serves else OpKind.FETCH
         if member.said.serves and member.holding is None:
             yield Publish(*me, (group.model.mark or 0) + 1, generation, timeout_s)
-        yield Fill(*me, kind, self.choice(SELECTORS), None, generation, self.flag(), self.rarely(), timeout_s)
+        yield Fill(
+            *me,
+            kind,
+            self.choice(SELECTORS),
+            None,
+            generation,
+            self.flag(),
+            self.rarely(),
+            timeout_s,
+        )
         if self.rarely():
             yield Deregister(1, member.registration, self.flag())
             yield BegunWith(member.registration, DIGESTED)
         held, holding = None, member.holding
         if holding is not None:
             info = holding.version.info
-            content = (info.version, info.content_id, holding.generation, info.world_size, 1, DIGESTED)
+            content = (
+                info.version,
+                info.content_id,
+                holding.generation,
+                info.world_size,
+                1,
+                DIGESTED,
+            )
             held = Held(*content, self.rarely(), self.flag(), self.choice(ROOTS))
         again = Register(
-            1, member.registration, group.model.name, group.name, member.rank, member.shard, group.world_size, *USE
+            1,
+            member.registration,
+            group.model.name,
+            group.name,
+            member.rank,
+            member.shard,
+            group.world_size,
+            *USE,
         )
-        yield dataclasses.replace(again, serves=member.said.serves, manifest=member.said.manifest, held=held)
+        yield dataclasses.replace(
+            again, serves=member.said.serves, manifest=member.said.manifest, held=held
+        )
 
     def parts(self, part: RankPart) -> Iterator[FromWorker]:
         """What a rank says of the operation in which it takes part."""
@@ -216,7 +276,9 @@ class _Peers(Shell):
         for lease in part.leases.values():
             origin = Origin(lease.holding.member.registration, lease.holding.generation)
             yield Compared(key, rank, CHUNKS, (Stray(0, origin),), rereads=self.flag())
-            yield ReadFailed(key, rank, lease.id, self.choice(("lost", "corrupt", "dropped")), "", 0)
+            yield ReadFailed(
+                key, rank, lease.id, self.choice(("lost", "corrupt", "dropped")), "", 0
+            )
         if part.proof.page is not None:
             yield Compared(key, rank, CHUNKS, (), rereads=self.flag())
 
@@ -225,7 +287,9 @@ class _Peers(Shell):
         member, generation = holding.member, holding.generation
         name = member.registration
         if self.below(3) == 0:
-            yield LeaveRequest(self.below(9), name, generation, self.choice((9.0, 60.0)), self.flag(), self.flag())
+            yield LeaveRequest(
+                self.below(9), name, generation, self.choice((9.0, 60.0)), self.flag(), self.flag()
+            )
         yield RetainedAck(name, holding.version.info.content_id, holding.told, member.retained_seq)
         yield Digests(name, generation, CHUNKS, ((0, CHUNKS),), DIGESTS, last=True)
         if holding.leaving or self.rarely():
@@ -237,7 +301,9 @@ class _Peers(Shell):
 
 
 def liars(data: bytes) -> None:
-    """Each step keeps the invariants and the counts, and leaves nobody waiting who can go on; in the end nothing is left."""
+    """Each step keeps the invariants and the counts, and leaves nobody waiting who can go on; in
+    the end nothing is left.
+    """
     peers = _Peers(Source(data))
     for _ in range(STEPS_MAX):
         if not peers.source:
@@ -247,5 +313,7 @@ def liars(data: bytes) -> None:
         invariants.check_counts(peers.coordinator.cluster)
     peers.end()
     cluster, read_only = peers.coordinator.cluster, peers.coordinator.cluster.read_only
-    assert not any((read_only.sessions, read_only.away, read_only.watches, read_only.registrations)), read_only
+    assert not any(
+        (read_only.sessions, read_only.away, read_only.watches, read_only.registrations)
+    ), read_only
     assert not any((cluster.watchers, cluster.undecided))

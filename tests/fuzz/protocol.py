@@ -21,7 +21,13 @@ from tensorhub.protocol.frames import (
     check_preface,
     frame,
 )
-from tensorhub.protocol.handshake import FRAME_BYTES_MAX, NONCE_BYTES, ClientHandshake, Handshake, ServerHandshake
+from tensorhub.protocol.handshake import (
+    FRAME_BYTES_MAX,
+    NONCE_BYTES,
+    ClientHandshake,
+    Handshake,
+    ServerHandshake,
+)
 from tests.fuzz.source import Source
 
 SAMPLED = 32  # one input of so many is measured: that costs much more than decoding it
@@ -43,11 +49,14 @@ def bounded(data: bytes, *, per_byte: int, most: int = 2**18) -> Iterator[None]:
     assert peak < most + per_byte * len(data), f"{peak} bytes for {len(data)}"
 
 
-# ------------------------------------------------------------------------------------------------------------- frames
+# --------------------------------------------------------------------------------------------------
+# frames
 
 
 def frames(data: bytes) -> None:
-    """However a stream is cut into pieces, the same frames come out of it, and no more is held than one frame."""
+    """However a stream is cut into pieces, the same frames come out of it, and no more is held than
+    one frame.
+    """
     source = Source(data)
     frame_bytes_max, piece_bytes = source.choice((1, 5, 300, 2**20)), 1 + source.byte()
     stream = source.rest()
@@ -66,11 +75,14 @@ def _check_prefaces(stream: bytes) -> None:
         except ProtocolError as error:
             refused = True
             assert len(str(error)) < ERROR_CHARS_MAX
-    known = len(PREFACE) if len(stream) >= len(PREFACE) else len(MAGIC)  # half a version says nothing yet
+    # half a version says nothing yet
+    known = len(PREFACE) if len(stream) >= len(PREFACE) else len(MAGIC)
     assert refused or stream[:known] == PREFACE[: min(known, len(stream))]
 
 
-def _decode(stream: bytes, frame_bytes_max: int, piece_bytes: int, key: bytes = b"") -> tuple[list[bytes], bool]:
+def _decode(
+    stream: bytes, frame_bytes_max: int, piece_bytes: int, key: bytes = b""
+) -> tuple[list[bytes], bool]:
     """The frames, and whether the rest of the stream was refused, at its end as well."""
     decoder, found = FrameDecoder(frame_bytes_max), list[bytes]()
     if key:
@@ -106,8 +118,8 @@ KEYS = (b"k" * 32, b"l" * 32)  # of each direction
 
 
 def relays(data: bytes) -> None:
-    """Whatever somebody without the key does to frames with macs: what is taken is their beginning, as they were sent, and
-    whatever else comes is refused, however the stream is cut into pieces.
+    """Whatever somebody without the key does to frames with macs: what is taken is their beginning,
+    as they were sent, and whatever else comes is refused, however the stream is cut into pieces.
     """
     source = Source(data)
     sent = [bytes([n]) * (1 + source.byte() % 40) for n in range(source.below(6))]
@@ -124,7 +136,9 @@ def relays(data: bytes) -> None:
             piece = passed.pop(at)
             if kind == 2 and piece:
                 place = source.below(len(piece))
-                passed.insert(at, piece[:place] + bytes([piece[place] ^ source.byte()]) + piece[place + 1 :])
+                passed.insert(
+                    at, piece[:place] + bytes([piece[place] ^ source.byte()]) + piece[place + 1 :]
+                )
             elif kind == 3:
                 passed.insert(source.below(len(passed) + 1), piece)
             elif kind == 4:
@@ -144,7 +158,8 @@ def _sealed(bodies: list[bytes], key: bytes) -> list[bytes]:
     return [encoder.frames(body) for body in bodies]
 
 
-# -------------------------------------------------------------------------------------------------------------- codec
+# --------------------------------------------------------------------------------------------------
+# codec
 
 VOCABULARIES: tuple[codec.Vocabulary[Any], ...] = (
     codec.ANYTHING,
@@ -159,12 +174,15 @@ VOCABULARIES: tuple[codec.Vocabulary[Any], ...] = (
 
 
 def bodies(data: bytes) -> None:
-    """A frame's body is a message that can be said again, or a ProtocolError that repeats little of it."""
+    """A frame's body is a message that can be said again, or a ProtocolError that repeats little of
+    it.
+    """
     source = Source(data)
     allowed = source.choice(VOCABULARIES)
     body = source.rest()
     try:
-        # A record of a few empty arrays takes one byte on the wire for each, and a Python object here.
+        # A record of a few empty arrays takes one byte on the wire for each, and a Python object
+        # here.
         with bounded(data, per_byte=400):
             message = codec.decode(body, allowed)
     except ProtocolError as error:
@@ -177,7 +195,9 @@ def bodies(data: bytes) -> None:
 
 
 def messages(data: bytes) -> None:
-    """A message of any values that its annotations allow is heard as it was said; damaged, it is refused or another one."""
+    """A message of any values that its annotations allow is heard as it was said; damaged, it is
+    refused or another one.
+    """
     source = Source(data)
     kind = source.choice(sorted(codec.ANYTHING.forms, key=lambda kind: kind.__name__))
     message = source.value(kind)
@@ -189,7 +209,8 @@ def messages(data: bytes) -> None:
     bodies(b"\0" + bytes(damaged))
 
 
-# ---------------------------------------------------------------------------------------------------------- handshake
+# --------------------------------------------------------------------------------------------------
+# handshake
 
 SECRET = b"that the fuzzer does not know"
 OTHERS = (b"", b"guess", SECRET[:-1])
@@ -199,7 +220,9 @@ def _nonce(number: int) -> bytes:
     return bytes([number]) * NONCE_BYTES
 
 
-def _recorded(secret: bytes, number: int, client_role: str = "worker", server_role: str = "coordinator") -> list[bytes]:
+def _recorded(
+    secret: bytes, number: int, client_role: str = "worker", server_role: str = "coordinator"
+) -> list[bytes]:
     """All that both sides have said in an honest handshake, frame by frame."""
     client = ClientHandshake(client_role, f"client-{number}", secret, _nonce(number))
     server = ServerHandshake(server_role, f"server-{number}", [secret], _nonce(number + 100))
@@ -211,7 +234,10 @@ def _recorded(secret: bytes, number: int, client_role: str = "worker", server_ro
                 said.append(PREFACE)
                 data = data[len(PREFACE) :]
                 other.receive_data(PREFACE)
-            said += [frame(body, FRAME_BYTES_MAX) for body in _decode(data, FRAME_BYTES_MAX, 1 + len(data))[0]]
+            said += [
+                frame(body, FRAME_BYTES_MAX)
+                for body in _decode(data, FRAME_BYTES_MAX, 1 + len(data))[0]
+            ]
             other.receive_data(data)
     return said
 
@@ -229,7 +255,9 @@ HEARD: list[bytes] = [
 
 
 def handshakes(data: bytes) -> None:
-    """Whatever is said, replayed, reflected or reordered: without the secret nobody is let in, nor believed."""
+    """Whatever is said, replayed, reflected or reordered: without the secret nobody is let in, nor
+    believed.
+    """
     source = Source(data)
     is_server = source.flag()
     victim, oracle = (
@@ -238,7 +266,12 @@ def handshakes(data: bytes) -> None:
     )  # the oracle cannot be used to relay: it is of the same side
     said: list[bytes] = []
     while source:
-        said = [*HEARD, *_frames_of(victim.data_to_send()), *_frames_of(oracle.data_to_send()), *said][:200]
+        said = [
+            *HEARD,
+            *_frames_of(victim.data_to_send()),
+            *_frames_of(oracle.data_to_send()),
+            *said,
+        ][:200]
         kind = source.byte()
         piece = said[kind] if kind < len(said) else source.blob(200)
         party = oracle if source.byte() > 200 else victim
@@ -252,12 +285,17 @@ def handshakes(data: bytes) -> None:
 
 def _party(is_server: bool, number: int) -> Handshake[Any]:
     if is_server:
-        return ServerHandshake("coordinator", f"server-{number}", [b"another", SECRET], _nonce(number))
+        return ServerHandshake(
+            "coordinator", f"server-{number}", [b"another", SECRET], _nonce(number)
+        )
     return ClientHandshake("worker", f"client-{number}", SECRET, _nonce(number))
 
 
 def _frames_of(data: bytes) -> list[bytes]:
-    return [frame(body, FRAME_BYTES_MAX) for body in _decode(data.removeprefix(PREFACE), FRAME_BYTES_MAX, 1 + len(data))[0]]
+    return [
+        frame(body, FRAME_BYTES_MAX)
+        for body in _decode(data.removeprefix(PREFACE), FRAME_BYTES_MAX, 1 + len(data))[0]
+    ]
 
 
 def _hear(party: Handshake[Any], piece: bytes, source: Source) -> None:

@@ -1,7 +1,8 @@
 """Values out of bytes: how a fuzzer's input becomes messages, choices and numbers.
 
-The same bytes give the same values, whoever chose them: Hypothesis, libFuzzer or a file of the corpus. Each draw takes few
-bytes, so that a mutation changes little of what follows; past the end everything is its least.
+The same bytes give the same values, whoever chose them: Hypothesis, libFuzzer or a file of the
+corpus. Each draw takes few bytes, so that a mutation changes little of what follows; past the end
+everything is its least.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class Source:
             return TEXTS[kind][:most]
         return self.blob(min(most, 40)).decode("utf-8", "replace")
 
-    def value(self, annotation: Any, pools: Mapping[str, Sequence[Any]] | None = None, name: str = "") -> Any:
+    def value(
+        self, annotation: Any, pools: Mapping[str, Sequence[Any]] | None = None, name: str = ""
+    ) -> Any:
         """What that annotation allows. `pools`: what a field of that name mostly is."""
         return drawer(annotation)(self, pools or {}, name)
 
@@ -127,7 +130,9 @@ def _drawer(annotation: Any) -> Drawer:
         int: lambda source, pools, name: source.number(least, top),
         float: lambda source, pools, name: (0.0, 0.5, 60.0, float(top))[source.below(4)],
         str: lambda source, pools, name: (
-            printable(source.text(most)).replace("\n", " ")[:most] if is_printable else source.text(most)
+            printable(source.text(most)).replace("\n", " ")[:most]
+            if is_printable
+            else source.text(most)
         ),
         bytes: lambda source, pools, name: source.blob(most),
     }
@@ -149,4 +154,6 @@ def _drawer(annotation: Any) -> Drawer:
         return lambda source, pools, name: source.choice(members)
     hints = typing.get_type_hints(annotation, include_extras=True)
     fields = [(field.name, drawer(hints[field.name])) for field in dataclasses.fields(annotation)]
-    return lambda source, pools, name: annotation(**{field: draw(source, pools, field) for field, draw in fields})
+    return lambda source, pools, name: annotation(
+        **{field: draw(source, pools, field) for field, draw in fields}
+    )

@@ -30,7 +30,16 @@ from tensorhub.transport.peers import Peer, Peers
 from tensorhub.transport.registry import Local
 from tensorhub.transport.tcp import TcpChannel
 from tensorhub.types import Incarnation, LeaseId, Options
-from tests.fuzz.lanes import ANSWERS, CONTENT, GENERATION, GRANT, REGISTRATION, RIGHT, _connected, _Nobody
+from tests.fuzz.lanes import (
+    ANSWERS,
+    CONTENT,
+    GENERATION,
+    GRANT,
+    REGISTRATION,
+    RIGHT,
+    _connected,
+    _Nobody,
+)
 from tests.fuzz.source import Source
 
 ROWS, ROW_BYTES = 12, 1000
@@ -46,7 +55,9 @@ GAP, CANARY = 3, 0xA5  # what lies between the runs of the reader's chunks, and 
 
 
 def strides(data: bytes) -> None:
-    """Whatever a source answers: nothing is written beside the chunks, and only what has its digest is offered to others."""
+    """Whatever a source answers: nothing is written beside the chunks, and only what has its digest
+    is offered to others.
+    """
     source = Source(data)
     manifest, part = _reading()
     array = bytearray([CANARY]) * manifest.regions[0].nbytes
@@ -59,16 +70,26 @@ def strides(data: bytes) -> None:
     peers.close()
     with _connected() as (connection, theirs):
 
-        def open_channel(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
-            client = ReadClient(peers, Peer(connection, "", RIGHT.incarnation, b"", is_local=True), RIGHT, cutter)
+        def open_channel(
+            grant: Grant, destination: Destination, cutter: Cutter, left: int
+        ) -> Opened:
+            client = ReadClient(
+                peers, Peer(connection, "", RIGHT.incarnation, b"", is_local=True), RIGHT, cutter
+            )
             return Opened("any", TcpChannel(client, destination), batch_bytes=batch_bytes)
 
         batch_bytes = source.choice((1, 60, 10**6))
-        runner = PullRunner(memory, owner, REGISTRATION, GENERATION, open_channel, selections={name: part})
+        runner = PullRunner(
+            memory, owner, REGISTRATION, GENERATION, open_channel, selections={name: part}
+        )
         runner._wakeup = _Nobody()  # type: ignore[assignment]  # no loop waits here
         lease = LeaseId(grant.lease)
         lane = SourceLane(
-            grant, lease, Origin(grant.registration, grant.generation), Requests(runner._pull, lease), part.chunks
+            grant,
+            lease,
+            Origin(grant.registration, grant.generation),
+            Requests(runner._pull, lease),
+            part.chunks,
         )
         runner._pull.add_source(lease, source.flag(), part.chunks)
         runner._lanes[lease] = lane
@@ -85,21 +106,32 @@ def _check(runner: PullRunner, owner: SharedOwner, memory: ChunkMemory, array: b
     verified = [chunk for chunk, is_verified in enumerate(pull.verified) if is_verified]
     for chunk in verified:
         held = b"".join([bytes(view) for views in memory.outgoing(chunk) for view in views])
-        assert owner._owner.digest(REGISTRATION, GENERATION, chunk) == xxhash.xxh3_64_intdigest(held)
-    available = {chunk for first, count in owner.has(REGISTRATION, GENERATION, 9) for chunk in range(first, first + count)}
+        assert owner._owner.digest(REGISTRATION, GENERATION, chunk) == xxhash.xxh3_64_intdigest(
+            held
+        )
+    available = {
+        chunk
+        for first, count in owner.has(REGISTRATION, GENERATION, 9)
+        for chunk in range(first, first + count)
+    }
     assert available == set(verified)
     strips = [strip for strips in _reading()[0].reading.places for strip in strips]
     mine = {at + n for strip in strips for _, at in strip.places() for n in range(strip.run)}
-    assert all(byte == CANARY for at, byte in enumerate(array) if at not in mine), "bytes beside the chunks were written"
+    assert all(byte == CANARY for at, byte in enumerate(array) if at not in mine), (
+        "bytes beside the chunks were written"
+    )
     owner.check_invariants()
 
 
-# --------------------------------------------------------------------------------------------------- what there is
+# --------------------------------------------------------------------------------------------------
+# what there is
 
 
 @functools.cache
 def _published() -> Manifest:
-    tensors = [TensorDescription(f"t{n}", "uint8", (size,), n << 40, size) for n, size in enumerate(SIZES)]
+    tensors = [
+        TensorDescription(f"t{n}", "uint8", (size,), n << 40, size) for n, size in enumerate(SIZES)
+    ]
     return build_manifest(tensors, 4096, "xxh3-64")
 
 
@@ -123,14 +155,19 @@ def _reading() -> tuple[ReshardedManifest, Part]:
         places.append(tuple(strips))
     own = build_manifest([TensorDescription("w", "uint8", (at,), 0, at)], 4096, "xxh3-64")
     part = Part(0, (0,), SELECTED, tuple(range(len(places))))
-    return resharded(own, "xxh3-64", 4096, Reading(tuple(places), SELECTED.sizes, (part,)), "grid"), part
+    return resharded(
+        own, "xxh3-64", 4096, Reading(tuple(places), SELECTED.sizes, (part,)), "grid"
+    ), part
 
 
-# ---------------------------------------------------------------------------------------------------- what is said
+# --------------------------------------------------------------------------------------------------
+# what is said
 
 
 def _answers(source: Source) -> Iterator[bytes]:
-    """Chunks with their bytes: those that were asked for, or others; whole, longer or shorter; with any digest."""
+    """Chunks with their bytes: those that were asked for, or others; whole, longer or shorter; with
+    any digest.
+    """
     memory = _held().selected(SELECTED)
     count, request, said = len(memory.sizes), 0, 0
     pools: dict[str, list[Any]] = {"request": [0, 1, 2, 3], "reason": ["gone"]}
@@ -151,9 +188,15 @@ def _answers(source: Source) -> Iterator[bytes]:
             if len(numbers) > 1:
                 payload = bytearray(b"".join([_payload(memory, each) for each in numbers]))
             if kind % 2 and len(numbers) == 1:
-                part = _frame(ChunkFollows(request, chunk)) + payload + _frame(ChunkDigest(request, digest))
+                part = (
+                    _frame(ChunkFollows(request, chunk))
+                    + payload
+                    + _frame(ChunkDigest(request, digest))
+                )
             else:
-                named = [(each, digest if each == chunk else memory.digest(each)) for each in numbers]
+                named = [
+                    (each, digest if each == chunk else memory.digest(each)) for each in numbers
+                ]
                 part = _frame(ChunksFollow(request, tuple(named))) + payload
             request += 1
         elif kind < 240:

@@ -13,7 +13,9 @@ CORPUS = Path(__file__).with_name("corpus")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`share`: of all inputs, in thousandths; what is slower gets fewer. `bytes_max`: of one input."""
+    """`share`: of all inputs, in thousandths; what is slower gets fewer. `bytes_max`: of one
+    input.
+    """
 
     run: Callable[[bytes], None]
     share: int

@@ -32,7 +32,10 @@ def written(state_dir: Path) -> Path:
         ("UPDATE publications SET world_size = 0", "world_size: 0 is not from 1"),
         ("UPDATE publications SET content_id = x'00ff'", "content_id"),
         ("UPDATE models SET mark = 2", "version 3 of 'm' is beyond its model's mark"),
-        ("UPDATE publications SET manifest_ids = zeroblob(31)", "the ids of the manifests of version 3 of 'm' are cut"),
+        (
+            "UPDATE publications SET manifest_ids = zeroblob(31)",
+            "the ids of the manifests of version 3 of 'm' are cut",
+        ),
         ("UPDATE models SET retain = -1", "retain: -1 is not from 0"),
         ("DELETE FROM models", "of 'm' only versions are there"),
         ("UPDATE publications SET model = CAST(x'ff' AS TEXT)", "UTF-8"),
@@ -41,7 +44,9 @@ def written(state_dir: Path) -> Path:
         ("UPDATE cluster SET id = x'00'", "damaged"),
     ],
 )
-async def test_a_store_with_other_values_in_it_says_so(change: str, says: str, tmp_path: Path) -> None:
+async def test_a_store_with_other_values_in_it_says_so(
+    change: str, says: str, tmp_path: Path
+) -> None:
     with sqlite3.connect(written(tmp_path)) as db:
         db.execute(change)
     db.close()

@@ -1,4 +1,6 @@
-"""The targets on inputs that Hypothesis draws, and on every input of the corpus: what was found once stays found."""
+"""The targets on inputs that Hypothesis draws, and on every input of the corpus: what was found
+once stays found.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_whatever_comes(name: str) -> None:
 
 @pytest.mark.parametrize("per_step", [None, 3])
 def test_liars_who_talk_for_long(per_step: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Hypothesis draws is over before much is published or read. `per_step`: how little a step does at most (G7)."""
+    """What Hypothesis draws is over before much is published or read. `per_step`: how little a step
+    does at most (G7).
+    """
     if per_step is not None:
         for name in ("WOKEN_PER_STEP", "TIMERS_PER_STEP", "NOTED_PER_STEP"):
             monkeypatch.setattr(limits, name, per_step)
@@ -54,4 +58,6 @@ def test_the_corpus(name: str) -> None:
 
 def test_the_corpus_is_small_and_of_targets() -> None:
     assert {path.name for path in CORPUS.iterdir()} == set(TARGETS)
-    assert sum(path.stat().st_size for path in CORPUS.rglob("*") if path.is_file()) < CORPUS_BYTES_MAX
+    assert (
+        sum(path.stat().st_size for path in CORPUS.rglob("*") if path.is_file()) < CORPUS_BYTES_MAX
+    )

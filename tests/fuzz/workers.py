@@ -1,4 +1,6 @@
-"""Targets: what a coordinator may say to a worker's rank, in any order, whatever the rank is doing."""
+"""Targets: what a coordinator may say to a worker's rank, in any order, whatever the rank is
+doing.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ from tensorhub.worker.registration_session import Shard
 from tests.fuzz.source import Source
 
 STEPS_MAX = 300
-MANIFEST = build_manifest([TensorDescription("w", "uint8", (3, 4096), 0, 3 * 4096)], 4096, "xxh3-64")
+MANIFEST = build_manifest(
+    [TensorDescription("w", "uint8", (3, 4096), 0, 3 * 4096)], 4096, "xxh3-64"
+)
 OTHER = build_manifest([TensorDescription("v", "uint8", (1,), 0, 1)], 4096, "none")
 KINDS = sorted(typing.get_args(ToRank), key=lambda kind: kind.__name__)
 REGISTRATION = RegistrationId("r")
@@ -65,13 +69,24 @@ CALLS: tuple[Call, ...] = (
     CloseCall(abandon=True),
 )
 GRANTS = [
-    Grant(lease, "source", "source.1", "s", 5, (Endpoint("tcp", "tcp://127.0.0.1:1"),), Location(host="h"), complete)
+    Grant(
+        lease,
+        "source",
+        "source.1",
+        "s",
+        5,
+        (Endpoint("tcp", "tcp://127.0.0.1:1"),),
+        Location(host="h"),
+        complete,
+    )
     for lease, complete in (("l1", True), ("l2", False), ("l1", False))
 ]
 
 
 class _Shell:
-    """What drives a rank's machine, as `runtime.worker.handle` does, over the real owner and the real books of a pull."""
+    """What drives a rank's machine, as `runtime.worker.handle` does, over the real owner and the
+    real books of a pull.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -79,9 +94,14 @@ class _Shell:
         self.requests = itertools.count(1)
         self.asked = [0]
         generations = itertools.count(1)
-        shard = Shard(REGISTRATION, "actor", "g", 0, source.choice((1, 2)), source.flag(), "", MANIFEST, 0)
+        shard = Shard(
+            REGISTRATION, "actor", "g", 0, source.choice((1, 2)), source.flag(), "", MANIFEST, 0
+        )
         self.member = Member(
-            shard, requests=self.new_request, generations=lambda: next(generations), manifests=dict[str, Manifest]()
+            shard,
+            requests=self.new_request,
+            generations=lambda: next(generations),
+            manifests=dict[str, Manifest](),
         )
         self.owner = Owner()
         self.pull: Pull | None = None
@@ -117,7 +137,9 @@ class _Shell:
             case OpenGeneration():
                 sizes = [chunk.nbytes for chunk in action.manifest.chunks]
                 content_id = ContentId(action.content_id)
-                self.owner.open(REGISTRATION, action.generation, content_id, sizes, complete=action.complete)
+                self.owner.open(
+                    REGISTRATION, action.generation, content_id, sizes, complete=action.complete
+                )
             case ReopenGeneration():
                 self.owner.reopen(REGISTRATION, action.generation)
             case Fence():
@@ -131,7 +153,9 @@ class _Shell:
                 self.staged = action.staged
                 for grant in action.grants:
                     self.pull.add_source(LeaseId(grant.lease), grant.complete)
-            case AddPullSource() if self.pull is not None and LeaseId(action.grant.lease) not in self.pull._sources:
+            case AddPullSource() if (
+                self.pull is not None and LeaseId(action.grant.lease) not in self.pull._sources
+            ):
                 self.pull.add_source(LeaseId(action.grant.lease), action.grant.complete)
             case DropPullSource() if self.pull is not None:
                 self.pull.drop_source(LeaseId(action.lease))
@@ -146,7 +170,9 @@ class _Shell:
                 pass
 
     def _say(self, message: FromWorker) -> None:
-        """A number that leaves no room for the next one cannot be said: that costs the coordinator its connection."""
+        """A number that leaves no room for the next one cannot be said: that costs the coordinator
+        its connection.
+        """
         try:
             codec.decode(codec.encode(message), codec.FROM_WORKER)
         except ProtocolError as error:
@@ -163,7 +189,9 @@ class _Shell:
 
     def _pools(self) -> dict[str, list[Any]]:
         ids = ["c1", "c2"]
-        versions = [VersionInfo("actor", number, ids[number % 2], 3 * 4096, 1) for number in (1, 2, 3)]
+        versions = [
+            VersionInfo("actor", number, ids[number % 2], 3 * 4096, 1) for number in (1, 2, 3)
+        ]
         return {
             "request": self.asked[-4:],
             "registration": [REGISTRATION],
@@ -206,7 +234,9 @@ class _Shell:
             self.apply(member.copied(frozenset(range(self.source.below(4))), now))
         elif self.hooks:
             self.hooks -= 1
-            self.apply(member.hook_returned(StateError("no") if self.source.byte() > 220 else None, now))
+            self.apply(
+                member.hook_returned(StateError("no") if self.source.byte() > 220 else None, now)
+            )
         elif self.pull is not None:
             self._read(self.pull)
 
@@ -224,7 +254,11 @@ class _Shell:
                 with contextlib.suppress(Exception):  # no source of this pull
                     pull.lane_ended(lease)
             reason = self.source.choice(("lost", "corrupt", "dropped"))
-            self.apply(self.member.source_failed(lease, reason, "", self.now, chunk=0 if reason == "corrupt" else None))
+            self.apply(
+                self.member.source_failed(
+                    lease, reason, "", self.now, chunk=0 if reason == "corrupt" else None
+                )
+            )
 
     def any_step(self) -> None:
         kind, member = self.source.byte(), self.member
@@ -251,7 +285,11 @@ class _Shell:
         else:
             changed = self.source.choice((True, False, None))
             generation = self.source.below(8)
-            self.apply(member.digested_again("i", generation, changed, IntegrityError("it has changed"), self.now))
+            self.apply(
+                member.digested_again(
+                    "i", generation, changed, IntegrityError("it has changed"), self.now
+                )
+            )
 
     def end(self) -> None:
         """The coordinator falls silent: whatever it has said, each call ends by its deadline."""
@@ -269,7 +307,9 @@ class _Shell:
 
 
 def ranks(data: bytes) -> None:
-    """What a coordinator says that cannot be is a ProtocolError, or changes nothing; no call waits for it for ever."""
+    """What a coordinator says that cannot be is a ProtocolError, or changes nothing; no call waits
+    for it for ever.
+    """
     shell = _Shell(Source(data))
     shell.apply(shell.member.connected(0.0))
     for _ in range(STEPS_MAX):

@@ -1,1 +1,3 @@
-"""Tests of what `tensorhub.integrations` does without a framework; tests/frameworks has the others."""
+"""Tests of what `tensorhub.integrations` does without a framework; tests/frameworks has the
+others.
+"""

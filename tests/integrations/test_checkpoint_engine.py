@@ -1,4 +1,6 @@
-"""Who meets where, under which number, and what is refused: the part of verl's and NeMo-RL's engines that needs neither."""
+"""Who meets where, under which number, and what is refused: the part of verl's and NeMo-RL's
+engines that needs neither.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def update(sender: Exchange, receiver: Exchange, value: float, version: int | No
     return anyio.run(received, receiver, version)
 
 
-def test_without_an_address_the_sender_runs_a_coordinator_whose_token_goes_with_it(make: Make) -> None:
+def test_without_an_address_the_sender_runs_a_coordinator_whose_token_goes_with_it(
+    make: Make,
+) -> None:
     sender, receiver = make(), make()
     for version in (1, 2, None, None):
         value = 1.5 if version is None else float(version)
@@ -79,21 +83,30 @@ def test_without_an_address_the_sender_runs_a_coordinator_whose_token_goes_with_
 def test_an_address_is_taken_from_the_settings_or_the_environment(
     make: Make, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert make(address=address).prepare()[KEY] == {"address": address, "token": None, "mark": None, "held": None}
+    assert make(address=address).prepare()[KEY] == {
+        "address": address,
+        "token": None,
+        "mark": None,
+        "held": None,
+    }
     monkeypatch.setenv("TENSORHUB_ADDRESS", address)
     sender = make()
     assert update(sender, make(), 3.0, 3) == [3.0, 3.0]
     assert sender.prepare()[KEY]["address"] == address
 
 
-def test_a_number_that_was_used_before_the_update_is_refused_by_who_receives(make: Make, address: str) -> None:
+def test_a_number_that_was_used_before_the_update_is_refused_by_who_receives(
+    make: Make, address: str
+) -> None:
     old, receiver = make(address=address), make(address=address)
     assert update(old, receiver, 5.0, 5) == [5.0, 5.0]
     new = make(address=address)  # of another run, which begins at 1 again
     for version in (1, 5):
         with pytest.raises(VersionConflict):
             update(new, receiver, 1.0, version)
-        with pytest.raises(VersionConflict, match=r"older than this update: 5 was published before"):
+        with pytest.raises(
+            VersionConflict, match=r"older than this update: 5 was published before"
+        ):
             anyio.run(received, receiver, version)
     assert update(new, receiver, 6.0, None) == [6.0, 6.0]
 
@@ -120,7 +133,9 @@ def test_a_sender_that_was_closed_begins_anew(make: Make) -> None:
 
 def test_who_does_not_send_leaves_what_its_own_prepare_has_opened(make: Make) -> None:
     def threads() -> list[str]:
-        return sorted(each.name for each in threading.enumerate() if each.name.startswith("tensorhub-"))
+        return sorted(
+            each.name for each in threading.enumerate() if each.name.startswith("tensorhub-")
+        )
 
     sender = make()
     meeting, opened = sender.prepare(), threads()
@@ -131,7 +146,9 @@ def test_who_does_not_send_leaves_what_its_own_prepare_has_opened(make: Make) ->
         assert threads() == opened
 
 
-def test_a_coordinator_that_is_given_by_its_address_is_joined_by_a_token_file(make: Make, tmp_path: Path) -> None:
+def test_a_coordinator_that_is_given_by_its_address_is_joined_by_a_token_file(
+    make: Make, tmp_path: Path
+) -> None:
     token = tmp_path / "token"
     token.touch(mode=0o600)
     token.write_text("a secret that only this cluster has")
@@ -152,7 +169,9 @@ def test_a_coordinator_that_is_given_by_its_address_is_joined_by_a_token_file(ma
         ({"device": "cuda:99"}, "cuda:99"),
     ],
 )
-def test_each_setting_reaches_both_sides(make: Make, address: str, setting: dict[str, Any], said: str) -> None:
+def test_each_setting_reaches_both_sides(
+    make: Make, address: str, setting: dict[str, Any], said: str
+) -> None:
     """One that cannot be used is refused by either."""
 
     def publish(exchange: Exchange) -> None:
@@ -183,7 +202,9 @@ def test_who_waits_for_an_update_is_let_go_by_the_next_one_or_the_deadline(make:
         async with anyio.create_task_group() as tasks:
 
             async def first() -> None:
-                with pytest.raises(StateError, match="to version 1 was given up here: a later one has begun"):
+                with pytest.raises(
+                    StateError, match="to version 1 was given up here: a later one has begun"
+                ):
                     await anext(found)
 
             tasks.start_soon(first)
@@ -201,7 +222,9 @@ def test_an_update_that_ends_late_does_not_forget_the_one_that_has_begun(make: M
     meeting = sender.prepare()
 
     async def second() -> None:
-        with pytest.raises(StateError, match="to version 3 was given up here: a later one has begun"):
+        with pytest.raises(
+            StateError, match="to version 3 was given up here: a later one has begun"
+        ):
             await received(receiver, 3)
 
     async def run() -> None:
@@ -249,15 +272,24 @@ def test_calls_in_the_wrong_order_say_what_comes_first(make: Make) -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"adress": "tcp://127.0.0.1:1"}, r"no setting 'adress' \(did you mean 'address'\?\); there are host, address,"),
-        ({"address": "host:1"}, r"'host:1' is not .* give \"tcp://HOST:PORT\", or \"ray-actor://NAME\""),
+        (
+            {"adress": "tcp://127.0.0.1:1"},
+            r"no setting 'adress' \(did you mean 'address'\?\); there are host, address,",
+        ),
+        (
+            {"address": "host:1"},
+            r"'host:1' is not .* give \"tcp://HOST:PORT\", or \"ray-actor://NAME\"",
+        ),
         ({"timeout_s": "soon"}, "timeout_s='soon': give seconds"),
         ({"model": ""}, "cannot name a model"),
         ({"device": "gpu"}, "device='gpu': give 'cpu', or 'cuda'"),
         ({"transports": "tcp"}, r"transports='tcp': give a list"),
         ({"options": 5}, "options=5: give values by their names"),
         ({"options": {"chunk_bytes": 1}}, "chunk_bytes = 1: give 4096"),
-        ({"options": {"host_memory": 1}}, r"no option 'host_memory' \(did you mean 'host_memory_bytes'\?\)"),
+        (
+            {"options": {"host_memory": 1}},
+            r"no option 'host_memory' \(did you mean 'host_memory_bytes'\?\)",
+        ),
     ],
 )
 def test_settings_that_cannot_be_used_are_named_before_the_first_update(

@@ -22,7 +22,9 @@ class Method:
 
 
 class Layer(nn.Module):
-    def __init__(self, process: Callable[[Any], object], dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, process: Callable[[Any], object], dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(SHAPE).to(dtype), requires_grad=False)
         self.register_buffer("scale", torch.ones(2))
@@ -89,18 +91,32 @@ def process(layer: Any) -> None:
     layer.quant_method.process_weights_after_loading(layer)
 
 
-CHANGES = [swap_halves, transpose, turn, add, remove, scale, derive, derive_for_method, derive_again]
+CHANGES = [
+    swap_halves,
+    transpose,
+    turn,
+    add,
+    remove,
+    scale,
+    derive,
+    derive_for_method,
+    derive_again,
+]
 
 
 @pytest.mark.parametrize("change", [*CHANGES, enclose, enclose_as_default])
-def test_what_is_changed_is_found_and_the_layer_is_untouched(change: Callable[[Any], object]) -> None:
+def test_what_is_changed_is_found_and_the_layer_is_untouched(
+    change: Callable[[Any], object],
+) -> None:
     layer = Layer(change)
     layer.kept = torch.ones(SHAPE)
     before = {name: (id(tensor), tensor.clone()) for name, tensor in own_tensors(layer).items()}
     attributes = set(layer.__dict__)
     assert not leaves_bytes(layer, own_tensors(layer), process)
     assert set(layer.__dict__) == attributes
-    assert {name: id(tensor) for name, tensor in own_tensors(layer).items()} == {n: each[0] for n, each in before.items()}
+    assert {name: id(tensor) for name, tensor in own_tensors(layer).items()} == {
+        n: each[0] for n, each in before.items()
+    }
     assert all(torch.equal(tensor, before[name][1]) for name, tensor in own_tensors(layer).items())
 
 

@@ -1,4 +1,6 @@
-"""What the recorder says of a loader, filled by real hubs, is byte for byte what the loader itself does."""
+"""What the recorder says of a loader, filled by real hubs, is byte for byte what the loader itself
+does.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,17 @@ Specs = dict[str, tuple[str, tuple[int, ...]]]
 
 
 class Loading(nn.Module):
-    """Parameters by name, and a loader of vLLM's kind: whatever `loaders` says of a published name."""
+    """Parameters by name, and a loader of vLLM's kind: whatever `loaders` says of a published
+    name.
+    """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], loaders: Mapping[str, Callable[..., object]]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], loaders: Mapping[str, Callable[..., object]]
+    ) -> None:
         super().__init__()
-        self.tensors = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in parameters.items()}
+        self.tensors = {
+            name: nn.Parameter(tensor, requires_grad=False) for name, tensor in parameters.items()
+        }
         self.loaders = loaders
 
     def load_weights(self, weights: Pairs) -> None:
@@ -51,17 +59,25 @@ def specs(**shapes: tuple[int, ...]) -> Specs:
 
 def values(published: Specs) -> dict[str, torch.Tensor]:
     torch.manual_seed(7)
-    return {name: torch.randn(shape).to(getattr(torch, dtype)) for name, (dtype, shape) in published.items()}
+    return {
+        name: torch.randn(shape).to(getattr(torch, dtype))
+        for name, (dtype, shape) in published.items()
+    }
 
 
 def recorded(model: Loading, published: Specs, device: str = "meta") -> Recording:
-    parameters = {name: nn.Parameter(each.to(device), requires_grad=False) for name, each in model.tensors.items()}
+    parameters = {
+        name: nn.Parameter(each.to(device), requires_grad=False)
+        for name, each in model.tensors.items()
+    }
     found = record(Loading(parameters, model.loaders).load_weights, parameters, published)
     assert not found.computed
     return found
 
 
-def filled(model: Loading, found: Recording, checkpoint: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def filled(
+    model: Loading, found: Recording, checkpoint: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The parameters as the recording fills them, out of the memory of a publisher."""
     tensors = {name: torch.full_like(tensor.data, 77) for name, tensor in model.tensors.items()}
     for name, place, value in found.filled:
@@ -102,8 +118,12 @@ def test_fused_and_sharded_parameters() -> None:
         "down": columns("down", 0, 6, of=6, dim=1),
         "norm": whole("norm"),
     }
-    model = Loading({"qkv": bf16(16, 4), "gate_up": bf16(12, 4), "down": bf16(4, 6), "norm": bf16(4)}, loaders)
-    published = specs(q=(16, 4), k=(8, 4), v=(8, 4), gate=(12, 4), up=(12, 4), down=(4, 12), norm=(4,))
+    model = Loading(
+        {"qkv": bf16(16, 4), "gate_up": bf16(12, 4), "down": bf16(4, 6), "norm": bf16(4)}, loaders
+    )
+    published = specs(
+        q=(16, 4), k=(8, 4), v=(8, 4), gate=(12, 4), up=(12, 4), down=(4, 12), norm=(4,)
+    )
     found = check(model, published)
     assert not found.gaps
     assert not found.unread
@@ -128,20 +148,29 @@ def test_stacked_experts_one_by_one_and_as_one_transposed_tensor() -> None:
         tensors["w2"].data.copy_(loaded.transpose(-1, -2).narrow(2, 3, 3))
 
     halves = [(number, half) for number in range(4) for half in (0, 1)]
-    loaders: dict[str, Callable[..., object]] = {f"{number}.{half}": expert(number, half) for number, half in halves}
+    loaders: dict[str, Callable[..., object]] = {
+        f"{number}.{half}": expert(number, half) for number, half in halves
+    }
     published = dict.fromkeys(loaders, ("bfloat16", (6, 4))) | specs(down=(4, 6, 5))
-    found = check(Loading({"w13": bf16(4, 6, 4), "w2": bf16(4, 5, 3)}, {**loaders, "down": stacked}), published)
+    found = check(
+        Loading({"w13": bf16(4, 6, 4), "w2": bf16(4, 5, 3)}, {**loaders, "down": stacked}),
+        published,
+    )
     assert not found.gaps
     assert len(found.sources["w13"]) == 8
     assert len(found.sources["w2"]) == 1
 
 
 def test_views_that_split_and_join_dimensions() -> None:
-    """Megatron's interleaved qkv: rows are (heads, 3, size); and a published matrix that is a vector here."""
+    """Megatron's interleaved qkv: rows are (heads, 3, size); and a published matrix that is a
+    vector here.
+    """
 
     def interleaved(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
         for part in range(3):
-            tensors["qkv"].data.narrow(0, 8 * part, 8).copy_(loaded.view(2, 3, 4, 5)[:, part].reshape(8, 5))
+            tensors["qkv"].data.narrow(0, 8 * part, 8).copy_(
+                loaded.view(2, 3, 4, 5)[:, part].reshape(8, 5)
+            )
 
     def split(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
         tensors["qkv"].data.view(3, 2, 4, 5).copy_(loaded.view(2, 3, 4, 5).transpose(0, 1))
@@ -153,7 +182,8 @@ def test_views_that_split_and_join_dimensions() -> None:
     check(Loading({"qkv": bf16(24, 5), "flat": bf16(12)}, {"qkv": split, "flat": flat}), published)
     model = Loading({"qkv": bf16(24, 5)}, {"qkv": interleaved})
     found = record(model.load_weights, model.tensors, specs(qkv=(24, 5)))
-    assert "computed" in found.computed["qkv"]  # `reshape` copies: two heads of a part are not neighbours
+    # `reshape` copies: two heads of a part are not neighbours
+    assert "computed" in found.computed["qkv"]
 
 
 def test_padding_is_filled_and_numbers_without_dimensions_are_copied() -> None:
@@ -161,7 +191,9 @@ def test_padding_is_filled_and_numbers_without_dimensions_are_copied() -> None:
         tensors["embed"][: len(loaded)].data.copy_(loaded)
         tensors["embed"][len(loaded) :].data.fill_(0)
 
-    model = Loading({"embed": bf16(8, 3), "scale": bf16()}, {"embed": vocabulary, "scale": whole("scale")})
+    model = Loading(
+        {"embed": bf16(8, 3), "scale": bf16()}, {"embed": vocabulary, "scale": whole("scale")}
+    )
     found = check(model, specs(embed=(5, 3), scale=()))
     assert not found.gaps
     assert found.filled == [("embed", (slice(5, 8, 1), slice(0, 3, 1)), 0)]
@@ -184,8 +216,17 @@ def test_what_is_computed_is_told_by_name_with_its_reason() -> None:
     def repeated(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
         tensors["scale"].data.copy_(loaded)
 
-    loaders = {"a": cast, "b": contiguous, "c": added, "d": in_place, "e": repeated, "w": whole("w")}
-    parameters = {name: bf16(4, 4) for name in ("cast", "turned", "sum", "mul", "w")} | {"scale": bf16(3)}
+    loaders = {
+        "a": cast,
+        "b": contiguous,
+        "c": added,
+        "d": in_place,
+        "e": repeated,
+        "w": whole("w"),
+    }
+    parameters = {name: bf16(4, 4) for name in ("cast", "turned", "sum", "mul", "w")} | {
+        "scale": bf16(3)
+    }
     model = Loading(parameters, loaders)
     published = specs(b=(4, 4), c=(4, 4), d=(4, 4), e=(1,), w=(4, 4)) | {"a": ("float32", (4, 4))}
     found = record(model.load_weights, model.tensors, published)
@@ -258,7 +299,9 @@ def test_parameters_that_share_a_storage_are_told_apart_by_their_places() -> Non
 
 def test_a_write_over_several_parameters_is_not_taken_for_one() -> None:
     flat = bf16(8, 4)
-    model = Loading({"a": flat[:4], "b": flat[4:]}, {"x": lambda tensors, loaded: flat[2:6].copy_(loaded)})
+    model = Loading(
+        {"a": flat[:4], "b": flat[4:]}, {"x": lambda tensors, loaded: flat[2:6].copy_(loaded)}
+    )
     found = record(model.load_weights, model.tensors, specs(x=(4, 4)))
     assert not found.sources
     assert set(found.computed) == {"a", "b"}
@@ -279,10 +322,14 @@ def test_results_that_go_straight_into_a_parameter() -> None:
         torch.add(loaded, loaded, out=tensors["w"].data)
 
     def largest(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
-        torch.max(loaded, 0, out=(tensors["w"].data, torch.empty(4, dtype=torch.int64, device="meta")))
+        torch.max(
+            loaded, 0, out=(tensors["w"].data, torch.empty(4, dtype=torch.int64, device="meta"))
+        )
 
     model = Loading({"w": bf16(4).to("meta")}, {"x": add, "y": largest})
-    assert record(model.load_weights, model.tensors, specs(x=(4,))).computed == {"w": "aten.add.out, of 'x'"}
+    assert record(model.load_weights, model.tensors, specs(x=(4,))).computed == {
+        "w": "aten.add.out, of 'x'"
+    }
     with pytest.raises(RegistrationError, match=r"cannot be recorded at 'y': .* writes 'w'"):
         record(model.load_weights, model.tensors, specs(y=(3, 4)))
 
@@ -295,11 +342,22 @@ def test_what_is_no_box_of_both_tensors_is_told_with_its_reason() -> None:
         tensors["diagonal"].data.copy_(loaded.diagonal())
 
     def pieces(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
-        tensors["pieces"].data.view(320, 320, 320).copy_(loaded.view(320, 320, 320).permute(2, 1, 0))
+        tensors["pieces"].data.view(320, 320, 320).copy_(
+            loaded.view(320, 320, 320).permute(2, 1, 0)
+        )
 
     loaders = {"a": rows(2, 6), "b": rows(4, 12), "c": rows(0, 6), "d": diagonal, "e": pieces}
-    parameters = {"2": bf16(4), "4": bf16(8), "0": bf16(6), "diagonal": bf16(4), "pieces": bf16(1).expand(320**3)}
-    meta = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in parameters.items()}
+    parameters = {
+        "2": bf16(4),
+        "4": bf16(8),
+        "0": bf16(6),
+        "diagonal": bf16(4),
+        "pieces": bf16(1).expand(320**3),
+    }
+    meta = {
+        name: torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for name, each in parameters.items()
+    }
     model = Loading(meta, loaders)
     published = specs(a=(3, 4), b=(3, 4), c=(3, 4), d=(4, 4), e=(320**3,))
     found = record(model.load_weights, model.tensors, published)
@@ -327,7 +385,9 @@ def test_padding_before_the_copies_and_over_them() -> None:
 
     model = Loading({"w": bf16(4, 2)}, {"a": after})
     found = record(model.load_weights, model.tensors, specs(a=(4, 2)))
-    assert found.computed == {"w": "it is filled with a number after it was copied, of no published tensor"}
+    assert found.computed == {
+        "w": "it is filled with a number after it was copied, of no published tensor"
+    }
     assert not found.filled
 
 
@@ -337,7 +397,8 @@ def test_a_gap_of_one_element_and_one_behind_a_fill_that_copies_overlap() -> Non
         tensors["w"].data[2:6].copy_(loaded)
 
     model = Loading({"v": bf16(4), "w": bf16(8)}, {"a": columns("v", 0, 3), "b": overlapped})
-    assert record(model.load_weights, model.tensors, specs(a=(3,), b=(4,))).gaps == {"v": 1, "w": 4}  # at least 2
+    # at least 2
+    assert record(model.load_weights, model.tensors, specs(a=(3,), b=(4,))).gaps == {"v": 1, "w": 4}
 
 
 def test_places_that_share_one_row_or_are_stepped_through_otherwise() -> None:
@@ -347,7 +408,8 @@ def test_places_that_share_one_row_or_are_stepped_through_otherwise() -> None:
     rows = Loading({"w": bf16(4, 2)}, {"a": columns("w", 0, 3), "b": columns("w", 2, 2)})
     found = record(rows.load_weights, rows.tensors, specs(a=(3, 2), b=(2, 2)))
     assert "copied to twice" in found.computed["w"]
-    steps = Loading({"w": bf16(8)}, {"a": stepped(2, 0), "b": stepped(3, 1)})  # both write element 4
+    # both write element 4
+    steps = Loading({"w": bf16(8)}, {"a": stepped(2, 0), "b": stepped(3, 1)})
     found = record(steps.load_weights, steps.tensors, specs(a=(4,), b=(3,)))
     assert "copied to twice" in found.computed["w"]
 
@@ -363,7 +425,9 @@ def test_what_is_made_of_another_parameter_needs_what_that_is_made_of() -> None:
             tensors["sum"].data.copy_(kept[0] + kept[1])
 
     kept: list[torch.Tensor] = []
-    model = Loading({"w": bf16(4), "scaled": bf16(4), "sum": bf16(4)}, {"a": tie, "b": joined, "c": joined})
+    model = Loading(
+        {"w": bf16(4), "scaled": bf16(4), "sum": bf16(4)}, {"a": tie, "b": joined, "c": joined}
+    )
     found = record(model.load_weights, model.tensors, specs(a=(4,), b=(4,), c=(4,)))
     assert found.needs == {"w": ("a",), "scaled": ("a",), "sum": ("b", "c")}
     assert set(found.sources) == {"w"}

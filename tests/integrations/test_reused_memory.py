@@ -1,4 +1,6 @@
-"""Memory is lent to one set of tensors at a time, and comes back when nobody can see it any more."""
+"""Memory is lent to one set of tensors at a time, and comes back when nobody can see it any
+more.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ import torch
 
 from tensorhub.integrations.reused_memory import KEPT_MAX, SMALL_BYTES, ReusedMemory
 
-KINDS = [((2**18,), torch.float32), ((3, 5), torch.bfloat16), ((), torch.float64), ((0, 4), torch.int8), ((7,), torch.bool)]
+KINDS = [
+    ((2**18,), torch.float32),
+    ((3, 5), torch.bfloat16),
+    ((), torch.float64),
+    ((0, 4), torch.int8),
+    ((7,), torch.bool),
+]
 
 
 def places(tensors: list[torch.Tensor]) -> list[int]:
@@ -20,10 +28,18 @@ def test_tensors_are_as_asked_for_and_apart() -> None:
     tensors = ReusedMemory().tensors(KINDS)
     assert [(tuple(each.shape), each.dtype) for each in tensors] == KINDS
     assert all(each.is_contiguous() and each.data_ptr() % 64 == 0 for each in tensors)
-    assert [each.untyped_storage().nbytes() for each in tensors] == [each.nbytes for each in tensors]
+    assert [each.untyped_storage().nbytes() for each in tensors] == [
+        each.nbytes for each in tensors
+    ]
     for value, each in enumerate(tensors):
         each.fill_(value)
-    assert [set(each.double().flatten().tolist()) for each in tensors] == [{0.0}, {1.0}, {2.0}, set(), {1.0}]
+    assert [set(each.double().flatten().tolist()) for each in tensors] == [
+        {0.0},
+        {1.0},
+        {2.0},
+        set(),
+        {1.0},
+    ]
 
 
 @pytest.mark.parametrize("view", ["tensor", "slice", "numpy", "storage", "autograd"])

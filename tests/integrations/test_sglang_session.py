@@ -1,4 +1,6 @@
-"""What a trainer and an SGLang engine say to each other; SGLang itself is not needed for it (tests/frameworks has it)."""
+"""What a trainer and an SGLang engine say to each other; SGLang itself is not needed for it
+(tests/frameworks has it).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ import sys
 import pytest
 import torch
 
-from tensorhub.errors import GroupAborted, InvalidValue, ManifestMismatch, OperationTimeout, StateError
+from tensorhub.errors import (
+    GroupAborted,
+    InvalidValue,
+    ManifestMismatch,
+    OperationTimeout,
+    StateError,
+)
 from tensorhub.integrations.sglang_session import LOADER, Order, Outcome, check_loader, check_sglang
 
 ORDER = Order(["tcp://127.0.0.1:1"], "actor", "sglang-1", 7, "content", 2**30, 5.0, ("lm_head.*",))
@@ -28,13 +36,19 @@ def test_tensors_that_are_no_order(names: list[str]) -> None:
 
 
 def test_an_outcome_is_the_same_error_at_the_trainer() -> None:
-    told = Outcome.error(Outcome.of(ManifestMismatch("2 names", differences=("'a'", "'b'")), "torn").message())
+    told = Outcome.error(
+        Outcome.of(ManifestMismatch("2 names", differences=("'a'", "'b'")), "torn").message()
+    )
     assert type(told) is ManifestMismatch
     assert (f"{told}", told.memory) == ("2 names [the engine's weights are torn]", "torn")
     assert told.differences == ("'a'", "'b'")
-    aborted = Outcome.error(Outcome.of(GroupAborted("rank 1 is gone", causes={1: "lost"}), "intact").message())
+    aborted = Outcome.error(
+        Outcome.of(GroupAborted("rank 1 is gone", causes={1: "lost"}), "intact").message()
+    )
     assert (type(aborted), aborted.memory) == (GroupAborted, "intact")
-    assert isinstance(Outcome.error(Outcome.of(OperationTimeout("late"), "intact").message()), TimeoutError)
+    assert isinstance(
+        Outcome.error(Outcome.of(OperationTimeout("late"), "intact").message()), TimeoutError
+    )
 
 
 def test_what_is_no_error_of_ours() -> None:
@@ -42,7 +56,10 @@ def test_what_is_no_error_of_ours() -> None:
     assert (type(told), told.memory) == (StateError, "torn")
     assert "RuntimeError: out of memory" in f"{told}"
     refused = Outcome.error("no weight-update session is open")
-    assert (type(refused), f"{refused}") == (StateError, "SGLang has refused: no weight-update session is open")
+    assert (type(refused), f"{refused}") == (
+        StateError,
+        "SGLang has refused: no weight-update session is open",
+    )
 
 
 def test_an_unsupported_release_is_refused() -> None:
@@ -56,11 +73,19 @@ def test_an_unsupported_release_is_refused() -> None:
 def test_an_engine_that_was_started_without_the_loader_is_refused() -> None:
     check_loader("E", [LOADER, "another.loader"])
     for loaders in (None, [], ["another.loader"]):
-        with pytest.raises(StateError, match=f"E was started without .* would end it: start it with .*-loader {LOADER}"):
+        with pytest.raises(
+            StateError,
+            match=f"E was started without .* would end it: start it with .*-loader {LOADER}",
+        ):
             check_loader("E", loaders)
 
 
 def test_a_trainer_needs_no_sglang() -> None:
-    said = "import sys; from tensorhub.integrations.sglang import LOADER, Trainer; print('sglang' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=100, check=True)
+    said = (
+        "import sys; from tensorhub.integrations.sglang import LOADER, Trainer; print('sglang' "
+        "in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", said], capture_output=True, text=True, timeout=100, check=True
+    )
     assert done.stdout == "False\n"

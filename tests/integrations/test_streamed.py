@@ -23,7 +23,10 @@ SHAPES = {"embed": (64, 16), "norm": (16,), "scale": ()}
 
 
 def weights(version: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {name: torch.full(shape, version + number).to(dtype) for number, (name, shape) in enumerate(SHAPES.items())}
+    return {
+        name: torch.full(shape, version + number).to(dtype)
+        for number, (name, shape) in enumerate(SHAPES.items())
+    }
 
 
 @pytest.fixture
@@ -38,12 +41,16 @@ def hub(address: str) -> Iterator[sync.Hub]:
         yield hub
 
 
-def received(address: str, *versions: int, timeout_s: float = 30.0) -> list[dict[str, torch.Tensor]]:
+def received(
+    address: str, *versions: int, timeout_s: float = 30.0
+) -> list[dict[str, torch.Tensor]]:
     """What a receiver has after each of these updates, which are made in loops of their own."""
     found = []
 
     async def connect() -> Receiver:
-        return Receiver(await tensorhub.connect(address, name="rollout", token="", options=OPTIONS), "m")
+        return Receiver(
+            await tensorhub.connect(address, name="rollout", token="", options=OPTIONS), "m"
+        )
 
     receiver = anyio.run(connect)
     try:
@@ -56,14 +63,20 @@ def received(address: str, *versions: int, timeout_s: float = 30.0) -> list[dict
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
+    return list(found) == list(expected) and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
 
 
 def test_each_update_is_one_version_and_is_copied_once(address: str, hub: sync.Hub) -> None:
     sender = Sender(hub, "m")
     first = weights(1)
     sent = sender.send(1, iter(first.items()))
-    assert (sent.version, sent.changed, sent.nbytes) == (1, True, sum(each.nbytes for each in first.values()))
+    assert (sent.version, sent.changed, sent.nbytes) == (
+        1,
+        True,
+        sum(each.nbytes for each in first.values()),
+    )
     for each in first.values():
         each.zero_()  # the caller's own memory is not what is published
     assert same(received(address, 1)[0], weights(1))
@@ -80,7 +93,8 @@ def test_a_receivers_buffers_stay_and_serve(address: str, hub: sync.Hub) -> None
         async with tensorhub.connect(address, name="rollout", token="", options=OPTIONS) as mine:
             receiver = Receiver(mine, "m")
             buffers, report = await receiver.receive(1, 30.0)
-            assert report.bytes_read == sum(each.nbytes for each in weights(1).values())  # none was read to allocate
+            # none was read to allocate
+            assert report.bytes_read == sum(each.nbytes for each in weights(1).values())
             places = {name: buffer.data_ptr() for name, buffer in buffers.items()}
             assert same(buffers, weights(1))
             await anyio.to_thread.run_sync(sender.send, 2, weights(2).items())
@@ -96,7 +110,9 @@ def test_a_receivers_buffers_stay_and_serve(address: str, hub: sync.Hub) -> None
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_a_generator_raises_leaves_nothing_published(address: str, hub: sync.Hub, first: bool) -> None:
+def test_what_a_generator_raises_leaves_nothing_published(
+    address: str, hub: sync.Hub, first: bool
+) -> None:
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield from list(weights(2).items())[:2]
         raise RuntimeError("a rank is gone")
@@ -112,7 +128,9 @@ def test_what_a_generator_raises_leaves_nothing_published(address: str, hub: syn
     assert hub.describe("m").mark == 3
 
 
-def test_all_that_differs_is_in_one_error_and_nothing_is_published(address: str, hub: sync.Hub) -> None:
+def test_all_that_differs_is_in_one_error_and_nothing_is_published(
+    address: str, hub: sync.Hub
+) -> None:
     sender = Sender(hub, "m")
     sender.send(1, weights(1).items())
     other = weights(2) | {"norm": torch.zeros(8), "extra": torch.zeros(1)}
@@ -120,7 +138,10 @@ def test_all_that_differs_is_in_one_error_and_nothing_is_published(address: str,
     left = iter([*other.items(), ("embed", other["embed"])])
     with pytest.raises(RegistrationError) as error:
         sender.send(2, left)
-    text = "'norm' is float32 (8,), and was float32 (16,); 'extra' is new; 'embed' came twice; 'scale' is missing"
+    text = (
+        "'norm' is float32 (8,), and was float32 (16,); 'extra' is new; 'embed' came twice; "
+        "'scale' is missing"
+    )
     assert text in str(error.value)
     assert "4 tensor(s)" in str(error.value)
     assert next(left, None) is None
@@ -131,10 +152,14 @@ def test_all_that_differs_is_in_one_error_and_nothing_is_published(address: str,
     assert same(received(address, 2)[0], weights(2))
 
 
-def test_parameters_that_are_trained_are_copied_without_a_graph(address: str, hub: sync.Hub) -> None:
+def test_parameters_that_are_trained_are_copied_without_a_graph(
+    address: str, hub: sync.Hub
+) -> None:
     sender = Sender(hub, "m")
     for version in (1, 2):
-        sender.send(version, ((name, torch.nn.Parameter(each)) for name, each in weights(version).items()))
+        sender.send(
+            version, ((name, torch.nn.Parameter(each)) for name, each in weights(version).items())
+        )
         assert same(received(address, version)[0], weights(version))
     assert not any(buffer.requires_grad for buffer in sender._buffers.values())
 
@@ -154,7 +179,9 @@ def test_the_same_number_again_is_the_same_bytes_or_a_conflict(address: str, hub
     assert sender.version == 1
 
 
-def test_a_first_publication_that_is_refused_leaves_buffers_that_serve_the_next(address: str, hub: sync.Hub) -> None:
+def test_a_first_publication_that_is_refused_leaves_buffers_that_serve_the_next(
+    address: str, hub: sync.Hub
+) -> None:
     with sync.connect(address, name="other", token="", options=OPTIONS) as theirs:
         other = Sender(theirs, "m")
         other.send(5, weights(5).items())
@@ -170,7 +197,9 @@ def test_a_first_publication_that_is_refused_leaves_buffers_that_serve_the_next(
     assert "handles=1" in repr(hub), "the refused one is registered once"
 
 
-def test_a_receiver_that_is_late_is_told_that_its_version_is_gone(address: str, hub: sync.Hub) -> None:
+def test_a_receiver_that_is_late_is_told_that_its_version_is_gone(
+    address: str, hub: sync.Hub
+) -> None:
     """It does not take a newer one for it, neither at first nor later."""
 
     async def run() -> None:
@@ -191,6 +220,9 @@ def test_a_receiver_that_is_late_is_told_that_its_version_is_gone(address: str, 
 
 def test_buffers_on_a_device_that_is_not_there(hub: sync.Hub) -> None:
     left = iter(weights(1).items())
-    with pytest.raises(InvalidValue, match=r"device='cuda:99': a buffer for a tensor of shape \(64, 16\) cannot be made"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"device='cuda:99': a buffer for a tensor of shape \(64, 16\) cannot be made",
+    ):
         Sender(hub, "m", device="cuda:99").send(1, left)
     assert next(left, None) is None

@@ -1,4 +1,6 @@
-"""Both sides of TRL's adapter, as far as TRL is not needed for it (tests/frameworks has a trainer of TRL's)."""
+"""Both sides of TRL's adapter, as far as TRL is not needed for it (tests/frameworks has a trainer
+of TRL's).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def rollout(transfer: WeightTransfer) -> Iterator[Rollout]:
     made: list[RolloutWeights] = []
 
     def make(policy: nn.Module, **options: Any) -> RolloutWeights:
-        made.append(RolloutWeights(policy, transfer.rollout_settings, **{"timeout_s": 20.0, **options}))
+        made.append(
+            RolloutWeights(policy, transfer.rollout_settings, **{"timeout_s": 20.0, **options})
+        )
         return made[-1]
 
     yield make
@@ -61,7 +65,9 @@ def values(policy: Policy) -> tuple[set[float], set[float]]:
     return set(policy.body.flatten().tolist()), set(policy.head.tolist())
 
 
-def test_a_policy_has_what_was_sent_last_in_its_trainable_parameters(transfer: WeightTransfer, rollout: Rollout) -> None:
+def test_a_policy_has_what_was_sent_last_in_its_trainable_parameters(
+    transfer: WeightTransfer, rollout: Rollout
+) -> None:
     policy = Policy()
     weights = rollout(policy)
     for version in (1, 2, 3):
@@ -71,8 +77,12 @@ def test_a_policy_has_what_was_sent_last_in_its_trainable_parameters(transfer: W
         assert values(policy) == ({version}, {77.0})
 
 
-def test_versions_that_are_heard_of_late_or_never(transfer: WeightTransfer, rollout: Rollout) -> None:
-    """An older one that is heard of last does not count, and a newer one than any that was heard of is taken as it is."""
+def test_versions_that_are_heard_of_late_or_never(
+    transfer: WeightTransfer, rollout: Rollout
+) -> None:
+    """An older one that is heard of last does not count, and a newer one than any that was heard of
+    is taken as it is.
+    """
     for version in (1, 2, 3):
         transfer.send_weights(sent(float(version)))
     weights = rollout(Policy())
@@ -84,12 +94,16 @@ def test_versions_that_are_heard_of_late_or_never(transfer: WeightTransfer, roll
     assert weights.refresh() == 4
 
 
-def test_a_version_that_does_not_come_is_waited_for_until_the_deadline(transfer: WeightTransfer, rollout: Rollout) -> None:
+def test_a_version_that_does_not_come_is_waited_for_until_the_deadline(
+    transfer: WeightTransfer, rollout: Rollout
+) -> None:
     weights = rollout(Policy(), timeout_s=3.0)
     transfer.send_weights(sent(1.0))
     assert weights.refresh() == 1
     weights.update_model_version(2)
-    with pytest.raises(VersionUnavailable, match=r"version 2 of 'actor' was not published.*waited \d"):
+    with pytest.raises(
+        VersionUnavailable, match=r"version 2 of 'actor' was not published.*waited \d"
+    ):
         weights.refresh()
     assert weights.version == 0
     transfer.send_weights(sent(2.0))
@@ -122,10 +136,16 @@ def test_training_that_begins_anew_counts_anew(transfer: WeightTransfer, rollout
     assert rollout(Policy()).refresh() == 1
 
 
-def test_a_second_training_counts_from_the_versions_of_the_first(transfer: WeightTransfer, rollout: Rollout) -> None:
-    """An older rollout still serves the first one's last version, which is none of the second one's."""
+def test_a_second_training_counts_from_the_versions_of_the_first(
+    transfer: WeightTransfer, rollout: Rollout
+) -> None:
+    """An older rollout still serves the first one's last version, which is none of the second
+    one's.
+    """
     with sync.serve(token="") as coordinator:
-        first, second = (WeightTransfer(address=coordinator.address, timeout_s=20.0) for _ in range(2))
+        first, second = (
+            WeightTransfer(address=coordinator.address, timeout_s=20.0) for _ in range(2)
+        )
         first.init_weight_transfer()
         for version in (1, 2):
             first.send_weights(sent(float(version)))
@@ -145,9 +165,13 @@ def test_a_second_training_counts_from_the_versions_of_the_first(transfer: Weigh
         second.destroy()
 
 
-def test_a_version_that_nobody_has_any_more_is_waited_for_until_the_next_one_comes(transfer: WeightTransfer) -> None:
+def test_a_version_that_nobody_has_any_more_is_waited_for_until_the_next_one_comes(
+    transfer: WeightTransfer,
+) -> None:
     with sync.serve(token="") as coordinator:
-        first, second = (WeightTransfer(address=coordinator.address, timeout_s=20.0) for _ in range(2))
+        first, second = (
+            WeightTransfer(address=coordinator.address, timeout_s=20.0) for _ in range(2)
+        )
         first.init_weight_transfer()
         settings = first.rollout_settings()
         first.send_weights(sent(1.0))

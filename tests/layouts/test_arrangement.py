@@ -1,5 +1,5 @@
-"""Catalogue, arrangement and coordinates: what ranks have in common once, and what is refused. (`test_reading` sends them
-through their encodings.)
+"""Catalogue, arrangement and coordinates: what ranks have in common once, and what is refused.
+(`test_reading` sends them through their encodings.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def local(name: str, *shape: int, region: int = 0, dtype: str = "uint8") -> Loca
 def sharded(rank: int, ranks: int) -> Coordinates:
     shapes = {"a": (12, 4), "b": (12, 4), "norm": (12,), "w": (24, 2)}
     shardings = {name: cut(shape, [Cut(0, ranks, rank)]) for name, shape in shapes.items()}
-    locals_ = [local(name, shape[0] // ranks, *shape[1:], region=n) for n, (name, shape) in enumerate(shapes.items())]
+    locals_ = [
+        local(name, shape[0] // ranks, *shape[1:], region=n)
+        for n, (name, shape) in enumerate(shapes.items())
+    ]
     return arrange(pieces_of(locals_, rank=rank, world_size=ranks, shardings=shardings))
 
 
@@ -47,13 +50,17 @@ def test_what_ranks_have_in_common_is_said_once() -> None:
     ranks = [sharded(rank, 4) for rank in range(4)]
     assert len({each.arrangement.arrangement_id for each in ranks}) == 1
     assert len({each.coordinates_id for each in ranks}) == 4
-    assert [each.boxes[0] for each in ranks] == [(Span(3 * rank, 3), Span(0, 4)) for rank in range(4)]
+    assert [each.boxes[0] for each in ranks] == [
+        (Span(3 * rank, 3), Span(0, 4)) for rank in range(4)
+    ]
     assert len(ranks[0].boxes) == 3  # a and b are cut alike
 
 
 def test_strides_are_said_where_memory_is_not_contiguous() -> None:
     def with_strides(*strides: int, rows: int = 4) -> Coordinates:
-        return arrange([Piece("w", Kind("uint8", (4, 6)), (Span(0, rows), Span(0, 6)), 0, 0, strides)])
+        return arrange(
+            [Piece("w", Kind("uint8", (4, 6)), (Span(0, rows), Span(0, 6)), 0, 0, strides)]
+        )
 
     assert with_strides(6, 1).arrangement.stride_sets == ()
     assert with_strides(8, 1).arrangement.stride_sets == ((8, 1),)
@@ -62,14 +69,19 @@ def test_strides_are_said_where_memory_is_not_contiguous() -> None:
     assert [piece.strides for piece in with_strides(8, 1).pieces()] == [(8, 1)]
 
 
-# ---------------------------------------------------------------------------------------------------- hostile bytes
+# --------------------------------------------------------------------------------------------------
+# hostile bytes
 
 
 def decoders() -> tuple[tuple[bytes, Decode], ...]:
     """A blob of each sort that is right, and what reads it."""
     made = arrange(
         pieces_of(
-            [local("w", 4, 6), local("mine", 3, 8, region=1), local("q", 5, dtype="qint8", region=2)],
+            [
+                local("w", 4, 6),
+                local("mine", 3, 8, region=1),
+                local("q", 5, dtype="qint8", region=2),
+            ],
             rank=1,
             world_size=2,
             sources={"mine": [(at[:, 0:4], source("v", shape=(9, 4))[0:9:3])]},
@@ -96,7 +108,9 @@ def decodes_or_refuses(blob: bytes, decode: Decode) -> None:
 
 @settings(max_examples=300)
 @given(st.sampled_from(DECODERS), st.data())
-def test_changed_bytes_are_refused_or_right(case: tuple[bytes, Decode], data: st.DataObject) -> None:
+def test_changed_bytes_are_refused_or_right(
+    case: tuple[bytes, Decode], data: st.DataObject
+) -> None:
     blob, decode = case
     changed = bytearray(blob)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -115,7 +129,8 @@ def said(number: int, **changes: object) -> tuple[bytes, Decode]:
 
 
 CATALOGUE, ARRANGEMENT, COORDINATES = 0, 1, 2
-# DECODERS' catalogue: w, v and q, of 3 kinds: rank-local (2, 4, 6), (9, 4), rank-local (2, 5) with a scale.
+# DECODERS' catalogue: w, v and q, of 3 kinds: rank-local (2, 4, 6), (9, 4), rank-local (2, 5) with
+# a scale.
 
 
 @pytest.mark.parametrize(
@@ -148,7 +163,8 @@ CATALOGUE, ARRANGEMENT, COORDINATES = 0, 1, 2
         (said(COORDINATES, _4=[1, 0, 6, 3, 4, 1, 5]), "empty"),
         (said(COORDINATES, _4=[1, 4, 6, 2**62, 4, 1, 5]), "not within"),
         (said(COORDINATES, _5=[1, 1, 1, 0, 1, 1, 1]), "not within"),
-        (said(COORDINATES, _5=[2, 1, 1, 3, 1, 1, 1]), "not within"),  # a step where there is one index
+        # a step where there is one index
+        (said(COORDINATES, _5=[2, 1, 1, 3, 1, 1, 1]), "not within"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(case: tuple[bytes, Decode], fault: str) -> None:
@@ -163,7 +179,9 @@ def test_another_encoding_of_the_same_is_refused(number: int) -> None:
     blob, decode = DECODERS[number]
     parts = msgpack.unpackb(blob)
     narrow = next(
-        place for place, part in enumerate(parts) if isinstance(part, bytes) and part[:1] == b"\1" and len(part) > 1
+        place
+        for place, part in enumerate(parts)
+        if isinstance(part, bytes) and part[:1] == b"\1" and len(part) > 1
     )
     parts[narrow] = b"\2" + b"".join(bytes([number, 0]) for number in parts[narrow][1:])
     with pytest.raises(ProtocolError, match="not the one encoding"):
@@ -200,19 +218,24 @@ def test_a_few_hostile_bytes_cost_no_great_memory() -> None:
             tracemalloc.stop()
 
 
-# --------------------------------------------------------------------------------------------------------- building
+# --------------------------------------------------------------------------------------------------
+# building
 
 
 def test_one_name_of_two_kinds_is_no_catalogue() -> None:
     with pytest.raises(RegistrationError, match=r"'a' is said to be uint8 \(3,\) and uint8 \(4,\)"):
-        catalogue_of([("a", Kind("uint8", (3,))), ("b", Kind("uint8", (3,))), ("a", Kind("uint8", (4,)))])
+        catalogue_of(
+            [("a", Kind("uint8", (3,))), ("b", Kind("uint8", (3,))), ("a", Kind("uint8", (4,)))]
+        )
 
 
 def test_ranks_that_disagree_do_not_make_one_model() -> None:
     one, other = (catalogue_of([("a", Kind("uint8", (size,)))]) for size in (3, 4))
     with pytest.raises(ManifestMismatch, match="do not make one model: ") as caught:
         merged({0: one, 1: one, 2: other})
-    assert caught.value.differences == ("tensor 'a' is uint8 (3,) on rank 0, and uint8 (4,) on rank 2",)
+    assert caught.value.differences == (
+        "tensor 'a' is uint8 (3,) on rank 0, and uint8 (4,) on rank 2",
+    )
 
 
 def test_rank_local_tensors_of_different_shapes_are_different_tensors() -> None:
@@ -227,16 +250,29 @@ def test_rank_local_tensors_of_different_shapes_are_different_tensors() -> None:
     ("pieces", "fault"),
     [
         ([("w", "uint8", (4, 6))], "'w' is bfloat16 .* at the source and uint8 .* at the reader"),
-        ([("w", "bfloat16", (4, 7))], r"'w' is bfloat16 \(4, 6\) at the source and bfloat16 \(4, 7\) at the reader"),
-        ([("v", "uint8", (4, 7)), ("u", "uint8", (1,))], "'v' is unknown to the source.*\n.*'u' is unknown"),
-        ([("mine", "uint8", (3,))], "'mine' is local to the source's ranks, so only the same rank of an equal layout"),
+        (
+            [("w", "bfloat16", (4, 7))],
+            r"'w' is bfloat16 \(4, 6\) at the source and bfloat16 \(4, 7\) at the reader",
+        ),
+        (
+            [("v", "uint8", (4, 7)), ("u", "uint8", (1,))],
+            "'v' is unknown to the source.*\n.*'u' is unknown",
+        ),
+        (
+            [("mine", "uint8", (3,))],
+            "'mine' is local to the source's ranks, so only the same rank of an equal layout",
+        ),
     ],
 )
 def test_every_difference_from_the_publication_is_named(
     pieces: Sequence[tuple[str, str, tuple[int, ...]]], fault: str
 ) -> None:
-    catalogue = catalogue_of([("w", Kind("bfloat16", (4, 6))), ("mine", Kind("uint8", (2, 3), None, 2))])
-    readers = [local(name, *shape, dtype=dtype, region=n) for n, (name, dtype, shape) in enumerate(pieces)]
+    catalogue = catalogue_of(
+        [("w", Kind("bfloat16", (4, 6))), ("mine", Kind("uint8", (2, 3), None, 2))]
+    )
+    readers = [
+        local(name, *shape, dtype=dtype, region=n) for n, (name, dtype, shape) in enumerate(pieces)
+    ]
     with pytest.raises(ManifestMismatch, match=f"(?s){fault}") as caught:
         arrange(pieces_of(readers), catalogue)
     assert len(caught.value.differences) == len(pieces)
@@ -244,5 +280,7 @@ def test_every_difference_from_the_publication_is_named(
 
 def test_a_plain_tensor_of_one_rank_of_several_is_refused_with_advice() -> None:
     catalogue = catalogue_of([("w", Kind("uint8", (4, 6)))])
-    with pytest.raises(ManifestMismatch, match=r"one of the reader's 2 ranks.*sources=\{'w': source\('w'\)"):
+    with pytest.raises(
+        ManifestMismatch, match=r"one of the reader's 2 ranks.*sources=\{'w': source\('w'\)"
+    ):
         arrange(pieces_of([local("w", 2, 6)], rank=1, world_size=2), catalogue)

@@ -8,14 +8,28 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tensorhub.errors import ManifestMismatch
-from tensorhub.layouts.boxes import Box, Meetings, Span, left_over, meet, overlapping, shown, span, volume, whole, without
+from tensorhub.layouts.boxes import (
+    Box,
+    Meetings,
+    Span,
+    left_over,
+    meet,
+    overlapping,
+    shown,
+    span,
+    volume,
+    whole,
+    without,
+)
 
 spans = st.builds(span, st.integers(0, 12), st.integers(1, 8), st.integers(1, 5))
 boxes = st.lists(spans, min_size=2, max_size=2).map(tuple)
 
 
 def indices(box: Box) -> set[tuple[int, ...]]:
-    return set(product(*(range(each.start, each.start + each.size * each.step, each.step) for each in box)))
+    return set(
+        product(*(range(each.start, each.start + each.size * each.step, each.step) for each in box))
+    )
 
 
 @given(boxes, boxes)
@@ -35,7 +49,11 @@ def test_what_is_left_has_each_element_once(box: Box, taken: list[Box]) -> None:
 
 @given(st.lists(boxes, max_size=6))
 def test_overlapping_boxes_are_found(some: list[Box]) -> None:
-    shared = {pair for pair in combinations(range(len(some)), 2) if indices(some[pair[0]]) & indices(some[pair[1]])}
+    shared = {
+        pair
+        for pair in combinations(range(len(some)), 2)
+        if indices(some[pair[0]]) & indices(some[pair[1]])
+    }
     found = overlapping(some)
     assert found in shared if shared else found is None
 

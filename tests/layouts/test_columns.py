@@ -1,4 +1,6 @@
-"""Columns of numbers: one encoding each, short where numbers follow a rule, and cheap to read whatever they say."""
+"""Columns of numbers: one encoding each, short where numbers follow a rule, and cheap to read
+whatever they say.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tensorhub.layouts.columns import column, pack, unpack
 INT_MAX = 2**63 - 1
 numbers = st.one_of(st.integers(0, 5), st.integers(0, INT_MAX))
 ruled = st.builds(
-    lambda first, step, count: list(range(first, first + step * count, step)) if step else [first] * count,
+    lambda first, step, count: (
+        list(range(first, first + step * count, step)) if step else [first] * count
+    ),
     st.integers(10**6, 10**7),
     st.integers(-900, 900),
     st.integers(0, 900),

@@ -1,4 +1,6 @@
-"""The layout id of a rank: the same in every process, for the same parts in whatever memory; another one for other parts."""
+"""The layout id of a rank: the same in every process, for the same parts in whatever memory;
+another one for other parts.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,23 @@ def test_plain_tensors_are_any_like_rank_of_a_group_of_so_many() -> None:
 
 
 def test_it_is_the_same_in_every_process() -> None:
-    declared = Declaration(1, 2, half(1), entries({"b": [(at[0:2, ...], W[3, ::2]), (at[2:4], W.T[0, 5:-5])]}), partial=True)
+    declared = Declaration(
+        1,
+        2,
+        half(1),
+        entries({"b": [(at[0:2, ...], W[3, ::2]), (at[2:4], W.T[0, 5:-5])]}),
+        partial=True,
+    )
     assert layout_id_of(manifest_of(), declared) == "own/18d9e254f31796944cc1a6cc1217c7b0"
 
 
 def test_regions_and_order_make_no_difference() -> None:
     backwards = manifest_of(dict(reversed(SHAPES.items())))
-    for declared in (Declaration(0, 2, half()), Declaration(sources=entries({"a": W[0:6]})), Declaration(partial=True)):
+    for declared in (
+        Declaration(0, 2, half()),
+        Declaration(sources=entries({"a": W[0:6]})),
+        Declaration(partial=True),
+    ):
         assert layout_id_of(backwards, declared) == layout_id_of(manifest_of(), declared)
 
 
@@ -61,7 +73,10 @@ def test_regions_and_order_make_no_difference() -> None:
     ],
 )
 def test_what_says_the_same_is_the_same(one: object, other: object) -> None:
-    ids = {layout_id_of(manifest_of(), Declaration(sources=entries({"a": each}))) for each in (one, other)}
+    ids = {
+        layout_id_of(manifest_of(), Declaration(sources=entries({"a": each})))
+        for each in (one, other)
+    }
     assert len(ids) == 1
 
 
@@ -76,7 +91,13 @@ def test_what_says_anything_else_is_another() -> None:
         W[...],
         source("w")[0:6],
     ]
-    given = [*views, source("v", shape=(12, 4))[0:6], [W[0:3], W[3:6]], [(at[0:6], W[0:6])], [(at[0:3], W[0:3])]]
+    given = [
+        *views,
+        source("v", shape=(12, 4))[0:6],
+        [W[0:3], W[3:6]],
+        [(at[0:6], W[0:6])],
+        [(at[0:3], W[0:3])],
+    ]
     manifest = manifest_of()
     declared = [Declaration(sources=entries({"a": entry})) for entry in given]
     declared += [
@@ -85,8 +106,15 @@ def test_what_says_anything_else_is_another() -> None:
         Declaration(partial=True, world_size=2),
     ]
     declared += [Declaration(rank, 2, half(rank)) for rank in range(2)]
-    declared += [Declaration(0, 2, half(1)), Declaration(0, 4, half()), Declaration(0, 2, half(), partial=True)]
-    declared += [Declaration(0, 2, {"a": None}), Declaration(0, 2, {"a": cut((12, 4), [Cut(0, 2, 0, 2)])})]
+    declared += [
+        Declaration(0, 2, half(1)),
+        Declaration(0, 4, half()),
+        Declaration(0, 2, half(), partial=True),
+    ]
+    declared += [
+        Declaration(0, 2, {"a": None}),
+        Declaration(0, 2, {"a": cut((12, 4), [Cut(0, 2, 0, 2)])}),
+    ]
     ids = [layout_id_of(manifest, each) for each in declared]
     ids += [layout_id_of(manifest_of({"a": (6, 4), "b": (5,)}), declared[0])]
     ids += [layout_id_of(manifest_of({"a": (6, 4), "c": (4,)}), declared[0])]
@@ -99,10 +127,14 @@ def test_padded_rows_are_another_layout_for_each_padding_and_each_tie() -> None:
     for pitch in (5, 6):
         rows = TensorDescription("a", "uint8", (6, 4), 0, 24, strides=(pitch, 1))
         for address in (0, 4096):  # "b" is the same memory, or not
-            manifest = build_manifest([rows, replace(rows, name="b", address=address)], 4096, "none")
+            manifest = build_manifest(
+                [rows, replace(rows, name="b", address=address)], 4096, "none"
+            )
             strides = dict.fromkeys("ab", rows.strides)
             found.add(layout_id_of(manifest, Declaration(strides=strides)))
-            found.add(layout_id_of(manifest, Declaration(strides=strides, sources=entries({"a": W[:6]}))))
+            found.add(
+                layout_id_of(manifest, Declaration(strides=strides, sources=entries({"a": W[:6]})))
+            )
     assert len(found) == 1 + 2 * 2 * 2
 
 

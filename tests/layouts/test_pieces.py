@@ -1,4 +1,6 @@
-"""Which part of which global tensor lies where: of whole, rank-local, sharded and described tensors."""
+"""Which part of which global tensor lies where: of whole, rank-local, sharded and described
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
-def local(name: str, *shape: int, strides: tuple[int, ...] | None = None, offset: int = 0) -> LocalTensor:
+def local(
+    name: str, *shape: int, strides: tuple[int, ...] | None = None, offset: int = 0
+) -> LocalTensor:
     return LocalTensor(name, "float16", shape, strides or packed(shape, 2), 3, offset)
 
 
@@ -36,22 +40,30 @@ def read(tensor: LocalTensor, entry: object) -> list[Piece]:
 
 def test_a_plain_tensor_of_one_of_several_ranks_is_local_to_it() -> None:
     (piece,) = pieces_of([local("q", 8, 4, offset=64)], rank=1, world_size=3)
-    assert piece == Piece("q", Kind("float16", (3, 8, 4), None, 3), (Span(1, 1), *whole((8, 4))), 3, 64, (0, 8, 2))
+    assert piece == Piece(
+        "q", Kind("float16", (3, 8, 4), None, 3), (Span(1, 1), *whole((8, 4))), 3, 64, (0, 8, 2)
+    )
 
 
 def test_a_dtensor_with_several_runs_is_several_pieces() -> None:
     sharding = cut((13, 4), [Cut(0, 3, 2, split=2), Cut(0, 2, 0)])
     pieces = pieces_of([local("w", 2, 4)], world_size=6, shardings={"w": sharding})
-    assert [(piece.box, piece.offset) for piece in pieces] == [((Span(6, 1), Span(0, 4)), 0), ((Span(11, 1), Span(0, 4)), 8)]
+    assert [(piece.box, piece.offset) for piece in pieces] == [
+        ((Span(6, 1), Span(0, 4)), 0),
+        ((Span(11, 1), Span(0, 4)), 8),
+    ]
 
 
 def test_ranks_without_a_part_hold_nothing() -> None:
     sharding = cut((3, 4), [Cut(0, 4, 3)])
     assert pieces_of([local("w", 0, 4)], world_size=4, shardings={"w": sharding}) == []
-    assert pieces_of([local("w", 2, 4)], world_size=4, shardings={"w": None}) == []  # its rank is not on the mesh
+    # its rank is not on the mesh
+    assert pieces_of([local("w", 2, 4)], world_size=4, shardings={"w": None}) == []
 
 
-def test_a_tensor_without_elements_is_known_on_every_rank_though_nobody_holds_a_byte_of_it() -> None:
+def test_a_tensor_without_elements_is_known_on_every_rank_though_nobody_holds_a_byte_of_it() -> (
+    None
+):
     kind = Kind("float16", (0, 4))
     for tensors in (
         pieces_of([local("w", 0, 4)], world_size=2, shardings={"w": cut((0, 4), [Cut(0, 2, 1)])}),
@@ -66,7 +78,9 @@ def test_a_tensor_without_elements_is_known_on_every_rank_though_nobody_holds_a_
 def test_a_callable_gives_entries_or_none() -> None:
     pieces = pieces_of(
         [local("mine.q", 8, 4), local("q", 8, 4)],
-        sources=lambda name: source(name.removeprefix("mine.")) if name.startswith("mine.") else None,
+        sources=lambda name: (
+            source(name.removeprefix("mine.")) if name.startswith("mine.") else None
+        ),
         shape_of=SHAPES.get,
     )
     assert [piece.name for piece in pieces] == ["q", "q"]
@@ -75,25 +89,64 @@ def test_a_callable_gives_entries_or_none() -> None:
 @pytest.mark.parametrize(
     ("entry", "fault"),
     [
-        (source("q"), r"sources of 't': source\('q'\) has shape \(8, 4\), and the tensor has \(6, 4\); take"),
-        (source("q")[0:6].T, r"has shape \(4, 6\), and the tensor has \(6, 4\); take .* or write `.T` behind the view"),
-        (source("wide"), r"has shape \(4, 6\), and the tensor has \(6, 4\); write `.T` behind the view"),
+        (
+            source("q"),
+            r"sources of 't': source\('q'\) has shape \(8, 4\), and the tensor has \(6, 4\); take",
+        ),
+        (
+            source("q")[0:6].T,
+            (
+                r"has shape \(4, 6\), and the tensor has \(6, 4\); take .* or write `.T` behind the "
+                r"view"
+            ),
+        ),
+        (
+            source("wide"),
+            r"has shape \(4, 6\), and the tensor has \(6, 4\); write `.T` behind the view",
+        ),
         (
             source("o")[0:4],
-            r"\(4, 6\), and the tensor has \(6, 4\); take a part of the other dimension, such as \[0:6, 0:4\]; or",
+            (
+                r"\(4, 6\), and the tensor has \(6, 4\); take a part of the other dimension, such as "
+                r"\[0:6, 0:4\]; or"
+            ),
         ),
-        (source("q")[0:5], r"where the rest is padding, write pairs: `\[\(at\[0:5, 0:4\], view\)\]`"),
+        (
+            source("q")[0:5],
+            r"where the rest is padding, write pairs: `\[\(at\[0:5, 0:4\], view\)\]`",
+        ),
         ([source("q")[0:3], source("k")[0:2]], "the list has 5 rows, and the tensor 6"),
         ([source("q")[0:6], source("k")[0:2]], "the list has 8 rows, and the tensor 6"),
-        ([source("q")[0:3], source("k")[0:2, 0:3]], r"has shape \(2, 3\), and the tensor's is \(6, 4\)"),
+        (
+            [source("q")[0:3], source("k")[0:2, 0:3]],
+            r"has shape \(2, 3\), and the tensor's is \(6, 4\)",
+        ),
         ([source("q")[0], source("k")], r"has shape \(4,\), and the tensor's"),
-        ([(at[0:3], source("q")[0:4])], r"has shape \(4, 4\), and its place at\[0:3\] has \(3, 4\)"),
-        ([(at[0:7], source("q")[0:7])], r"sources of 't': at\[0:7\]: slice 0:7 is not within the size there, 6"),
-        ([(at[0:4], source("q")[0:4]), (at[3:6], source("q")[4:7])], "at.0:4. .* and at.3:6. .* overlap"),
+        (
+            [(at[0:3], source("q")[0:4])],
+            r"has shape \(4, 4\), and its place at\[0:3\] has \(3, 4\)",
+        ),
+        (
+            [(at[0:7], source("q")[0:7])],
+            r"sources of 't': at\[0:7\]: slice 0:7 is not within the size there, 6",
+        ),
+        (
+            [(at[0:4], source("q")[0:4]), (at[3:6], source("q")[4:7])],
+            "at.0:4. .* and at.3:6. .* overlap",
+        ),
         (source("nothing"), "'nothing' is not published"),
-        (source("q", shape=(8, 5)), r"'q' is said to have shape \(8, 5\), and it is published with \(8, 4\)"),
-        (source("q")[0:9], r"sources of 't': source\('q'\)\[0:9\]: slice 0:9 is not within the size there, 8"),
-        ([source("q")[0:4], source("k")[0:9]], r"sources of 't': source\('k'\)\[0:9\]: slice 0:9 is not within"),
+        (
+            source("q", shape=(8, 5)),
+            r"'q' is said to have shape \(8, 5\), and it is published with \(8, 4\)",
+        ),
+        (
+            source("q")[0:9],
+            r"sources of 't': source\('q'\)\[0:9\]: slice 0:9 is not within the size there, 8",
+        ),
+        (
+            [source("q")[0:4], source("k")[0:9]],
+            r"sources of 't': source\('k'\)\[0:9\]: slice 0:9 is not within",
+        ),
         ("q", "give a view"),
     ],
 )

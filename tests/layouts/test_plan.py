@@ -1,5 +1,5 @@
-"""Plans: rows of like tensors, the choice among sources that hold equal bytes, and the error where no source holds a byte.
-(`test_reading` carries random plans out.)
+"""Plans: rows of like tensors, the choice among sources that hold equal bytes, and the error where
+no source holds a byte. (`test_reading` carries random plans out.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from tests.layouts.worlds import LocalTensor, pieces_of
 
 
 def locals_of(shapes: Mapping[str, tuple[int, ...]]) -> list[LocalTensor]:
-    return [LocalTensor(name, "bfloat16", its, packed(its, 2), region) for region, (name, its) in enumerate(shapes.items())]
+    return [
+        LocalTensor(name, "bfloat16", its, packed(its, 2), region)
+        for region, (name, its) in enumerate(shapes.items())
+    ]
 
 
 def test_a_reader_with_names_in_the_order_of_text_reads_in_the_order_of_numbers() -> None:
@@ -32,12 +35,17 @@ def test_a_reader_with_names_in_the_order_of_text_reads_in_the_order_of_numbers(
 
 
 def test_experts_with_names_of_their_own_make_families_and_neighbours_coalesce() -> None:
-    """A trainer with a tensor for each expert, in regions of their own; an engine that stacks them. And the other way."""
+    """A trainer with a tensor for each expert, in regions of their own; an engine that stacks them.
+    And the other way.
+    """
     names = [f"experts.{n}.w2" for n in range(16)]
     shapes = dict.fromkeys(names, (8, 4))
     apart = arrange(pieces_of(locals_of(shapes)))
     sources = {"w2": [(at[n], source(name)) for n, name in enumerate(names)]}
-    stacked = arrange(pieces_of(locals_of({"w2": (16, 8, 4)}), sources=sources, shape_of=dict(shapes).get), apart.catalogue)
+    stacked = arrange(
+        pieces_of(locals_of({"w2": (16, 8, 4)}), sources=sources, shape_of=dict(shapes).get),
+        apart.catalogue,
+    )
     for reader, held, length, step, run in (
         (stacked, apart, 16, (1, 0, 0, 64), 64),
         (apart, stacked, 16, (0, 64, 1, 0), 64),
@@ -46,15 +54,20 @@ def test_experts_with_names_of_their_own_make_families_and_neighbours_coalesce()
         assert plan(reader, [held]).rows(0) == [(0, 0, 0, 0, length, step, (), run)]
 
 
-# ---------------------------------------------------------------------------------------------------- whom to read
+# --------------------------------------------------------------------------------------------------
+# whom to read
 
 
-def ranks_with(*parts: tuple[slice, ...] | None, shape: tuple[int, ...] = (12, 2)) -> list[Coordinates]:
+def ranks_with(
+    *parts: tuple[slice, ...] | None, shape: tuple[int, ...] = (12, 2)
+) -> list[Coordinates]:
     """Each has this part of one tensor."""
     made = []
     for part in parts:
         view = source("w", shape=shape)[part if part is not None else ...]
-        local = LocalTensor("mine", "uint8", view.select(shape).shape, packed(view.select(shape).shape, 1), 0)
+        local = LocalTensor(
+            "mine", "uint8", view.select(shape).shape, packed(view.select(shape).shape, 1), 0
+        )
         made.append(arrange(pieces_of([local], sources={"mine": view})))
     return made
 
@@ -102,7 +115,8 @@ def test_tied_tensors_are_read_once() -> None:
     assert plan(one, [one]).needs == {0: 24}
 
 
-# ---------------------------------------------------------------------------------------------------------- cells
+# --------------------------------------------------------------------------------------------------
+# cells
 
 
 def test_memory_transposed_at_both_ends_is_one_run() -> None:
@@ -117,7 +131,9 @@ def test_memory_transposed_at_both_ends_is_one_run() -> None:
 
 def test_a_reader_rank_of_an_equal_layout_reads_the_rank_local_tensors_of_its_rank() -> None:
     def rank_of(rank: int, ranks: int) -> Coordinates:
-        return arrange(pieces_of([LocalTensor("w", "uint8", (5,), (1,), 0)], rank=rank, world_size=ranks))
+        return arrange(
+            pieces_of([LocalTensor("w", "uint8", (5,), (1,), 0)], rank=rank, world_size=ranks)
+        )
 
     sources: Sequence[Coordinates] = [rank_of(rank, 3) for rank in range(3)]
     assert sources[0].catalogue.kinds == (Kind("uint8", (3, 5), None, 3),)
@@ -126,13 +142,16 @@ def test_a_reader_rank_of_an_equal_layout_reads_the_rank_local_tensors_of_its_ra
         plan(rank_of(1, 2), sources)
 
 
-# ------------------------------------------------------------------------------------------------- hostile publications
+# -------------------------------------------------------------------------------------------------
+# hostile publications
 
 
 def held_so_often(count: int, catalogue: Catalogue | None = None) -> Coordinates:
     """The same bytes of one tensor, in so many places."""
     kind = Kind("uint8", (8,))
-    return arrange([Piece("w", kind, whole(kind.shape), region, 0, (1,)) for region in range(count)], catalogue)
+    return arrange(
+        [Piece("w", kind, whole(kind.shape), region, 0, (1,)) for region in range(count)], catalogue
+    )
 
 
 @pytest.mark.timeout(60)
@@ -142,7 +161,9 @@ def test_many_pieces_of_one_tensor_cost_what_as_many_tensors_do() -> None:
     assert plan(held_so_often(1, held.catalogue), [held]).needs == {0: 8}
 
 
-def test_what_is_looked_at_for_each_piece_of_the_reader_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_looked_at_for_each_piece_of_the_reader_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     held = held_so_often(100)
     reader = held_so_often(1000, held.catalogue)
     assert plan(reader, [held]).needs == {0: 8000}

@@ -1,4 +1,6 @@
-"""What ranks hold together: shard classes, bytes that nobody holds or one rank holds twice, what readers leave, ties."""
+"""What ranks hold together: shard classes, bytes that nobody holds or one rank holds twice, what
+readers leave, ties.
+"""
 
 from __future__ import annotations
 
@@ -50,17 +52,24 @@ def test_bytes_that_no_rank_holds_are_named() -> None:
 
 
 def test_who_has_not_said_which_part_its_plain_tensor_is_may_be_to_blame() -> None:
-    said = pieces_of([local("w", 8, 2)], rank=0, world_size=2, sources={"w": source("w", shape=(12, 2))[0:8]})
+    said = pieces_of(
+        [local("w", 8, 2)], rank=0, world_size=2, sources={"w": source("w", shape=(12, 2))[0:8]}
+    )
     unsaid = pieces_of([local("w", 4, 2)], rank=1, world_size=2)
-    with pytest.raises(ManifestMismatch, match=r"is held by no rank \(rank 1 has a plain tensor of that name"):
+    with pytest.raises(
+        ManifestMismatch, match=r"is held by no rank \(rank 1 has a plain tensor of that name"
+    ):
         Publication((arrange(said), arrange(unsaid))).check()
 
 
 def test_a_byte_in_two_pieces_of_one_rank_is_named() -> None:
     w = source("w", shape=(12, 2))
-    pieces = pieces_of([local("x", 8, 2), local("y", 8, 2, region=1)], sources={"x": w[0:8], "y": w[4:12]})
+    pieces = pieces_of(
+        [local("x", 8, 2), local("y", 8, 2, region=1)], sources={"x": w[0:8], "y": w[4:12]}
+    )
     with pytest.raises(
-        ManifestMismatch, match=r"rank 0 holds parts \[0:8, 0:2\] and \[4:12, 0:2\] of tensor 'w', which overlap"
+        ManifestMismatch,
+        match=r"rank 0 holds parts \[0:8, 0:2\] and \[4:12, 0:2\] of tensor 'w', which overlap",
     ):
         Publication((arrange(pieces),)).check()
 
@@ -71,7 +80,9 @@ def test_the_same_byte_on_two_ranks_is_no_fault() -> None:
 
 def test_ranks_with_tensors_of_their_own_make_one_publication() -> None:
     """Expert or pipeline parallelism: no rank knows all names."""
-    publication = Publication(tuple(sharded((0, 1), names=("a",)) + sharded((0, 1), names=("b",)))).check()
+    publication = Publication(
+        tuple(sharded((0, 1), names=("a",)) + sharded((0, 1), names=("b",)))
+    ).check()
     assert publication.catalogue.names == ("a", "b")
     publication.check_readers(sharded((0, 1)))
 
@@ -81,7 +92,9 @@ def test_what_a_reading_group_leaves_is_named_unless_it_may() -> None:
     readers = [*sharded((0, 2)), *sharded((1, 2), names=("a",))]
     with pytest.raises(ManifestMismatch, match=r"partial=True") as caught:
         publication.check_readers(readers)
-    assert caught.value.differences == ("of tensor 'b', [6:12, 0:2] (12 bytes) is read by no rank of the group",)
+    assert caught.value.differences == (
+        "of tensor 'b', [6:12, 0:2] (12 bytes) is read by no rank of the group",
+    )
     publication.check_readers(readers, partial=True)
     publication.check_readers(sharded((0, 2), (1, 2)))
 
@@ -89,20 +102,28 @@ def test_what_a_reading_group_leaves_is_named_unless_it_may() -> None:
 @pytest.mark.parametrize("more", [0, 1])
 def test_rank_local_tensors_are_each_ranks_own(more: int) -> None:
     """Of equal shapes as well."""
-    ranks = [arrange(pieces_of([local("w", 5 + rank * more)], rank=rank, world_size=2)) for rank in range(2)]
+    ranks = [
+        arrange(pieces_of([local("w", 5 + rank * more)], rank=rank, world_size=2))
+        for rank in range(2)
+    ]
     publication = Publication(tuple(ranks)).check()
     assert publication.catalogue.names == ("w",) * (1 + more)
     publication.check_readers(ranks)
-    with pytest.raises(ManifestMismatch, match="'w', local to rank 1 of 2, is read by no rank of the group"):
+    with pytest.raises(
+        ManifestMismatch, match="'w', local to rank 1 of 2, is read by no rank of the group"
+    ):
         publication.check_readers(ranks[:1])
     publication.check_readers(ranks[:1], partial=True)
 
 
-# ------------------------------------------------------------------------------------------------------------ ties
+# --------------------------------------------------------------------------------------------------
+# ties
 
 
 def tied(tied: bool, names: tuple[str, ...] = ("embed", "head")) -> Coordinates:
-    return arrange(pieces_of([local(name, 12, 2, region=0 if tied else n) for n, name in enumerate(names)]))
+    return arrange(
+        pieces_of([local(name, 12, 2, region=0 if tied else n) for n, name in enumerate(names)])
+    )
 
 
 def test_tied_readers_of_tied_tensors_are_in_order() -> None:
@@ -114,7 +135,9 @@ def test_tied_readers_of_tied_tensors_are_in_order() -> None:
 
 def test_what_shares_memory_at_the_reader_only_is_refused() -> None:
     publication = Publication((tied(False),)).check()
-    with pytest.raises(ManifestMismatch, match="tensors 'embed' and 'head' share memory at the reader only"):
+    with pytest.raises(
+        ManifestMismatch, match="tensors 'embed' and 'head' share memory at the reader only"
+    ):
         publication.check_readers([tied(True)])
 
 
@@ -148,7 +171,9 @@ def test_ties_hold_for_each_view() -> None:
 
 
 def test_every_fault_is_in_one_error() -> None:
-    many = catalogue_of((f"t{n}", piece.kind) for n in range(30) for piece in sharded((0, 1))[0].pieces())
+    many = catalogue_of(
+        (f"t{n}", piece.kind) for n in range(30) for piece in sharded((0, 1))[0].pieces()
+    )
     publication = Publication((arrange([], many),))
     with pytest.raises(ManifestMismatch, match=r"30 fault\(s\).*and 20 more") as caught:
         publication.check()

@@ -1,4 +1,6 @@
-"""What a publication is made of: hostile bytes are refused. (`test_joining` sends one through its encoding.)"""
+"""What a publication is made of: hostile bytes are refused. (`test_joining` sends one through its
+encoding.)
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_what_the_refused_ones_differ_from_is_a_publication() -> None:
         (None, {3: [0, 0, 0, 0]}, "not the one encoding"),
     ],
 )
-def test_what_is_no_publication_is_refused(strings: list[str] | None, columns: dict[int, list[int]], says: str) -> None:
+def test_what_is_no_publication_is_refused(
+    strings: list[str] | None, columns: dict[int, list[int]], says: str
+) -> None:
     changed = [columns.get(number, column) for number, column in enumerate(GOOD[1])]
     with pytest.raises(ProtocolError, match=says):
         Published.decode(pack_all(1, strings or GOOD[0], changed))

@@ -1,5 +1,5 @@
-"""Readings: random layouts arrive as gathering and slicing would have it, each byte once, in chunks of one shard class;
-selections travel, and hostile ones are refused.
+"""Readings: random layouts arrive as gathering and slicing would have it, each byte once, in chunks
+of one shard class; selections travel, and hostile ones are refused.
 """
 
 from __future__ import annotations
@@ -35,11 +35,16 @@ from tests.layouts.worlds import LocalTensor, World, experts, pieces_of, wanted,
 
 SMALL = st.sampled_from([1, 7, 16, 64, 4096])
 
-# ------------------------------------------------------------------------------------------------- random layouts
+# -------------------------------------------------------------------------------------------------
+# random layouts
 
 
 def gathered(strips: Sequence[Strip], regions: Sequence[bytearray]) -> bytes:
-    runs = [bytes(regions[region][at : at + strip.run]) for strip in strips for region, at in strip.places()]
+    runs = [
+        bytes(regions[region][at : at + strip.run])
+        for strip in strips
+        for region, at in strip.places()
+    ]
     return b"".join(runs)
 
 
@@ -56,7 +61,9 @@ def check_reading(made: World, chunk_bytes: int) -> None:
     found = reading_of(made.publication, made.reader, chunk_bytes=chunk_bytes)
     counts = [bytearray(len(region)) for region in made.memory.regions]
     for part in found.parts:
-        assert part.ranks == next(each.ranks for each in made.publication.classes if part.shard in each.ranks)
+        assert part.ranks == next(
+            each.ranks for each in made.publication.classes if part.shard in each.ranks
+        )
         for rank in part.ranks:  # from any of them
             regions = made.memories[rank].regions
             assert part.selection.fault([len(region) for region in regions]) is None
@@ -71,8 +78,12 @@ def check_reading(made: World, chunk_bytes: int) -> None:
                         counts[region][byte] += 1
     assert [bytes(region) for region in made.memory.regions] == made.expected
     assert counts == wanted(made)
-    assert found.nbytes == sum(map(sum, counts)) == sum(part.selection.nbytes for part in found.parts)
-    assert sorted(number for part in found.parts for number in part.chunks) == list(range(len(found.sizes)))
+    assert (
+        found.nbytes == sum(map(sum, counts)) == sum(part.selection.nbytes for part in found.parts)
+    )
+    assert sorted(number for part in found.parts for number in part.chunks) == list(
+        range(len(found.sizes))
+    )
     assert all(first < second for part in found.parts for first, second in pairwise(part.chunks))
     firsts = [min(place for strip in strips for place in strip.places()) for strips in found.places]
     assert firsts == sorted(set(firsts))
@@ -90,7 +101,9 @@ def test_a_reading_of_many_like_tensors_does_so_too(random: Random, chunk_bytes:
 
 @settings(max_examples=30)
 @given(st.randoms(use_true_random=False), SMALL, st.booleans())
-def test_who_has_heard_of_the_same_has_the_same_numbers(random: Random, chunk_bytes: int, many: bool) -> None:
+def test_who_has_heard_of_the_same_has_the_same_numbers(
+    random: Random, chunk_bytes: int, many: bool
+) -> None:
     made = (experts if many else world)(random)
     again = Publication(tuple(map(heard, made.publication.ranks)))
     found = reading_of(made.publication, made.reader, chunk_bytes=chunk_bytes)
@@ -102,27 +115,43 @@ def test_who_has_heard_of_the_same_has_the_same_numbers(random: Random, chunk_by
 
 
 def heard(rank: Coordinates) -> Coordinates:
-    arrangement = Arrangement.decode(rank.arrangement.encode(), Catalogue.decode(rank.catalogue.encode()))
+    arrangement = Arrangement.decode(
+        rank.arrangement.encode(), Catalogue.decode(rank.catalogue.encode())
+    )
     again = Coordinates.decode(rank.encode(), arrangement)
-    assert (again, again.coordinates_id, list(again.pieces())) == (rank, rank.coordinates_id, list(rank.pieces()))
+    assert (again, again.coordinates_id, list(again.pieces())) == (
+        rank,
+        rank.coordinates_id,
+        list(rank.pieces()),
+    )
     return again
 
 
-# --------------------------------------------------------------------------------------------------------- chunks
+# --------------------------------------------------------------------------------------------------
+# chunks
 
 
-def stacked(count: int, *, shape: tuple[int, int] = (8, 4), reverse: bool = False) -> tuple[Publication, Coordinates]:
+def stacked(
+    count: int, *, shape: tuple[int, int] = (8, 4), reverse: bool = False
+) -> tuple[Publication, Coordinates]:
     """A tensor of bytes for each expert, in regions of their own; a reader that stacks them."""
     names = [f"experts.{n}.w2" for n in range(count)]
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, shape)
     apart = arrange(pieces_of(bytes_of(shapes)))
-    sources = {"w2": [(at[n], source(name)) for n, name in enumerate(reversed(names) if reverse else names)]}
+    sources = {
+        "w2": [
+            (at[n], source(name)) for n, name in enumerate(reversed(names) if reverse else names)
+        ]
+    }
     pieces = pieces_of(bytes_of({"w2": (count, *shape)}), sources=sources, shape_of=shapes.get)
     return Publication((apart,)).check(), arrange(pieces, apart.catalogue)
 
 
 def bytes_of(shapes: dict[str, tuple[int, ...]]) -> list[LocalTensor]:
-    return [LocalTensor(name, "uint8", its, packed(its, 1), region) for region, (name, its) in enumerate(shapes.items())]
+    return [
+        LocalTensor(name, "uint8", its, packed(its, 1), region)
+        for region, (name, its) in enumerate(shapes.items())
+    ]
 
 
 def test_small_cells_share_chunks_and_follow_one_rule() -> None:
@@ -137,10 +166,14 @@ def test_small_cells_share_chunks_and_follow_one_rule() -> None:
 
 def test_a_longer_cell_is_cut_at_rows_and_a_longer_row_within() -> None:
     publication, reader = stacked(2, shape=(8, 4))
-    assert reading_of(publication, reader, chunk_bytes=13).sizes == (13, 13, 6, 13, 13, 6)  # one run of 32 each
+    # one run of 32 each
+    assert reading_of(publication, reader, chunk_bytes=13).sizes == (13, 13, 6, 13, 13, 6)
     sources = {"m": source("experts.0.w2")[:, 1:3]}
     shape_of = {"experts.0.w2": (8, 4)}.get
-    columns = arrange(pieces_of(bytes_of({"m": (8, 2)}), sources=sources, shape_of=shape_of), publication.catalogue)
+    columns = arrange(
+        pieces_of(bytes_of({"m": (8, 2)}), sources=sources, shape_of=shape_of),
+        publication.catalogue,
+    )
     found = reading_of(publication, columns, chunk_bytes=7)
     assert found.sizes == (6, 6, 4)
     assert found.parts[0].selection.chunks == (
@@ -173,7 +206,8 @@ def test_a_chunk_has_no_more_runs_than_its_source_allows(monkeypatch: pytest.Mon
     assert reading_of(publication, reader, chunk_bytes=4096).sizes == (64, 64)
 
 
-# ------------------------------------------------------------------------------------------------- worked example
+# -------------------------------------------------------------------------------------------------
+# worked example
 #
 # One layer of Llama-3-8B in bfloat16, with one of its norms, in chunks of 16 MiB.
 
@@ -196,8 +230,13 @@ def by_rows(ranks: int) -> Publication:
     made = []
     for rank in range(ranks):
         shardings = {name: cut(shape, [Cut(0, ranks, rank)]) for name, shape in LLAMA.items()}
-        shapes = {name: tuple(sum(run.size for run in runs) for runs in its.runs) for name, its in shardings.items()}
-        made.append(arrange(pieces_of(locals_of(shapes), rank=rank, world_size=ranks, shardings=shardings)))
+        shapes = {
+            name: tuple(sum(run.size for run in runs) for runs in its.runs)
+            for name, its in shardings.items()
+        }
+        made.append(
+            arrange(pieces_of(locals_of(shapes), rank=rank, world_size=ranks, shardings=shardings))
+        )
     return Publication(tuple(made)).check()
 
 
@@ -236,31 +275,49 @@ def runs_at_the_sources(found: Reading) -> Counter[int]:
 def test_eight_ranks_by_rows_to_two_tensor_parallel_ones() -> None:
     found = reading_of(by_rows(8), first_of_two(), chunk_bytes=16 * MIB)
     assert found.nbytes == 208 * MIB + 8 * KIB
-    # Of the first four sources: q, k and v together; gate; up and o; down and the norm. The others have no qkv of this rank.
+    # Of the first four sources: q, k and v together; gate; up and o; down and the norm. The others
+    # have no qkv of this rank.
     assert [part.chunks for part in found.parts[:2]] == [(0, 4, 8, 16), (1, 5, 9, 17)]
-    assert [part.selection.sizes for part in found.parts[:4]] == [(6 * MIB, 14 * MIB, 16 * MIB, 7 * MIB + KIB)] * 4
+    assert [part.selection.sizes for part in found.parts[:4]] == [
+        (6 * MIB, 14 * MIB, 16 * MIB, 7 * MIB + KIB)
+    ] * 4
     assert len({part.selection.chunks for part in found.parts[:4]}) == 1  # the same part of each
     assert len({part.selection.selection_id for part in found.parts}) == 8  # but of another shard
-    assert found.places[0] == (straight(0, 0, 4 * MIB), straight(0, 16 * MIB, MIB), straight(0, 20 * MIB, MIB))
+    assert found.places[0] == (
+        straight(0, 0, 4 * MIB),
+        straight(0, 16 * MIB, MIB),
+        straight(0, 20 * MIB, MIB),
+    )
     runs = {4 * MIB: 4, MIB: 8, 14 * MIB: 8, 4 * KIB: 8 * 512, 14 * KIB: 8 * 512, KIB: 8}
     assert runs_at_the_sources(found) == runs
     assert sum(runs.values()) == 8220
-    assert {strip.loops for strip in taken(found) if strip.loops} == {((512, 8 * KIB),), ((512, 28 * KIB),)}  # whole rows
+    # whole rows
+    assert {strip.loops for strip in taken(found) if strip.loops} == {
+        ((512, 8 * KIB),),
+        ((512, 28 * KIB),),
+    }
     assert all(place.is_contiguous for places in found.places for place in places)
 
 
-# -------------------------------------------------------------------------------------------------------- hostile
+# --------------------------------------------------------------------------------------------------
+# hostile
 
 GOOD = [[1], [0], [0], [0], [0], [1], [1], [4], [2], [8]]
 
 
 def with_columns(**changed: list[int]) -> bytes:
-    names = "strips regions offsets region_steps offset_steps lengths loops runs times apart".split()
-    return pack_all(1, ["of"], [changed.get(name, column) for name, column in zip(names, GOOD, strict=True)])
+    names = (
+        "strips regions offsets region_steps offset_steps lengths loops runs times apart".split()
+    )
+    return pack_all(
+        1, ["of"], [changed.get(name, column) for name, column in zip(names, GOOD, strict=True)]
+    )
 
 
 def test_the_columns_that_the_refused_ones_differ_from_are_a_selection() -> None:
-    assert Selection.decode(with_columns()) == Selection(((Strip(0, 0, 0, 0, 1, ((2, 8),), 4),),), "of")
+    assert Selection.decode(with_columns()) == Selection(
+        ((Strip(0, 0, 0, 0, 1, ((2, 8),), 4),),), "of"
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,7 +347,11 @@ def test_what_is_no_selection_is_refused(changed: dict[str, list[int]], says: st
 def test_other_bytes_for_the_same_selection_are_refused() -> None:
     good = with_columns()
     for position in range(len(good)):
-        for bad in (good[:position], good + b"\0", good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :]):
+        for bad in (
+            good[:position],
+            good + b"\0",
+            good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :],
+        ):
             try:
                 decoded = Selection.decode(bad)
             except ProtocolError:

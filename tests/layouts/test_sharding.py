@@ -1,4 +1,6 @@
-"""Which indices a rank has of a DTensor: against torch's own, on fake process groups, and against FSDP2 on real ones."""
+"""Which indices a rank has of a DTensor: against torch's own, on fake process groups, and against
+FSDP2 on real ones.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def elements(shape: Sequence[int]) -> torch.Tensor:
 
 
 def taken(full: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    indices = [[n for run in runs for n in range(run.start, run.start + run.size)] for runs in sharding.runs]
+    indices = [
+        [n for run in runs for n in range(run.start, run.start + run.size)]
+        for runs in sharding.runs
+    ]
     return torch.from_numpy(full.numpy()[np.ix_(*indices)])
 
 
@@ -60,7 +65,9 @@ CASES: list[tuple[tuple[int, ...], tuple[int, ...], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("shape", "mesh_shape", "placements"), CASES)
-def test_as_torch_distributes(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: list[Any]) -> None:
+def test_as_torch_distributes(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: list[Any]
+) -> None:
     full = elements(shape)
     for rank in range(prod(mesh_shape)):
         with mesh_of(*mesh_shape, rank=rank) as mesh:
@@ -79,7 +86,12 @@ def test_random_placements_as_torch_distributes(seed: int) -> None:
     mesh_shape = [random.randint(1, 4) for _ in range(random.randint(1, 3))]
     placements = [
         random.choice(
-            [Replicate(), Shard(dimension), Shard(dimension), _StridedShard(dimension, split_factor=random.randint(2, 3))]
+            [
+                Replicate(),
+                Shard(dimension),
+                Shard(dimension),
+                _StridedShard(dimension, split_factor=random.randint(2, 3)),
+            ]
         )
         for dimension in [random.randrange(len(shape)) for _ in mesh_shape]
     ]
@@ -107,20 +119,28 @@ def test_where_fsdp2_has_other_rows_than_its_placements_say_its_memory_decides()
     with mesh_of(3, 2, rank=4) as mesh:
         placements = [_StridedShard(0, split_factor=2), Shard(0)]
         local = elements((13, 4))[6:7]
-        dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size((13, 4)), stride=(4, 1))
+        dtensor = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size((13, 4)), stride=(4, 1)
+        )
         sharding = sharding_of(dtensor)
         assert sharding is not None
         assert rows(sharding) == [6]
 
 
 def test_where_not_even_the_memory_decides_the_tensor_is_refused() -> None:
-    """27 rows on 3 x 4: rank (2, 2) of FSDP2 has row 20, and torch's distributing gives it row 26."""
+    """27 rows on 3 x 4: rank (2, 2) of FSDP2 has row 20, and torch's distributing gives it row
+    26.
+    """
     cuts = [Cut(0, 3, 2, split=4), Cut(0, 4, 2)]
     assert rows(cut((27,), cuts)) == [26]
     assert rows(cut((27,), [cuts[1], Cut(0, 3, 2)])) == [20]
     with mesh_of(3, 4, rank=10) as mesh:
-        dtensor = distribute_tensor(elements((27,)), mesh, [_StridedShard(0, split_factor=4), Shard(0)], src_data_rank=None)
-        with pytest.raises(RegistrationError, match=r"do not tell which indices it has \(.*26.* or .*20"):
+        dtensor = distribute_tensor(
+            elements((27,)), mesh, [_StridedShard(0, split_factor=4), Shard(0)], src_data_rank=None
+        )
+        with pytest.raises(
+            RegistrationError, match=r"do not tell which indices it has \(.*26.* or .*20"
+        ):
             sharding_of(dtensor)
 
 
@@ -130,24 +150,36 @@ class Scattered(Shard):
 
 @pytest.mark.parametrize(
     ("placement", "advice"),
-    [(Shard(0), r"shape \(3, 4\).*say \(4, 4\)"), (Partial(), "Partial"), (Scattered(0), "unknown here")],
+    [
+        (Shard(0), r"shape \(3, 4\).*say \(4, 4\)"),
+        (Partial(), "Partial"),
+        (Scattered(0), "unknown here"),
+    ],
 )
 def test_what_cannot_be_registered_is_refused(placement: Any, advice: str) -> None:
     with mesh_of(2, rank=0) as mesh:
         dtensor = DTensor.from_local(
-            torch.zeros(3, 4), mesh, [placement], run_check=False, shape=torch.Size((8, 4)), stride=(4, 1)
+            torch.zeros(3, 4),
+            mesh,
+            [placement],
+            run_check=False,
+            shape=torch.Size((8, 4)),
+            stride=(4, 1),
         )
         with pytest.raises(RegistrationError, match=advice):
             sharding_of(dtensor)
 
 
-# ---------------------------------------------------------------------------------------------- real processes
+# ----------------------------------------------------------------------------------------------
+# real processes
 
 
 def fsdp_rank(rank: int, sizes: tuple[int, int], store: str, problems: Any) -> None:
     try:
         torch.set_num_threads(1)
-        distributed.init_process_group("gloo", rank=rank, world_size=prod(sizes), init_method=f"file://{store}")
+        distributed.init_process_group(
+            "gloo", rank=rank, world_size=prod(sizes), init_method=f"file://{store}"
+        )
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
         for size in (13, 17, 5, 12):
             full = elements((size, 4)).float()
@@ -159,7 +191,11 @@ def fsdp_rank(rank: int, sizes: tuple[int, int], store: str, problems: Any) -> N
             assert torch.equal(dtensor.full_tensor(), full)
             sharding = sharding_of(dtensor)
             assert sharding is not None
-            assert torch.equal(taken(full, sharding), dtensor.to_local().detach()), (rank, size, sharding)
+            assert torch.equal(taken(full, sharding), dtensor.to_local().detach()), (
+                rank,
+                size,
+                sharding,
+            )
         distributed.destroy_process_group()
     except BaseException as error:
         problems.put(f"rank {rank}: {error!r}")

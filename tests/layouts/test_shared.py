@@ -1,4 +1,6 @@
-"""What ranks of different shards publish alike: which parts, under which numbers, and where they lie."""
+"""What ranks of different shards publish alike: which parts, under which numbers, and where they
+lie.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def published(*ranks: Mapping[str, tuple[tuple[int, ...], object]]) -> Publicati
     return Publication(tuple(made)).check()
 
 
-def memory_of(publication: Publication, rank: int, whole: dict[str, np.ndarray]) -> dict[int, bytearray]:
+def memory_of(
+    publication: Publication, rank: int, whole: dict[str, np.ndarray]
+) -> dict[int, bytearray]:
     """Its regions, with what the whole tensors have there."""
     regions: dict[int, bytearray] = {}
     for piece in publication.ranks[rank].pieces():
@@ -56,11 +60,15 @@ def bytes_of(strip: Strip, regions: dict[int, bytearray]) -> bytes:
     return b"".join(bytes(regions[strip.region][start : start + strip.run]) for start in starts)
 
 
-def told(publication: Publication, rank: int, whole: dict[str, np.ndarray]) -> dict[int, list[bytes]]:
+def told(
+    publication: Publication, rank: int, whole: dict[str, np.ndarray]
+) -> dict[int, list[bytes]]:
     """By number, what a rank would digest."""
     regions = memory_of(publication, rank, whole)
     found = shares_of(publication, rank)
-    return {share.number: [bytes_of(strip, regions) for strip in share.chunks] for share in found or ()}
+    return {
+        share.number: [bytes_of(strip, regions) for strip in share.chunks] for share in found or ()
+    }
 
 
 def test_shards_and_replicas_of_shards_have_nothing_in_common() -> None:
@@ -69,7 +77,9 @@ def test_shards_and_replicas_of_shards_have_nothing_in_common() -> None:
 
 
 def test_what_is_whole_on_ranks_of_different_shards_is_shared() -> None:
-    made = published(*({"norm": ((10,), NORM), "w": ((4, 6), W[r * 4 : r * 4 + 4])} for r in range(2)))
+    made = published(
+        *({"norm": ((10,), NORM), "w": ((4, 6), W[r * 4 : r * 4 + 4])} for r in range(2))
+    )
     assert shares_of(made, 0) == (Share(0, "'norm'", (Strip(0, 0, 0, 0, 1, (), 40),)),)
     assert shares_of(made, 1) == shares_of(made, 0)
 
@@ -95,7 +105,9 @@ def test_many_parts_make_few_shares_with_equal_numbers(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whoever_shares_says_the_same_bytes_wherever_they_lie(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_shares_says_the_same_bytes_wherever_they_lie(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Columns, rows and steps; and each shared byte is compared with somebody's."""
     monkeypatch.setattr(shared, "CHUNK_BYTES", 16)
     random = Random(seed)
@@ -107,7 +119,10 @@ def test_whoever_shares_says_the_same_bytes_wherever_they_lie(seed: int, monkeyp
         ranks.append({"norm": ((10,), NORM), "w": (shape, W[rows, columns])})
     random.shuffle(ranks)
     made = published(*ranks)
-    whole = {name: np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in SHAPES.items()}
+    whole = {
+        name: np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
+        for name, shape in SHAPES.items()
+    }
     said = [told(made, rank, whole) for rank in range(len(ranks))]
     by_number: dict[int, list[bytes]] = {}
     for each in said:

@@ -1,4 +1,6 @@
-"""What a caller can write for `sources=`: the same as numpy would take, and a sentence that helps for all else."""
+"""What a caller can write for `sources=`: the same as numpy would take, and a sentence that helps
+for all else.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def test_views_are_values() -> None:
 
 
 def test_a_view_is_shown_as_it_was_written() -> None:
-    assert repr(source("w")[0:4, ::2][..., 1].T.permute(1, -2)) == "source('w')[0:4, ::2][..., 1].T.permute(1, -2)"
+    assert (
+        repr(source("w")[0:4, ::2][..., 1].T.permute(1, -2))
+        == "source('w')[0:4, ::2][..., 1].T.permute(1, -2)"
+    )
     assert repr(at[2:, 0]) == "at[2:, 0]"
 
 
@@ -65,7 +70,9 @@ def test_empty_parts_can_be_taken() -> None:
 
 def test_with_a_shape_faults_are_found_where_they_are_written() -> None:
     w = source("w", shape=(4, 5))
-    with pytest.raises(RegistrationError, match="slice 0:6 is not within the size there, 5; write at most 0:5"):
+    with pytest.raises(
+        RegistrationError, match="slice 0:6 is not within the size there, 5; write at most 0:5"
+    ):
         w[:, 0:6]
     with pytest.raises(RegistrationError, match="2 dimensions"):
         w[0, 0, 0]
@@ -79,7 +86,10 @@ def test_with_a_shape_faults_are_found_where_they_are_written() -> None:
         (source("w")[0:5], "slice 0:5 is not within the size there, 4; write at most 0:4"),
         (source("w")[3:1], "slice 3:1 is not within"),
         (source("w")[-9:2], "not within"),
-        (source("w")[1:3][2], r"source\('w'\)\[1:3\]\[2\]: index 2 is out of range; the size there is 2"),
+        (
+            source("w")[1:3][2],
+            r"source\('w'\)\[1:3\]\[2\]: index 2 is out of range; the size there is 2",
+        ),
         (source("w")[0, 0, 0, 0], "4 indices, where there are 3 dimensions .*leave out 1"),
         (source("w").permute(0, 1), r"name each of its 3 dimensions \(0 to 2\) once"),
         (source("w").permute(0, 1, 1), "once"),
@@ -136,9 +146,20 @@ W = source("w", shape=(8, 4))
 
 
 def test_an_entry_is_a_view_or_a_list_of_views_or_a_list_of_pairs() -> None:
-    given: dict[str, object] = {"a": [W[0:1], W[1:2]], "b": W, "c": None, "d": [(at[0], W[0])], "e": []}
+    given: dict[str, object] = {
+        "a": [W[0:1], W[1:2]],
+        "b": W,
+        "c": None,
+        "d": [(at[0], W[0])],
+        "e": [],
+    }
     found, faults = entries_of("abcde", given)
-    assert found == {"a": ((None, W[0:1]), (None, W[1:2])), "b": ((None, W),), "d": ((at[0], W[0]),), "e": ()}
+    assert found == {
+        "a": ((None, W[0:1]), (None, W[1:2])),
+        "b": ((None, W),),
+        "d": ((at[0], W[0]),),
+        "e": (),
+    }
     assert (found, faults) == entries_of("abcde", given.get) == (found, [])
 
 
@@ -152,5 +173,8 @@ def test_everything_that_is_wrong_with_entries_is_named(entry: object) -> None:
 
 def test_whose_shape_nobody_has_said() -> None:
     v = source("v")
-    found, _ = entries_of("abcd", {"a": W, "b": [W[0:1], v[0:1]], "c": [(at[0:1], v), (at[1:2], source("u"))], "d": []})
+    found, _ = entries_of(
+        "abcd",
+        {"a": W, "b": [W[0:1], v[0:1]], "c": [(at[0:1], v), (at[1:2], source("u"))], "d": []},
+    )
     assert without_shape(found) == {"b": "v", "c": "v"}

@@ -1,7 +1,8 @@
-"""Random trainers and readers in memory, and what a reader must end up with by gathering and slicing with numpy.
+"""Random trainers and readers in memory, and what a reader must end up with by gathering and
+slicing with numpy.
 
-A world has a few global tensors, the ranks of a group that publish them, and one reader. Each rank has regions of bytes,
-with gaps of a value of their own.
+A world has a few global tensors, the ranks of a group that publish them, and one reader. Each rank
+has regions of bytes, with gaps of a value of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from typing import Any
 import numpy as np
 
 from tensorhub.errors import RegistrationError
-from tensorhub.layouts import Coordinates, Declaration, Piece, Publication, arrange, at, pieces, source
+from tensorhub.layouts import (
+    Coordinates,
+    Declaration,
+    Piece,
+    Publication,
+    arrange,
+    at,
+    pieces,
+    source,
+)
 from tensorhub.layouts.sharding import Cut, Sharding, cut
 from tensorhub.layouts.views import Entry, Sources, View, entries_of
 from tensorhub.model.dtypes import Quantization
@@ -24,7 +34,8 @@ from tensorhub.model.manifest import Manifest, TensorSpec
 
 Array = np.ndarray[Any, Any]
 
-DTYPES = {"uint8": 1, "float16": 2, "float32": 4}  # held as unsigned integers: only bytes are compared
+# held as unsigned integers: only bytes are compared
+DTYPES = {"uint8": 1, "float16": 2, "float32": 4}
 GAP = 0xEE
 
 
@@ -59,14 +70,26 @@ def pieces_of(
     """The pieces of these tensors. RegistrationError, with every fault."""
     entries, wrong = entries_of([each.name for each in tensors], sources)
     specs = [
-        TensorSpec(t.name, t.dtype, t.shape, tuple([(0, n) for n in t.shape]), t.region, t.offset, t.quantization)
+        TensorSpec(
+            t.name,
+            t.dtype,
+            t.shape,
+            tuple([(0, n) for n in t.shape]),
+            t.region,
+            t.offset,
+            t.quantization,
+        )
         for t in tensors
     ]
     strides = {each.name: each.strides for each in tensors}
     declared = Declaration(rank, world_size, shardings or {}, entries, strides=strides)
-    found, faults = pieces.pieces_of(Manifest(tuple(specs), (), 4096, "none", ""), declared, shape_of)
+    found, faults = pieces.pieces_of(
+        Manifest(tuple(specs), (), 4096, "none", ""), declared, shape_of
+    )
     if faults or wrong:
-        raise RegistrationError(f"{len(faults) + len(wrong)} fault(s): " + "\n  ".join([*faults.values(), *wrong]))
+        raise RegistrationError(
+            f"{len(faults) + len(wrong)} fault(s): " + "\n  ".join([*faults.values(), *wrong])
+        )
     return found
 
 
@@ -103,8 +126,11 @@ class Memory:
         frozen = np.frombuffer(memoryview(self.regions[local.region]), dtype=np.uint8)
         if 0 in local.shape:
             return np.empty(local.shape, kind)
-        # numpy wants to see the whole extent; the last pitch may reach beyond the region's end, but no element does
-        return np.ndarray(local.shape, kind, buffer=frozen.data, offset=local.offset, strides=local.strides)
+        # numpy wants to see the whole extent; the last pitch may reach beyond the region's end, but
+        # no element does
+        return np.ndarray(
+            local.shape, kind, buffer=frozen.data, offset=local.offset, strides=local.strides
+        )
 
 
 @dataclass
@@ -117,15 +143,20 @@ class World:
     expected: list[bytes]  # of each of its regions
 
 
-# ------------------------------------------------------------------------------------------------------- publishers
+# --------------------------------------------------------------------------------------------------
+# publishers
 
 
 def tensors(random: Random) -> dict[str, tuple[str, Array]]:
     found = {}
     for number in range(random.randint(1, 4)):
-        shape = [random.choice([1, 2, 3, 4, 5, 6, 8, 13]) for _ in range(random.choice([0, 1, 2, 2, 3]))]
+        shape = [
+            random.choice([1, 2, 3, 4, 5, 6, 8, 13]) for _ in range(random.choice([0, 1, 2, 2, 3]))
+        ]
         dtype = random.choice(list(DTYPES))
-        elements = np.frombuffer(random.randbytes(prod(shape) * DTYPES[dtype]), np.dtype(f"u{DTYPES[dtype]}"))
+        elements = np.frombuffer(
+            random.randbytes(prod(shape) * DTYPES[dtype]), np.dtype(f"u{DTYPES[dtype]}")
+        )
         found[f"t{number}"] = dtype, elements.reshape(shape)
     return found
 
@@ -147,14 +178,18 @@ class Placed:
     def kept(self, indices: list[list[int]], coordinate: int) -> None:
         if self.dimension is not None:
             outer = chunked(indices[self.dimension], self.split)
-            indices[self.dimension] = [index for part in outer for index in chunked(part, self.size)[coordinate]]
+            indices[self.dimension] = [
+                index for part in outer for index in chunked(part, self.size)[coordinate]
+            ]
 
 
 def placements(random: Random, mesh: Sequence[int], dimensions: int) -> list[Placed]:
     found = []
     for size in mesh:
         dimension = random.randrange(dimensions) if dimensions and random.random() < 0.75 else None
-        found.append(Placed(size, dimension, random.choice([1, 1, 2, 3]) if dimension is not None else 1))
+        found.append(
+            Placed(size, dimension, random.choice([1, 1, 2, 3]) if dimension is not None else 1)
+        )
     return found
 
 
@@ -181,7 +216,9 @@ def mesh_rank(
     return cut(elements.shape, cuts)
 
 
-def publishers(random: Random, made: dict[str, tuple[str, Array]]) -> tuple[Publication, list[Memory]]:
+def publishers(
+    random: Random, made: dict[str, tuple[str, Array]]
+) -> tuple[Publication, list[Memory]]:
     mesh = random.choice([[1], [2], [3], [4], [2, 2], [3, 2], [2, 3], [1, 4], [2, 1, 2]])
     how = {name: placements(random, mesh, elements.ndim) for name, (_, elements) in made.items()}
     seed = random.random()
@@ -192,18 +229,30 @@ def publishers(random: Random, made: dict[str, tuple[str, Array]]) -> tuple[Publ
         shardings: dict[str, Sharding] = {}
         sources: dict[str, object] = {}
         for name, (dtype, elements) in made.items():
-            if alike.random() < 0.2 and elements.ndim:  # by hand: what a publisher's `sources=` says
+            # by hand: what a publisher's `sources=` says
+            if alike.random() < 0.2 and elements.ndim:
                 _by_hand(alike, memory, sources, name, dtype, elements, rank, prod(mesh))
             else:
-                shardings[name] = mesh_rank(alike, memory, name, dtype, elements, how[name], coordinate)
-        held = pieces_of(memory.tensors, rank=rank, world_size=prod(mesh), shardings=shardings, sources=sources)
+                shardings[name] = mesh_rank(
+                    alike, memory, name, dtype, elements, how[name], coordinate
+                )
+        held = pieces_of(
+            memory.tensors, rank=rank, world_size=prod(mesh), shardings=shardings, sources=sources
+        )
         ranks.append(arrange(held))
         memories.append(memory)
     return Publication(tuple(ranks)).check(), memories
 
 
 def _by_hand(
-    random: Random, memory: Memory, sources: dict[str, object], name: str, dtype: str, elements: Array, rank: int, ranks: int
+    random: Random,
+    memory: Memory,
+    sources: dict[str, object],
+    name: str,
+    dtype: str,
+    elements: Array,
+    rank: int,
+    ranks: int,
 ) -> None:
     """Every `ranks`-th row, transposed in memory."""
     rows = elements[rank::ranks] if rank < elements.shape[0] else elements[:0]
@@ -216,7 +265,8 @@ def _by_hand(
     sources[f"{name}.mine"] = view.permute(*order)
 
 
-# ----------------------------------------------------------------------------------------------------------- readers
+# --------------------------------------------------------------------------------------------------
+# readers
 
 
 def some_slice(random: Random, size: int) -> slice:
@@ -266,8 +316,12 @@ def some_entry(
         return dtype, joined.shape, [each for each, _ in parts], [(..., joined)]
     if kind == "padded":
         shape = tuple(size + random.randrange(3) for size in array.shape)
-        begin = [random.randint(0, size - its) for size, its in zip(shape, array.shape, strict=True)]
-        place = tuple(slice(start, start + its) for start, its in zip(begin, array.shape, strict=True))
+        begin = [
+            random.randint(0, size - its) for size, its in zip(shape, array.shape, strict=True)
+        ]
+        place = tuple(
+            slice(start, start + its) for start, its in zip(begin, array.shape, strict=True)
+        )
         return dtype, shape, [(at[place], view)], [(place, array)]
     if kind == "interleaved":
         step = random.choice([2, 3])
@@ -300,7 +354,9 @@ def readers(
         sources[f"mine{number}"] = entry
         written += [(memory.tensors[-1], index, array) for index, array in goes]
     shapes = {name: elements.shape for name, (_, elements) in made.items()}
-    read = pieces_of(memory.tensors, world_size=2, shardings=shardings, sources=sources, shape_of=shapes.get)
+    read = pieces_of(
+        memory.tensors, world_size=2, shardings=shardings, sources=sources, shape_of=shapes.get
+    )
     coordinates = arrange(read, publication.catalogue)
     return coordinates, memory, _expected(memory, written)
 
@@ -326,14 +382,16 @@ class Even(Random):
 
 
 def experts(random: Random) -> World:
-    """Many tensors of one shape, which the ranks cut alike, or have some of each; the reader has them in another order, and
-    cut otherwise, in regions of their own or stacked.
+    """Many tensors of one shape, which the ranks cut alike, or have some of each; the reader has
+    them in another order, and cut otherwise, in regions of their own or stacked.
     """
     count, ranks = random.randint(2, 12), random.choice([1, 2, 3])
     shape, dtype = (random.choice([4, 6]), random.choice([4, 8])), random.choice(list(DTYPES))
     made = {}
     for number in range(count):
-        elements = np.frombuffer(random.randbytes(prod(shape) * DTYPES[dtype]), np.dtype(f"u{DTYPES[dtype]}"))
+        elements = np.frombuffer(
+            random.randbytes(prod(shape) * DTYPES[dtype]), np.dtype(f"u{DTYPES[dtype]}")
+        )
         made[f"e{number}"] = dtype, elements.reshape(shape)
     names, cut_along = list(made), random.choice([0, 1, None])
     coordinates, memories = [], []
@@ -342,8 +400,12 @@ def experts(random: Random) -> World:
         for number, name in enumerate(names):
             if cut_along is not None or number % ranks == rank:
                 placed = [Placed(ranks, cut_along)]
-                shardings[name] = mesh_rank(Even(), memory, name, dtype, made[name][1], placed, [rank])
-        coordinates.append(arrange(pieces_of(memory.tensors, world_size=ranks + 1, shardings=shardings)))
+                shardings[name] = mesh_rank(
+                    Even(), memory, name, dtype, made[name][1], placed, [rank]
+                )
+        coordinates.append(
+            arrange(pieces_of(memory.tensors, world_size=ranks + 1, shardings=shardings))
+        )
         memories.append(memory)
     publication = Publication(tuple(coordinates)).check()
     order = random.choice([names, names[::-1], names[::2], random.sample(names, count)])
@@ -362,7 +424,9 @@ def experts(random: Random) -> World:
             written.append((memory.tensors[-1], ..., parts[name]))
     read = pieces_of(memory.tensors, sources=sources, shape_of=dict.fromkeys(names, shape).get)
     expected = _expected(memory, written)
-    return World(made, publication, memories, arrange(read, publication.catalogue), memory, expected)
+    return World(
+        made, publication, memories, arrange(read, publication.catalogue), memory, expected
+    )
 
 
 def world(random: Random) -> World:
@@ -377,7 +441,9 @@ def wanted(world: World) -> list[bytearray]:
     counts = [bytearray(len(region)) for region in world.memory.regions]
     for piece in world.reader.pieces():
         for index in product(*(range(each.size) for each in piece.box)):
-            at_byte = piece.offset + sum(n * stride for n, stride in zip(index, piece.strides, strict=True))
+            at_byte = piece.offset + sum(
+                n * stride for n, stride in zip(index, piece.strides, strict=True)
+            )
             for byte in range(at_byte, at_byte + piece.kind.itemsize):
                 counts[piece.region][byte] = 1
     return counts

@@ -1,4 +1,6 @@
-"""Safetensors files as memory: what is served is what the file holds, and what is written is what was published."""
+"""Safetensors files as memory: what is served is what the file holds, and what is written is what
+was published.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def some(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def sharded(folder: Path, files: Mapping[str, Tensors], metadata: dict[str, str] | None = None) -> Path:
+def sharded(
+    folder: Path, files: Mapping[str, Tensors], metadata: dict[str, str] | None = None
+) -> Path:
     """A sharded model as transformers writes it; the index' path."""
     folder.mkdir(exist_ok=True)
     for name, tensors in files.items():
@@ -49,12 +53,16 @@ def sharded(folder: Path, files: Mapping[str, Tensors], metadata: dict[str, str]
     total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
     weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+    index.write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    )
     return index
 
 
 def manifest_of(memory: FileMemory | RegisteredMemory, chunk_bytes: int = CHUNK_BYTES) -> Manifest:
-    return build_manifest(memory.descriptions, chunk_bytes, "xxh3-64", "world/1", metadata=memory.metadata)
+    return build_manifest(
+        memory.descriptions, chunk_bytes, "xxh3-64", "world/1", metadata=memory.metadata
+    )
 
 
 def never() -> None:
@@ -79,10 +87,15 @@ def copy(path: Path, out: Path, *names: str, force: bool = False) -> FileTarget:
 
 
 def listing(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
-# ------------------------------------------------------------------------------------------------------- publishing
+# --------------------------------------------------------------------------------------------------
+# publishing
 
 
 def test_every_chunk_is_the_files_and_has_its_digest(tmp_path: Path) -> None:
@@ -94,7 +107,9 @@ def test_every_chunk_is_the_files_and_has_its_digest(tmp_path: Path) -> None:
             manifest = manifest_of(memory, chunk_bytes)
             chunks = ChunkMemory(manifest, memory.map(manifest).regions)
             digests = memory.digests(manifest, never)
-            assert digests == [xxhash.xxh3_64_intdigest(chunks.buffer(chunk.index)) for chunk in manifest.chunks]
+            assert digests == [
+                xxhash.xxh3_64_intdigest(chunks.buffer(chunk.index)) for chunk in manifest.chunks
+            ]
             assert told[0][0] < told[-1][0] == told[-1][1] == manifest.nbytes
             told.clear()
             assert memory.digests(manifest, never) is digests
@@ -103,7 +118,10 @@ def test_every_chunk_is_the_files_and_has_its_digest(tmp_path: Path) -> None:
         assert all(region.readonly for region in regions)
     loaded = load_file(tmp_path / "m.safetensors")
     for tensor in manifest.tensors:
-        assert bytes(regions[tensor.region]) == loaded[tensor.name].view(-1).view(torch.uint8).numpy().tobytes()
+        assert (
+            bytes(regions[tensor.region])
+            == loaded[tensor.name].view(-1).view(torch.uint8).numpy().tobytes()
+        )
         assert tensor.shape == tuple(loaded[tensor.name].shape)
 
 
@@ -162,7 +180,10 @@ def test_a_file_that_is_replaced_or_removed_is_still_ours(tmp_path: Path) -> Non
 
 def test_a_file_memory_cannot_be_filled(tmp_path: Path) -> None:
     save_file(some(), tmp_path / "m.safetensors")
-    with FileMemory(tmp_path / "m.safetensors") as memory, pytest.raises(ManifestMismatch, match="cannot be filled"):
+    with (
+        FileMemory(tmp_path / "m.safetensors") as memory,
+        pytest.raises(ManifestMismatch, match="cannot be filled"),
+    ):
         memory.map(manifest_of(RegisteredMemory({"other": torch.zeros(2)})))
 
 
@@ -176,7 +197,8 @@ def test_nothing_stays_open(tmp_path: Path) -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-# ---------------------------------------------------------------------------------------------------------- finding
+# --------------------------------------------------------------------------------------------------
+# finding
 
 
 def test_what_a_directory_holds(tmp_path: Path) -> None:
@@ -186,10 +208,19 @@ def test_what_a_directory_holds(tmp_path: Path) -> None:
     for name in ("b.safetensors", "a.safetensors", "c.bin", ".d.safetensors"):
         (tmp_path / "m" / name).touch()
     (tmp_path / "m" / "pytorch_model.bin.index.json").write_text("{}")
-    assert find_files(tmp_path / "m") == ([tmp_path / "m" / "a.safetensors", tmp_path / "m" / "b.safetensors"], None)
-    index = sharded(tmp_path / "m", {"x.safetensors": {"a": torch.zeros(1)}, "b.safetensors": {"b": torch.zeros(1)}})
+    assert find_files(tmp_path / "m") == (
+        [tmp_path / "m" / "a.safetensors", tmp_path / "m" / "b.safetensors"],
+        None,
+    )
+    index = sharded(
+        tmp_path / "m",
+        {"x.safetensors": {"a": torch.zeros(1)}, "b.safetensors": {"b": torch.zeros(1)}},
+    )
     files, found = find_files(tmp_path / "m")
-    assert ([file.name for file in files], found) == (["b.safetensors", "x.safetensors"], find_files(index)[1])
+    assert ([file.name for file in files], found) == (
+        ["b.safetensors", "x.safetensors"],
+        find_files(index)[1],
+    )
     index.with_name("other.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="has several indexes"):
         find_files(tmp_path / "m")
@@ -204,11 +235,23 @@ def test_what_a_directory_holds(tmp_path: Path) -> None:
         ('{"weight_map": {"a": "m.safetensors"}} {', "is not JSON"),
         ('{"weight_map": []}', "it says 'weight_map'"),
         ('{"weight_map": {"a": "m.safetensors"}, "metadata": 3}', "it says 'metadata'"),
-        ('{"weight_map": {"a": "m.safetensors"}, "auto_map": {}}', "it says 'auto_map': an index has .* nothing else"),
+        (
+            '{"weight_map": {"a": "m.safetensors"}, "auto_map": {}}',
+            "it says 'auto_map': an index has .* nothing else",
+        ),
         ('{"weight_map": {"a": "m.safetensors", "a": "n.safetensors"}}', "it says 'a' twice"),
-        ('{"weight_map": {"a": "m.safetensors"}, "weight_map": {"a": "m.safetensors"}}', "it says 'weight_map' twice"),
-        ('{"weight_map": {"a": "m.safetensors"}, "metadata": {"x": ' + "[" * 100_000, "is not JSON"),
-        ('{"weight_map": {"a": "config.json"}}', r"it names 'config\.json': give a name that ends in \.safetensors"),
+        (
+            '{"weight_map": {"a": "m.safetensors"}, "weight_map": {"a": "m.safetensors"}}',
+            "it says 'weight_map' twice",
+        ),
+        (
+            '{"weight_map": {"a": "m.safetensors"}, "metadata": {"x": ' + "[" * 100_000,
+            "is not JSON",
+        ),
+        (
+            '{"weight_map": {"a": "config.json"}}',
+            r"it names 'config\.json': give a name that ends in \.safetensors",
+        ),
         ("{}", "no weight_map"),
         ('{"weight_map": {}}', "no weight_map"),
         ('{"weight_map": {"a": 3}}', "it names ''"),
@@ -217,10 +260,19 @@ def test_what_a_directory_holds(tmp_path: Path) -> None:
         ('{"weight_map": {"a": ".."}}', "only a plain file name"),
         ('{"weight_map": {"a": ".x"}}', "does not begin with a dot"),
         ('{"weight_map": {"a": "x\\u0000"}}', "printable"),
-        ('{"weight_map": {"a": "none.safetensors"}}', r"names files that are not there: none\.safetensors"),
+        (
+            '{"weight_map": {"a": "none.safetensors"}}',
+            r"names files that are not there: none\.safetensors",
+        ),
         ('{"weight_map": {"a": "m.safetensors"}}', "has tensor 'b', of which it says nothing"),
-        ('{"weight_map": {"a": "m.safetensors", "b": "m.safetensors", "c": "m.safetensors"}}', "tensor 'c' .*it is in none"),
-        ('{"weight_map": {"a": "m.safetensors", "b": "n.safetensors"}}', r"tensor 'b' .*it is in m\.safetensors"),
+        (
+            '{"weight_map": {"a": "m.safetensors", "b": "m.safetensors", "c": "m.safetensors"}}',
+            "tensor 'c' .*it is in none",
+        ),
+        (
+            '{"weight_map": {"a": "m.safetensors", "b": "n.safetensors"}}',
+            r"tensor 'b' .*it is in m\.safetensors",
+        ),
     ],
 )
 def test_an_index_that_is_none(tmp_path: Path, text: str, reason: str) -> None:
@@ -255,17 +307,29 @@ def test_files_that_are_not_one_model(tmp_path: Path) -> None:
             FileMemory(tmp_path / name)
     index = sharded(tmp_path / "in", {"a.safetensors": {"a": torch.zeros(1)}})
     index.rename(index.with_name("config.json"))
-    with pytest.raises(ValueError, match=r"a file cannot be called 'config\.json': give a name that ends in \.index\.json"):
+    with pytest.raises(
+        ValueError,
+        match=r"a file cannot be called 'config\.json': give a name that ends in \.index\.json",
+    ):
         FileMemory(index.with_name("config.json"))
 
 
-# ------------------------------------------------------------------------------------------------------- round trip
+# --------------------------------------------------------------------------------------------------
+# round trip
 
 
 def test_metadata_that_disagrees_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    save_file({"a": torch.zeros(1)}, tmp_path / "in" / "a.safetensors", metadata={"same": "1", "other": "1", "here": "1"})
-    save_file({"b": torch.zeros(1)}, tmp_path / "in" / "b.safetensors", metadata={"same": "1", "other": "2"})
+    save_file(
+        {"a": torch.zeros(1)},
+        tmp_path / "in" / "a.safetensors",
+        metadata={"same": "1", "other": "1", "here": "1"},
+    )
+    save_file(
+        {"b": torch.zeros(1)},
+        tmp_path / "in" / "b.safetensors",
+        metadata={"same": "1", "other": "2"},
+    )
     copy(tmp_path / "in", tmp_path / "out.safetensors")
     assert read_header(tmp_path / "out.safetensors").metadata == {"same": "1"}
 
@@ -284,12 +348,21 @@ def test_some_tensors_of_a_sharded_model(tmp_path: Path) -> None:
         "three.safetensors",
         "model.safetensors.index.json",
     ] or {file.name for file in target.files} == set(listing(tmp_path / "out"))
-    assert (tmp_path / "out" / "two.safetensors").read_bytes() == (tmp_path / "in" / "two.safetensors").read_bytes()
+    assert (tmp_path / "out" / "two.safetensors").read_bytes() == (
+        tmp_path / "in" / "two.safetensors"
+    ).read_bytes()
     save_file({"layers.1.w": tensors["layers.1.w"]}, tmp_path / "theirs", metadata={"format": "pt"})
-    assert (tmp_path / "out" / "three.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert (tmp_path / "out" / "three.safetensors").read_bytes() == (
+        tmp_path / "theirs"
+    ).read_bytes()
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["weight_map"] == {"layers.0.w": "two.safetensors", "layers.1.w": "three.safetensors"}
-    assert index["metadata"]["total_size"] == sum(tensors[name].nbytes for name in index["weight_map"])
+    assert index["weight_map"] == {
+        "layers.0.w": "two.safetensors",
+        "layers.1.w": "three.safetensors",
+    }
+    assert index["metadata"]["total_size"] == sum(
+        tensors[name].nbytes for name in index["weight_map"]
+    )
     copy(tmp_path / "out", tmp_path / "again")  # what was written is a model of its own
     copy(tmp_path / "in", tmp_path / "some.safetensors", "scalar", "layers.1.*")
     assert load_file(tmp_path / "some.safetensors").keys() == {"scalar", "layers.1.w"}
@@ -316,16 +389,21 @@ def test_tensors_of_a_trainer(tmp_path: Path) -> None:
 
 
 def test_dtypes_without_a_name_in_files(tmp_path: Path) -> None:
-    manifest = manifest_of(RegisteredMemory({"z": torch.zeros(2, dtype=torch.complex128), "a": torch.zeros(1)}))
+    manifest = manifest_of(
+        RegisteredMemory({"z": torch.zeros(2, dtype=torch.complex128), "a": torch.zeros(1)})
+    )
     with FileTarget(tmp_path / "out") as target:
-        with pytest.raises(ManifestMismatch, match=r"cannot be written as safetensors files: .*'z' is complex128") as caught:
+        with pytest.raises(
+            ManifestMismatch, match=r"cannot be written as safetensors files: .*'z' is complex128"
+        ) as caught:
             target.map(manifest)
         assert caught.value.differences
         with pytest.raises(ManifestMismatch, match="no tensor is called 'none"):
             FileTarget(tmp_path / "more", ["none*"]).map(manifest)
 
 
-# --------------------------------------------------------------------------------------------------- hostile metadata
+# --------------------------------------------------------------------------------------------------
+# hostile metadata
 
 
 M, HEADER = "m.safetensors", make_header([("a", "uint8", (3,))], {}).text
@@ -347,7 +425,10 @@ def unindexed(*files: object) -> bytes:
     ("metadata", "reason"),
     [
         (unindexed("../x.safetensors", b"{}"), r"a file cannot be called '\.\./x\.safetensors'"),
-        (unindexed("config.json", b"{}"), r"a file cannot be called 'config\.json': give a name that ends in \.safetensors"),
+        (
+            unindexed("config.json", b"{}"),
+            r"a file cannot be called 'config\.json': give a name that ends in \.safetensors",
+        ),
         (unindexed("model.safetensors.index.json", b"{}"), "a file cannot be called"),
         (unindexed(3, b"{}"), "without a name"),
         (unindexed([], b"{}"), "does not tell of files"),
@@ -365,16 +446,31 @@ def unindexed(*files: object) -> bytes:
         (unindexed(M, b"{}"), "is not true of tensor 'a'"),
         (unindexed(M, b"{}", M, b"{}"), "twice"),
         (unindexed(M, make_header([("a", "int8", (3,))], {}).text), "tensor 'a'"),
-        (unindexed(*(part for at in range(4097) for part in (f"{at}.safetensors", b"{}"))), "more than 4096 files"),
-        (indexed("../i.index.json", b'{"weight_map": {"a": "m.safetensors"}}'), "a file cannot be called"),
-        (indexed("tokenizer.json", b'{"weight_map": {"a": "m.safetensors"}}'), "a file cannot be called 'tokenizer"),
-        (indexed("m.safetensors", b'{"weight_map": {"a": "m.safetensors"}}'), "a file cannot be called"),
+        (
+            unindexed(*(part for at in range(4097) for part in (f"{at}.safetensors", b"{}"))),
+            "more than 4096 files",
+        ),
+        (
+            indexed("../i.index.json", b'{"weight_map": {"a": "m.safetensors"}}'),
+            "a file cannot be called",
+        ),
+        (
+            indexed("tokenizer.json", b'{"weight_map": {"a": "m.safetensors"}}'),
+            "a file cannot be called 'tokenizer",
+        ),
+        (
+            indexed("m.safetensors", b'{"weight_map": {"a": "m.safetensors"}}'),
+            "a file cannot be called",
+        ),
         (indexed(5, b'{"weight_map": {"a": "m.safetensors"}}'), "a file cannot be called '5'"),
         (
             indexed("i.index.json", b'{"weight_map": {"a": "n.safetensors"}}'),
             r"tensor 'a' is in n\.safetensors, but it is in m",
         ),
-        (indexed("i.index.json", b'{"weight_map": {"a": "m.safetensors"}, "auto_map": {}}'), "nothing else"),
+        (
+            indexed("i.index.json", b'{"weight_map": {"a": "m.safetensors"}, "auto_map": {}}'),
+            "nothing else",
+        ),
         (indexed("i.index.json", "{}"), "without a name or a header"),
     ],
 )
@@ -390,8 +486,14 @@ def test_hostile_metadata(tmp_path: Path, metadata: bytes, reason: str) -> None:
     "make",
     [
         lambda: b'{"weight_map":{' + b'"":{},' * 2**20 + b'"":{}}}',
-        lambda: b'{"weight_map":{"a":"m.safetensors"},"metadata":{"a":[' + b"[]," * 2**21 + b"[]]}}",
-        lambda: b'{"weight_map":{' + b",".join(b'"%x":"%x.safetensors"' % (at, at) for at in range(250_000)) + b"}}",
+        lambda: (
+            b'{"weight_map":{"a":"m.safetensors"},"metadata":{"a":[' + b"[]," * 2**21 + b"[]]}}"
+        ),
+        lambda: (
+            b'{"weight_map":{'
+            + b",".join(b'"%x":"%x.safetensors"' % (at, at) for at in range(250_000))
+            + b"}}"
+        ),
     ],
 )
 def test_an_index_costs_what_it_holds(make: Callable[[], bytes]) -> None:
@@ -406,12 +508,15 @@ def test_an_index_costs_what_it_holds(make: Callable[[], bytes]) -> None:
     assert peak < 2 * len(bomb)
 
 
-@pytest.mark.parametrize("metadata", [b"", b"\xff", b"[1]", b'{"format": "safetensors/1"}', FORMAT[:-1]])
+@pytest.mark.parametrize(
+    "metadata", [b"", b"\xff", b"[1]", b'{"format": "safetensors/1"}', FORMAT[:-1]]
+)
 def test_metadata_of_others_is_none_of_ours(metadata: bytes) -> None:
     assert Checkpoint.decode(metadata) is None
 
 
-# ---------------------------------------------------------------------------------------------------------- outputs
+# --------------------------------------------------------------------------------------------------
+# outputs
 
 
 @pytest.fixture
@@ -434,7 +539,11 @@ def test_an_output_that_exists(tmp_path: Path, model: Path) -> None:
         (folder, False, "exists and is not empty: take another place"),
         (tmp_path / "dir.safetensors", True, "is a directory"),
         (tmp_path / "plain", True, "is not a directory"),
-        (tmp_path / "none" / "out", True, "nothing can be written in .*none: No such file or directory"),
+        (
+            tmp_path / "none" / "out",
+            True,
+            "nothing can be written in .*none: No such file or directory",
+        ),
         (tmp_path / "plain" / "x.safetensors", True, "Not a directory"),
     ):
         with pytest.raises(StateError, match=reason):
@@ -444,7 +553,13 @@ def test_an_output_that_exists(tmp_path: Path, model: Path) -> None:
     assert file.read_bytes() == model.read_bytes()
     copy(model, folder, force=True)
     assert listing(folder) == {"old": b"", "m.safetensors": model.read_bytes()}
-    assert {path.name for path in tmp_path.iterdir()} == {"in", "out", "out.safetensors", "dir.safetensors", "plain"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "in",
+        "out",
+        "out.safetensors",
+        "dir.safetensors",
+        "plain",
+    }
 
 
 @pytest.mark.parametrize("out", ["x" * 300, "x" * 300 + ".safetensors", "file/out"])
@@ -458,12 +573,17 @@ def test_a_name_that_cannot_be_is_refused_before_anything(tmp_path: Path, out: s
 def test_a_version_without_a_tensor_is_nothing_to_write(tmp_path: Path) -> None:
     """No publisher has one; a hostile one says so."""
     for out in ("out", "out.safetensors"):
-        with FileTarget(tmp_path / out) as target, pytest.raises(ManifestMismatch, match="holds no tensor"):
+        with (
+            FileTarget(tmp_path / out) as target,
+            pytest.raises(ManifestMismatch, match="holds no tensor"),
+        ):
             target.map(Manifest((), (), CHUNK_BYTES, "none", ""))
     assert os.listdir(tmp_path) == []
 
 
-def test_an_empty_directory_is_replaced_as_a_whole(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_directory_is_replaced_as_a_whole(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     for made in (out, elsewhere):
         made.mkdir()
@@ -503,7 +623,9 @@ def test_a_file_that_may_not_be_so_large(tmp_path: Path, model: Path, out: str) 
     with FileMemory(model) as memory, FileTarget(tmp_path / out) as target:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
         try:
-            with pytest.raises(StateError, match=rf"{needed}\d+ are free there \(File too large\)$"):
+            with pytest.raises(
+                StateError, match=rf"{needed}\d+ are free there \(File too large\)$"
+            ):
                 target.map(manifest_of(memory))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -24,7 +24,8 @@ def test_the_pieces_are_the_bytes(nbytes: int) -> None:
 def test_memory_that_is_not_mapped_any_more_raises() -> None:
     mapped = mmap.mmap(-1, 4 * PIECE)
     address = address_of(memoryview(mapped))
-    view = bytes_at(address, 4 * PIECE, None)  # as a tensor that does not know that its memory has gone
+    # as a tensor that does not know that its memory has gone
+    view = bytes_at(address, 4 * PIECE, None)
     mapped.close()
     with pytest.raises(OSError) as caught:  # noqa: PT011
         list(guarded_pieces(view, PIECE))

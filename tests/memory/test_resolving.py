@@ -55,7 +55,9 @@ def test_a_module_is_what_its_state_dict_names(kind: str) -> None:
     module = MODULES[kind]()
     found, expected = resolve(module), module.state_dict()
     assert list(found) == list(expected)
-    assert [tensor.data_ptr() for tensor in found.values()] == [tensor.data_ptr() for tensor in expected.values()]
+    assert [tensor.data_ptr() for tensor in found.values()] == [
+        tensor.data_ptr() for tensor in expected.values()
+    ]
 
 
 def plain() -> nn.Sequential:
@@ -99,10 +101,15 @@ def test_a_module_of_ones_own_that_is_called_like_a_wrappers_keeps_its_name() ->
 @pytest.mark.filterwarnings("ignore")
 def test_what_fsdp_makes_of_a_module_is_refused_with_the_mend(process_group: None) -> None:
     flattened = nn.Sequential(FullyShardedDataParallel(plain(), device_id=torch.device("cpu")))
-    with pytest.raises(RegistrationError, match=r"the module '0' is wrapped in Fully.*register tensors of your own"):
+    with pytest.raises(
+        RegistrationError, match=r"the module '0' is wrapped in Fully.*register tensors of your own"
+    ):
         RegisteredMemory(flattened)
     sharded: Any = fully_shard(plain(), mesh=alone())
-    memory, local = RegisteredMemory(sharded), {name: tensor.to_local() for name, tensor in sharded.named_parameters()}
+    memory, local = (
+        RegisteredMemory(sharded),
+        {name: tensor.to_local() for name, tensor in sharded.named_parameters()},
+    )
     assert memory.descriptions[:4] == describe(local)
     assert set(memory.shardings) == set(local)
 
@@ -111,7 +118,10 @@ def test_a_module_that_is_sharded_after_it_was_registered(process_group: None) -
     module = plain()
     memory = RegisteredMemory(module)
     fully_shard(module, mesh=alone())
-    with pytest.raises(RegistrationError, match=r"4 tensor\(s\) were replaced.*\n.*'0\.weight': .*it is a DTensor now"):
+    with pytest.raises(
+        RegistrationError,
+        match=r"4 tensor\(s\) were replaced.*\n.*'0\.weight': .*it is a DTensor now",
+    ):
         memory.check_current()
 
 
@@ -122,14 +132,18 @@ def test_a_sharded_module_that_has_changed_since(process_group: None) -> None:
     memory.check_current()
     module(torch.ones(2, 2))  # and is gathered, until it is resharded
     for refused in (memory.check_current, partial(RegisteredMemory, module)):
-        with pytest.raises(RegistrationError, match=r"4 parameter\(s\) are gathered .*'0\.weight', .*`reshard\(\)`"):
+        with pytest.raises(
+            RegistrationError, match=r"4 parameter\(s\) are gathered .*'0\.weight', .*`reshard\(\)`"
+        ):
             refused()
     module.reshard()
     memory.check_current()
     memory.count_write()
     assert memory.versions() != versions
     module.half()  # the same parameters, with other local parts
-    with pytest.raises(RegistrationError, match=r"'0\.weight': its dtype is torch\.float16, not torch\.float32"):
+    with pytest.raises(
+        RegistrationError, match=r"'0\.weight': its dtype is torch\.float16, not torch\.float32"
+    ):
         memory.check_current()
 
 
@@ -140,7 +154,9 @@ def test_a_part_of_a_module_that_is_gathered_by_hand(process_group: None) -> Non
     for layer in module.children():
         fully_shard(layer, mesh=alone(), ignored_params=ignored)
     module[0].unshard()
-    with pytest.raises(RegistrationError, match=r"^1 parameter\(s\) are gathered by FSDP now \('0\.weight'\): "):
+    with pytest.raises(
+        RegistrationError, match=r"^1 parameter\(s\) are gathered by FSDP now \('0\.weight'\): "
+    ):
         resolve(module)
     module[0].reshard()
     memory = RegisteredMemory(module)
@@ -150,12 +166,19 @@ def test_a_part_of_a_module_that_is_gathered_by_hand(process_group: None) -> Non
         memory.check_current()
 
 
-def test_dtensors_that_cannot_be_used_and_sources_that_say_nothing_are_all_named(process_group: None) -> None:
+def test_dtensors_that_cannot_be_used_and_sources_that_say_nothing_are_all_named(
+    process_group: None,
+) -> None:
     mesh = alone()
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
     transposed = DTensor.from_local(torch.ones(2, 3).T, mesh, [Shard(0)])
-    given = {"partial": partial, "x": {"sharded": sharded}, "transposed": transposed, "listed": torch.ones(1)}
+    given = {
+        "partial": partial,
+        "x": {"sharded": sharded},
+        "transposed": transposed,
+        "listed": torch.ones(1),
+    }
     with pytest.raises(RegistrationError) as caught:
         RegisteredMemory(given, {"listed": ["w"], "absent": source("w")})
     text = str(caught.value)
@@ -164,13 +187,19 @@ def test_dtensors_that_cannot_be_used_and_sources_that_say_nothing_are_all_named
     assert "'transposed': it is not contiguous" in text
     assert "sources of 'listed': give a view" in text
     assert "sources names 'absent', and no tensor of that name is registered" in text
-    memory = RegisteredMemory({"partial": partial, "w": sharded}, lambda name: source("w") if name == "partial" else None)
+    memory = RegisteredMemory(
+        {"partial": partial, "w": sharded}, lambda name: source("w") if name == "partial" else None
+    )
     assert (set(memory.entries), set(memory.shardings)) == ({"partial"}, {"w"})
 
 
 def test_nested_mappings() -> None:
     a, b, c = (torch.ones(1) for _ in range(3))
-    assert resolve({"a": a, "x": {"b": b, "y": {"c": c}, "empty": {}}}) == {"a": a, "x.b": b, "x.y.c": c}
+    assert resolve({"a": a, "x": {"b": b, "y": {"c": c}, "empty": {}}}) == {
+        "a": a,
+        "x.b": b,
+        "x.y.c": c,
+    }
 
 
 def itself() -> dict[str, Any]:
@@ -184,8 +213,14 @@ def itself() -> dict[str, Any]:
     [
         ({"a": {"b": 1}, "a.b": 2}, r"two entries have one name \('a\.b'\)"),
         (itself(), "nested too deeply"),
-        ([torch.ones(1)], r"give an nn\.Module or a mapping of names to tensors, not builtins\.list"),
-        (nn.Linear(1, 1).named_parameters(), "give an nn.Module or a mapping of names to tensors, not builtins.generator"),
+        (
+            [torch.ones(1)],
+            r"give an nn\.Module or a mapping of names to tensors, not builtins\.list",
+        ),
+        (
+            nn.Linear(1, 1).named_parameters(),
+            "give an nn.Module or a mapping of names to tensors, not builtins.generator",
+        ),
         (nn.Linear, "not builtins.type"),
         (None, "not builtins.NoneType"),
     ],
@@ -196,7 +231,9 @@ def test_what_cannot_be_resolved(given: object, why: str) -> None:
 
 
 def test_what_is_in_a_mapping_is_a_tensor_or_a_mapping() -> None:
-    with pytest.raises(RegistrationError, match=r"'m': a torch\.nn\.modules\.linear\.Linear is neither"):
+    with pytest.raises(
+        RegistrationError, match=r"'m': a torch\.nn\.modules\.linear\.Linear is neither"
+    ):
         RegisteredMemory({"m": nn.Linear(1, 1)})
     with pytest.raises(RegistrationError, match=r"7: a name is a string"):
         RegisteredMemory({"a": {7: torch.ones(1)}})
@@ -220,6 +257,8 @@ def test_many_changes_are_not_all_listed() -> None:
     module = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(30))
     memory = RegisteredMemory(module)
     module.double()
-    with pytest.raises(RegistrationError, match=r"(?s)30 tensor\(s\) were replaced.*and 10 more") as caught:
+    with pytest.raises(
+        RegistrationError, match=r"(?s)30 tensor\(s\) were replaced.*and 10 more"
+    ) as caught:
         memory.check_current()
     assert str(caught.value).count("dtype") == 20

@@ -1,4 +1,6 @@
-"""The header of a safetensors file: what its own library writes is read and written alike, and nothing else is read."""
+"""The header of a safetensors file: what its own library writes is read and written alike, and
+nothing else is read.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +24,48 @@ ITS_LIBRARY_LACKS = {"float8_e8m0fnu"}  # torch's side of it; the format has it
 
 def every_dtype() -> dict[str, torch.Tensor]:
     names = [name for name in FILE_NAMES if name not in ITS_LIBRARY_LACKS]
-    made = {f"of {name}": torch.ones(2, 3, dtype=torch.uint8).to(getattr(torch, name)) for name in names}
-    return {**made, "scalar": torch.tensor(2.0), "none": torch.empty(0, 4), "größe 📏\x01": torch.zeros(1)}
+    made = {
+        f"of {name}": torch.ones(2, 3, dtype=torch.uint8).to(getattr(torch, name)) for name in names
+    }
+    return {
+        **made,
+        "scalar": torch.tensor(2.0),
+        "none": torch.empty(0, 4),
+        "größe 📏\x01": torch.zeros(1),
+    }
 
 
-@pytest.mark.parametrize("metadata", [None, {"b\x7f": "\n/é\x1f"}])  # of two, the library takes any order
+# of two, the library takes any order
+@pytest.mark.parametrize("metadata", [None, {"b\x7f": "\n/é\x1f"}])
 def test_the_library_and_we_say_the_same(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     tensors = every_dtype()
     path = tmp_path / "some.safetensors"
     save_file(tensors, path, metadata=metadata)
     header = read_header(path)
     assert {entry.name: (entry.dtype, entry.shape) for entry in header.entries} == {
-        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in load_file(path).items()
+        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in load_file(path).items()
     }
     assert header.metadata == (metadata or {})
     assert header.file_bytes == path.stat().st_size
     assert header.encode() == path.read_bytes()[: header.data_at]
-    again = make_header([(e.name, e.dtype, e.shape) for e in reversed(header.entries)], metadata or {})
+    again = make_header(
+        [(e.name, e.dtype, e.shape) for e in reversed(header.entries)], metadata or {}
+    )
     assert again == header
 
 
 def test_what_the_format_cannot_say_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'w' is int4; 'z' is complex128; a tensor is called '__metadata__'"):
-        make_header([("w", "int4", (2,)), ("z", "complex128", (1,)), ("__metadata__", "uint8", (1,))], {})
+    with pytest.raises(
+        ValueError, match=r"'w' is int4; 'z' is complex128; a tensor is called '__metadata__'"
+    ):
+        make_header(
+            [("w", "int4", (2,)), ("z", "complex128", (1,)), ("__metadata__", "uint8", (1,))], {}
+        )
 
 
-# ----------------------------------------------------------------------------------------------------------- hostile
+# --------------------------------------------------------------------------------------------------
+# hostile
 
 
 def entry(**changes: object) -> dict[str, object]:
@@ -71,7 +89,10 @@ def entry(**changes: object) -> dict[str, object]:
         (entry(shape=[1.0]), "a shape that is none"),
         (entry(shape=[2**64]), "a shape that is none"),
         (entry(shape=[1] * 65), "a shape that is none"),
-        (entry(shape=[0, 2**62, 4], data_offsets=[0, 0]), r"shape \(0, 4611686018427387904, 4\) takes 2\*\*63 bytes"),
+        (
+            entry(shape=[0, 2**62, 4], data_offsets=[0, 0]),
+            r"shape \(0, 4611686018427387904, 4\) takes 2\*\*63 bytes",
+        ),
         (entry(data_offsets=[0]), "data_offsets that are none"),
         (entry(data_offsets=[4, 0]), "data_offsets that are none"),
         (entry(data_offsets="04"), "data_offsets that are none"),
@@ -100,7 +121,10 @@ EMPTY = b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
     [
         (b'{"a":NaN}', "NaN is no number"),
         (b'{"a":%b,"a":%b}' % (EMPTY, EMPTY), "says 'a' twice"),
-        (b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}', "says 'dtype' twice"),
+        (
+            b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}',
+            "says 'dtype' twice",
+        ),
         (b'{"__metadata__":{"k":"","k":""}}', "says 'k' twice"),
         (b"\xff{}", "is not a JSON object"),
         (b"[" * 100_000, "is not a JSON object"),
@@ -150,7 +174,9 @@ MANY = 40_000
         (lambda: b'{"a":[' + b"[]," * 2**21 + b"[]]}", "is not JSON"),
         (lambda: b'{"a":{"shape":[' + b"0," * 2**21 + b"0]}}", "is not JSON"),
         (
-            lambda: b'{"__metadata__":{' + b",".join(b'"%x":""' % at for at in range(600_000)) + b"}}",
+            lambda: (
+                b'{"__metadata__":{' + b",".join(b'"%x":""' % at for at in range(600_000)) + b"}}"
+            ),
             "says more than 65536 things",
         ),
         (lambda: b"{" + b",".join(b'"%x":%b' % (at, EMPTY) for at in range(MANY)) + b"}", ""),
@@ -172,7 +198,9 @@ def test_a_header_costs_what_it_holds(make: Callable[[], bytes], reason: str) ->
     assert peak < (4.5 if not reason else 2) * len(text)
 
 
-@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 64, b"\3\0\0\0\0\0\0\0{}", b"\1\0\0\0\0\0\0\0{"])
+@pytest.mark.parametrize(
+    "content", [b"", b"short", b"\xff" * 64, b"\3\0\0\0\0\0\0\0{}", b"\1\0\0\0\0\0\0\0{"]
+)
 def test_other_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other"
     path.write_bytes(content)
@@ -195,7 +223,8 @@ def test_a_file_of_another_size(tmp_path: Path, change: int) -> None:
     whole = save({"a": torch.zeros(100)})
     path.write_bytes(whole[:change] if change < 0 else whole + b"more")
     with pytest.raises(
-        ValueError, match=r"cut is not a whole safetensors file: its header tells of \d+ bytes, and it has \d"
+        ValueError,
+        match=r"cut is not a whole safetensors file: its header tells of \d+ bytes, and it has \d",
     ):
         read_header(path)
 
@@ -209,9 +238,16 @@ JSON = st.recursive(
 
 @settings(max_examples=300)
 @given(st.data())
-def test_a_damaged_header_is_read_only_if_the_library_reads_it(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+def test_a_damaged_header_is_read_only_if_the_library_reads_it(
+    tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
     """What we take, the format's own library takes too, and finds the same in it."""
-    whole = bytearray(save({"a": torch.zeros(2), "bb": torch.zeros(3, dtype=torch.uint8)}, metadata={"format": "pt"}))
+    whole = bytearray(
+        save(
+            {"a": torch.zeros(2), "bb": torch.zeros(3, dtype=torch.uint8)},
+            metadata={"format": "pt"},
+        )
+    )
     at = data.draw(st.integers(0, len(whole) - 12))
     whole[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
     path = tmp_path_factory.getbasetemp() / "damaged"

@@ -7,7 +7,9 @@ import torch
 
 from tensorhub.memory.tensors import PIECES, SAMPLE_BYTES, SHARE_BYTES_MIN, Sample, _spread
 
-DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, SAMPLE_BYTES, SAMPLE_BYTES + 1, 10**9])

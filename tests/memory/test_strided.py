@@ -68,16 +68,23 @@ STRIPS = {
         straight(1, 0, 2 * MiB + 1),
         straight(3, 5, 6),
     ],
-    "by turns": [each for n in range(9) for each in (straight(1, n * MiB // 4, 100_000), straight(2, n, 3))],
+    "by turns": [
+        each for n in range(9) for each in (straight(1, n * MiB // 4, 100_000), straight(2, n, 3))
+    ],
 }
 KINDS = tuple(STRIPS)
 SIZES = (3 * MiB, 3 * MiB, 5000, 5000, 5000)
-TENSORS = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
+TENSORS = [
+    TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size)
+    for n, size in enumerate(SIZES)
+]
 
 
 @pytest.mark.parametrize("call_bytes", [BUFFER_BYTES, 64 * 2**10, 16 * MiB])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_go_out_in_the_order_of_the_strips_and_come_in_where_they_belong(kind: str, call_bytes: int) -> None:
+def test_bytes_go_out_in_the_order_of_the_strips_and_come_in_where_they_belong(
+    kind: str, call_bytes: int
+) -> None:
     regions, target, strips = Regions(*SIZES), Regions(*SIZES, seed=1), STRIPS[kind]
     calls = [b"".join(views) for views in regions.strided.outgoing(strips, call_bytes)]
     assert b"".join(calls) == regions.bytes_of(strips)
@@ -119,7 +126,9 @@ def mapped(path: Path, regions: Regions) -> Strided:
 def test_a_files_bytes_go_out_through_the_kernel(tmp_path: Path, kind: str) -> None:
     regions, strips = Regions(*SIZES), STRIPS[kind]
     held = mapped(tmp_path / "file", regions)
-    assert b"".join([b"".join(views) for views in held.outgoing(strips)]) == regions.bytes_of(strips)
+    assert b"".join([b"".join(views) for views in held.outgoing(strips)]) == regions.bytes_of(
+        strips
+    )
 
 
 @pytest.mark.parametrize("kind", ["short runs", "long runs", "one long run"])
@@ -132,14 +141,20 @@ def test_a_file_that_was_made_shorter_ends_no_process(tmp_path: Path, kind: str)
 
 
 def test_blocks_are_small() -> None:
-    strips = [straight(0, 0, 2 * MiB), Strip(0, 0, 0, 0, 1, ((3, MiB), (1000, 1000)), 900), Strip(0, 0, 0, 8, 50_000, (), 8)]
+    strips = [
+        straight(0, 0, 2 * MiB),
+        Strip(0, 0, 0, 0, 1, ((3, MiB), (1000, 1000)), 900),
+        Strip(0, 0, 0, 8, 50_000, (), 8),
+    ]
     made = list(blocks(strips, [0]))
     assert sum(block.nbytes for block in made) == sum(strip.nbytes for strip in strips)
     assert max(block.nbytes for block in made) <= BLOCK_BYTES
     assert len(made) < 40
 
 
-def resharded_memory(strips: list[tuple[Strip, ...]], digest: Digest = "xxh3-64") -> tuple[ChunkMemory, Regions]:
+def resharded_memory(
+    strips: list[tuple[Strip, ...]], digest: Digest = "xxh3-64"
+) -> tuple[ChunkMemory, Regions]:
     regions = Regions(*SIZES)
     manifest = build_manifest(TENSORS, MiB, "none")
     sizes = tuple([sum([strip.nbytes for strip in chunk]) for chunk in strips])
@@ -156,7 +171,9 @@ def test_digests_are_of_the_bytes_in_their_order() -> None:
     assert memory.digests(range(len(CHUNKS))) == expected
     assert [memory.digest(chunk) for chunk in range(len(CHUNKS))] == expected
     longer, _ = resharded_memory(CHUNKS, "sha-256")
-    assert longer.digest(1) == int.from_bytes(hashlib.sha256(regions.bytes_of(list(CHUNKS[1]))).digest(), "big")
+    assert longer.digest(1) == int.from_bytes(
+        hashlib.sha256(regions.bytes_of(list(CHUNKS[1]))).digest(), "big"
+    )
     none, _ = resharded_memory(CHUNKS, "none")
     assert none.digests([0, 1]) == [0, 0]
 
@@ -168,7 +185,9 @@ def test_a_selection_is_another_grid_over_the_same_bytes() -> None:
     assert not memory.fault(selection)
     selected = memory.selected(selection)
     assert tuple(selected.sizes) == selection.sizes
-    assert b"".join([bytes(view) for views in selected.outgoing(3) for view in views]) == regions.bytes_of(list(CHUNKS[3]))
+    assert b"".join(
+        [bytes(view) for views in selected.outgoing(3) for view in views]
+    ) == regions.bytes_of(list(CHUNKS[3]))
     assert memory.fault(Selection(((straight(4, 5000, 1),),)))
     with pytest.raises(StateError, match="contiguous"):
         memory.outgoing(0)
@@ -184,7 +203,9 @@ def test_a_selection_of_huge_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_chunks_of_regions_that_are_not_read() -> None:
-    memory, regions = resharded_memory([(straight(0, 0, 9),), (Strip(1, 0, 1, 0, 2, (), 4),), (straight(4, 0, 9),)])
+    memory, regions = resharded_memory(
+        [(straight(0, 0, 9),), (Strip(1, 0, 1, 0, 2, (), 4),), (straight(4, 0, 9),)]
+    )
     views = [*regions.views[:2], memoryview(bytearray()), *regions.views[3:]]
     assert memory.unwanted == ()
     reading = Reading(tuple([memory.strips(n) for n in range(3)]), tuple(memory.sizes), ())
@@ -226,7 +247,9 @@ def test_a_stream_gives_as_many_bytes_as_are_wanted() -> None:
 
 def on_device(device: Double) -> tuple[ChunkMemory, ChunkMemory]:
     """The same chunks in host memory and on a device."""
-    memory, regions = resharded_memory([chunk for chunk in CHUNKS if chunk != tuple(STRIPS["the same again"])])
+    memory, regions = resharded_memory(
+        [chunk for chunk in CHUNKS if chunk != tuple(STRIPS["the same again"])]
+    )
     held = [device.bytes_of(bytearray(each)) for each in regions.held]
     strips = [memory.strips(chunk) for chunk in range(len(memory.sizes))]
     reading = Reading(tuple(strips), tuple(memory.sizes), ())

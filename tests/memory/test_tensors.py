@@ -1,4 +1,6 @@
-"""The caller's tensors as bytes: what may be registered, views that write through, and replaced storage."""
+"""The caller's tensors as bytes: what may be registered, views that write through, and replaced
+storage.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ def manifest_of(tensors: Mapping[str, Any]) -> Manifest:
     return build_manifest(describe(tensors), 4096, "xxh3-64")
 
 
-# ------------------------------------------------------------------------------------------------- describing
+# -------------------------------------------------------------------------------------------------
+# describing
 
 
 def test_what_is_described() -> None:
-    weight, array = nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16)), np.zeros((4,), np.complex64)
+    weight, array = (
+        nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16)),
+        np.zeros((4,), np.complex64),
+    )
     one, two = describe({"w": weight, "a": array})
     assert (one.name, one.dtype, one.shape, one.nbytes) == ("w", "bfloat16", (2, 3), 12)
     assert (two.name, two.dtype, two.shape, two.nbytes) == ("a", "complex64", (4,), 32)
@@ -43,10 +49,17 @@ def test_a_scale_and_a_zero_point_are_a_part_of_a_quantized_tensor(dtype: torch.
     tensor = quantized(dtype, 0.25, 7)
     memory = RegisteredMemory({"w": tensor})
     (description,) = memory.descriptions
-    assert (description.quantization, description.nbytes) == ((0.25, 7), 8 * ITEMSIZE[description.dtype])
+    assert (description.quantization, description.nbytes) == (
+        (0.25, 7),
+        8 * ITEMSIZE[description.dtype],
+    )
     memory.check_current()
-    memory._given = {"w": quantized(dtype, 0.25, 8).set_(tensor.untyped_storage(), 0, (2, 4), (4, 1))}
-    with pytest.raises(RegistrationError, match=r"'w': its quantization is \(0.25, 8\), not \(0.25, 7\)"):
+    memory._given = {
+        "w": quantized(dtype, 0.25, 8).set_(tensor.untyped_storage(), 0, (2, 4), (4, 1))
+    }
+    with pytest.raises(
+        RegistrationError, match=r"'w': its quantization is \(0.25, 8\), not \(0.25, 7\)"
+    ):
         memory.check_current()
 
 
@@ -58,12 +71,17 @@ def test_padded_rows_are_described_with_their_padding(of: Any) -> None:
         (buffer[1:3, :2], (160, 40, 4), 4 * (40 + 10 + 10)),
         (buffer[::2], (320, 40, 4), 4 * (80 * 2 + 30 + 10)),
         (buffer[:, 0], (160, 4), 4 * (40 * 4 + 10)),
-        (buffer[:, 3:, :5], (160, 20, 4), 4 * (160 + 5)),  # of one index, how far it is to the next is no matter
+        # of one index, how far it is to the next is no matter
+        (buffer[:, 3:, :5], (160, 20, 4), 4 * (160 + 5)),
         (buffer[0, 1], (), 40),
         (buffer[:0, :, :3], (), 0),
     ):
         (found,) = describe({"part": part})
-        assert (found.strides, found.extent, found.nbytes) == (strides, extent, 4 * int(np.prod(part.shape)))
+        assert (found.strides, found.extent, found.nbytes) == (
+            strides,
+            extent,
+            4 * int(np.prod(part.shape)),
+        )
         (region,) = build_manifest([found], 4096, "none").regions
         assert region.nbytes == extent
     for part in (buffer[:, :, ::2], buffer[:, :, :1], buffer[0].T):
@@ -126,32 +144,56 @@ def empty_quantized(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(3, dtype=dtype)
 
 
-def quantized(dtype: torch.dtype = torch.qint8, scale: float = 0.5, zero_point: int = 3) -> torch.Tensor:
+def quantized(
+    dtype: torch.dtype = torch.qint8, scale: float = 0.5, zero_point: int = 3
+) -> torch.Tensor:
     with deprecated():
-        made: torch.Tensor = torch._empty_affine_quantized((2, 4), scale=scale, zero_point=zero_point, dtype=dtype)
+        made: torch.Tensor = torch._empty_affine_quantized(
+            (2, 4), scale=scale, zero_point=zero_point, dtype=dtype
+        )
         return made
 
 
 def per_channel() -> torch.Tensor:
     with deprecated():
-        return torch.quantize_per_channel(torch.zeros(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8)
+        return torch.quantize_per_channel(
+            torch.zeros(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8
+        )
 
 
 BAD: dict[str, tuple[Any, str]] = {
     "list": ([1.0], "a builtins.list is neither a torch.Tensor nor a numpy.ndarray"),
     "numpy scalar": (np.float32(1), "a numpy.float32 is neither"),
-    "transposed": (torch.zeros(2, 3).T, r"stride \(1, 3\)\); register `.contiguous\(\)`, or `.T` of it"),
+    "transposed": (
+        torch.zeros(2, 3).T,
+        r"stride \(1, 3\)\); register `.contiguous\(\)`, or `.T` of it",
+    ),
     "expanded": (torch.zeros(1).expand(3), r"register `.contiguous\(\)`$"),
-    "channels last": (torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), "not contiguous"),
+    "channels last": (
+        torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "not contiguous",
+    ),
     "meta": (torch.zeros(3, device="meta"), "meta device and has no bytes"),
     "sparse": (torch.eye(3).to_sparse(), r"register `.to_dense\(\)`"),
     "conjugated": (torch.zeros(3, dtype=torch.complex64).conj(), r"register `.resolve_conj\(\)`"),
     "negated": (torch._neg_view(torch.zeros(3)), r"register `.resolve_neg\(\)`"),
-    "unquantized": (empty_quantized(torch.qint8), r"has no scale; make it with `torch.quantize_per_tensor`"),
-    "per channel": (per_channel(), r"scheme is torch.per_channel_affine.*register `.int_repr\(\)`, `.q_per_channel_scales"),
-    "packed": (empty_quantized(torch.quint4x2), r"quint4x2 packs several elements into a byte.*register `.int_repr\(\)`"),
+    "unquantized": (
+        empty_quantized(torch.qint8),
+        r"has no scale; make it with `torch.quantize_per_tensor`",
+    ),
+    "per channel": (
+        per_channel(),
+        r"scheme is torch.per_channel_affine.*register `.int_repr\(\)`, `.q_per_channel_scales",
+    ),
+    "packed": (
+        empty_quantized(torch.quint4x2),
+        r"quint4x2 packs several elements into a byte.*register `.int_repr\(\)`",
+    ),
     "scale": (quantized(scale=float("inf")), "its scale inf is not a positive"),
-    "zero point": (quantized(torch.qint32, zero_point=2**40), "its zero point 1099511627776 is not within"),
+    "zero point": (
+        quantized(torch.qint32, zero_point=2**40),
+        "its zero point 1099511627776 is not within",
+    ),
     "quantized strided": (quantized()[:, 0], "is not contiguous"),
     "freed": (freed(), "its storage was freed"),
     "lazy": (nn.UninitializedParameter(), "has no memory to look at .*uninitialized parameter"),
@@ -185,11 +227,16 @@ def test_a_tensor_on_another_device_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(describing, "fault_here", lambda: "cupy is not installed")
     with pytest.raises(RegistrationError, match=r"'w': it is on cuda:1, and cupy is not installed"):
         describe({"w": there})
-    with pytest.raises(RegistrationError, match=r"'w': it is on xpu:0; tensors on the CPU and on CUDA"):
+    with pytest.raises(
+        RegistrationError, match=r"'w': it is on xpu:0; tensors on the CPU and on CUDA"
+    ):
         describe({"w": further})
     monkeypatch.setattr(describing, "fault_here", lambda: None)
     assert describe({"w": there})[0].name == "w"
-    with pytest.raises(RegistrationError, match=r"2 memories: 'v' is on cpu, 'w' is on cuda:1. Register those of each"):
+    with pytest.raises(
+        RegistrationError,
+        match=r"2 memories: 'v' is on cpu, 'w' is on cuda:1. Register those of each",
+    ):
         describe({"v": torch.zeros(1), "w": there})
 
 
@@ -205,9 +252,12 @@ def test_a_registration_needs_a_mapping_with_tensors(tensors: Any) -> None:
         RegisteredMemory(tensors)
 
 
-# ---------------------------------------------------------------------------------------------------- viewing
+# --------------------------------------------------------------------------------------------------
+# viewing
 
-DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -229,7 +279,8 @@ def test_a_view_larger_than_2_gib() -> None:
     assert tensor[-1] == 77
 
 
-# ---------------------------------------------------------------------------------------------------- mapping
+# --------------------------------------------------------------------------------------------------
+# mapping
 
 
 def test_the_bytes_of_a_tied_source_reach_every_tensor_of_the_reader() -> None:
@@ -239,7 +290,9 @@ def test_the_bytes_of_a_tied_source_reach_every_tensor_of_the_reader() -> None:
     reader = {"embedding": torch.zeros(2, 3), "head": one, "third": one, "body": torch.zeros(2)}
     mapped = RegisteredMemory(reader).map(manifest_of(source))
     assert (len(mapped.regions), len(mapped.copies)) == (2, 1)
-    for target, data in zip(views(mapped), views(RegisteredMemory(source).map(manifest_of(source))), strict=True):
+    for target, data in zip(
+        views(mapped), views(RegisteredMemory(source).map(manifest_of(source))), strict=True
+    ):
         target[:] = data
     assert not reader["embedding"].any()
     mapped.unpack()
@@ -250,14 +303,20 @@ def test_a_tied_reader_cannot_map_an_untied_source() -> None:
     """R13: the second tensor's bytes would overwrite the first one's."""
     one = torch.zeros(2)
     with pytest.raises(ManifestMismatch, match="'a' and 'b' share memory here only") as caught:
-        RegisteredMemory({"a": one, "b": one}).map(manifest_of({"a": torch.zeros(2), "b": torch.zeros(2)}))
+        RegisteredMemory({"a": one, "b": one}).map(
+            manifest_of({"a": torch.zeros(2), "b": torch.zeros(2)})
+        )
     assert len(caught.value.differences) == 1
 
 
 def test_what_cannot_be_mapped_is_named() -> None:
-    memory = RegisteredMemory({"a": torch.zeros(2, dtype=torch.uint8), "b": torch.zeros(2, dtype=torch.uint8)})
+    memory = RegisteredMemory(
+        {"a": torch.zeros(2, dtype=torch.uint8), "b": torch.zeros(2, dtype=torch.uint8)}
+    )
     packed = [TensorSpec(name, "uint8", (2,), ((0, 2),), 0, 2 * at) for at, name in enumerate("ab")]
-    with pytest.raises(ManifestMismatch, match="region 0 has 600 bytes, of which only 4 are of tensors"):
+    with pytest.raises(
+        ManifestMismatch, match="region 0 has 600 bytes, of which only 4 are of tensors"
+    ):
         memory.map(Manifest(tuple(packed), (RegionSpec(600),), 4096, "none", ""))
     with pytest.raises(ManifestMismatch, match="'c' is missing here"):
         memory.map(manifest_of({"c": torch.zeros(2)}))
@@ -265,11 +324,15 @@ def test_what_cannot_be_mapped_is_named() -> None:
         memory.map(manifest_of({"a": torch.zeros(2)}))
 
 
-# --------------------------------------------------------------------------------------------------- replaced
+# --------------------------------------------------------------------------------------------------
+# replaced
 
 
 def test_every_replaced_tensor_is_named() -> None:
-    tensors = {name: nn.Parameter(torch.zeros(2, 2)) for name in ("same", "data", "shape", "stride", "freed", "dtype")}
+    tensors = {
+        name: nn.Parameter(torch.zeros(2, 2))
+        for name in ("same", "data", "shape", "stride", "freed", "dtype")
+    }
     arrays = {"array": np.zeros((2, 3))}
     memory = RegisteredMemory({**tensors, **arrays})
     other = torch.ones(2, 2)
@@ -305,7 +368,9 @@ def test_an_entry_that_becomes_another_tensor_is_noticed() -> None:
     memory.check_current()
     tensors["a"] = torch.zeros(2)
     tensors["c"] = None
-    with pytest.raises(RegistrationError, match=r"(?s)2 tensor.*'a': its storage.*'c': a builtins.NoneType"):
+    with pytest.raises(
+        RegistrationError, match=r"(?s)2 tensor.*'a': its storage.*'c': a builtins.NoneType"
+    ):
         memory.check_current()
     tensors.clear()
     memory.check_current()
@@ -342,11 +407,15 @@ def test_versions_tell_of_writes() -> None:
 
 
 def test_versions_tell_of_memory_that_is_freed() -> None:
-    """As sharded training frees and takes it again; a tensor that only gets other bytes leaves the registered ones."""
+    """As sharded training frees and takes it again; a tensor that only gets other bytes leaves the
+    registered ones.
+    """
     with torch.inference_mode():
         inference = torch.ones(3)
     replaced, large = torch.ones(3), torch.ones(8)
-    memory = RegisteredMemory({"a": torch.ones(3), "part": large[:4], "inference": inference, "replaced": replaced})
+    memory = RegisteredMemory(
+        {"a": torch.ones(3), "part": large[:4], "inference": inference, "replaced": replaced}
+    )
     before = memory.versions()
     replaced.data = torch.zeros(3)
     assert memory.versions()[:3] == before[:3]

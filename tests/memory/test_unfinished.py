@@ -1,4 +1,6 @@
-"""What a fetch has left unfinished: where it can be kept, and that nothing of another user is touched."""
+"""What a fetch has left unfinished: where it can be kept, and that nothing of another user is
+touched.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tensorhub.memory.unfinished import Unfinished, stem_of
 KEY = b"k" * 32
 
 
-def test_a_record_for_which_the_disk_has_no_room_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_for_which_the_disk_has_no_room_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unfinished = Unfinished(tmp_path, "out")
 
     def is_full(*_: object) -> int:
@@ -28,7 +32,9 @@ def test_a_record_for_which_the_disk_has_no_room_is_none(tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_filesystem_that_gives_all_files_to_one_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filesystem_that_gives_all_files_to_one_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
     first = Unfinished(tmp_path, "out")
     first.recall(KEY, 1, 8)
@@ -65,7 +71,9 @@ def test_what_another_user_has_made_stays(
     assert theirs.exists()
 
 
-def test_without_locks_each_fetch_has_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_each_fetch_has_a_directory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -82,13 +90,17 @@ def test_without_locks_each_fetch_has_a_directory_of_its_own(tmp_path: Path, mon
 @pytest.mark.parametrize("end", [".part", ".tmp"])
 def test_no_link_is_followed(tmp_path: Path, end: str) -> None:
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / (stem_of("out") + end)).symlink_to(tmp_path / "elsewhere", target_is_directory=end == ".tmp")
+    (tmp_path / (stem_of("out") + end)).symlink_to(
+        tmp_path / "elsewhere", target_is_directory=end == ".tmp"
+    )
     with pytest.raises((StateError, OSError)):
         Unfinished(tmp_path, "out")
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-@pytest.mark.parametrize("found", [b"", KEY[:5], KEY, KEY + b"\1", KEY + b"\1" + b"\0" * 7, b"x" * 1000])
+@pytest.mark.parametrize(
+    "found", [b"", KEY[:5], KEY, KEY + b"\1", KEY + b"\1" + b"\0" * 7, b"x" * 1000]
+)
 def test_a_damaged_record_says_nothing(tmp_path: Path, found: bytes) -> None:
     (tmp_path / (stem_of("out") + ".part")).write_bytes(found)
     unfinished = Unfinished(tmp_path, "out")

@@ -1,6 +1,8 @@
-"""One process of a test's cluster: does what its parent says (`benches.commands`), and answers each command.
+"""One process of a test's cluster: does what its parent says (`benches.commands`), and answers each
+command.
 
-Commands run at the same time, but for `block`, which blocks this process' only Python thread and its loop.
+Commands run at the same time, but for `block`, which blocks this process' only Python thread and
+its loop.
 """
 
 from __future__ import annotations
@@ -46,12 +48,16 @@ class Actor:
         self._last = 2**62  # the version at which `follow` ends
 
     async def serve(self, port: int = 0, state_dir: str | None = None, **options: Any) -> str:
-        serving = tensorhub.serve(port=port, state_dir=state_dir, token="", options=Options(**options))
+        serving = tensorhub.serve(
+            port=port, state_dir=state_dir, token="", options=Options(**options)
+        )
         return (await self._stack.enter_async_context(serving)).address
 
     async def gate(self, arrivals: int, transport: str = "tcp", heeds_cuts: bool = True) -> None:
         """Before `connect`: hold this process' reads after so many chunks."""
-        self._gate = self._stack.enter_context(gated(arrivals, transport=transport, heeds_cuts=heeds_cuts))
+        self._gate = self._stack.enter_context(
+            gated(arrivals, transport=transport, heeds_cuts=heeds_cuts)
+        )
 
     async def hide(self) -> None:
         """Have the kernel forbid others to read this process' memory."""
@@ -64,20 +70,30 @@ class Actor:
     async def gate_open(self) -> None:
         self._gate.open()
 
-    async def connect(self, address: str, name: str, transports: list[str] | None = None, **options: Any) -> None:
-        connecting = tensorhub.connect(address, name=name, token="", transports=transports, options=Options(**options))
+    async def connect(
+        self, address: str, name: str, transports: list[str] | None = None, **options: Any
+    ) -> None:
+        connecting = tensorhub.connect(
+            address, name=name, token="", transports=transports, options=Options(**options)
+        )
         self._hub = await self._stack.enter_async_context(connecting)
 
     async def register(self, nbytes: int, name: str = "w", **settings: Any) -> None:
         memory = self._memory[name] = byte_patterns.make(nbytes)
         self._weights[name] = await self._hub.register("m", memory, **settings)
 
-    async def register_rows(self, rows: int, first: int, end: int, *, says_all: bool = False, **settings: Any) -> None:
-        """Rows of one tensor that has so many, of 4096 bytes each. `says_all`: how many, as a publisher must."""
+    async def register_rows(
+        self, rows: int, first: int, end: int, *, says_all: bool = False, **settings: Any
+    ) -> None:
+        """Rows of one tensor that has so many, of 4096 bytes each. `says_all`: how many, as a
+        publisher must.
+        """
         memory = np.zeros((end - first, 512), np.uint64)
         self._memory["w"] = {"t": memory.reshape(-1)}
         view = tensorhub.source("t", shape=(rows, 512) if says_all else None)[first:end]
-        self._weights["w"] = await self._hub.register("m", {"t": memory}, sources={"t": view}, **settings)
+        self._weights["w"] = await self._hub.register(
+            "m", {"t": memory}, sources={"t": view}, **settings
+        )
 
     async def paint(self, value: int, name: str = "w") -> None:
         """Every word is that one: it is the same wherever somebody else has it."""
@@ -86,7 +102,9 @@ class Actor:
 
     async def colours(self, name: str = "w") -> list[int]:
         """Which words the memory holds."""
-        return sorted({int(word) for tensor in self._memory[name].values() for word in np.unique(tensor)})
+        return sorted(
+            {int(word) for tensor in self._memory[name].values() for word in np.unique(tensor)}
+        )
 
     async def hold_checks(self) -> None:
         """From now on this process checks for ever whether its group reads everything."""
@@ -105,14 +123,20 @@ class Actor:
         """Every word says which content it belongs to, and where it is."""
         byte_patterns.write(self._memory[name], content)
 
-    async def register_part(self, cut: str, part: int, parts: int, name: str = "w", **settings: Any) -> None:
+    async def register_part(
+        self, cut: str, part: int, parts: int, name: str = "w", **settings: Any
+    ) -> None:
         """A part of the matrices: one of so many, cut by "rows" or "columns"."""
         mine = self._parts[name] = matrices.PARTS[cut](part, parts)
         memory = self._memory[name] = mine.made(0)
-        self._weights[name] = await self._hub.register("m", memory, sources=mine.sources(), **settings)
+        self._weights[name] = await self._hub.register(
+            "m", memory, sources=mine.sources(), **settings
+        )
 
     async def write_part(self, content: int, name: str = "w") -> None:
-        for tensor, made in zip(self._memory[name].values(), self._parts[name].made(content).values(), strict=True):
+        for tensor, made in zip(
+            self._memory[name].values(), self._parts[name].made(content).values(), strict=True
+        ):
             tensor[...] = made
 
     async def mutate_part(self, version: int, name: str = "w") -> None:
@@ -122,7 +146,9 @@ class Actor:
     async def has_part(self, content: int, name: str = "w") -> bool:
         """Whether it has that content, to the byte."""
         made = self._parts[name].made(content)
-        return all(np.array_equal(tensor, made[part]) for part, tensor in self._memory[name].items())
+        return all(
+            np.array_equal(tensor, made[part]) for part, tensor in self._memory[name].items()
+        )
 
     async def erase(self, part: str, name: str = "w") -> None:
         self._memory[name][part][:] = 0
@@ -137,10 +163,14 @@ class Actor:
         async with self._weights[name].mutate(version):
             await self.write(version, name)
 
-    async def replicate(self, selector: int | str = "latest", name: str = "w", timeout: float | None = None) -> Any:
+    async def replicate(
+        self, selector: int | str = "latest", name: str = "w", timeout: float | None = None
+    ) -> Any:
         return _shown(await self._weights[name].replicate(selector, timeout))
 
-    async def update(self, name: str = "w", at_least: int | None = None, timeout: float | None = None) -> Any:
+    async def update(
+        self, name: str = "w", at_least: int | None = None, timeout: float | None = None
+    ) -> Any:
         return _shown(await self._weights[name].update(at_least=at_least, timeout=timeout))
 
     async def retain(self, latest: int) -> None:
@@ -159,7 +189,9 @@ class Actor:
         model = await self._hub.describe("m")
         return {
             "mark": model.mark,
-            "holders": sorted(s.worker for r in model.replicas if r.state == "ready" for s in r.shards),
+            "holders": sorted(
+                s.worker for r in model.replicas if r.state == "ready" for s in r.shards
+            ),
             "readers": sorted(lease.reader for lease in model.leases),
             "versions": {str(version.version): version.state for version in model.versions},
             "workers": {worker.name: worker.state for worker in model.workers},
@@ -168,7 +200,9 @@ class Actor:
     async def sources(self) -> list[str]:
         """Whom this worker reads from now, as the coordinator knows."""
         model = await self._hub.describe("m")
-        return sorted(lease.source for lease in model.leases if lease.reader == self._hub._worker.name)
+        return sorted(
+            lease.source for lease in model.leases if lease.reader == self._hub._worker.name
+        )
 
     async def outcome(self, name: str = "w") -> str:
         """How the read from this worker's first source has ended, once it has."""
@@ -205,7 +239,9 @@ class Actor:
         return version - 1
 
     async def follow(self, name: str = "w") -> dict[str, Any]:
-        """Replicate and update until the parent says the last version; every content must be whole, and the right one."""
+        """Replicate and update until the parent says the last version; every content must be whole,
+        and the right one.
+        """
         seen, mixed, failures = list[int](), list[Any](), dict[str, int]()
         while not seen or seen[-1] < self._last:
             try:

@@ -21,9 +21,15 @@ class ChildProcesses:
         self._processes: list[Process] = []
 
     def process(
-        self, name: str, prefix: Sequence[str] = (), errors: Path | None = None, module: str = "tests.processes.actor"
+        self,
+        name: str,
+        prefix: Sequence[str] = (),
+        errors: Path | None = None,
+        module: str = "tests.processes.actor",
     ) -> Process:
-        """`prefix`: a command that runs it; `errors`: a file for what it logs; `module`: whose commands it knows."""
+        """`prefix`: a command that runs it; `errors`: a file for what it logs; `module`: whose
+        commands it knows.
+        """
         made = Process(name, module, self._backend, prefix=prefix, errors=errors)
         self._processes.append(made)
         return made
@@ -38,7 +44,9 @@ class ChildProcesses:
         prefix: Sequence[str] = (),
         **settings: Any,
     ) -> Process:
-        """A process that is connected, with memory registered; `gate`: it reads so many chunks, then waits."""
+        """A process that is connected, with memory registered; `gate`: it reads so many chunks,
+        then waits.
+        """
         process = self.process(name, prefix)
         options = settings.pop("options", {})
         if gate is not None:
@@ -53,7 +61,9 @@ class ChildProcesses:
         for process in reversed(self._processes):  # workers before their coordinator
             process.end()
         for process, before in zip(self._processes, ended, strict=True):
-            assert before is not None or process.returncode == 0, f"{process.name}: {process.returncode}"
+            assert before is not None or process.returncode == 0, (
+                f"{process.name}: {process.returncode}"
+            )
         return children(os.getpid())
 
 

@@ -1,4 +1,6 @@
-"""A process of a test's cluster that trains with FSDP2, and one that reads what was trained, cut by columns."""
+"""A process of a test's cluster that trains with FSDP2, and one that reads what was trained, cut by
+columns.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,16 @@ class FsdpActor(Actor):
     def _join(self, rank: int, sizes: list[int], folder: str) -> None:
         torch.set_num_threads(1)
         world_size = torch.Size(sizes).numel()
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
-        mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
+        )
+        mesh = init_device_mesh(
+            "cpu", tuple(sizes), mesh_dim_names=("replicate", "shard")[-len(sizes) :]
+        )
         torch.manual_seed(0)
-        self._model = nn.Sequential(nn.Linear(HIDDEN, INNER), nn.ReLU(), nn.Linear(INNER, HIDDEN, bias=False))
+        self._model = nn.Sequential(
+            nn.Linear(HIDDEN, INNER), nn.ReLU(), nn.Linear(INNER, HIDDEN, bias=False)
+        )
         for layer in self._model.children():
             fully_shard(layer, mesh=mesh)
         fully_shard(self._model, mesh=mesh)
@@ -85,7 +93,11 @@ class FsdpActor(Actor):
         """Whether it has what was trained, to the byte."""
         full, held = torch.load(Path(folder) / "full.pt"), self._columns_of[rank]
         up, down = (self._columns(size, rank, world_size) for size in (HIDDEN, INNER))
-        wanted = {"up": full["0.weight"][:, up], "bias": full["0.bias"], "down": full["2.weight"][:, down]}
+        wanted = {
+            "up": full["0.weight"][:, up],
+            "bias": full["0.bias"],
+            "down": full["2.weight"][:, down],
+        }
         return all(torch.equal(held[name], tensor) for name, tensor in wanted.items())
 
 

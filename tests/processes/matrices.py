@@ -1,4 +1,5 @@
-"""Matrices whose every word says which content it belongs to, which matrix and where, and what ranks have of them.
+"""Matrices whose every word says which content it belongs to, which matrix and where, and what
+ranks have of them.
 
 Nothing of the library but `source` is used here: it is what checks the library.
 """
@@ -16,7 +17,8 @@ import tensorhub
 Words = npt.NDArray[np.uint64]
 Index = tuple[slice, ...]
 
-SHAPES = {"up": (1001, 2560), "gate": (1001, 2560), "down": (2560, 1001)}  # 61 MB; of the sizes only one divides
+# 61 MB; of the sizes only one divides
+SHAPES = {"up": (1001, 2560), "gate": (1001, 2560), "down": (2560, 1001)}
 MATRICES = tuple(SHAPES)
 
 
@@ -34,7 +36,9 @@ def share(size: int, rank: int, ranks: int) -> slice:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has: tensors, each of one or more pieces, which lie in it one after the other."""
+    """What one rank has: tensors, each of one or more pieces, which lie in it one after the
+    other.
+    """
 
     pieces: dict[str, Sequence[tuple[str, Index]]]
 
@@ -59,7 +63,12 @@ def by_rows(rank: int, ranks: int) -> Part:
 def by_columns(rank: int, ranks: int) -> Part:
     """A tensor-parallel engine's, with gate and up as one."""
     rows, columns = share(1001, rank, ranks), share(1001, rank, ranks)
-    return Part({"gate_up": [("gate", (rows,)), ("up", (rows,))], "down": [("down", (slice(None), columns))]})
+    return Part(
+        {
+            "gate_up": [("gate", (rows,)), ("up", (rows,))],
+            "down": [("down", (slice(None), columns))],
+        }
+    )
 
 
 PARTS = {"rows": by_rows, "columns": by_columns}

@@ -1,4 +1,6 @@
-"""What a cluster of processes goes through by whichever transport: a story that several tests tell."""
+"""What a cluster of processes goes through by whichever transport: a story that several tests
+tell.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,15 @@ def a_source_is_killed_in_mid_read(
     gate: int | Mapping[str, Any],
     options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Two readers are held by `gate` in the midst of their reads from it; they finish from another, read nothing twice.
-    `options`: of all but the trainer.
+    """Two readers are held by `gate` in the midst of their reads from it; they finish from another,
+    read nothing twice. `options`: of all but the trainer.
     """
     other = processes.worker(address, "other", nbytes, options=options or {})
     other.do("replicate")
-    readers = [processes.worker(address, f"reader{number}", nbytes, gate=gate, options=options or {}) for number in range(2)]
+    readers = [
+        processes.worker(address, f"reader{number}", nbytes, gate=gate, options=options or {})
+        for number in range(2)
+    ]
     fills = [reader.begin("replicate") for reader in readers]
     for reader in readers:
         reader.do("gate_holds")
@@ -49,8 +54,9 @@ def a_source_is_killed_in_mid_read(
 def memory_is_taken_back_in_mid_read(
     coordinator: Process, trainer: Process, reader: Process, timeout_s: float = 5.0
 ) -> None:
-    """It is not committed, though its reader goes on: with nobody to tell it (its gate heeds no cuts, and the coordinator
-    stands still), and no digests (the trainer makes none): the word alone is in the way (G1, G2).
+    """It is not committed, though its reader goes on: with nobody to tell it (its gate heeds no
+    cuts, and the coordinator stands still), and no digests (the trainer makes none): the word alone
+    is in the way (G1, G2).
     """
     fill = reader.begin("replicate", selector=1, timeout=timeout_s)
     reader.do("gate_holds")

@@ -1,4 +1,6 @@
-"""An owner whose published memory was freed lives on, however it is read: the first read asks where the bytes are."""
+"""An owner whose published memory was freed lives on, however it is read: the first read asks where
+the bytes are.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,17 @@ with sync.connect(sys.argv[1], token="") as hub:
 
 @pytest.mark.usefixtures("prepared_with_torch")
 @pytest.mark.parametrize(("way", "digests"), list(zip(KINDS, ("lazily", "early"), strict=False)))
-def test_an_owner_whose_memory_was_freed_is_not_ended_by_its_readers(way: str, digests: str) -> None:
+def test_an_owner_whose_memory_was_freed_is_not_ended_by_its_readers(
+    way: str, digests: str
+) -> None:
     import torch
 
     with sync.serve(token="", options=OPTIONS) as coordinator:
         command = [sys.executable, "-c", OWNER, coordinator.address, digests]
         with (
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner,
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            ) as owner,
             sync.connect(coordinator.address, token="", transports=[way], options=OPTIONS) as hub,
         ):
             assert owner.stdin is not None

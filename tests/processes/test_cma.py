@@ -1,4 +1,6 @@
-"""One process reads another one's memory: while that changes, dies or stands still, and where the kernel forbids it."""
+"""One process reads another one's memory: while that changes, dies or stands still, and where the
+kernel forbids it.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,18 @@ def cluster(processes: ChildProcesses, integrity: bool = True) -> tuple[Process,
     """A coordinator, its address, and a trainer that has published version 1."""
     coordinator = processes.process("coordinator")
     address = coordinator.do("serve", lease_s=1.0, drain_grace_s=0.5)
-    trainer = processes.worker(address, "trainer", NBYTES, options=OPTIONS | {"integrity": integrity})
+    trainer = processes.worker(
+        address, "trainer", NBYTES, options=OPTIONS | {"integrity": integrity}
+    )
     trainer.do("write", content=1)
     trainer.do("publish", version=1)
     return coordinator, address, trainer
 
 
 @pytest.mark.parametrize("integrity", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_it_is_chosen_between_processes_of_one_host(processes: ChildProcesses, integrity: bool) -> None:
+def test_it_is_chosen_between_processes_of_one_host(
+    processes: ChildProcesses, integrity: bool
+) -> None:
     _, address, trainer = cluster(processes, integrity)
     readers = [processes.worker(address, f"reader{number}", NBYTES) for number in range(2)]
     fills = [reader.begin("replicate") for reader in readers]
@@ -40,7 +46,9 @@ def test_it_is_chosen_between_processes_of_one_host(processes: ChildProcesses, i
         assert reader.do("sha") == trainer.do("sha")
 
 
-def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(processes: ChildProcesses) -> None:
+def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(
+    processes: ChildProcesses,
+) -> None:
     coordinator, address, trainer = cluster(processes, integrity=False)
     reader = processes.worker(address, "reader", NBYTES, gate=GATE | {"heeds_cuts": False})
     memory_is_taken_back_in_mid_read(coordinator, trainer, reader)

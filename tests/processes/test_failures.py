@@ -1,4 +1,6 @@
-"""Real processes that are killed, stopped and blocked: who notices, what is lost, and what goes on."""
+"""Real processes that are killed, stopped and blocked: who notices, what is lost, and what goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,24 @@ def trainer_with(processes: ChildProcesses, address: str, version: int = 1) -> P
     return trainer
 
 
-def test_a_rank_killed_before_the_decision_aborts_its_group_and_nobody_else(processes: ChildProcesses) -> None:
+def test_a_rank_killed_before_the_decision_aborts_its_group_and_nobody_else(
+    processes: ChildProcesses,
+) -> None:
     _, address = cluster(processes, lease_s=1.0)
-    publishers = [processes.worker(address, f"p{r}", NBYTES, group="p", rank=r, world_size=2) for r in range(2)]
+    publishers = [
+        processes.worker(address, f"p{r}", NBYTES, group="p", rank=r, world_size=2)
+        for r in range(2)
+    ]
     promises = [publisher.begin("publish", version=1) for publisher in publishers]
     assert [promise.result() for promise in promises] == [1, 1]
-    ranks = [processes.worker(address, f"r{r}", NBYTES, gate=3, group="r", rank=r, world_size=2) for r in range(2)]
-    others = [processes.worker(address, f"o{r}", NBYTES, gate=3, group="o", rank=r, world_size=2) for r in range(2)]
+    ranks = [
+        processes.worker(address, f"r{r}", NBYTES, gate=3, group="r", rank=r, world_size=2)
+        for r in range(2)
+    ]
+    others = [
+        processes.worker(address, f"o{r}", NBYTES, gate=3, group="o", rank=r, world_size=2)
+        for r in range(2)
+    ]
     fills = [reader.begin("replicate") for reader in ranks]
     bystanders = [reader.begin("replicate") for reader in others]
     for reader in ranks + others:
@@ -40,7 +53,11 @@ def test_a_rank_killed_before_the_decision_aborts_its_group_and_nobody_else(proc
     ranks[1].kill()
     with pytest.raises(Failed, match="worker 'r1' was not heard of") as caught:
         fills[0].result()
-    assert (caught.value.kind, caught.value.retryable, caught.value.memory) == ("GroupAborted", True, "torn")
+    assert (caught.value.kind, caught.value.retryable, caught.value.memory) == (
+        "GroupAborted",
+        True,
+        "torn",
+    )
     for reader in others:
         reader.do("gate_open")
     assert [fill.result()["version"] for fill in bystanders] == [1, 1]
@@ -48,14 +65,20 @@ def test_a_rank_killed_before_the_decision_aborts_its_group_and_nobody_else(proc
     assert [publisher.do("state") for publisher in publishers] == [["ready", 1], ["ready", 1]]
 
 
-def test_readers_of_a_source_that_is_killed_in_mid_read_finish_from_another(processes: ChildProcesses) -> None:
+def test_readers_of_a_source_that_is_killed_in_mid_read_finish_from_another(
+    processes: ChildProcesses,
+) -> None:
     _, address = cluster(processes, lease_s=1.0)
     trainer = trainer_with(processes, address)
     a_source_is_killed_in_mid_read(processes, address, trainer, NBYTES, 5)
 
 
-def test_a_source_that_stalls_is_left_and_can_be_read_again_when_it_goes_on(processes: ChildProcesses) -> None:
-    """SIGSTOP: its connection stays, and nothing comes; the reader goes on elsewhere from what it has verified."""
+def test_a_source_that_stalls_is_left_and_can_be_read_again_when_it_goes_on(
+    processes: ChildProcesses,
+) -> None:
+    """SIGSTOP: its connection stays, and nothing comes; the reader goes on elsewhere from what it
+    has verified.
+    """
     _, address = cluster(processes, lease_s=600.0)  # so that it is the reader that finds out
     trainer = trainer_with(processes, address)
     other = processes.worker(address, "other", NBYTES)
@@ -80,8 +103,12 @@ def test_a_source_that_stalls_is_left_and_can_be_read_again_when_it_goes_on(proc
     assert third.do("sha") == stalled.do("sha")
 
 
-def test_a_coordinator_that_is_stopped_for_longer_than_a_lease_loses_nobody(processes: ChildProcesses) -> None:
-    """SIGSTOP and SIGCONT: its workers' heartbeats lie unread, or their connections have ended meanwhile."""
+def test_a_coordinator_that_is_stopped_for_longer_than_a_lease_loses_nobody(
+    processes: ChildProcesses,
+) -> None:
+    """SIGSTOP and SIGCONT: its workers' heartbeats lie unread, or their connections have ended
+    meanwhile.
+    """
     coordinator, address = cluster(processes, lease_s=1.0)
     trainer = trainer_with(processes, address)
     life = trainer.do("incarnation")
@@ -124,7 +151,9 @@ def test_a_trainer_that_blocks_its_only_thread_loses_nothing(
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_unpublish_needs_nothing_of_a_reader_in_mid_read(processes: ChildProcesses, how: str) -> None:
+def test_unpublish_needs_nothing_of_a_reader_in_mid_read(
+    processes: ChildProcesses, how: str
+) -> None:
     """R3: the owner's fence alone decides. With a stopped reader, its connection is shut down."""
     _, address = cluster(processes, lease_s=2.0)
     trainer = trainer_with(processes, address)
@@ -143,7 +172,9 @@ def test_unpublish_needs_nothing_of_a_reader_in_mid_read(processes: ChildProcess
     assert third.do("contents") == [2]
 
 
-def test_a_coordinator_that_restarts_with_its_state(processes: ChildProcesses, tmp_path: object) -> None:
+def test_a_coordinator_that_restarts_with_its_state(
+    processes: ChildProcesses, tmp_path: object
+) -> None:
     """Transfers in flight go on, holders announce themselves again, and used numbers stay used."""
     coordinator = processes.process("coordinator")
     address = coordinator.do("serve", state_dir=str(tmp_path), lease_s=5.0)
@@ -175,7 +206,9 @@ def test_a_coordinator_that_restarts_with_its_state(processes: ChildProcesses, t
 
 
 def test_unpublish_with_a_coordinator_that_is_stopped(processes: ChildProcesses) -> None:
-    """A trainer never hangs on a dead coordinator: after a lease of silence it takes its memory back by itself."""
+    """A trainer never hangs on a dead coordinator: after a lease of silence it takes its memory
+    back by itself.
+    """
     coordinator, address = cluster(processes, lease_s=1.0)
     trainer = trainer_with(processes, address)
     reader = processes.worker(address, "reader", NBYTES)
@@ -191,7 +224,9 @@ def test_unpublish_with_a_coordinator_that_is_stopped(processes: ChildProcesses)
 
 @pytest.mark.parametrize("integrity", [True, False], ids=["digests", "fence alone"])
 def test_committed_contents_are_never_mixed(processes: ChildProcesses, integrity: bool) -> None:
-    """G2, with a hammer: a trainer that overwrites as fast as it can, and three readers that follow it."""
+    """G2, with a hammer: a trainer that overwrites as fast as it can, and three readers that follow
+    it.
+    """
     coordinator = processes.process("coordinator")
     address = coordinator.do("serve", drain_grace_s=0)
     options = {"chunk_bytes": 4 * MIB, "integrity": integrity}

@@ -63,12 +63,20 @@ anyio.run(main, backend=backend)
 
 
 @contextlib.contextmanager
-def hosting(backend: str, descriptors: int = 0, manifest_bytes: int = 2**30) -> Iterator[tuple[int, str, str]]:
+def hosting(
+    backend: str, descriptors: int = 0, manifest_bytes: int = 2**30
+) -> Iterator[tuple[int, str, str]]:
     """A process with a coordinator and a publisher: its id, and the addresses of both."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("TENSORHUB_")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("TENSORHUB_")
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parents[2]), *filter(None, sys.path)]
+    )
     command = [sys.executable, "-c", HOST, backend, str(descriptors), str(manifest_bytes)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         try:
             assert process.stdout is not None
             coordinator, owner = json.loads(process.stdout.readline())
@@ -110,7 +118,10 @@ def many_descriptors() -> Iterator[None]:
 async def test_a_flood_leaves_descriptors_for_the_others(
     anyio_backend_name: str, descriptors: int, flood: int, many_descriptors: None
 ) -> None:
-    with hosting(anyio_backend_name, descriptors) as (pid, coordinator, owner), contextlib.ExitStack() as stack:
+    with (
+        hosting(anyio_backend_name, descriptors) as (pid, coordinator, owner),
+        contextlib.ExitStack() as stack,
+    ):
         for address in (coordinator, owner) if descriptors > 0 else (coordinator,):
             for _ in range(flood):
                 stack.enter_context(socket.create_connection(parse_address(address), WAIT_S))
@@ -162,15 +173,24 @@ while time.monotonic() < until:
 def words_of_a_flood(kind: str) -> bytes:
     hello = ClientHandshake("worker", "flood", b"wrong", os.urandom(NONCE_BYTES)).data_to_send()
     wrong = frame(codec.encode(Proof(bytes(32))), 4096)
-    return {"silent": b"", "half a word": hello[:20], "hellos": hello, "wrong proofs": hello + wrong}[kind]
+    return {
+        "silent": b"",
+        "half a word": hello[:20],
+        "hellos": hello,
+        "wrong proofs": hello + wrong,
+    }[kind]
 
 
 @contextlib.contextmanager
 def flooding(address: str, words: bytes) -> Iterator[None]:
-    """Another address, 127.0.0.2, has up to 3,000 connections there, and comes again with each that is closed."""
+    """Another address, 127.0.0.2, has up to 3,000 connections there, and comes again with each that
+    is closed.
+    """
     host, port = parse_address(address)
     command = [sys.executable, "-c", FLOOD, host, str(port), str(WAIT_S), words.hex()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "up\n"
@@ -181,7 +201,9 @@ def flooding(address: str, words: bytes) -> Iterator[None]:
 
 
 def waited_for_a_core_s(pid: int) -> float:
-    """How long the threads of a process that could run have not, since other processes did, so far."""
+    """How long the threads of a process that could run have not, since other processes did, so
+    far.
+    """
     waited = 0
     for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -190,8 +212,8 @@ def waited_for_a_core_s(pid: int) -> float:
 
 
 class StopWatch:
-    """Seconds since it was made, but for those in which this process and that one waited for a core: what else this machine
-    does is no concern of the bound.
+    """Seconds since it was made, but for those in which this process and that one waited for a
+    core: what else this machine does is no concern of the bound.
     """
 
     def __init__(self, pid: int) -> None:
@@ -206,14 +228,23 @@ class StopWatch:
 def handshake_s(pid: int, address: str, role: str) -> float:
     """How long an honest one takes, from the connection on."""
     watch = StopWatch(pid)
-    with BlockingConnection(socket.create_connection(parse_address(address)), stall_timeout_s=WAIT_S) as connection:
-        connection.handshake(ClientHandshake(role, os.urandom(8).hex(), b"", os.urandom(NONCE_BYTES)), WAIT_S)
+    with BlockingConnection(
+        socket.create_connection(parse_address(address)), stall_timeout_s=WAIT_S
+    ) as connection:
+        connection.handshake(
+            ClientHandshake(role, os.urandom(8).hex(), b"", os.urandom(NONCE_BYTES)), WAIT_S
+        )
     return watch.seconds
 
 
 @pytest.mark.parametrize("role", ["worker", "reader"])
 @pytest.mark.parametrize(
-    "kind", ["silent", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("half a word", "hellos")), "wrong proofs"]
+    "kind",
+    [
+        "silent",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("half a word", "hellos")),
+        "wrong proofs",
+    ],
 )
 async def test_while_another_address_floods_an_honest_handshake_takes_less_than_a_second(
     anyio_backend_name: str, kind: str, role: str, many_descriptors: None
@@ -229,7 +260,9 @@ async def test_while_another_address_floods_an_honest_handshake_takes_less_than_
 async def test_1024_honest_workers_of_one_address_are_in_within_three_seconds(
     anyio_backend_name: str, many_descriptors: None
 ) -> None:
-    """All of them are connected before the first one speaks, as processes are that a scheduler starts at a time."""
+    """All of them are connected before the first one speaks, as processes are that a scheduler
+    starts at a time.
+    """
     with hosting(anyio_backend_name) as (pid, address, _), contextlib.ExitStack() as stack:
         poll, workers = select.epoll(), dict[int, tuple[socket.socket, ClientHandshake]]()
         stack.callback(poll.close)

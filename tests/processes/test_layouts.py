@@ -1,4 +1,6 @@
-"""Readers of another layout than the trainer's, in processes of their own, and those that they read from are killed."""
+"""Readers of another layout than the trainer's, in processes of their own, and those that they read
+from are killed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ def coordinator(processes: ChildProcesses, **options: Any) -> str:
 
 
 def process_of(
-    processes: ChildProcesses, address: str, name: str, gate: int | None = None, module: str = "tests.processes.actor"
+    processes: ChildProcesses,
+    address: str,
+    name: str,
+    gate: int | None = None,
+    module: str = "tests.processes.actor",
 ) -> Process:
     process = processes.process(name, module=module)
     if gate is not None:
@@ -31,7 +37,9 @@ def process_of(
 
 
 class Group:
-    """Ranks of one group, each in one of these processes, in turn; `parts`: so many different ones."""
+    """Ranks of one group, each in one of these processes, in turn; `parts`: so many different
+    ones.
+    """
 
     def __init__(self, name: str, cut: str, parts: int, processes: Sequence[Process]) -> None:
         self.name, self.cut, self.parts = name, cut, parts
@@ -68,7 +76,9 @@ def outcomes(reports: Sequence[dict[str, Any]], source: str) -> list[str]:
 
 
 def test_a_rank_of_hsdp_is_killed_in_mid_read(processes: ChildProcesses) -> None:
-    """2 x 2: each part of the model is on two ranks. Its readers go on at the other one, and nothing is read again."""
+    """2 x 2: each part of the model is on two ranks. Its readers go on at the other one, and
+    nothing is read again.
+    """
     address = coordinator(processes)
     first, others = (process_of(processes, address, name) for name in ("first", "others"))
     trainer = Group("hsdp", "rows", 2, [first, others, others, others])
@@ -85,8 +95,12 @@ def test_a_rank_of_hsdp_is_killed_in_mid_read(processes: ChildProcesses) -> None
     assert readers.has(1)
 
 
-def test_what_is_left_of_a_retained_version_of_hsdp_is_handed_over(processes: ChildProcesses) -> None:
-    """2 x 2: one rank is killed. The other ranks leave, and workers with room keep all parts of the model."""
+def test_what_is_left_of_a_retained_version_of_hsdp_is_handed_over(
+    processes: ChildProcesses,
+) -> None:
+    """2 x 2: one rank is killed. The other ranks leave, and workers with room keep all parts of the
+    model.
+    """
     address = coordinator(processes)
     first, others = (process_of(processes, address, name) for name in ("first", "others"))
     trainer = Group("hsdp", "rows", 2, [first, others, others, others])
@@ -96,12 +110,16 @@ def test_what_is_left_of_a_retained_version_of_hsdp_is_handed_over(processes: Ch
     trainer.publish(1)
     first.kill()
     until(others, lambda model: "first" not in model["workers"])
-    for leaving in [others.begin("unpublish", name=f"hsdp{rank}", timeout=50) for rank in (1, 2, 3)]:
+    for leaving in [
+        others.begin("unpublish", name=f"hsdp{rank}", timeout=50) for rank in (1, 2, 3)
+    ]:
         leaving.result()
     others.kill()
     engine = process_of(processes, address, "engine")
     readers = Group("r", "columns", 2, [engine, engine])
-    assert [(report["version"], set(report["sources"])) for report in readers.do("replicate")] == [(1, {"store"})] * 2
+    assert [(report["version"], set(report["sources"])) for report in readers.do("replicate")] == [
+        (1, {"store"})
+    ] * 2
     assert readers.has(1)
 
 
@@ -109,15 +127,19 @@ def test_what_is_left_of_a_retained_version_of_hsdp_is_handed_over(processes: Ch
 def test_who_has_read_across_layouts_first_is_killed_and_those_who_follow_it_go_on(
     processes: ChildProcesses, is_trainer_there: bool
 ) -> None:
-    """FSDP 4: the first group of its layout is complete, and the next ones read from it, chunk by chunk."""
+    """FSDP 4: the first group of its layout is complete, and the next ones read from it, chunk by
+    chunk.
+    """
     address = coordinator(processes)
     train = process_of(processes, address, "trainer")
     trainer = Group("fsdp", "rows", 4, [train] * 4)
     trainer.publish(1)
     bridge = process_of(processes, address, "bridge")
-    assert {source for report in Group("b", "columns", 2, [bridge] * 2).do("replicate") for source in report["sources"]} == {
-        "trainer"
-    }
+    assert {
+        source
+        for report in Group("b", "columns", 2, [bridge] * 2).do("replicate")
+        for source in report["sources"]
+    } == {"trainer"}
     if not is_trainer_there:
         other = process_of(processes, address, "other")
         Group("o", "columns", 2, [other] * 2).do("replicate")
@@ -141,17 +163,29 @@ def test_who_has_read_across_layouts_first_is_killed_and_those_who_follow_it_go_
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("mesh", [[2, 2], [4]], ids=["HSDP 2 x 2", "FSDP 4"])
-def test_real_fsdp_and_a_process_is_killed_in_mid_read(processes: ChildProcesses, tmp_path: Path, mesh: list[int]) -> None:
-    """HSDP: a trainer's rank, whose equal is read instead. FSDP: the group that was complete first, which others follow."""
+def test_real_fsdp_and_a_process_is_killed_in_mid_read(
+    processes: ChildProcesses, tmp_path: Path, mesh: list[int]
+) -> None:
+    """HSDP: a trainer's rank, whose equal is read instead. FSDP: the group that was complete first,
+    which others follow.
+    """
     address, folder = coordinator(processes), str(tmp_path)
-    trainers = [process_of(processes, address, f"trainer{rank}", module="tests.processes.fsdp_actor") for rank in range(4)]
-    for joining in [each.begin("join", rank=rank, mesh=mesh, folder=folder) for rank, each in enumerate(trainers)]:
+    trainers = [
+        process_of(processes, address, f"trainer{rank}", module="tests.processes.fsdp_actor")
+        for rank in range(4)
+    ]
+    for joining in [
+        each.begin("join", rank=rank, mesh=mesh, folder=folder)
+        for rank, each in enumerate(trainers)
+    ]:
         joining.result(120)
     for training in [each.begin("optimize", seed=1, folder=folder) for each in trainers]:
         training.result(120)
     for rank, trainer in enumerate(trainers):
         trainer.do("register_model", group="trainer", rank=rank, world_size=4)
-    assert [each.result() for each in [trainer.begin("publish", version=1) for trainer in trainers]] == [1] * 4
+    assert [
+        each.result() for each in [trainer.begin("publish", version=1) for trainer in trainers]
+    ] == [1] * 4
 
     def engine(name: str, gate: int | None = None) -> Process:
         made = process_of(processes, address, name, gate, module="tests.processes.fsdp_actor")

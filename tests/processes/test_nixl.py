@@ -1,6 +1,8 @@
-"""One process reads another one's memory by NIXL: while that changes, dies or stands still; and processes end well.
+"""One process reads another one's memory by NIXL: while that changes, dies or stands still; and
+processes end well.
 
-UCX is held to TCP where the source has to do a part of each read, which is the hardest; else it chooses (cma, on one host).
+UCX is held to TCP where the source has to do a part of each read, which is the hardest; else it
+chooses (cma, on one host).
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from tests.processes.stories import a_source_is_killed_in_mid_read, memory_is_ta
 
 pytestmark = [
     pytest.mark.nixl,
-    pytest.mark.skipif(nixl.version() is None, reason=f"NIXL is not installed: {nixl.INSTALL}, or make nixl"),
+    pytest.mark.skipif(
+        nixl.version() is None, reason=f"NIXL is not installed: {nixl.INSTALL}, or make nixl"
+    ),
 ]
 
 MIB = 2**20
@@ -39,9 +43,13 @@ def cluster(processes: ChildProcesses, **more: object) -> tuple[Process, str, Pr
     return coordinator, address, trainer
 
 
-def test_two_readers_one_after_the_other_and_each_version(processes: ChildProcesses, wires: str) -> None:
+def test_two_readers_one_after_the_other_and_each_version(
+    processes: ChildProcesses, wires: str
+) -> None:
     _, address, trainer = cluster(processes)
-    readers = [processes.worker(address, f"reader{number}", NBYTES, options=OPTIONS) for number in range(2)]
+    readers = [
+        processes.worker(address, f"reader{number}", NBYTES, options=OPTIONS) for number in range(2)
+    ]
     for reader in readers:
         report = reader.do("replicate")
         assert (report["version"], report["bytes_read"], report["reread_bytes"]) == (1, NBYTES, 0)
@@ -53,13 +61,19 @@ def test_two_readers_one_after_the_other_and_each_version(processes: ChildProces
     assert {reader.do("sha") for reader in readers} == {trainer.do("sha")}
 
 
-def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(processes: ChildProcesses, wires: str) -> None:
+def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(
+    processes: ChildProcesses, wires: str
+) -> None:
     coordinator, address, trainer = cluster(processes, integrity=False)
-    reader = processes.worker(address, "reader", NBYTES, gate=GATE | {"heeds_cuts": False}, options={"chunk_bytes": MIB})
+    reader = processes.worker(
+        address, "reader", NBYTES, gate=GATE | {"heeds_cuts": False}, options={"chunk_bytes": MIB}
+    )
     memory_is_taken_back_in_mid_read(coordinator, trainer, reader)
 
 
-def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: ChildProcesses, wires: str) -> None:
+def test_a_source_that_is_killed_in_mid_read_is_left_for_another(
+    processes: ChildProcesses, wires: str
+) -> None:
     _, address, trainer = cluster(processes)
     a_source_is_killed_in_mid_read(processes, address, trainer, NBYTES, GATE, OPTIONS)
 
@@ -67,7 +81,9 @@ def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: Chil
 def test_a_source_that_stands_still_costs_its_reader_the_timeout_only(
     processes: ChildProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over TCP it has to answer each read. Those that it has not answered end with the reader's agent, which is replaced."""
+    """Over TCP it has to answer each read. Those that it has not answered end with the reader's
+    agent, which is replaced.
+    """
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     _, address, trainer = cluster(processes)
     reader = processes.worker(address, "reader", NBYTES, options=OPTIONS | {"stall_timeout_s": 0.5})

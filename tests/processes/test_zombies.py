@@ -1,4 +1,6 @@
-"""Processes that are stopped beyond their lease and wake up (R11): the others went on, and they are somebody new."""
+"""Processes that are stopped beyond their lease and wake up (R11): the others went on, and they are
+somebody new.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_a_holder_that_wakes_up_holds_its_version_again(processes: ChildProcesse
 def test_a_rank_that_had_voted_hears_what_was_decided_without_it(processes: ChildProcesses) -> None:
     """It was PREPARED: neither its silence nor the end of its lease is an abort."""
     _, address = cluster(processes, lease_s=1.0)
-    zombie, other = [processes.worker(address, f"p{r}", MIB, group="p", rank=r, world_size=2) for r in range(2)]
+    zombie, other = [
+        processes.worker(address, f"p{r}", MIB, group="p", rank=r, world_size=2) for r in range(2)
+    ]
     for publisher in (zombie, other):
         publisher.do("write", content=1)
     promise = zombie.begin("publish", version=1)
@@ -52,7 +56,9 @@ def test_a_rank_that_had_voted_hears_what_was_decided_without_it(processes: Chil
     assert promise.result() == 1
     assert zombie.do("state") == ["ready", 1]
     until(other, lambda model: model["holders"] == ["p0", "p1"])
-    readers = [processes.worker(address, f"r{r}", MIB, group="r", rank=r, world_size=2) for r in range(2)]
+    readers = [
+        processes.worker(address, f"r{r}", MIB, group="r", rank=r, world_size=2) for r in range(2)
+    ]
     fills = [reader.begin("replicate") for reader in readers]
     assert [fill.result()["version"] for fill in fills] == [1, 1]
     assert [reader.do("contents") for reader in readers] == [[1], [1]]

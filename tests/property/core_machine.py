@@ -1,8 +1,9 @@
 """The pure core as a Hypothesis machine: what users call, and the faults that shrink well.
 
-Hypothesis leaves out rules at random, and shrinks what it finds to the rules that matter. After each step everything is
-checked; in the end faults are over, every call must end, and each group that is left can publish and fetch (G7). The
-simulator draws every kind of `Fault` by seeds (`tests/testing`).
+Hypothesis leaves out rules at random, and shrinks what it finds to the rules that matter. After
+each step everything is checked; in the end faults are over, every call must end, and each group
+that is left can publish and fetch (G7). The simulator draws every kind of `Fault` by seeds
+(`tests/testing`).
 """
 
 from __future__ import annotations
@@ -22,16 +23,34 @@ from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import HandleState, Selector
 
 GROUPS = 3
-TRIES = 6  # of one call, once faults are over: each of them may be what pays for something that happened before
+# of one call, once faults are over: each of them may be what pays for something that happened
+# before
+TRIES = 6
 GROUP = st.integers(0, GROUPS - 1)
 ANY = st.integers(0, 8)  # one of those that there are
 SELECTOR = st.sampled_from(["latest", "latest", "latest-1", "available", 1])
 TIMEOUT_S = st.sampled_from([60.0, 60.0, 2.0])
-# What happens next by itself: everything; the steps that these numbers pick among those that could; or seconds pass.
-THEN = st.one_of(st.none(), st.lists(st.integers(0, 1000), max_size=12), st.sampled_from([0.5, 4.0]))
+# What happens next by itself: everything; the steps that these numbers pick among those that could;
+# or seconds pass.
+THEN = st.one_of(
+    st.none(), st.lists(st.integers(0, 1000), max_size=12), st.sampled_from([0.5, 4.0])
+)
 Then = list[int] | float | None
-CALLS = st.sampled_from(["publish", "publish", "update", "update", "stage", "prefetch", "unpublish"])
-FAULTS = ["crash", "restart", "coordinator", "state lost", "cut", "pause", "overwrite", "cancel", "close", "retain"]
+CALLS = st.sampled_from(
+    ["publish", "publish", "update", "update", "stage", "prefetch", "unpublish"]
+)
+FAULTS = [
+    "crash",
+    "restart",
+    "coordinator",
+    "state lost",
+    "cut",
+    "pause",
+    "overwrite",
+    "cancel",
+    "close",
+    "retain",
+]
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -40,7 +59,9 @@ class CoreMachine(RuleBasedStateMachine):
     @initialize(world_size=st.integers(1, 3), copies=st.integers(0, 2))
     def set_up(self, world_size: int, copies: int) -> None:
         host_bytes = copies * CHUNKS * CHUNK_BYTES
-        self.cluster = StepwiseCluster(host_bytes=host_bytes, manifest=make_manifest(CHUNKS, "xxh3-64"))
+        self.cluster = StepwiseCluster(
+            host_bytes=host_bytes, manifest=make_manifest(CHUNKS, "xxh3-64")
+        )
         self.groups = [self.cluster.group(f"g{number}", world_size) for number in range(GROUPS)]
         self.published = self.processes = 0
         self.cluster.run()
@@ -48,11 +69,20 @@ class CoreMachine(RuleBasedStateMachine):
 
     def users(self) -> list[SimHandle]:
         """What users have and call."""
-        return [h for group in self.groups for h in group if h.worker.alive and h.member.state is not HandleState.CLOSED]
+        return [
+            h
+            for group in self.groups
+            for h in group
+            if h.worker.alive and h.member.state is not HandleState.CLOSED
+        ]
 
     def ranks(self, group: int) -> list[SimHandle]:
         """The ranks of a group that can be called."""
-        return [handle for handle in self.groups[group] if handle in self.users() and handle.idle and handle.registered]
+        return [
+            handle
+            for handle in self.groups[group]
+            if handle in self.users() and handle.idle and handle.registered
+        ]
 
     def go_on(self, then: Then) -> None:
         if then is None:
@@ -64,8 +94,14 @@ class CoreMachine(RuleBasedStateMachine):
                 if choices := self.cluster.choices():
                     self.cluster.do(choices[pick % len(choices)])
 
-    @rule(calls=st.lists(st.tuples(GROUP, CALLS, THEN), min_size=1, max_size=8), selector=SELECTOR, timeout_s=TIMEOUT_S)
-    def work(self, calls: list[tuple[int, str, Then]], selector: Selector, timeout_s: float) -> None:
+    @rule(
+        calls=st.lists(st.tuples(GROUP, CALLS, THEN), min_size=1, max_size=8),
+        selector=SELECTOR,
+        timeout_s=TIMEOUT_S,
+    )
+    def work(
+        self, calls: list[tuple[int, str, Then]], selector: Selector, timeout_s: float
+    ) -> None:
         for group, what, then in calls:
             if what == "publish":
                 self.published += 1
@@ -103,9 +139,9 @@ class CoreMachine(RuleBasedStateMachine):
             case "overwrite" if users:
                 misdeeds.overwrite(users[index % len(users)])
             case "cancel":
-                for handle in [each for each in cluster.live_handles() if each.member.running is not None][
-                    index : index + 1
-                ]:
+                for handle in [
+                    each for each in cluster.live_handles() if each.member.running is not None
+                ][index : index + 1]:
                     handle.cancel()
             case "close" if users and users[index % len(users)].idle:
                 with suppress(StateError):
@@ -122,11 +158,16 @@ class CoreMachine(RuleBasedStateMachine):
                 worker.connect()
 
     def start_again(self) -> bool:
-        """Register again each rank whose process has died, and each that has closed or was refused; returns if all are."""
+        """Register again each rank whose process has died, and each that has closed or was refused;
+        returns if all are.
+        """
         for group in self.groups:
             for rank, handle in enumerate(group):
                 worker, shard = handle.worker, handle.shard
-                gone = handle.registration_error is not None or handle.member.state is HandleState.CLOSED
+                gone = (
+                    handle.registration_error is not None
+                    or handle.member.state is HandleState.CLOSED
+                )
                 if not worker.alive:
                     self.processes += 1
                     worker = self.cluster.worker(f"new{self.processes}")
@@ -136,7 +177,11 @@ class CoreMachine(RuleBasedStateMachine):
                     continue
                 group[rank] = worker.register(shard.group, shard.rank, shard.world_size)
         self.cluster.run()
-        return all(handle.registered and handle in self.users() for group in self.groups for handle in group)
+        return all(
+            handle.registered and handle in self.users()
+            for group in self.groups
+            for handle in group
+        )
 
     @invariant()
     def everything_holds(self) -> None:
@@ -156,7 +201,9 @@ class CoreMachine(RuleBasedStateMachine):
             tries = iter(range(TRIES))
             while not self.start_again() and next(tries, None) is not None:
                 self.cluster.advance(4.0)
-            whole = [group for group in self.groups if all(handle in self.users() for handle in group)]
+            whole = [
+                group for group in self.groups if all(handle in self.users() for handle in group)
+            ]
             for writer in whole:
                 self.converge(writer, whole)
             self.cluster.check()
@@ -173,7 +220,9 @@ class CoreMachine(RuleBasedStateMachine):
             if reader is not writer:
                 for asked in self.must(reader, lambda handle: handle.update("latest")):
                     if asked.number != number:
-                        raise GuaranteeBroken(f"liveness: {asked.handle} got {asked.number}, not {number}")
+                        raise GuaranteeBroken(
+                            f"liveness: {asked.handle} got {asked.number}, not {number}"
+                        )
 
     def must(self, ranks: list[SimHandle], call: Any) -> list[CallRecord]:
         """This call of all ranks has to succeed, once what happened before is paid for."""
@@ -187,6 +236,8 @@ class CoreMachine(RuleBasedStateMachine):
             errors = [each.error for each in asked if each.error is not None or not each.done]
             if not errors:
                 return asked
-            if not all(isinstance(error, GroupAborted | OperationTimeout | LeaseLost) for error in errors):
+            if not all(
+                isinstance(error, GroupAborted | OperationTimeout | LeaseLost) for error in errors
+            ):
                 break
         raise GuaranteeBroken(f"liveness: {ranks[0]}: {asked[0].what}: {errors!r}")

@@ -1,4 +1,6 @@
-"""The guarantees under faults, by Hypothesis, which shrinks what it finds (seeds: see tests/testing)."""
+"""The guarantees under faults, by Hypothesis, which shrinks what it finds (seeds: see
+tests/testing).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def run(examples: int, *, steps: int = 40, shrinks: bool = False) -> None:
             deadline=None,
             database=None,
             phases=(Phase.generate, Phase.shrink) if shrinks else (Phase.generate,),
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+            suppress_health_check=[
+                HealthCheck.too_slow,
+                HealthCheck.filter_too_much,
+                HealthCheck.data_too_large,
+            ],
         ),
     )
 
@@ -46,14 +52,17 @@ def test_everything_holds_for_long() -> None:
     run(2000, steps=60, shrinks=True)
 
 
-# ------------------------------------------------------------------------------------------- that it finds what is wrong
+# ------------------------------------------------------------------------------------------- that
+# it finds what is wrong
 
 
 def fence_that_shuts_nothing(owner: Owner, registration: str) -> None:
     pass
 
 
-def bad_chunk_that_counts_as_good(pull: Pull, lease: LeaseId, chunk: int, ok: bool, arrived: Any = Pull.arrived) -> None:
+def bad_chunk_that_counts_as_good(
+    pull: Pull, lease: LeaseId, chunk: int, ok: bool, arrived: Any = Pull.arrived
+) -> None:
     arrived(pull, lease, chunk, True)
 
 

@@ -1,4 +1,6 @@
-"""Hypothesis strategies for messages, made from the same annotations that the codec is made from."""
+"""Hypothesis strategies for messages, made from the same annotations that the codec is made
+from.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tensorhub.types import Length, Printable, Range
 MESSAGES: tuple[type, ...] = typing.get_args(messages.Message)
 
 
-def _scalar(kind: Any, length: int, bounds: Range | None, is_printable: bool) -> st.SearchStrategy[Any] | None:
+def _scalar(
+    kind: Any, length: int, bounds: Range | None, is_printable: bool
+) -> st.SearchStrategy[Any] | None:
     if kind is bool:
         return st.booleans()
     if kind is types.NoneType:
@@ -30,7 +34,10 @@ def _scalar(kind: Any, length: int, bounds: Range | None, is_printable: bool) ->
         return st.floats(bounds.least, bounds.most)
     if kind is str:
         printable = st.characters(exclude_categories=["C", "Z"], include_characters=" ")
-        return st.text(printable if is_printable else st.characters(exclude_categories=["Cs"]), max_size=min(length, 20))
+        return st.text(
+            printable if is_printable else st.characters(exclude_categories=["Cs"]),
+            max_size=min(length, 20),
+        )
     if kind is bytes:
         return st.binary(max_size=min(length, 40))
     return None
@@ -57,7 +64,10 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     if issubclass(annotation, StrEnum):
         return st.sampled_from(annotation)
     hints = typing.get_type_hints(annotation, include_extras=True)
-    return st.builds(annotation, **{field.name: values(hints[field.name]) for field in dataclasses.fields(annotation)})
+    return st.builds(
+        annotation,
+        **{field.name: values(hints[field.name]) for field in dataclasses.fields(annotation)},
+    )
 
 
 def any_message() -> st.SearchStrategy[messages.Message]:

@@ -72,7 +72,8 @@ def server(secret: bytes = b"secret") -> ServerHandshake:
     return ServerHandshake("owner", "owner-1", [secret], b"s" * 32)
 
 
-# --------------------------------------------------------------------------------------------- handshake
+# ---------------------------------------------------------------------------------------------
+# handshake
 
 
 def test_both_sides_shake_hands_and_talk(pair: Pair, start: Start) -> None:
@@ -126,7 +127,8 @@ def test_dripping_bytes_do_not_extend_the_deadline(pair: Pair, start: Start) -> 
     dripping.result(WAIT_S)
 
 
-# ---------------------------------------------------------------------------------------------- messages
+# ----------------------------------------------------------------------------------------------
+# messages
 
 
 def test_a_clean_end_is_none_and_a_broken_frame_is_an_error(pair: Pair) -> None:
@@ -175,7 +177,8 @@ def test_a_dripping_message_is_a_timeout(impatient: Pair, start: Start) -> None:
     dripping.result(WAIT_S)
 
 
-# ---------------------------------------------------------------------------------------------- payloads
+# ----------------------------------------------------------------------------------------------
+# payloads
 
 
 def pieces(memory: bytearray, sizes: list[int]) -> list[memoryview]:
@@ -202,7 +205,9 @@ def pattern(size: int) -> bytearray:
     ],
     ids=["one", "with empty ones", "thousands", "many empty ones", "large", "uneven"],
 )
-def test_payload_arrives_in_its_buffers(pair: Pair, start: Start, sent: list[int], received: list[int]) -> None:
+def test_payload_arrives_in_its_buffers(
+    pair: Pair, start: Start, sent: list[int], received: list[int]
+) -> None:
     source, target = pattern(sum(sent)), bytearray(sum(received))
     message = ChunksFollow(1, ((0, 5),))
 
@@ -219,7 +224,9 @@ def test_payload_arrives_in_its_buffers(pair: Pair, start: Start, sent: list[int
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
-def test_calls_that_move_little_are_repeated(monkeypatch: pytest.MonkeyPatch, start: Start, step: int) -> None:
+def test_calls_that_move_little_are_repeated(
+    monkeypatch: pytest.MonkeyPatch, start: Start, step: int
+) -> None:
     """A kernel that moves at most `step` bytes per call, whatever it is given."""
 
     class Slow(socket.socket):
@@ -270,11 +277,14 @@ def test_a_peer_that_takes_nothing(impatient: Pair) -> None:
         impatient.one.send_with_payload(READ, [memoryview(bytes(64 * 2**20))])
 
 
-# ----------------------------------------------------------------------------------------------- the end
+# -----------------------------------------------------------------------------------------------
+# the end
 
 
 @pytest.mark.parametrize("what", ["receive", "receive_into", "send"])
-def test_shutdown_from_another_thread_ends_a_blocked_call(pair: Pair, start: Start, what: str) -> None:
+def test_shutdown_from_another_thread_ends_a_blocked_call(
+    pair: Pair, start: Start, what: str
+) -> None:
     blocked = threading.Event()
 
     def call() -> object:

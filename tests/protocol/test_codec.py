@@ -1,4 +1,6 @@
-"""Round trips, and the refusal of every value and every byte string that is not exactly a message."""
+"""Round trips, and the refusal of every value and every byte string that is not exactly a
+message.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from hypothesis import given, settings, strategies as st
 from tensorhub import messages as m
 from tensorhub.errors import ProtocolError
 from tensorhub.protocol import codec, forms
-from tensorhub.protocol.codec import ANYTHING, FROM_COORDINATOR, FROM_READER, FROM_WORKER, decode, encode
+from tensorhub.protocol.codec import (
+    ANYTHING,
+    FROM_COORDINATOR,
+    FROM_READER,
+    FROM_WORKER,
+    decode,
+    encode,
+)
 from tensorhub.protocol.tags import TAGS
 from tensorhub.types import Endpoint, Id, Length, Location, OpKey, OpKind, Range
 from tests.protocol.strategies import MESSAGES, any_message, values
@@ -46,7 +55,8 @@ def unsendable(message: object) -> str:
     return str(caught.value)
 
 
-# ------------------------------------------------------------------------------------- what goes through
+# ------------------------------------------------------------------------------------- what goes
+# through
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: str(kind.__name__))
@@ -64,7 +74,9 @@ def test_every_message_comes_back_as_it_was(kind: type, data: st.DataObject) -> 
 def test_the_wire_form_is_what_it_was() -> None:
     assert encode(m.Heartbeat(5)) == b"\x93\x11\x05\xcb" + bytes(8)
     assert encode(m.Announce("a", None)) == b"\x93\x4f\xa1a\x90"
-    assert encode(FILL) == raw(22, ["actor", "g", 1, 2], 0, "r", "update", 7, None, 3, False, False, 60.0, [], [])
+    assert encode(FILL) == raw(
+        22, ["actor", "g", 1, 2], 0, "r", "update", 7, None, 3, False, False, 60.0, [], []
+    )
 
 
 def test_an_int_is_good_where_a_float_is_meant() -> None:
@@ -86,7 +98,8 @@ def test_values_at_their_bounds_go_through() -> None:
         assert decode(encode(message), ANYTHING) == message
 
 
-# --------------------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------------------- what is
+# refused
 
 BREACHES = [
     (m.Watch("n" * 513), "Watch.model", "512"),
@@ -107,13 +120,21 @@ BREACHES = [
     (fill(key=OpKey("a", "g", -1, 0)), "Fill.key.epoch", "from 0"),
     (fill(rank=2**20 + 1), "Fill.rank", str(2**20)),
     (m.Join("w", Location(host="h"), (Endpoint("t", "a"),) * 17, 1, 0), "Join.endpoints", "16"),
-    (m.Join("w", Location(host="h"), (Endpoint("t" * 513, "a"),), 1, 0), "Join.endpoints.transport", "512"),
+    (
+        m.Join("w", Location(host="h"), (Endpoint("t" * 513, "a"),), 1, 0),
+        "Join.endpoints.transport",
+        "512",
+    ),
     (m.ChunksFollow(1, ((0, 0),) * 1025), "ChunksFollow.chunks", "1024"),
 ]
 
 
-@pytest.mark.parametrize(("message", "field", "bound"), BREACHES, ids=[f"{row[1]} {row[2]}" for row in BREACHES])
-def test_a_bound_is_kept_by_the_sender_and_by_the_receiver(message: m.Message, field: str, bound: str) -> None:
+@pytest.mark.parametrize(
+    ("message", "field", "bound"), BREACHES, ids=[f"{row[1]} {row[2]}" for row in BREACHES]
+)
+def test_a_bound_is_kept_by_the_sender_and_by_the_receiver(
+    message: m.Message, field: str, bound: str
+) -> None:
     text = unsendable(message)
     assert text.startswith(f"{field}: ")
     assert bound in text
@@ -171,7 +192,8 @@ LONG = "seven77"
 
 
 @pytest.mark.parametrize(
-    "strange", ["\x1b[2Jxyz", "ab\rcdef", "abc\nxyz", "ab\x7fcdef", "\x9b2Jxy", "x\u202eabc", "a\u2028xyz"]
+    "strange",
+    ["\x1b[2Jxyz", "ab\rcdef", "abc\nxyz", "ab\x7fcdef", "\x9b2Jxy", "x\u202eabc", "a\u2028xyz"],
 )
 @pytest.mark.parametrize(
     "message",
@@ -189,7 +211,9 @@ LONG = "seven77"
     ],
 )
 def test_what_a_terminal_would_obey_is_refused(message: m.Message, strange: str) -> None:
-    """Names, addresses and ids come to an operator's terminal: on both sides, as they are sent and as they come."""
+    """Names, addresses and ids come to an operator's terminal: on both sides, as they are sent and
+    as they come.
+    """
     packed = encode(message).replace(msgpack.packb(LONG), msgpack.packb(strange))
     assert "not printable" in refused(packed)
     assert "\x1b" not in refused(packed)
@@ -200,7 +224,9 @@ def test_what_is_not_a_message_cannot_be_sent() -> None:
 
 
 def test_only_what_the_peer_may_say_is_accepted() -> None:
-    assert "Heartbeat is not for the coordinator" in refused(encode(m.Heartbeat(1)), FROM_COORDINATOR)
+    assert "Heartbeat is not for the coordinator" in refused(
+        encode(m.Heartbeat(1)), FROM_COORDINATOR
+    )
     assert "Proof is not for a worker" in refused(encode(m.Proof(b"")), FROM_WORKER)
     assert "Watch is not for a reader" in refused(encode(m.Watch("a")), FROM_READER)
 
@@ -240,7 +266,9 @@ def test_bytes_that_are_not_a_message_are_refused(body: bytes, says: str) -> Non
 
 
 @given(any_message(), st.data())
-def test_damaged_messages_raise_nothing_but_protocol_errors(message: m.Message, data: st.DataObject) -> None:
+def test_damaged_messages_raise_nothing_but_protocol_errors(
+    message: m.Message, data: st.DataObject
+) -> None:
     body = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 3))):
         body[data.draw(st.integers(0, len(body) - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -257,7 +285,8 @@ def test_truncated_messages_are_refused(message: m.Message, data: st.DataObject)
     refused(body[: data.draw(st.integers(0, len(body) - 1))])
 
 
-# ------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------------
+# memory
 
 BOMBS = {
     "an array that claims 4 Gi items": b"\x93\x79\x01\xdd\xff\xff\xff\xff",
@@ -285,7 +314,8 @@ def test_no_claim_makes_the_decoder_allocate(name: str) -> None:
     assert peak < 2**18 + 4 * len(body)
 
 
-# -------------------------------------------------------------------------- types that do not fit a wire
+# -------------------------------------------------------------------------- types that do not fit a
+# wire
 
 
 @dataclasses.dataclass(frozen=True)

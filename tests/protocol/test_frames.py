@@ -1,4 +1,6 @@
-"""Frames and the preface: any cut of the stream gives the same frames; a bad one is a ProtocolError."""
+"""Frames and the preface: any cut of the stream gives the same frames; a bad one is a
+ProtocolError.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def drain(decoder: FrameDecoder) -> list[bytes]:
 
 @kinds
 @given(bodies=st.lists(st.binary(min_size=1, max_size=MOST), max_size=5), data=st.data())
-def test_frames_come_out_whichever_way_they_arrive(key: bytes, bodies: list[bytes], data: st.DataObject) -> None:
+def test_frames_come_out_whichever_way_they_arrive(
+    key: bytes, bodies: list[bytes], data: st.DataObject
+) -> None:
     stream = b"".join(sealed(*bodies, key=key))
     decoder, found = decoder_with(key), []
     while stream:
@@ -125,7 +129,8 @@ def test_a_frame_that_the_peer_would_refuse_is_not_made(size: int) -> None:
         frame(bytes(size), MOST)
 
 
-# ------------------------------------------------------------------------------------------- frames after the handshake
+# ------------------------------------------------------------------------------------------- frames
+# after the handshake
 
 BODIES = [b"one", b"two", b"two", b"\0" * MOST, b"five"]
 
@@ -191,7 +196,12 @@ def test_after_a_frame_that_is_not_authentic_nothing_is_taken() -> None:
     decoder.authenticate(KEY)
     decoder.receive_data(good + frame(b"bad", MOST) + bytes(MAC_BYTES))
     assert decoder.next_frame() == b"good"
-    for again in (decoder.next_frame, lambda: decoder.receive_data(after), decoder.next_frame, decoder.receive_eof):
+    for again in (
+        decoder.next_frame,
+        lambda: decoder.receive_data(after),
+        decoder.next_frame,
+        decoder.receive_eof,
+    ):
         with pytest.raises(NotAuthentic):
             again()
     assert not decoder.take_rest()
@@ -205,7 +215,8 @@ def test_a_frame_that_is_too_large_to_send_takes_no_number() -> None:
     assert [encoder.frames(b"one")] == sealed(b"one")
 
 
-# ------------------------------------------------------------------------------------------------------------ preface
+# --------------------------------------------------------------------------------------------------
+# preface
 
 
 def test_the_preface_is_what_it_was() -> None:
@@ -215,14 +226,18 @@ def test_the_preface_is_what_it_was() -> None:
     check_preface(PREFACE + b"more")
 
 
-@pytest.mark.parametrize("start", [b"G", b"GET / HTTP/1.1\r\n", b"TENSORHUB", b"\x00", b"TENSRHUb\x00\x02"])
+@pytest.mark.parametrize(
+    "start", [b"G", b"GET / HTTP/1.1\r\n", b"TENSORHUB", b"\x00", b"TENSRHUb\x00\x02"]
+)
 def test_another_protocol_is_recognised_by_its_first_bytes(start: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a TensorHub peer") as caught:
         check_preface(start)
     assert repr(start[:16]) in str(caught.value)
 
 
-@pytest.mark.parametrize(("version", "older"), [(PROTOCOL_VERSION - 1, "peer"), (PROTOCOL_VERSION + 1, "this side")])
+@pytest.mark.parametrize(
+    ("version", "older"), [(PROTOCOL_VERSION - 1, "peer"), (PROTOCOL_VERSION + 1, "this side")]
+)
 def test_another_version_names_both_and_who_must_upgrade(version: int, older: str) -> None:
     with pytest.raises(WrongVersion) as caught:
         check_preface(PREFACE[:8] + version.to_bytes(2, "big"))

@@ -16,7 +16,14 @@ from tensorhub.errors import AuthenticationFailed, ProtocolError
 from tensorhub.messages import PROTOCOL_VERSION, ClientHello, Message, Proof, ServerHello
 from tensorhub.protocol import codec
 from tensorhub.protocol.frames import PREFACE, FrameDecoder, frame
-from tensorhub.protocol.handshake import FRAME_BYTES_MAX, ClientHandshake, Handshake, ServerHandshake, frame_key, proof
+from tensorhub.protocol.handshake import (
+    FRAME_BYTES_MAX,
+    ClientHandshake,
+    Handshake,
+    ServerHandshake,
+    frame_key,
+    proof,
+)
 from tensorhub.protocol.secret import READ_ONLY_LABEL, read_only_secret
 
 LATER = PROTOCOL_VERSION + 1
@@ -64,11 +71,13 @@ def hello(one: Handshake[Any]) -> tuple[bytes, Message]:
     return data, messages_in(data[len(PREFACE) :])[0]
 
 
-# ------------------------------------------------------------------------------------------- who gets in
+# ------------------------------------------------------------------------------------------- who
+# gets in
 
 
 @pytest.mark.parametrize(
-    ("role", "server_role"), [("worker", "coordinator"), ("observer", "coordinator"), ("reader", "owner")]
+    ("role", "server_role"),
+    [("worker", "coordinator"), ("observer", "coordinator"), ("reader", "owner")],
 )
 @pytest.mark.parametrize("secret", [SECRET, b""], ids=["secret", "open"])
 def test_equal_secrets_meet(role: str, server_role: str, secret: bytes) -> None:
@@ -128,7 +137,12 @@ def test_two_read_only_clients_are_two_however_long_the_names_that_they_claim() 
 @given(st.data())
 def test_any_cut_of_the_bytes_and_what_follows_them_is_kept(data: st.DataObject) -> None:
     a, b = client(), server()
-    for sender, receiver, more in ((a, b, b""), (b, a, b""), (a, b, b"first frames"), (b, a, b"payload")):
+    for sender, receiver, more in (
+        (a, b, b""),
+        (b, a, b""),
+        (a, b, b"first frames"),
+        (b, a, b"payload"),
+    ):
         stream = sender.data_to_send() + more
         while stream:
             cut = data.draw(st.integers(1, len(stream)))
@@ -139,23 +153,36 @@ def test_any_cut_of_the_bytes_and_what_follows_them_is_kept(data: st.DataObject)
     assert a.take_rest() == b""
 
 
-# ------------------------------------------------------------------------------------------ who does not
+# ------------------------------------------------------------------------------------------ who
+# does not
 
 
 @pytest.mark.parametrize(
     ("mine", "theirs"),
-    [(b"wrong", SECRET), (b"", SECRET), (SECRET, b""), (SECRET, b"wrong"), (SECRET + b"\n", SECRET)],
+    [
+        (b"wrong", SECRET),
+        (b"", SECRET),
+        (SECRET, b""),
+        (SECRET, b"wrong"),
+        (SECRET + b"\n", SECRET),
+    ],
 )
 def test_different_secrets_fail_on_both_sides(mine: bytes, theirs: bytes) -> None:
     a, b = client(mine), server(theirs)
-    with pytest.raises(AuthenticationFailed, match=r"worker 'client-1'.*TENSORHUB_TOKEN") as at_server:
+    with pytest.raises(
+        AuthenticationFailed, match=r"worker 'client-1'.*TENSORHUB_TOKEN"
+    ) as at_server:
         deliver(a, b)
     answer = b.data_to_send()
     assert messages_in(answer) == [Proof(b"")]
-    with pytest.raises(AuthenticationFailed, match=r"coordinator refused.*TENSORHUB_TOKEN") as at_client:
+    with pytest.raises(
+        AuthenticationFailed, match=r"coordinator refused.*TENSORHUB_TOKEN"
+    ) as at_client:
         a.receive_data(answer)
     said = (
-        "has a token, and the coordinator has another one, or none" if mine else "has no token, and the coordinator has one"
+        "has a token, and the coordinator has another one, or none"
+        if mine
+        else "has no token, and the coordinator has one"
     )
     assert said in str(at_client.value)
     for error in (at_server.value, at_client.value):
@@ -172,7 +199,9 @@ def test_different_secrets_fail_on_both_sides(mine: bytes, theirs: bytes) -> Non
 def test_a_server_that_cannot_prove_itself_is_refused() -> None:
     a = client()
     a.data_to_send()
-    a.receive_data(PREFACE + wire(ServerHello(PROTOCOL_VERSION, "coordinator", "impostor", b"s" * 32)))
+    a.receive_data(
+        PREFACE + wire(ServerHello(PROTOCOL_VERSION, "coordinator", "impostor", b"s" * 32))
+    )
     with pytest.raises(AuthenticationFailed, match="did not prove itself"):
         a.receive_data(wire(Proof(b"m" * 32)))
     assert not a.done
@@ -263,11 +292,15 @@ def test_a_proof_covers_every_field_of_both_hellos(change: dict[str, Any], side:
 
 def test_fields_cannot_be_shifted_into_each_other() -> None:
     theirs = ServerHello(PROTOCOL_VERSION, "coordinator", "s", b"s" * 32)
-    one, two = ClientHello(PROTOCOL_VERSION, "ab", "c", b"c" * 32), ClientHello(PROTOCOL_VERSION, "a", "bc", b"c" * 32)
+    one, two = (
+        ClientHello(PROTOCOL_VERSION, "ab", "c", b"c" * 32),
+        ClientHello(PROTOCOL_VERSION, "a", "bc", b"c" * 32),
+    )
     assert proof(SECRET, "client", one, theirs) != proof(SECRET, "client", two, theirs)
 
 
-# ------------------------------------------------------------------------------------------ the keys of what follows
+# ------------------------------------------------------------------------------------------ the
+# keys of what follows
 
 
 def keys_after(one: Handshake[Any], other: Handshake[Any]) -> tuple[bytes, bytes]:
@@ -301,13 +334,19 @@ def test_the_keys_are_none_of_the_proofs() -> None:
     sides = ("client", "server")
     made = [make(SECRET, side, mine, theirs) for make in (proof, frame_key) for side in sides]
     assert len(set(made)) == len(made)
-    for field, value in (("role", "observer"), ("incarnation", "d"), ("nonce", b"d" * 32), ("protocol", LATER)):
+    for field, value in (
+        ("role", "observer"),
+        ("incarnation", "d"),
+        ("nonce", b"d" * 32),
+        ("protocol", LATER),
+    ):
         change: dict[str, Any] = {field: value}
         assert frame_key(SECRET, "client", dataclasses.replace(mine, **change), theirs) not in made
         assert frame_key(SECRET, "client", mine, dataclasses.replace(theirs, **change)) not in made
 
 
-# ------------------------------------------------------------------------------------ not the right peer
+# ------------------------------------------------------------------------------------ not the right
+# peer
 
 
 @pytest.mark.parametrize("make", [client, server], ids=["client", "server"])
@@ -323,13 +362,17 @@ def test_a_peer_without_the_secret_is_refused_and_told_nothing(make: Any) -> Non
 def test_another_version_is_refused_on_both_sides(make: Any) -> None:
     one = make()
     sent = one.data_to_send()
-    with pytest.raises(ProtocolError, match=rf"version {LATER} .* version {PROTOCOL_VERSION}: upgrade"):
+    with pytest.raises(
+        ProtocolError, match=rf"version {LATER} .* version {PROTOCOL_VERSION}: upgrade"
+    ):
         one.receive_data(PREFACE[:8] + LATER.to_bytes(2) + b"whatever comes then")
     sent += one.data_to_send()
     assert sent.startswith(PREFACE)  # so that the other side can say the same
 
 
-@pytest.mark.parametrize(("role", "server_role"), [("reader", "coordinator"), ("worker", "owner"), ("observer", "owner")])
+@pytest.mark.parametrize(
+    ("role", "server_role"), [("reader", "coordinator"), ("worker", "owner"), ("observer", "owner")]
+)
 def test_roles_that_do_not_meet_are_refused_on_both_sides(role: str, server_role: str) -> None:
     a, b = client(role=role), server(role=server_role)
     with pytest.raises(ProtocolError, match="no business"):
@@ -374,7 +417,9 @@ def test_a_flipped_bit_never_lets_anybody_in(data: st.DataObject) -> None:
         for step, (sender, receiver) in enumerate(pairs):
             stream = bytearray(sender.data_to_send())
             if step == spoilt and stream:
-                stream[data.draw(st.integers(0, len(stream) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+                stream[data.draw(st.integers(0, len(stream) - 1))] ^= 1 << data.draw(
+                    st.integers(0, 7)
+                )
             receiver.receive_data(bytes(stream))
     except (ProtocolError, AuthenticationFailed):
         pass  # otherwise they wait for each other, until the deadline
@@ -382,4 +427,5 @@ def test_a_flipped_bit_never_lets_anybody_in(data: st.DataObject) -> None:
     assert b.done == (spoilt == 3)  # the client had proved itself by then
 
 
-# ------------------------------------------------------------------------------------- the caller's part
+# ------------------------------------------------------------------------------------- the caller's
+# part

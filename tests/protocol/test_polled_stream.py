@@ -1,6 +1,8 @@
-"""Sockets that one epoll watches: nothing that comes is missed, neither bytes nor an end, on asyncio and on trio.
+"""Sockets that one epoll watches: nothing that comes is missed, neither bytes nor an end, on
+asyncio and on trio.
 
-What a byte stream does for messages is in `tests/protocol/test_stream.py`, which runs over these, too.
+What a byte stream does for messages is in `tests/protocol/test_stream.py`, which runs over these,
+too.
 """
 
 from __future__ import annotations

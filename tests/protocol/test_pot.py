@@ -1,4 +1,6 @@
-"""Room for large frames: taken before they are received, in order, and given back whatever happens."""
+"""Room for large frames: taken before they are received, in order, and given back whatever
+happens.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ def in_force(token: Token | None = None) -> tuple[bytes, ...]:
     return read_token_file(found) if isinstance(found, Path) else (found,)
 
 
-def test_the_argument_comes_first_then_the_environment_then_the_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_argument_comes_first_then_the_environment_then_the_files(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert in_force() == (b"",)
     write(home / ".config/tensorhub/token", b"usual\n")
     assert in_force() == (b"usual",)
@@ -94,10 +96,14 @@ def test_a_group_of_this_process_may_read_the_file_as_kubernetes_mounts_a_secret
 
 
 @pytest.mark.root
-def test_a_file_of_another_user_is_refused_and_one_of_root_is_not(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_refused_and_one_of_root_is_not(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(home / "token", b"secret")
     os.chown(path, 12345, -1)
-    with pytest.raises(AuthenticationFailed, match="belongs to user 12345, who is neither this user"):
+    with pytest.raises(
+        AuthenticationFailed, match="belongs to user 12345, who is neither this user"
+    ):
         read_token_file(path)
     os.chown(path, 0, -1)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
@@ -106,9 +112,17 @@ def test_a_file_of_another_user_is_refused_and_one_of_root_is_not(home: Path, mo
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"", "empty"), (b" \n", "empty"), (b"# none\n", "empty"), (b"x" * 4097, "4096"), (b"x\n" * 9, "9 tokens")],
+    [
+        (b"", "empty"),
+        (b" \n", "empty"),
+        (b"# none\n", "empty"),
+        (b"x" * 4097, "4096"),
+        (b"x\n" * 9, "9 tokens"),
+    ],
 )
-def test_a_file_without_a_token_or_with_too_much_in_it_is_refused(home: Path, content: bytes, says: str) -> None:
+def test_a_file_without_a_token_or_with_too_much_in_it_is_refused(
+    home: Path, content: bytes, says: str
+) -> None:
     path = write(home / ".config/tensorhub/token", content)
     with pytest.raises(AuthenticationFailed, match=says):
         read_token_file(path)
@@ -150,7 +164,9 @@ def test_the_read_only_token_belongs_to_one_token() -> None:
         read_only_token(Path("file"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "[::1]", "localhost", "LOCALHOST", "::ffff:127.0.0.1"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.8.9.1", "::1", "[::1]", "localhost", "LOCALHOST", "::ffff:127.0.0.1"]
+)
 def test_loopback(host: str) -> None:
     assert is_loopback(host)
     check_open_access(b"", host)

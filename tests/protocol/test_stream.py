@@ -137,7 +137,9 @@ async def test_both_sides_shake_hands_and_talk(ends: Ends) -> None:
             assert (await worker.handshake(client(), WAIT_S)).incarnation == "coordinator-1"
             for sequence in range(3):
                 await worker.send(m.Heartbeat(sequence))
-            assert [await worker.receive() for _ in range(3)] == [m.HeartbeatAck(n) for n in range(3)]
+            assert [await worker.receive() for _ in range(3)] == [
+                m.HeartbeatAck(n) for n in range(3)
+            ]
             await ends[0].send_eof()
             assert await worker.receive() is None
 
@@ -182,17 +184,25 @@ async def test_an_end_during_the_handshake(ends: Ends) -> None:
     _, coordinator = streams(ends)
     await ends[0].send(PREFACE)
     await ends[0].send_eof()
-    with anyio.fail_after(WAIT_S), pytest.raises(ProtocolError, match="closed the connection during"):
+    with (
+        anyio.fail_after(WAIT_S),
+        pytest.raises(ProtocolError, match="closed the connection during"),
+    ):
         await coordinator.handshake(server(), WAIT_S)
 
 
-async def test_a_stream_that_breaks_upon_the_proof_is_no_matter_of_secrets(anyio_backend: str) -> None:
+async def test_a_stream_that_breaks_upon_the_proof_is_no_matter_of_secrets(
+    anyio_backend: str,
+) -> None:
     one, two = memory_ends()
     worker = MessageStream(_BreaksAfter(one), FROM_COORDINATOR, MOST)
     theirs = server()
     theirs.receive_data(client().data_to_send())
     await two.send(theirs.data_to_send())
-    with anyio.fail_after(WAIT_S), pytest.raises(ProtocolError, match="no room just now, or is ending"):
+    with (
+        anyio.fail_after(WAIT_S),
+        pytest.raises(ProtocolError, match="no room just now, or is ending"),
+    ):
         await worker.handshake(client(), WAIT_S)
     await worker.aclose()
     await two.aclose()
@@ -219,7 +229,10 @@ async def test_frames_that_come_with_the_last_proof_are_kept(ends: Ends) -> None
 async def test_what_the_peer_may_not_say_and_what_is_too_large(ends: Ends) -> None:
     worker, coordinator = streams(ends)
     await coordinator.send(m.Heartbeat(1))
-    with anyio.fail_after(WAIT_S), pytest.raises(ProtocolError, match="Heartbeat is not for the coordinator"):
+    with (
+        anyio.fail_after(WAIT_S),
+        pytest.raises(ProtocolError, match="Heartbeat is not for the coordinator"),
+    ):
         await worker.receive()
     with pytest.raises(ProtocolError, match="frame_bytes_max"):
         await coordinator.send(m.ManifestReply(1, b"x" * MOST))
@@ -275,7 +288,9 @@ async def test_messages_of_several_tasks_do_not_interleave(ends: Ends) -> None:
     assert sorted(found) == texts
 
 
-async def test_after_a_send_that_was_cancelled_under_way_nothing_more_is_sent(anyio_backend: str) -> None:
+async def test_after_a_send_that_was_cancelled_under_way_nothing_more_is_sent(
+    anyio_backend: str,
+) -> None:
     one, two = memory_ends(room=0)  # nobody receives, so that the send waits
     worker = MessageStream(one, FROM_COORDINATOR, MOST)
     with anyio.move_on_after(0.02) as scope:

@@ -1,5 +1,5 @@
-"""Where this machine has no RDMA device, and TENSORHUB_RDMA_GUEST is set (`make rdma`), what needs one runs in a guest that
-has: all that was chosen together, and each test with its own result, here.
+"""Where this machine has no RDMA device, and TENSORHUB_RDMA_GUEST is set (`make rdma`), what needs
+one runs in a guest that has: all that was chosen together, and each test with its own result, here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tests.conftest import has_rdma
 from tests.rdma.guest import machine
 
 LIMIT_S = 900.0
-_LIBRARY = ("PYTHONPATH", "VIRTUAL_ENV")  # of the environment, so that the guest tests the same code
+# of the environment, so that the guest tests the same code
+_LIBRARY = ("PYTHONPATH", "VIRTUAL_ENV")
 
 
 @cache
@@ -28,11 +29,30 @@ def _results(session: pytest.Session) -> dict[str, ElementTree.Element] | str:
     with tempfile.TemporaryDirectory(prefix="tensorhub-guest-") as directory:
         out = Path(directory)
         (out / "wanted").write_text("\n".join(wanted))
-        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "rdma", "-rA", "--color=no"]
-        command = [sys.executable, "-m", "pytest", *options, f"--junitxml={out}/junit.xml", f"@{out}/wanted"]
+        options = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-m",
+            "rdma",
+            "-rA",
+            "--color=no",
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *options,
+            f"--junitxml={out}/junit.xml",
+            f"@{out}/wanted",
+        ]
         passed_on = {name: os.environ[name] for name in _LIBRARY if name in os.environ}
         try:
-            status = machine.run(command, out, LIMIT_S, passed_on | {"PYTHONDONTWRITEBYTECODE": "1"})
+            status = machine.run(
+                command, out, LIMIT_S, passed_on | {"PYTHONDONTWRITEBYTECODE": "1"}
+            )
             if status not in (0, 1):  # 1: some have failed
                 raise machine.GuestFailed(f"pytest ended with {status} in the guest")
             found = ElementTree.parse(out / "junit.xml").iter("testcase")
@@ -40,7 +60,11 @@ def _results(session: pytest.Session) -> dict[str, ElementTree.Element] | str:
             console = out / "console"
             return f"{error}\n{console.read_text(errors='replace')[-4000:] if console.exists() else ''}"
         names = {_name_of(nodeid): nodeid for nodeid in wanted}
-        return {names[key]: each for each in found if (key := (each.get("classname"), each.get("name"))) in names}
+        return {
+            names[key]: each
+            for each in found
+            if (key := (each.get("classname"), each.get("name"))) in names
+        }
 
 
 def _name_of(nodeid: str) -> tuple[str, str]:

@@ -22,7 +22,11 @@ SECRET = b"a secret of the test"
 
 @pytest.fixture
 def transport() -> Iterator[RdmaTransport]:
-    made = RdmaTransport(Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=2.0, connect_timeout_s=15.0)))
+    made = RdmaTransport(
+        Local(
+            Incarnation("reader"), (SECRET,), Options(stall_timeout_s=2.0, connect_timeout_s=15.0)
+        )
+    )
     yield made
     made.close()
     made.fabric.close()
@@ -31,5 +35,7 @@ def transport() -> Iterator[RdmaTransport]:
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_the_transport_keeps_the_rule(transport: RdmaTransport, backend: str, check: str) -> None:
-    CHECKS[check](transport, lambda: ServedSource(SECRET, backend, side=OwnRdma(Fabric(usable_ports()))))
+    CHECKS[check](
+        transport, lambda: ServedSource(SECRET, backend, side=OwnRdma(Fabric(usable_ports())))
+    )
     assert not busy_threads()

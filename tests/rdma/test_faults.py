@@ -1,4 +1,6 @@
-"""What goes wrong between two workers that read by RDMA: each has its name, and the next read works where it can."""
+"""What goes wrong between two workers that read by RDMA: each has its name, and the next read works
+where it can.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def transport() -> Iterator[RdmaTransport]:
     made.fabric.close()
 
 
-def opened(transport: RdmaTransport, source: ServedSource, target: Target | None = None) -> RdmaChannel:
+def opened(
+    transport: RdmaTransport, source: ServedSource, target: Target | None = None
+) -> RdmaChannel:
     channel = transport.open(source.endpoint, source.right, target or Target(), Cutter())
     assert isinstance(channel, RdmaChannel)
     return channel
@@ -83,7 +87,9 @@ def take(channel: RdmaChannel, count: int) -> list[int]:
 def in_mid_read(
     transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[RdmaChannel, Target]:
-    """A channel that knows where all chunks lie, has read the first, and goes on one request at a time."""
+    """A channel that knows where all chunks lie, has read the first, and goes on one request at a
+    time.
+    """
     monkeypatch.setattr(rdma_reader, "GROUP_BYTES", 1)
     target = Target()
     channel = opened(transport, source, target)
@@ -103,11 +109,14 @@ def rest_of(channel: RdmaChannel) -> Callable[[], object]:
     return lambda: take(channel, SMALL - 1)
 
 
-# ------------------------------------------------------------------------------------------------------ in mid-read
+# --------------------------------------------------------------------------------------------------
+# in mid-read
 
 
 def test_a_region_that_is_deregistered_in_mid_read(
-    transport: RdmaTransport, make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
+    transport: RdmaTransport,
+    make_source: Callable[..., ServedSource],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = make_source()
     channel, _ = in_mid_read(transport, source, monkeypatch)
@@ -120,7 +129,9 @@ def test_a_region_that_is_deregistered_in_mid_read(
 
 
 def test_a_queue_pair_in_error_is_replaced(
-    transport: RdmaTransport, make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
+    transport: RdmaTransport,
+    make_source: Callable[..., ServedSource],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = make_source()
     channel, _ = in_mid_read(transport, source, monkeypatch)
@@ -133,9 +144,13 @@ def test_a_queue_pair_in_error_is_replaced(
 
 
 def test_a_reader_that_is_cut_off_reads_nothing_more_though_it_hears_nothing(
-    transport: RdmaTransport, make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
+    transport: RdmaTransport,
+    make_source: Callable[..., ServedSource],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The source takes its end of the queue pair away; what was registered, and where, the reader still knows."""
+    """The source takes its end of the queue pair away; what was registered, and where, the reader
+    still knows.
+    """
     source = make_source()
     channel, _ = in_mid_read(transport, source, monkeypatch)
     located, link = channel._located[-1], channel._link
@@ -154,10 +169,13 @@ def test_a_reader_that_is_cut_off_reads_nothing_more_though_it_hears_nothing(
     channel.close()
 
 
-# ------------------------------------------------------------------------------------------------------------ links
+# --------------------------------------------------------------------------------------------------
+# links
 
 
-def test_a_link_is_used_again_and_made_anew_when_its_source_has_ended_it(make_source: Callable[..., ServedSource]) -> None:
+def test_a_link_is_used_again_and_made_anew_when_its_source_has_ended_it(
+    make_source: Callable[..., ServedSource],
+) -> None:
     source, transport = make_source("rxe0"), transport_on("rxe0")
     before = len(_event_descriptors())
     first = read_all(transport, source)
@@ -167,7 +185,8 @@ def test_a_link_is_used_again_and_made_anew_when_its_source_has_ended_it(make_so
     source.owner.cut(Incarnation("reader"))
     assert read_all(transport, source)._link is not link
     transport.close()
-    assert len(_event_descriptors()) == opened_by_one - 1  # the devices' own are open until the worker ends
+    # the devices' own are open until the worker ends
+    assert len(_event_descriptors()) == opened_by_one - 1
     transport.fabric.close()
 
 
@@ -190,13 +209,16 @@ def test_what_was_registered_is_not_registered_again(
     assert not device._memories  # deregistered with the last reference
 
 
-# ------------------------------------------------------------------------------------------------- ports and limits
+# -------------------------------------------------------------------------------------------------
+# ports and limits
 
 
 def test_a_way_that_leads_nowhere_is_found_before_anything_is_asked_for(
     make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with a wrong GID, a filter, or an MTU that the network does not carry: both ends are set up, and nothing comes."""
+    """As with a wrong GID, a filter, or an MTU that the network does not carry: both ends are set
+    up, and nothing comes.
+    """
     source, transport = make_source("rxe0"), transport_on("rxe0")
     connect = ReaderQueue.connect
 

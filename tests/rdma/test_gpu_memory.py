@@ -1,4 +1,6 @@
-"""GPU memory over a real device, with a stand-in for the GPU: reached by the device, or copied through the host."""
+"""GPU memory over a real device, with a stand-in for the GPU: reached by the device, or copied
+through the host.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +58,19 @@ def gpu(is_reached: bool) -> Double:
 
 @pytest.mark.parametrize("is_reached", [True, False])
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_transport_keeps_the_rule(check: str, is_reached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_transport_keeps_the_rule(
+    check: str, is_reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(staging, "PIECE_BYTES", 2**16)  # a guest takes a second to register 32 MiB
     device = gpu(is_reached)
-    transport = RdmaTransport(Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=2.0, connect_timeout_s=15.0)))
-    CHECKS[check](transport, lambda: ServedSource(SECRET, side=OwnRdma(Fabric(usable_ports())), device=device))
+    transport = RdmaTransport(
+        Local(
+            Incarnation("reader"), (SECRET,), Options(stall_timeout_s=2.0, connect_timeout_s=15.0)
+        )
+    )
+    CHECKS[check](
+        transport, lambda: ServedSource(SECRET, side=OwnRdma(Fabric(usable_ports())), device=device)
+    )
     transport.close()
     transport.fabric.close()
     assert (device.pinned_bytes if is_reached else device.settled) == 0
@@ -70,14 +80,23 @@ def tensors(seed: int | None) -> dict[str, torch.Tensor]:
     if seed is None:
         return {name: torch.zeros(size, dtype=torch.uint8) for name, size in SIZES.items()}
     made = torch.Generator().manual_seed(seed)
-    return {name: torch.randint(0, 256, (size,), generator=made, dtype=torch.uint8) for name, size in SIZES.items()}
+    return {
+        name: torch.randint(0, 256, (size,), generator=made, dtype=torch.uint8)
+        for name, size in SIZES.items()
+    }
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("integrity", [True, False])
-@pytest.mark.parametrize(("source", "target"), [(True, True), (False, False), (False, None), (None, False)])
-async def test_versions_go_between_host_and_gpu(source: bool | None, target: bool | None, integrity: bool) -> None:
-    """Whether they are reached by the device; None: in host memory. Chunks are larger than what is staged at a time."""
+@pytest.mark.parametrize(
+    ("source", "target"), [(True, True), (False, False), (False, None), (None, False)]
+)
+async def test_versions_go_between_host_and_gpu(
+    source: bool | None, target: bool | None, integrity: bool
+) -> None:
+    """Whether they are reached by the device; None: in host memory. Chunks are larger than what is
+    staged at a time.
+    """
     options = Options(op_timeout_s=60, chunk_bytes=16 * MIB, integrity=integrity)
     theirs, mine = (None if each is None else gpu(each) for each in (source, target))
     held, memory = tensors(1), tensors(None)
@@ -96,4 +115,5 @@ async def test_versions_go_between_host_and_gpu(source: bool | None, target: boo
             for name, tensor in tensors(version + 1).items():
                 held[name].copy_(tensor)
     for device, is_reached in ((theirs, source), (mine, target)):
-        assert device is None or device.pinned_bytes == (0 if is_reached else 4 * PIECE_BYTES)  # kept, for all versions
+        # kept, for all versions
+        assert device is None or device.pinned_bytes == (0 if is_reached else 4 * PIECE_BYTES)

@@ -1,4 +1,6 @@
-"""What is in the way of RDMA, as users see it: tcp is used, and one warning says why; without tcp an error does."""
+"""What is in the way of RDMA, as users see it: tcp is used, and one warning says why; without tcp
+an error does.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,12 @@ async def published(ports: str, transports: tuple[str, ...]) -> AsyncIterator[Cl
 
 
 @contextlib.asynccontextmanager
-async def reader(made: Cluster, ports: str, transports: tuple[str, ...] | None) -> AsyncIterator[Hub]:
-    async with connect(made.address, "reader", replace(HASTY, rdma_ports=ports), transports=transports) as hub:
+async def reader(
+    made: Cluster, ports: str, transports: tuple[str, ...] | None
+) -> AsyncIterator[Hub]:
+    async with connect(
+        made.address, "reader", replace(HASTY, rdma_ports=ports), transports=transports
+    ) as hub:
         yield hub
 
 
@@ -82,20 +88,29 @@ def down(link: str) -> Iterator[None]:
         subprocess.run(["ip", "link", "set", link, "up"], check=True)
 
 
-# ------------------------------------------------------------------------------------------------------ on this machine
+# --------------------------------------------------------------------------------------------------
+# on this machine
 
 
-async def test_without_a_usable_port_connect_says_why_or_the_others_are_used(caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_a_usable_port_connect_says_why_or_the_others_are_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with cluster(options=HASTY) as made:
         with down("rd0"):
             for transports in (RDMA, BOTH):
-                with pytest.raises(TransportUnavailable, match="rxe0:1: the port is DOWN: check its cable, its switch and"):
+                with pytest.raises(
+                    TransportUnavailable,
+                    match="rxe0:1: the port is DOWN: check its cable, its switch and",
+                ):
                     async with reader(made, "rxe0", transports):
                         pass
             async with reader(made, "rxe0", None) as hub:
                 assert "rdma" not in repr(worker_of(hub).channels)
         (text,) = warned(caplog)
-        assert "event='transport_unavailable' transport='rdma' reason='rxe0:1: the port is DOWN" in text
+        assert (
+            "event='transport_unavailable' transport='rdma' reason='rxe0:1: the port is DOWN"
+            in text
+        )
         wrong = {
             "rxe0:1:7": "entry 7 of its GID table is empty: give its interface an IP address",
             "rxe7": "there is no such port here: rxe0, rxe1",
@@ -106,14 +121,23 @@ async def test_without_a_usable_port_connect_says_why_or_the_others_are_used(cap
                     pass
 
 
-# --------------------------------------------------------------------------------------------------- between two workers
+# --------------------------------------------------------------------------------------------------
+# between two workers
 
 
 @pytest.mark.parametrize(
     ("theirs", "mine", "why"),
     [
-        ("rxe1", "rxe0", NO_WAY),  # the two subnets are not joined: what is sent to the other one comes back on `lo`
-        ("rxe0:1:1", "rxe0:1:0", r"no RDMA port here \(rxe0:1:0 \(fe80::.*\) is on one network .*\(10.99.0.1\).*rdma_ports"),
+        # the two subnets are not joined: what is sent to the other one comes back on `lo`
+        ("rxe1", "rxe0", NO_WAY),
+        (
+            "rxe0:1:1",
+            "rxe0:1:0",
+            (
+                r"no RDMA port here \(rxe0:1:0 \(fe80::.*\) is on one network "
+                r".*\(10.99.0.1\).*rdma_ports"
+            ),
+        ),
     ],
     ids=["another subnet", "another kind of GID"],
 )
@@ -127,31 +151,52 @@ async def test_a_peer_that_is_not_reached_is_read_by_tcp(
     assert re.search(why, text)
 
 
-async def test_where_only_rdma_is_allowed_the_error_says_why(caplog: pytest.LogCaptureFixture) -> None:
+async def test_where_only_rdma_is_allowed_the_error_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with published("rxe0", RDMA) as made, reader(made, "rxe0", RDMA) as hub:
         weights = await hub.register("m", memory := tensors())
-        said = rf"reads that failed: worker 'trainer': none of the transports can be used: .*; rdma: {DOWN}"
+        said = (
+            rf"reads that failed: worker 'trainer': none of the transports can be used: .*; "
+            rf"rdma: {DOWN}"
+        )
         with down("rd0"), pytest.raises(VersionUnavailable, match=said):
             await weights.replicate(timeout=3.0)
         assert len(warned(caplog)) == 1
         report = await weights.replicate()  # it is up again
-        assert [(source.transport, source.outcome) for source in report.sources][-1] == ("rdma", "used")
+        assert [(source.transport, source.outcome) for source in report.sources][-1] == (
+            "rdma",
+            "used",
+        )
         assert holds(memory, 1)
 
 
-@pytest.mark.parametrize(("link", "why"), [("rd0", DOWN), ("rd1", rf"at the source: {DOWN_THERE}")], ids=["here", "there"])
-async def test_a_port_that_goes_down_before_a_read(link: str, why: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("link", "why"),
+    [("rd0", DOWN), ("rd1", rf"at the source: {DOWN_THERE}")],
+    ids=["here", "there"],
+)
+async def test_a_port_that_goes_down_before_a_read(
+    link: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with published("rxe1", BOTH) as made, reader(made, "rxe0", BOTH) as hub:
         with down(link):
             assert await read(hub) == [("tcp", "used")]
     *at_source, text = warned(caplog)
-    assert re.search(f"event='transport_unusable' transport='rdma' source='trainer' reason='{why}", text)
-    assert ["rdma_unpaired" in each for each in at_source] == [True] * (link == "rd1")  # it warns of itself
+    assert re.search(
+        f"event='transport_unusable' transport='rdma' source='trainer' reason='{why}", text
+    )
+    # it warns of itself
+    assert ["rdma_unpaired" in each for each in at_source] == [True] * (link == "rd1")
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-async def test_a_port_that_goes_down_in_mid_read(comes_back: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing that came is read twice: the rest comes by tcp, or, where only rdma is allowed, once the port is up."""
+async def test_a_port_that_goes_down_in_mid_read(
+    comes_back: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing that came is read twice: the rest comes by tcp, or, where only rdma is allowed, once
+    the port is up.
+    """
     size = 3 * WINDOW_BYTES
     options = replace(HASTY, chunk_bytes=2**20, rdma_ports="rxe0")
     transports = RDMA if comes_back else BOTH
@@ -180,7 +225,9 @@ async def test_a_port_that_goes_down_in_mid_read(comes_back: bool, caplog: pytes
         (report,) = reports
     assert np.array_equal(memory["w"], source["w"])
     assert report.reread_bytes == 0
-    used = [(each.transport, each.outcome) for each in report.sources if each.outcome != "unreachable"]
+    used = [
+        (each.transport, each.outcome) for each in report.sources if each.outcome != "unreachable"
+    ]
     assert used == [("rdma", "lost"), ("rdma" if comes_back else "tcp", "used")]
     assert report.sources[0].bytes_read >= 3 * 2**20
     (text,) = warned(caplog)
@@ -188,10 +235,14 @@ async def test_a_port_that_goes_down_in_mid_read(comes_back: bool, caplog: pytes
     assert re.search(DOWN, text)
 
 
-# ---------------------------------------------------------------------------------------------------- locked memory
+# --------------------------------------------------------------------------------------------------
+# locked memory
 
 LIMITED = ["prlimit", f"--memlock={4 * MIB}", "setpriv", "--bounding-set=-ipc_lock"]
-LIMIT = rf"\d+ bytes cannot be registered under RLIMIT_MEMLOCK, which is {4 * MIB} bytes: raise it by `ulimit -l unlimited`"
+LIMIT = (
+    rf"\d+ bytes cannot be registered under RLIMIT_MEMLOCK, which is {4 * MIB} bytes: raise it "
+    rf"by `ulimit -l unlimited`"
+)
 
 
 @pytest.mark.parametrize("who", ["trainer", "reader"])
@@ -200,7 +251,9 @@ def test_a_limit_of_locked_memory_that_is_too_small(who: str, tmp_path: Path) ->
     whose = "at the source: " if who == "trainer" else "the memory to read into: "
     with child_processes("asyncio") as made:
         names = ("trainer", "reader")
-        trainer, reader = [made.process(name, LIMITED if name == who else (), tmp_path / name) for name in names]
+        trainer, reader = [
+            made.process(name, LIMITED if name == who else (), tmp_path / name) for name in names
+        ]
         address = trainer.do("serve")
         trainer.do("connect", address=address, name="trainer", transports=BOTH)
         trainer.do("register", nbytes=16 * MIB)
@@ -208,13 +261,19 @@ def test_a_limit_of_locked_memory_that_is_too_small(who: str, tmp_path: Path) ->
         trainer.do("publish", version=1)
         reader.do("connect", address=address, name="strict", transports=RDMA)
         reader.do("register", nbytes=16 * MIB)
-        with pytest.raises(Failed, match=f"none of the transports can be used: .*; rdma: {whose}{LIMIT}") as caught:
+        with pytest.raises(
+            Failed, match=f"none of the transports can be used: .*; rdma: {whose}{LIMIT}"
+        ) as caught:
             reader.do("replicate", timeout=2.0)
         assert caught.value.kind == "VersionUnavailable"
         reader.do("connect", address=address, name="reader", transports=BOTH)
         reader.do("register", nbytes=16 * MIB)
         assert reader.do("replicate")["transports"] == {"trainer": "tcp"}
         assert reader.do("sha") == trainer.do("sha")
-    warned = [line for line in (tmp_path / "reader").read_text().splitlines() if "transport_unusable" in line]
+    warned = [
+        line
+        for line in (tmp_path / "reader").read_text().splitlines()
+        if "transport_unusable" in line
+    ]
     assert len(warned) == 2  # one of each hub
     assert all(re.search(whose + LIMIT, line) for line in warned)

@@ -1,4 +1,6 @@
-"""Processes read each other's memory by RDMA: while versions change, and while a source dies or takes its memory back."""
+"""Processes read each other's memory by RDMA: while versions change, and while a source dies or
+takes its memory back.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,18 @@ def cluster(processes: ChildProcesses, integrity: bool = True) -> tuple[Process,
     """A coordinator, its address, and a trainer that has published version 1."""
     coordinator = processes.process("coordinator")
     address = coordinator.do("serve", lease_s=5.0, drain_grace_s=0.5)
-    trainer = processes.worker(address, "trainer", NBYTES, options=OPTIONS | {"integrity": integrity})
+    trainer = processes.worker(
+        address, "trainer", NBYTES, options=OPTIONS | {"integrity": integrity}
+    )
     trainer.do("write", content=1)
     trainer.do("publish", version=1)
     return coordinator, address, trainer
 
 
 def test_versions_are_replicated_one_reader_behind_the_other(processes: ChildProcesses) -> None:
-    """The second reader has the first for its source while that fills, and both read each version into the same memory."""
+    """The second reader has the first for its source while that fills, and both read each version
+    into the same memory.
+    """
     _, address, trainer = cluster(processes)
     first = processes.worker(address, "first", NBYTES, gate=GATE, options=OPTIONS)
     second = processes.worker(address, "second", NBYTES, options=OPTIONS)
@@ -45,13 +51,19 @@ def test_versions_are_replicated_one_reader_behind_the_other(processes: ChildPro
         pass
     first.do("gate_open")
     reports = [filling.result(), behind.result()]
-    assert {transport for report in reports for transport in report["transports"].values()} == {"rdma"}
+    assert {transport for report in reports for transport in report["transports"].values()} == {
+        "rdma"
+    }
     assert "first" in reports[1]["transports"]
     for version in (2, 3):
         trainer.do("mutate", version=version)
         for reader in (first, second):
             report = reader.do("update", at_least=version)
-            assert (report["version"], report["bytes_read"], report["reread_bytes"]) == (version, NBYTES, 0)
+            assert (report["version"], report["bytes_read"], report["reread_bytes"]) == (
+                version,
+                NBYTES,
+                0,
+            )
             assert set(report["transports"].values()) == {"rdma"}
             assert reader.do("contents") == [version]
 
@@ -61,7 +73,11 @@ def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: Chil
     a_source_is_killed_in_mid_read(processes, address, trainer, NBYTES, GATE, OPTIONS)
 
 
-def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(processes: ChildProcesses) -> None:
+def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(
+    processes: ChildProcesses,
+) -> None:
     coordinator, address, trainer = cluster(processes, integrity=False)
-    reader = processes.worker(address, "reader", NBYTES, gate=GATE | {"heeds_cuts": False}, options=OPTIONS)
+    reader = processes.worker(
+        address, "reader", NBYTES, gate=GATE | {"heeds_cuts": False}, options=OPTIONS
+    )
     memory_is_taken_back_in_mid_read(coordinator, trainer, reader, timeout_s=20.0)

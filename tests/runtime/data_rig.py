@@ -1,5 +1,5 @@
-"""Owners and readers on loopback, in one process, for tests of the data plane; and a check that nothing of
-them is left.
+"""Owners and readers on loopback, in one process, for tests of the data plane; and a check that
+nothing of them is left.
 """
 
 from __future__ import annotations
@@ -58,13 +58,20 @@ if cma.fault_here() is None:
 WAIT_S = 120.0  # no test waits so long unless something hangs, also beside 20 busy processes
 
 
-def manifest_of(sizes: tuple[int, ...] = SIZES, digest: Digest = "xxh3-64", chunk_bytes: int = CHUNK_BYTES) -> Manifest:
-    tensors = [TensorDescription(f"t{index}", "uint8", (size,), (index + 1) << 40, size) for index, size in enumerate(sizes)]
+def manifest_of(
+    sizes: tuple[int, ...] = SIZES, digest: Digest = "xxh3-64", chunk_bytes: int = CHUNK_BYTES
+) -> Manifest:
+    tensors = [
+        TensorDescription(f"t{index}", "uint8", (size,), (index + 1) << 40, size)
+        for index, size in enumerate(sizes)
+    ]
     return build_manifest(tensors, chunk_bytes, digest)
 
 
 class Node:
-    """One worker with one registration, of zeros, or of random bytes that depend on the sizes only."""
+    """One worker with one registration, of zeros, or of random bytes that depend on the sizes
+    only.
+    """
 
     def __init__(
         self,
@@ -83,7 +90,8 @@ class Node:
         self.manifest = manifest
         source = random.Random(0)
         self.arrays = [
-            bytearray(source.randbytes(region.nbytes) if filled else region.nbytes) for region in manifest.regions
+            bytearray(source.randbytes(region.nbytes) if filled else region.nbytes)
+            for region in manifest.regions
         ]
         self.memory = ChunkMemory(manifest, [memoryview(array) for array in self.arrays])
         self.owner = owner or SharedOwner([CmaOwner()], fence_grace_s=0.05)
@@ -101,10 +109,19 @@ class Node:
         assert self.owner.mark_available(self.registration, self.generation, named)
 
     def has(self, chunk: int) -> bool:
-        with self.owner.access(None, self.registration, self.generation, CONTENT, [chunk], 1, 0.0) as answer:
+        with self.owner.access(
+            None, self.registration, self.generation, CONTENT, [chunk], 1, 0.0
+        ) as answer:
             return isinstance(answer, tuple)
 
-    def grant(self, lease: str = "", *, address: str | None = None, complete: bool = True, **changes: object) -> Grant:
+    def grant(
+        self,
+        lease: str = "",
+        *,
+        address: str | None = None,
+        complete: bool = True,
+        **changes: object,
+    ) -> Grant:
         fields: dict[str, object] = {
             "lease": lease or f"from-{self.name}",
             "source": self.name,
@@ -134,7 +151,9 @@ class Node:
         way = KINDS[transport](Local(self.incarnation, (secret,), options))
         self.ways.append(way)
 
-        def open_channel(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
+        def open_channel(
+            grant: Grant, destination: Destination, cutter: Cutter, left: int
+        ) -> Opened:
             self.left.append(left)
             right = ReadRight(
                 LeaseId(grant.lease),
@@ -163,7 +182,9 @@ class Node:
 
 @asynccontextmanager
 async def serving(*nodes: Node) -> AsyncIterator[None]:
-    """Serve these nodes' readers; afterwards check that no lane, socket or thread of theirs is left."""
+    """Serve these nodes' readers; afterwards check that no lane, socket or thread of theirs is
+    left.
+    """
     before = open_sockets() - {os.fstat(node.listener.fileno()).st_ino for node in nodes}
     with anyio.fail_after(2 * WAIT_S):
         async with anyio.create_task_group() as tasks:
@@ -201,7 +222,9 @@ def busy_threads() -> list[str]:
     for thread, innermost in sys._current_frames().items():
         frame: FrameType | None = innermost
         while thread != threading.get_ident() and frame is not None:
-            if "/tensorhub/" in frame.f_code.co_filename and not frame.f_code.co_filename.endswith("/sigterm.py"):
+            if "/tensorhub/" in frame.f_code.co_filename and not frame.f_code.co_filename.endswith(
+                "/sigterm.py"
+            ):
                 found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
             frame = frame.f_back
     return found
@@ -247,7 +270,9 @@ class Nowhere:
     def incoming(self, chunk: int) -> Generator[list[memoryview]]:
         raise AssertionError("it is not strided")
 
-    def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> Mapping[int, int]:
+    def take_in(
+        self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()
+    ) -> Mapping[int, int]:
         raise AssertionError("it is not strided")
 
     def buffer(self, chunk: int) -> memoryview:
@@ -262,16 +287,20 @@ class Nowhere:
 
 
 def answers(
-    listener: socket.socket, *says: Callable[[BlockingConnection], object], incarnation: str = "source"
+    listener: socket.socket,
+    *says: Callable[[BlockingConnection], object],
+    incarnation: str = "source",
 ) -> threading.Thread:
-    """A source, in a thread, that answers its reader's first requests so, whatever they are, and then waits for the reader
-    to go.
+    """A source, in a thread, that answers its reader's first requests so, whatever they are, and
+    then waits for the reader to go.
     """
 
     def run() -> None:
         listener.setblocking(True)
         with BlockingConnection(listener.accept()[0], stall_timeout_s=30) as connection:
-            connection.handshake(ServerHandshake("owner", incarnation, [SECRET], bytes(NONCE_BYTES)), 30)
+            connection.handshake(
+                ServerHandshake("owner", incarnation, [SECRET], bytes(NONCE_BYTES)), 30
+            )
             for say in says:
                 connection.receive(FROM_READER)
                 say(connection)
@@ -285,8 +314,8 @@ def answers(
 
 
 class Proxy:
-    """Passes one connection on; after `spoil_at` bytes from the source it closes, or (`flip`) flips one bit
-    and goes on.
+    """Passes one connection on; after `spoil_at` bytes from the source it closes, or (`flip`) flips
+    one bit and goes on.
     """
 
     def __init__(self, target: Node, spoil_at: int, *, flip: bool) -> None:

@@ -1,7 +1,8 @@
-"""A NIXL without NIXL: agents of this process, as far as TensorHub uses them, which read where a test lets them.
+"""A NIXL without NIXL: agents of this process, as far as TensorHub uses them, which read where a
+test lets them.
 
-What it promises is what the real one does: an address that is not registered is not read, metadata begins with its agent's
-name, a read that is released before its end may write later.
+What it promises is what the real one does: an address that is not registered is not read, metadata
+begins with its agent's name, a read that is released before its end may write later.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Fabric:
         self.holds = False  # reads that are posted stay under way
         self.fails = False  # they end as errors
         self.knows_gpus = True  # its UCX has CUDA
-        self.kinds: list[tuple[str, int, str, int]] = []  # of each read: what it went to, and what it came from
+        # of each read: what it went to, and what it came from
+        self.kinds: list[tuple[str, int, str, int]] = []
         self.held: list[Handle] = []
         self.lock = threading.Lock()
 
@@ -101,7 +103,13 @@ class Agent:
 
     def get_agent_metadata(self) -> bytes:
         named = self.name.encode()
-        return b"nixlSerDes|Agent" + len(named).to_bytes(8, sys.byteorder) + named + b"|Conns" + b"x" * len(self.places)
+        return (
+            b"nixlSerDes|Agent"
+            + len(named).to_bytes(8, sys.byteorder)
+            + named
+            + b"|Conns"
+            + b"x" * len(self.places)
+        )
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
         name = metadata[24 : metadata.index(b"|Conns")].decode()
@@ -121,7 +129,8 @@ class Agent:
         for descs, places in ((mine, self.places), (theirs, self._fabric.agents[name].places)):
             for address, nbytes, *memory in descs:
                 if not any(
-                    start <= address and address + nbytes <= start + size and memory == held for start, size, *held in places
+                    start <= address and address + nbytes <= start + size and memory == held
+                    for start, size, *held in places
                 ):
                     raise RuntimeError("NIXL_ERR_NOT_FOUND")
         self._fabric.kinds.append((*mine[0][2:], *theirs[0][2:]))

@@ -1,4 +1,6 @@
-"""Calls from any loop into the library's own: results, errors, cancellation, requests back, and its end."""
+"""Calls from any loop into the library's own: results, errors, cancellation, requests back, and its
+end.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ async def idle(thread: LoopThread) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(main: Callable[[LoopThread], Awaitable[None]], mode: AsyncMode) -> AsyncIterator[LoopThread]:
+async def running(
+    main: Callable[[LoopThread], Awaitable[None]], mode: AsyncMode
+) -> AsyncIterator[LoopThread]:
     thread = LoopThread("tensorhub-test", main, mode)
     await thread.start()
     try:

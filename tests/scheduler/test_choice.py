@@ -31,21 +31,30 @@ class At:
     slowness: int = 0
 
 
-def at(where: Location, ident: str = "", *, readers: int = 0, depth: int = 0, slowness: int = 0) -> At:
+def at(
+    where: Location, ident: str = "", *, readers: int = 0, depth: int = 0, slowness: int = 0
+) -> At:
     return At(where, ident or f"{where.host}@{where.site}", readers, depth, slowness)
 
 
-def chosen(nbytes: int, *candidates: At, rates: Sequence[float] = SUPPOSED_BYTES_PER_S, chunks: int = 1000) -> str:
+def chosen(
+    nbytes: int, *candidates: At, rates: Sequence[float] = SUPPOSED_BYTES_PER_S, chunks: int = 1000
+) -> str:
     """The first is the newest."""
     sources, tcp = Sources[str](), frozenset({"tcp"})
     for number, each in enumerate(reversed(candidates)):
-        sources.put(each.ident, Standing(each.where, tcp, Load(each.readers, each.slowness), each.depth, number))
+        sources.put(
+            each.ident,
+            Standing(each.where, tcp, Load(each.readers, each.slowness), each.depth, number),
+        )
     best = sources.best(HERE, tcp, Wanted(nbytes, nbytes / chunks), rates, lambda _: False)
     assert best is not None
     return best
 
 
-def joined(readers: int, nbytes: int, *, chunks: int, rates: Sequence[float] = SUPPOSED_BYTES_PER_S) -> Counter[str]:
+def joined(
+    readers: int, nbytes: int, *, chunks: int, rates: Sequence[float] = SUPPOSED_BYTES_PER_S
+) -> Counter[str]:
     """So many readers come at once, each in a rack's other host: how many read from whom."""
     places = {"publisher": at(RACK, "publisher")}
     for number in range(readers):
@@ -82,11 +91,16 @@ def test_near_before_far() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [100, 100 * GB])
-def test_the_own_rack_first_although_other_racks_have_links_as_fast_and_newer_sources(nbytes: int) -> None:
+def test_the_own_rack_first_although_other_racks_have_links_as_fast_and_newer_sources(
+    nbytes: int,
+) -> None:
     """So do readers that know nothing of their links keep off those that all racks share."""
     equal = [1e9] * 4
     assert chosen(nbytes, at(SITE, "another rack"), at(RACK, "own rack"), rates=equal) == "own rack"
-    assert chosen(nbytes, at(FAR, "another site"), at(SITE, "another rack"), rates=equal) == "another rack"
+    assert (
+        chosen(nbytes, at(FAR, "another site"), at(SITE, "another rack"), rates=equal)
+        == "another rack"
+    )
     assert chosen(nbytes, at(RACK, "own rack"), at(HERE, "own host"), rates=equal) == "own host"
 
 
@@ -113,9 +127,13 @@ def test_a_slow_source_comes_after_those_that_fewer_share() -> None:
 
 
 @pytest.mark.parametrize("readers", [2, 4, 8, 30])
-@pytest.mark.parametrize("rates", [SUPPOSED_BYTES_PER_S, (1e9, 25e6, 25e6, 25e6)], ids=["supposed", "slow"])
+@pytest.mark.parametrize(
+    "rates", [SUPPOSED_BYTES_PER_S, (1e9, 25e6, 25e6, 25e6)], ids=["supposed", "slow"]
+)
 def test_readers_that_come_at_once_form_one_chain(readers: int, rates: Sequence[float]) -> None:
-    """Also before anything is known of the links: a shared one would cost each of them its bytes again."""
+    """Also before anything is known of the links: a shared one would cost each of them its bytes
+    again.
+    """
     assert max(joined(readers, 64 * 2**20, chunks=256, rates=rates).values()) == 1
 
 
@@ -131,7 +149,9 @@ def test_fast_links_make_a_tree() -> None:
 
 
 def test_few_chunks_make_a_chain_no_faster_than_a_star() -> None:
-    """A chunk is passed on when it is whole: behind a source with one chunk, everything begins when that is done."""
+    """A chunk is passed on when it is whole: behind a source with one chunk, everything begins when
+    that is done.
+    """
     slow = (1e9, 25e6, 25e6, 25e6)
     assert max(joined(8, 64 * 2**20, chunks=1, rates=slow).values()) > 1
     assert max(joined(8, 64 * 2**20, chunks=8, rates=slow).values()) == 1

@@ -1,4 +1,6 @@
-"""What is believed of links: what transfers tell soon counts more than what is supposed, and no one reader decides."""
+"""What is believed of links: what transfers tell soon counts more than what is supposed, and no one
+reader decides.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ RACK = Distance.RACK
 SLOW, FAST = 25e6, 20e9  # bytes per second
 
 
-def links_of(*bytes_per_s: float, apart: Distance = RACK, sharers: int | None = 1, now: float = 0.0) -> Links:
+def links_of(
+    *bytes_per_s: float, apart: Distance = RACK, sharers: int | None = 1, now: float = 0.0
+) -> Links:
     """What so many readers have told, each of one second."""
     links = Links()
     for number, rate in enumerate(bytes_per_s):
@@ -44,7 +48,9 @@ def test_what_is_farther_and_not_known_is_slower_in_proportion() -> None:
 
 
 def test_a_shared_link_is_not_taken_for_a_slow_one() -> None:
-    """Four readers of one source get a quarter each: the link may carry four times that, and not more."""
+    """Four readers of one source get a quarter each: the link may carry four times that, and not
+    more.
+    """
     links = links_of(1e9, 1e9)
     links.heard("reader 0", RACK, int(0.25e9), 1.0, 4, 1.0)
     links.heard("reader 1", RACK, int(0.25e9), 1.0, 4, 1.0)
@@ -96,11 +102,19 @@ def test_what_comes_is_measured_from_the_first_bytes_on() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 2**64), st.floats(0, 1e9), st.one_of(st.none(), st.integers(0, 2**20)))),
+    st.lists(
+        st.tuples(
+            st.integers(0, 2**64), st.floats(0, 1e9), st.one_of(st.none(), st.integers(0, 2**20))
+        )
+    ),
     st.integers(2, 2 * VOTES_MAX),
 )
-def test_one_liar_changes_nothing_that_others_agree_on(lies: list[tuple[int, float, int | None]], honest: int) -> None:
-    """However often and whatever one reader says; and its word is bounded where it is the only one."""
+def test_one_liar_changes_nothing_that_others_agree_on(
+    lies: list[tuple[int, float, int | None]], honest: int
+) -> None:
+    """However often and whatever one reader says; and its word is bounded where it is the only
+    one.
+    """
     links = links_of(*[8e8] * honest)
     for nbytes, seconds, sharers in lies:
         links.heard("liar", RACK, nbytes, seconds, sharers, 1.0)
@@ -137,10 +151,16 @@ def test_rates_are_bounded_and_fall_with_distance(
 
 
 @given(st.floats(1e6, 1e9), st.lists(st.integers(1, 8), min_size=3, max_size=10))
-def test_honest_reports_of_equal_links_lead_to_what_they_carry(carried: float, sharers: list[int]) -> None:
-    """However they were shared: never taken for slower than a share of them, nor for faster than they are."""
+def test_honest_reports_of_equal_links_lead_to_what_they_carry(
+    carried: float, sharers: list[int]
+) -> None:
+    """However they were shared: never taken for slower than a share of them, nor for faster than
+    they are.
+    """
     links = Links()
     for number, count in enumerate(sharers):
-        links.heard(f"reader {number}", RACK, int(1000 * carried / count), 1000.0, count, float(number))
+        links.heard(
+            f"reader {number}", RACK, int(1000 * carried / count), 1000.0, count, float(number)
+        )
     found = links.rates(float(len(sharers)))[RACK]
     assert carried / max(sharers) * 0.99 <= found <= max(carried, SUPPOSED_BYTES_PER_S[RACK]) * 1.01

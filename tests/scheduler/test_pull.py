@@ -1,5 +1,5 @@
-"""The reader's books: one writer per chunk, nothing verified is asked for again, everything arrives in the
-end.
+"""The reader's books: one writer per chunk, nothing verified is asked for again, everything arrives
+in the end.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def test_a_source_that_lacks_a_chunk_is_asked_for_what_it_has() -> None:
     pull = pull_from(A, B)
     assert pull.next_batch(A, 1000) == (0, 1, 2, 3, 4, 5)
     assert pull.next_batch(B, 1000) == ()
-    pull.lacks(A, range(6), [(1, 1), (4, 9)])  # runs of a source that speaks of more than there is harm nobody
+    # runs of a source that speaks of more than there is harm nobody
+    pull.lacks(A, range(6), [(1, 1), (4, 9)])
     assert pull.is_patchy
     assert pull.next_batch(A, 20) == (1, 4)
     assert pull.next_batch(B, 10) == (0,)
@@ -129,8 +130,8 @@ SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 
 
 class PullMachine(RuleBasedStateMachine):
-    """Lanes as a model: each writes the chunks that it was given until it ends, also after its source was
-    dropped.
+    """Lanes as a model: each writes the chunks that it was given until it ends, also after its
+    source was dropped.
     """
 
     def __init__(self) -> None:
@@ -183,7 +184,10 @@ class PullMachine(RuleBasedStateMachine):
             assert batch or lease in self.dropped or not wanted
         elif batch and not set(batch) <= known:
             assert not wanted & known, "what it has comes first"
-            others = [self.known.get(each, self.brings[each]) for each in self.asked - self.dropped - {lease}]
+            others = [
+                self.known.get(each, self.brings[each])
+                for each in self.asked - self.dropped - {lease}
+            ]
             assert not any(other & set(batch) for other in others), "another one has it"
         self.asked.add(lease)
         self.lanes[lease] |= set(batch)
@@ -191,9 +195,13 @@ class PullMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.lanes.values()))
     @rule(data=st.data())
     def lack(self, data: st.DataObject) -> None:
-        lease = data.draw(st.sampled_from(sorted(lease for lease, chunks in self.lanes.items() if chunks)))
+        lease = data.draw(
+            st.sampled_from(sorted(lease for lease, chunks in self.lanes.items() if chunks))
+        )
         chunks = data.draw(st.sets(st.sampled_from(sorted(self.lanes[lease])), min_size=1))
-        has = (data.draw(st.sets(st.integers(0, len(self.sizes) - 1))) & self.brings[lease]) - chunks
+        has = (
+            data.draw(st.sets(st.integers(0, len(self.sizes) - 1))) & self.brings[lease]
+        ) - chunks
         self.pull.lacks(lease, sorted(chunks), [(chunk, 1) for chunk in sorted(has)])
         if lease in self.takes_turns:
             self.known[lease] = has
@@ -202,7 +210,9 @@ class PullMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.lanes.values()))
     @rule(data=st.data(), ok=st.booleans())
     def arrive(self, data: st.DataObject, ok: bool) -> None:
-        lease = data.draw(st.sampled_from(sorted(lease for lease, chunks in self.lanes.items() if chunks)))
+        lease = data.draw(
+            st.sampled_from(sorted(lease for lease, chunks in self.lanes.items() if chunks))
+        )
         chunk = data.draw(st.sampled_from(sorted(self.lanes[lease])))
         self.pull.arrived(lease, chunk, ok)
         self.lanes[lease].discard(chunk)
@@ -256,7 +266,9 @@ TestPullMachine = PullMachine.TestCase
 
 @dataclass
 class Reader:
-    """One of several readers that have no source but one another. `lanes`: what it has asked of whom."""
+    """One of several readers that have no source but one another. `lanes`: what it has asked of
+    whom.
+    """
 
     pull: Pull
     lanes: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -266,9 +278,11 @@ class Reader:
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.randoms(use_true_random=True))
-def test_sources_that_bring_some_chunks_complete_a_reader(chunks: int, count: int, random: Random) -> None:
-    """Also where two sources bring one chunk, and where a source says that it lacks a chunk. (True random numbers: a search
-    for bad ones would never let some lane move.)
+def test_sources_that_bring_some_chunks_complete_a_reader(
+    chunks: int, count: int, random: Random
+) -> None:
+    """Also where two sources bring one chunk, and where a source says that it lacks a chunk. (True
+    random numbers: a search for bad ones would never let some lane move.)
     """
     ranks = [Reader(Pull([1] * chunks)) for _ in range(count)]
     of = [sorted(random.sample(range(chunks), random.randint(0, chunks))) for _ in ranks]
@@ -290,8 +304,12 @@ def test_sources_that_bring_some_chunks_complete_a_reader(chunks: int, count: in
 
 
 @given(st.integers(1, 6), st.integers(2, 5), st.randoms(use_true_random=True))
-def test_readers_that_together_hold_everything_complete_one_another(chunks: int, count: int, random: Random) -> None:
-    """Each reads from all others: per chunk nobody waits for itself, so that all end, whoever is how fast (R9)."""
+def test_readers_that_together_hold_everything_complete_one_another(
+    chunks: int, count: int, random: Random
+) -> None:
+    """Each reads from all others: per chunk nobody waits for itself, so that all end, whoever is
+    how fast (R9).
+    """
     held = [{chunk for chunk in range(chunks) if random.random() < 0.3} for _ in range(count)]
     for chunk in range(chunks):
         held[random.randrange(count)].add(chunk)
@@ -309,8 +327,12 @@ def test_readers_that_together_hold_everything_complete_one_another(chunks: int,
     raise AssertionError(f"they wait for ever: {[reader.pull for reader in readers]}")
 
 
-def let_lane_move(reader: Reader, other: int, source: Reader, random: Random, brings: list[int] | None = None) -> None:
-    """One step of the lane that reads `source`: ask, or take what is there, or hear that nothing is."""
+def let_lane_move(
+    reader: Reader, other: int, source: Reader, random: Random, brings: list[int] | None = None
+) -> None:
+    """One step of the lane that reads `source`: ask, or take what is there, or hear that nothing
+    is.
+    """
     lease = LeaseId(str(other))
     asked = reader.lanes.get(other) or reader.pull.next_batch(lease, random.randint(1, 6))
     there = [chunk for chunk in asked if source.has(chunk)]
@@ -319,9 +341,12 @@ def let_lane_move(reader: Reader, other: int, source: Reader, random: Random, br
         asked = tuple(chunk for chunk in asked if chunk != there[0])
     elif asked and random.random() < 0.5:
         runs = [
-            (chunk, 1) for chunk in (range(len(source.pull.verified)) if brings is None else brings) if source.has(chunk)
+            (chunk, 1)
+            for chunk in (range(len(source.pull.verified)) if brings is None else brings)
+            if source.has(chunk)
         ]
         reader.pull.lacks(lease, asked, runs)
-        asked = reader.pull.next_batch(lease, random.randint(1, 6))  # before any other lane wakes up
+        # before any other lane wakes up
+        asked = reader.pull.next_batch(lease, random.randint(1, 6))
     reader.lanes[other] = asked
     reader.pull.check_invariants()

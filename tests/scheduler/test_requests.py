@@ -56,7 +56,10 @@ def test_a_chunk_is_good_with_its_digest_which_is_the_published_one(
 
 
 def test_without_digests_whatever_arrives_is_good() -> None:
-    assert Requests.sort_out([(0, None), (1, 3)], {}, {}, is_digested=False) == ([(0, None), (1, 3)], [])
+    assert Requests.sort_out([(0, None), (1, 3)], {}, {}, is_digested=False) == (
+        [(0, None), (1, 3)],
+        [],
+    )
 
 
 def test_a_source_that_never_gets_what_it_lacks_is_given_up() -> None:
@@ -76,7 +79,9 @@ def test_a_source_that_never_gets_what_it_lacks_is_given_up() -> None:
 
 
 def test_a_source_is_not_given_up_for_what_another_one_is_asked_for() -> None:
-    """R9: readers that fill from one another have their turns; so each of them lacks the rest for long."""
+    """R9: readers that fill from one another have their turns; so each of them lacks the rest for
+    long.
+    """
     pull = Pull([1])
     other = LeaseId("other")
     for lease in (LEASE, other):

@@ -1,4 +1,6 @@
-"""Which workers are found slow, by what transfers between two of them show: the slow one of the two, and nobody else."""
+"""Which workers are found slow, by what transfers between two of them show: the slow one of the
+two, and nobody else.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ class Told:
         self.now = 0.0
 
     def reads(
-        self, reader: str, source: str, bytes_per_s: float, *, sharers: int | None = 1, apart: Distance = RACK
+        self,
+        reader: str,
+        source: str,
+        bytes_per_s: float,
+        *,
+        sharers: int | None = 1,
+        apart: Distance = RACK,
     ) -> None:
         self.now += 1.0
         self.slowness.heard(reader, source, apart, int(bytes_per_s), 1.0, sharers, self.now)
@@ -128,13 +136,20 @@ def test_within_a_host_and_across_sites_nothing_is_told_of_workers(apart: Distan
 
 
 words = st.lists(
-    st.tuples(st.sampled_from("abcdt"), st.integers(0, 2**64), st.floats(0, 1e9), st.none() | st.integers(0, 2**20)),
+    st.tuples(
+        st.sampled_from("abcdt"),
+        st.integers(0, 2**64),
+        st.floats(0, 1e9),
+        st.none() | st.integers(0, 2**20),
+    ),
     max_size=30,
 )
 
 
 @given(words)
-def test_one_liar_makes_no_honest_worker_slow_that_others_have_seen(lies: list[tuple[str, int, float, int | None]]) -> None:
+def test_one_liar_makes_no_honest_worker_slow_that_others_have_seen(
+    lies: list[tuple[str, int, float, int | None]],
+) -> None:
     """Whatever it says, of whomever; the others have read from each other at what links carry."""
     told = Told()
     rates = (40e9, FAST, FAST, 1e8)
@@ -147,8 +162,12 @@ def test_one_liar_makes_no_honest_worker_slow_that_others_have_seen(lies: list[t
         assert not told.slowness.of(source, rates, told.now)
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 2**40)), max_size=80))
-def test_books_are_bounded_and_what_is_told_depends_on_nothing_else(words: list[tuple[int, int, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 2**40)), max_size=80)
+)
+def test_books_are_bounded_and_what_is_told_depends_on_nothing_else(
+    words: list[tuple[int, int, int]],
+) -> None:
     one, other = Told(), Told()
     for told in (one, other):
         for reader, source, rate in words:
@@ -157,14 +176,25 @@ def test_books_are_bounded_and_what_is_told_depends_on_nothing_else(words: list[
     assert one.slow() == other.slow()
     assert all(len(met) <= PEERS_MAX for met in one.slowness._met.values())
     assert all(0 < found <= SLOWNESS_MAX for found in one.slow().values())
-    assert all(each.shown <= each.most <= RATE_MAX for met in one.slowness._met.values() for each in met.values())
+    assert all(
+        each.shown <= each.most <= RATE_MAX
+        for met in one.slowness._met.values()
+        for each in met.values()
+    )
 
 
-@given(st.permutations("abcdefgh"), st.sampled_from([0.5, 0.25, 0.125]), st.integers(0, 7), st.booleans())
+@given(
+    st.permutations("abcdefgh"),
+    st.sampled_from([0.5, 0.25, 0.125]),
+    st.integers(0, 7),
+    st.booleans(),
+)
 def test_honest_words_of_one_slow_machine_find_it_and_nobody_else(
     order: list[str], share: float, place: int, first_is_slow: bool
 ) -> None:
-    """Two versions, each in a chain, whose order differs: who is behind the slow one waits for it."""
+    """Two versions, each in a chain, whose order differs: who is behind the slow one waits for
+    it.
+    """
     told = Told()
     slow = order[0] if first_is_slow else order[place]
     for chain in (order, [*order[1:], order[0]]):

@@ -1,4 +1,6 @@
-"""The order of sources chooses as a look at all of them would, and its cost does not grow with their number."""
+"""The order of sources chooses as a look at all of them would, and its cost does not grow with
+their number.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,16 @@ from tensorhub.scheduler.sources import Sources, Standing
 from tensorhub.types import SAME_HOST_TRANSPORTS, Location
 
 NAMES = st.integers(0, 2).map(str)
-LOCATIONS = st.builds(lambda site, rack, host: Location(site, rack, f"{site}.{rack}.{host}"), NAMES, NAMES, NAMES)
+LOCATIONS = st.builds(
+    lambda site, rack, host: Location(site, rack, f"{site}.{rack}.{host}"), NAMES, NAMES, NAMES
+)
 TRANSPORTS = st.frozensets(st.sampled_from(["tcp", "rdma", "cma", "shm"]), max_size=3)
 RATES = st.tuples(*[st.floats(1e5, 1e12)] * 4) | st.just(SUPPOSED_BYTES_PER_S)
-WANTED = st.builds(lambda nbytes, chunks: Wanted(nbytes, nbytes / chunks), st.integers(0, 2**40), st.integers(1, 10_000))
+WANTED = st.builds(
+    lambda nbytes, chunks: Wanted(nbytes, nbytes / chunks),
+    st.integers(0, 2**40),
+    st.integers(1, 10_000),
+)
 LOADS = st.builds(Load, st.integers(0, 3), st.integers(0, 2), st.integers(0, 2))
 PUT = st.tuples(st.integers(0, 11), LOCATIONS, TRANSPORTS, LOADS, st.integers(0, 4))
 CHANGES = st.lists(PUT | st.integers(0, 11), max_size=40)
@@ -78,7 +86,13 @@ def test_whoever_shares_memory_shares_no_uplink() -> None:
     sources.put("busy", Standing(here, frozenset({"shm", "tcp"}), Load(3, 0), 0, 1))
     sources.put("deep", Standing(here, frozenset({"shm", "tcp"}), Load(0, 0), 1, 2))
     best = [
-        sources.best(here, frozenset({transport}), Wanted(10**9, 10**6), SUPPOSED_BYTES_PER_S, lambda _: False)
+        sources.best(
+            here,
+            frozenset({transport}),
+            Wanted(10**9, 10**6),
+            SUPPOSED_BYTES_PER_S,
+            lambda _: False,
+        )
         for transport in ("shm", "tcp")
     ]
     assert best == ["busy", "deep"]
@@ -101,15 +115,29 @@ def test_a_change_and_a_choice_cost_the_same_among_many(sources_per_host: int) -
         for number in range(count):
             host = number // sources_per_host
             at = Location("s", f"r{host // 16}", f"h{host}")
-            sources.put(number, Standing(at, frozenset({"tcp"}), Load(min(1, number % 7), 0), number % 5, number))
+            sources.put(
+                number,
+                Standing(at, frozenset({"tcp"}), Load(min(1, number % 7), 0), number % 5, number),
+            )
         calls = Calls()
         sys.setprofile(calls)
         try:
             at = Location("s", "r0", "h0")
             for number in range(50):
-                found = sources.best(at, frozenset({"tcp"}), Wanted(10**9, 10**6), SUPPOSED_BYTES_PER_S, lambda _: False)
+                found = sources.best(
+                    at,
+                    frozenset({"tcp"}),
+                    Wanted(10**9, 10**6),
+                    SUPPOSED_BYTES_PER_S,
+                    lambda _: False,
+                )
                 assert found is not None
-                sources.put(found, Standing(at, frozenset({"tcp"}), Load(1 + number % 3, 0), number % 5, count + number))
+                sources.put(
+                    found,
+                    Standing(
+                        at, frozenset({"tcp"}), Load(1 + number % 3, 0), number % 5, count + number
+                    ),
+                )
         finally:
             sys.setprofile(None)
         return calls.count
@@ -118,7 +146,9 @@ def test_a_change_and_a_choice_cost_the_same_among_many(sources_per_host: int) -
 
 
 def test_each_source_that_is_refused_costs_a_few_looks() -> None:
-    """A reader whom a thousand sources have failed kept a coordinator busy for a tenth of a second with each message."""
+    """A reader whom a thousand sources have failed kept a coordinator busy for a tenth of a second
+    with each message.
+    """
 
     def cost(refused: int) -> int:
         sources = Sources[int]()
@@ -135,7 +165,9 @@ def test_each_source_that_is_refused_costs_a_few_looks() -> None:
         sys.setprofile(calls)
         try:
             at = Location("s", "r0", "h0")
-            found = sources.best(at, frozenset({"tcp"}), Wanted(10**9, 10**6), SUPPOSED_BYTES_PER_S, refuses)
+            found = sources.best(
+                at, frozenset({"tcp"}), Wanted(10**9, 10**6), SUPPOSED_BYTES_PER_S, refuses
+            )
         finally:
             sys.setprofile(None)
         assert (found is None) == (refused == 1024)

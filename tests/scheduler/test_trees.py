@@ -1,7 +1,9 @@
-"""What comes of the choices: readers that come one after the other, whom each reads from, and when the last has everything.
+"""What comes of the choices: readers that come one after the other, whom each reads from, and when
+the last has everything.
 
-A fluid model: each worker's link carries so much in each direction, the readers of a source share its link (whoever takes
-less leaves the rest to the others), and nobody is filled faster than its source.
+A fluid model: each worker's link carries so much in each direction, the readers of a source share
+its link (whoever takes less leaves the rest to the others), and nobody is filled faster than its
+source.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Tree:
                     self.read(other, better)
 
     def best(self, reader: int) -> int:
-        found = self.sources.best(self.place(reader), TCP, self.wanted, RATES, self.below(reader).__contains__)
+        found = self.sources.best(
+            self.place(reader), TCP, self.wanted, RATES, self.below(reader).__contains__
+        )
         assert found is not None
         return found
 
@@ -60,7 +64,9 @@ class Tree:
                 self.stand(each)
 
     def stand(self, worker: int) -> None:
-        self.sources.put(worker, Standing(self.place(worker), TCP, self.load(worker), self.depth(worker), worker))
+        self.sources.put(
+            worker, Standing(self.place(worker), TCP, self.load(worker), self.depth(worker), worker)
+        )
 
     @staticmethod
     def place(worker: int) -> Location:
@@ -91,7 +97,9 @@ class Tree:
     def load(self, worker: int, without: int | None = None) -> Load:
         readers = [each for each in self.readers(worker) if each != without]
         readers = [each for each in readers if self.slowness[worker] or not self.slowness[each]]
-        return Load(len(readers), max(self.slowness[each] for each in (worker, *self.above(worker))))
+        return Load(
+            len(readers), max(self.slowness[each] for each in (worker, *self.above(worker)))
+        )
 
     def rates(self) -> dict[int, float]:
         """With which each is filled."""
@@ -100,7 +108,11 @@ class Tree:
             readers = sorted(self.readers(source), key=lambda each: -self.slowness[each])
             left = RATE / (1 << self.slowness[source])
             for number, reader in enumerate(readers):  # who can take least comes first
-                share = min(left / (len(readers) - number), RATE / (1 << self.slowness[reader]), found[source])
+                share = min(
+                    left / (len(readers) - number),
+                    RATE / (1 << self.slowness[reader]),
+                    found[source],
+                )
                 found[reader] = share
                 left -= share
             todo += readers
@@ -109,19 +121,29 @@ class Tree:
     def ends_s(self) -> dict[int, float]:
         """When each has everything."""
         rates, hop_s = self.rates(), LATENCY_S[Distance.RACK] + self.wanted.chunk_bytes / RATE
-        return {each: self.wanted.nbytes / rates[each] + hop_s * self.depth(each) for each in self.parent}
+        return {
+            each: self.wanted.nbytes / rates[each] + hop_s * self.depth(each)
+            for each in self.parent
+        }
 
 
 def star(tree: Tree) -> Tree:
-    """The same with everybody at complete sources, those that are not slow and have the fewest readers first."""
+    """The same with everybody at complete sources, those that are not slow and have the fewest
+    readers first.
+    """
     found = Tree(tree.slowness, tree.complete, tree.wanted)
     for reader in range(tree.complete, len(tree.slowness)):
-        one = min(range(tree.complete), key=lambda each: (len(found.readers(each)) + 1) << tree.slowness[each])
+        one = min(
+            range(tree.complete),
+            key=lambda each: (len(found.readers(each)) + 1) << tree.slowness[each],
+        )
         found.read(reader, one)
     return found
 
 
-def joined(slowness: list[int], complete: int = 1, *, nbytes: int = 64 * 2**30, chunks: int = 8192) -> Tree:
+def joined(
+    slowness: list[int], complete: int = 1, *, nbytes: int = 64 * 2**30, chunks: int = 8192
+) -> Tree:
     tree = Tree(slowness, complete, Wanted(nbytes, nbytes / chunks))
     tree.join()
     return tree
@@ -134,7 +156,9 @@ def test_one_slow_machine_among_eight_costs_the_others_nothing(slow: int, slowne
     tree = joined([slowness if each == slow else 0 for each in range(9)])
     without = joined([0] * 8)
     assert not tree.readers(slow)
-    assert max(seconds for each, seconds in tree.ends_s().items() if each != slow) <= 1.05 * max(without.ends_s().values())
+    assert max(seconds for each, seconds in tree.ends_s().items() if each != slow) <= 1.05 * max(
+        without.ends_s().values()
+    )
     assert tree.rates()[slow] == RATE / (1 << slowness)
 
 
@@ -145,7 +169,9 @@ def test_one_slow_machine_among_eight_costs_the_others_nothing(slow: int, slowne
     st.integers(1, 10_000),
 )
 @example([3, 3, 1, 1], 2, 500_066, 3825)  # two readers that are less slow than their sources
-def test_no_star_is_sooner_through(slowness: list[int], complete: int, nbytes: int, chunks: int) -> None:
+def test_no_star_is_sooner_through(
+    slowness: list[int], complete: int, nbytes: int, chunks: int
+) -> None:
     """However many are slow, and among the sources, too."""
     tree = joined(slowness, min(complete, len(slowness) - 1), nbytes=nbytes, chunks=chunks)
     hops_s = (LATENCY_S[Distance.RACK] + tree.wanted.chunk_bytes / RATE) * len(slowness)
@@ -153,7 +179,9 @@ def test_no_star_is_sooner_through(slowness: list[int], complete: int, nbytes: i
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=20), st.integers(1, 3))
-def test_nobody_waits_in_a_circle_and_everybody_has_a_source(slowness: list[int], complete: int) -> None:
+def test_nobody_waits_in_a_circle_and_everybody_has_a_source(
+    slowness: list[int], complete: int
+) -> None:
     tree = joined(slowness, min(complete, len(slowness) - 1))
     assert set(tree.parent) == set(range(tree.complete, len(slowness)))
     assert all(tree.above(each)[-1] < tree.complete for each in tree.parent)

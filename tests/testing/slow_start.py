@@ -1,4 +1,6 @@
-"""A search whose import takes START_S seconds in the process that runs the seeds, or fails if that is no number."""
+"""A search whose import takes START_S seconds in the process that runs the seeds, or fails if that
+is no number.
+"""
 
 import os
 import sys

@@ -34,7 +34,9 @@ class SeedReport:
     end_hash: str
 
 
-def run_seed(seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000) -> SeedReport:
+def run_seed(
+    seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000
+) -> SeedReport:
     match seed:
         case 7:
             raise AssertionError("content: [bold] holds other bytes than were published")
@@ -46,9 +48,17 @@ def run_seed(seed: int, *, faults: Collection[Fault] | None = None, events: int 
             time.sleep(3600)
         case _:
             pass
-    end = f"end {hash(str(seed)) if seed == WAVERS else seed}"  # the hash of a str differs from process to process
+    # the hash of a str differs from process to process
+    end = f"end {hash(str(seed)) if seed == WAVERS else seed}"
     reached = transitions() if seed in REACHES_ALL else []
     paths = Counter(RECOVERY_PATHS if seed in REACHES_ALL else ())
     return SeedReport(
-        seed, events, 3, 2 if seed == THIN else 3, Counter(map(str, faults or Fault)), Counter(reached), paths, end
+        seed,
+        events,
+        3,
+        2 if seed == THIN else 3,
+        Counter(map(str, faults or Fault)),
+        Counter(reached),
+        paths,
+        end,
     )

@@ -1,4 +1,6 @@
-"""Each deliberate bug of `tests.testing.bugs` is found by the simulator within its seeds. `make bugs`: about two minutes."""
+"""Each deliberate bug of `tests.testing.bugs` is found by the simulator within its seeds. `make
+bugs`: about two minutes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_there_are_enough() -> None:
 
 @pytest.mark.parametrize("planted", BUGS.values(), ids=lambda planted: planted.name)
 def test_what_it_breaks_is_still_there(planted: Bug) -> None:
-    """Also where nobody runs the seeds: whoever renames something is told at once that a bug has lost its place."""
+    """Also where nobody runs the seeds: whoever renames something is told at once that a bug has
+    lost its place.
+    """
     with planted.enter():
         pass
 

@@ -42,7 +42,10 @@ def test_a_lost_incarnation_that_is_welcomed_again_is_noticed() -> None:
     trainer.worker.disconnect()
     cluster.advance(11.0)
     trainer.worker.connect()
-    with outside.lost_incarnation_comes_back(), pytest.raises(GuaranteeBroken, match=r"incarnations: trainer.1 is welcomed"):
+    with (
+        outside.lost_incarnation_comes_back(),
+        pytest.raises(GuaranteeBroken, match=r"incarnations: trainer.1 is welcomed"),
+    ):
         cluster.run()
 
 
@@ -53,10 +56,13 @@ def test_what_is_heeded_over_a_former_connection_is_noticed() -> None:
     with outside.former_connection_heard():
         trainer.worker.disconnect()
         trainer.worker.connect()
-        cluster.do(Choice("up", "trainer"))  # it joins; nobody has noticed the former connection's end
+        # it joins; nobody has noticed the former connection's end
+        cluster.do(Choice("up", "trainer"))
         generation = trainer.member.content.generation if trainer.member.content is not None else 0
         late = LeaveRequest(1, trainer.id, generation, 1.0, abandon=False, closes=False)
-        with pytest.raises(GuaranteeBroken, match=r"incarnations: .*LeaveGranted.* follows of what came too late"):
+        with pytest.raises(
+            GuaranteeBroken, match=r"incarnations: .*LeaveGranted.* follows of what came too late"
+        ):
             cluster.step(Received(former.session, late))
 
 
@@ -73,15 +79,25 @@ def test_a_question_over_a_former_connection_may_be_answered_there() -> None:
     assert not cluster.coordinator.cluster.models["actor"].pins
 
 
-def test_who_asks_for_available_need_not_wait_for_a_group_of_fewer_ranks_than_have_published() -> None:
+def test_who_asks_for_available_need_not_wait_for_a_group_of_fewer_ranks_than_have_published() -> (
+    None
+):
     """After a restart. All ranks of the pair are back, and hold nothing."""
     cluster = StepwiseCluster()
     cluster.chunks = rows = CHUNKS + 3
 
     def group(name: str, ranks: int) -> list[SimHandle]:
-        return [cluster.worker(f"{name}{k}").register(name, k, ranks, cut=Layout(rows, ranks)) for k in range(ranks)]
+        return [
+            cluster.worker(f"{name}{k}").register(name, k, ranks, cut=Layout(rows, ranks))
+            for k in range(ranks)
+        ]
 
-    trainers, pair, keepers, (reader,) = group("trainer", 3), group("pair", 2), group("keeper", 3), group("reader", 1)
+    trainers, pair, keepers, (reader,) = (
+        group("trainer", 3),
+        group("pair", 2),
+        group("keeper", 3),
+        group("reader", 1),
+    )
 
     def all_call(call: Callable[[SimHandle], object], handles: Iterable[SimHandle]) -> None:
         cluster.run()
@@ -111,7 +127,10 @@ def test_a_reader_that_does_not_wait_for_a_crashed_source_is_noticed() -> None:
     reader.replicate(1, timeout_s=60.0)
     cluster.run(until=lambda: reader.pull is not None)
     trainer.worker.crash()
-    with outside.crash_taken_for_a_leave(), pytest.raises(GuaranteeBroken, match="selectors: nobody has left"):
+    with (
+        outside.crash_taken_for_a_leave(),
+        pytest.raises(GuaranteeBroken, match="selectors: nobody has left"),
+    ):
         cluster.advance(15.0)
 
 
@@ -148,7 +167,9 @@ def test_a_reader_need_not_wait_for_what_its_source_was_told_to_overwrite_and_ha
     assert trainer.member.state is HandleState.READY
 
 
-def test_a_reader_need_not_wait_for_what_has_closed_before_the_coordinator_reads_that_it_wants_to() -> None:
+def test_a_reader_need_not_wait_for_what_has_closed_before_the_coordinator_reads_that_it_wants_to() -> (
+    None
+):
     cluster, trainer, reader = published()
     former = trainer.worker.link
     assert former is not None
@@ -159,7 +180,8 @@ def test_a_reader_need_not_wait_for_what_has_closed_before_the_coordinator_reads
     while trainer in cluster.live_handles():
         cluster.do(Choice("do", trainer.name))
     cluster.advance(1.0, run=False)
-    asked = reader.replicate(1, timeout_s=60.0)  # what is held no more, which only the coordinator does not know
+    # what is held no more, which only the coordinator does not know
+    asked = reader.replicate(1, timeout_s=60.0)
     while reader.pull is None:
         cluster.do(next(choice for choice in cluster.choices() if choice.kind != "notice"))
     cluster.step(Received(former.session, former.up.popleft()))
@@ -178,7 +200,10 @@ def test_a_version_that_is_held_again_and_counts_as_left_is_noticed() -> None:
     reader.worker.connect()
     cluster.run()  # it is dismissed, and comes back as another incarnation
     reader.worker.connect()
-    with outside.abandoned_for_ever(), pytest.raises(InvariantBroken, match="nobody has left for good what is held"):
+    with (
+        outside.abandoned_for_ever(),
+        pytest.raises(InvariantBroken, match="nobody has left for good what is held"),
+    ):
         cluster.run()
 
 
@@ -195,7 +220,11 @@ def test_a_holder_whose_bytes_have_changed_and_that_is_counted_on_is_noticed() -
 def test_a_reader_that_is_blamed_for_one_sources_bytes_is_noticed() -> None:
     """R8: two sources that are unchanged are needed for that."""
     cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
-    trainer, other, reader = cluster.handle("trainer"), cluster.handle("other"), cluster.handle("reader")
+    trainer, other, reader = (
+        cluster.handle("trainer"),
+        cluster.handle("other"),
+        cluster.handle("reader"),
+    )
     cluster.run()
     trainer.publish(1)
     cluster.run()
@@ -211,13 +240,19 @@ def test_a_reader_that_is_blamed_for_one_sources_bytes_is_noticed() -> None:
 
 
 def one_published(world_size: int) -> tuple[SimulatedCluster, UserGroup, UserGroup]:
-    """Without chance users: a group of two has published, and another, of `world_size`, holds nothing."""
+    """Without chance users: a group of two has published, and another, of `world_size`, holds
+    nothing.
+    """
     cluster = SimulatedCluster(1, faults=())
     for name, size in (("writers", 2), ("readers", world_size)):
-        ranks = [cluster.handle(f"{name}{rank}", name, rank, world_size=size) for rank in range(size)]
+        ranks = [
+            cluster.handle(f"{name}{rank}", name, rank, world_size=size) for rank in range(size)
+        ]
         cluster.users.groups.append(UserGroup(name, size, spot=False, ranks=ranks))
     writers, readers = cluster.users.groups
-    assert cluster.run_until(lambda: all(h.registered for group in cluster.users.groups for h in group.ranks), 10.0)
+    assert cluster.run_until(
+        lambda: all(h.registered for group in cluster.users.groups for h in group.ranks), 10.0
+    )
     published = [handle.publish(1) for handle in writers.ranks]
     assert cluster.run_until(lambda: all(asked.done for asked in published), 10.0)
     cluster.users.next_version = 2
@@ -272,7 +307,9 @@ def test_a_rank_may_end_at_the_deadline_of_one_that_has_hardly_any_time() -> Non
     patient = readers.ranks[0].last_call
     assert patient is not None
     cluster.run_until(lambda: False, 10.0)  # all have come back to the coordinator
-    assert [operation.key for operation in cluster.coordinator.cluster.operations()] == [patient.key]
+    assert [operation.key for operation in cluster.coordinator.cluster.operations()] == [
+        patient.key
+    ]
     readers.ranks[1].replicate("latest", 0.0)
     cluster.end_faults()
     healing.run()
@@ -286,12 +323,19 @@ def test_ranks_that_end_before_their_deadline_are_noticed() -> None:
     def at_once(deadlines: Deadlines, operation: Operation) -> None:
         deadlines._cluster.timers.set("operation", str(operation.key), deadlines._cluster.now)
 
-    with replaced(Deadlines, "set", at_once), pytest.raises(GuaranteeBroken, match=r"readers0.* has waited too long"):
+    with (
+        replaced(Deadlines, "set", at_once),
+        pytest.raises(GuaranteeBroken, match=r"readers0.* has waited too long"),
+    ):
         healing.run()
 
 
-def fetching(cluster: SimulatedCluster, healing: Healing, reader: SimWorker) -> tuple[CallRecord, Operation]:
-    """This worker has asked for the first shard only, with ample time; the coordinator has bound that fetch."""
+def fetching(
+    cluster: SimulatedCluster, healing: Healing, reader: SimWorker
+) -> tuple[CallRecord, Operation]:
+    """This worker has asked for the first shard only, with ample time; the coordinator has bound
+    that fetch.
+    """
     healing.ask()
     fetch = reader.handles[-1].last_call
     assert fetch is not None
@@ -309,7 +353,9 @@ def test_a_fetch_that_has_not_begun_need_not_end_while_another_shard_is_lost() -
     silent.stopped_until = cluster.now + 3 * cluster.options.lease_s
     dead.crash()
     live = cluster.coordinator.cluster.workers
-    assert cluster.run_until(lambda: sum(w.state is WorkerState.SUSPECT for w in live.values()) == 2, 1.0)
+    assert cluster.run_until(
+        lambda: sum(w.state is WorkerState.SUSPECT for w in live.values()) == 2, 1.0
+    )
     healing = cluster.healing()
     fetch, operation = fetching(cluster, healing, readers.ranks[0].worker)
     assert not operation.writing  # it has no source yet, and then for ever half of the version only

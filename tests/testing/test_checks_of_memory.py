@@ -1,4 +1,6 @@
-"""As `test_checks`, for what memory holds, fences and deadlines: each check sees a deliberate bug, and nothing else."""
+"""As `test_checks`, for what memory holds, fences and deadlines: each check sees a deliberate bug,
+and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Scenario = Callable[[], None]
 Bug = Callable[[], AbstractContextManager[None]]
 
 
-def published(*readers: str, host_bytes: int = 0) -> tuple[StepwiseCluster, SimHandle, list[SimHandle]]:
+def published(
+    *readers: str, host_bytes: int = 0
+) -> tuple[StepwiseCluster, SimHandle, list[SimHandle]]:
     """A trainer that has published version 1, and readers that hold nothing."""
     cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"), host_bytes=host_bytes)
     trainer, *others = (cluster.handle(name) for name in ("trainer", *readers))
@@ -124,7 +128,9 @@ def a_publisher_that_has_changed_its_memory_connects_again() -> None:
     reader.replicate()
     read_one_chunk(cluster, reader)
     trainer.cells[0] = "changed"
-    cluster.guarantees.contents.spoil(trainer, cluster.guarantees.contents.numbers["actor"][1], 0, "changed")
+    cluster.guarantees.contents.spoil(
+        trainer, cluster.guarantees.contents.numbers["actor"][1], 0, "changed"
+    )
     assert reader.pull is not None
     next(iter(reader.pull.lanes.values())).end("corrupt", 0)
     cluster.run("read")
@@ -157,15 +163,31 @@ def three_share_room_for_two() -> None:
 @pytest.mark.parametrize(
     ("scenario", "bug", "says"),
     [
-        (a_source_is_lost_half_way, outside.verified_chunks_asked_again, "resume: .* reads chunk 0 again"),
+        (
+            a_source_is_lost_half_way,
+            outside.verified_chunks_asked_again,
+            "resume: .* reads chunk 0 again",
+        ),
         (
             a_broken_fill_is_begun_again,
             lambda: replaced(Owner, "kept", lambda *_: []),
             "partial fills: .* forgets the chunks",
         ),
-        (an_update_is_staged, outside.staged_update_overwrites_early, "update destroys last: .* not committed"),
-        (a_call_waits_without_a_connection, outside.cut_off_call_waits_for_ever, "bounds: .* should have ended"),
-        (an_owner_that_is_cut_off_leaves, outside.cut_off_owner_does_not_wait, "leaving: .* leaves before"),
+        (
+            an_update_is_staged,
+            outside.staged_update_overwrites_early,
+            "update destroys last: .* not committed",
+        ),
+        (
+            a_call_waits_without_a_connection,
+            outside.cut_off_call_waits_for_ever,
+            "bounds: .* should have ended",
+        ),
+        (
+            an_owner_that_is_cut_off_leaves,
+            outside.cut_off_owner_does_not_wait,
+            "leaving: .* leaves before",
+        ),
         (
             the_only_source_is_lost_while_an_engine_pauses,
             outside.overwritten_without_a_source,
@@ -181,7 +203,11 @@ def three_share_room_for_two() -> None:
             outside.spoiled_memory_announced,
             "digests: .* bytes have changed",
         ),
-        (three_share_room_for_two, inside.newest_copy_goes, "host copies: .* has to go for use, .* is older"),
+        (
+            three_share_room_for_two,
+            inside.newest_copy_goes,
+            "host copies: .* has to go for use, .* is older",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -217,7 +243,8 @@ def test_a_publisher_may_leave_of_whose_overwritten_memory_only_a_selection_was_
     cluster.chunks = rows = CHUNKS + 3
     trainer = cluster.worker("trainer").register("trainer", 0, 1, cut=Layout(rows, 1))
     pairs = [
-        [cluster.worker(f"{name}{k}").register(name, k, 2, cut=Layout(rows, 2)) for k in range(2)] for name in ("one", "two")
+        [cluster.worker(f"{name}{k}").register(name, k, 2, cut=Layout(rows, 2)) for k in range(2)]
+        for name in ("one", "two")
     ]
     cluster.run()
     trainer.publish(1)
@@ -239,7 +266,9 @@ def test_a_publisher_may_leave_of_whose_overwritten_memory_only_a_selection_was_
 
 
 def waits_for_an_access() -> tuple[StepwiseCluster, SimHandle]:
-    """A fill that is given up while its reader's own lane is in the memory, long after its deadline."""
+    """A fill that is given up while its reader's own lane is in the memory, long after its
+    deadline.
+    """
     cluster, _, (reader,) = published("reader")
     asked = reader.replicate(timeout_s=5)
     read_one_chunk(cluster, reader)

@@ -1,4 +1,6 @@
-"""What the transitions of the machines are, and that they are counted where somebody asks for it."""
+"""What the transitions of the machines are, and that they are counted where somebody asks for
+it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ def test_every_table_of_the_pure_packages_is_listed() -> None:
 
 def test_each_transition_has_one_name() -> None:
     names = transitions()
-    assert len(set(names)) == len(names) == sum(len(new) for machine in MACHINES for new in machine.table.values())
+    assert (
+        len(set(names))
+        == len(names)
+        == sum(len(new) for machine in MACHINES for new in machine.table.values())
+    )
     assert "replica: filling -> ready" in names
 
 
@@ -57,7 +63,9 @@ def test_each_transition_is_counted_by_its_name() -> None:
 
 
 def test_each_way_of_recovery_is_one_that_a_search_asks_for() -> None:
-    """But for the kinds of errors: it depends on what users do which of them they meet. And but for what is too rare."""
+    """But for the kinds of errors: it depends on what users do which of them they meet. And but for
+    what is too rare.
+    """
     taken = Counter[str]()
     for seed in range(10):
         taken.update(run_seed(seed).paths)

@@ -39,7 +39,9 @@ class Callers:
     def publish(self, number: int, content_id: str = "", who: str = "trainer") -> None:
         self.model.published(self.publishing(number, who), info(number, content_id))
 
-    def reading(self, selector: Selector = LATEST, at_least: int | None = None, holds: int | None = None) -> Reading:
+    def reading(
+        self, selector: Selector = LATEST, at_least: int | None = None, holds: int | None = None
+    ) -> Reading:
         call = Reading("reader", selector, at_least, info(holds) if holds is not None else None)
         self.model.begins(call)
         return call
@@ -144,7 +146,9 @@ def test_a_publish_of_which_nobody_has_heard_may_have_made_the_newest_the_one_be
 
 def test_published_numbers_grow() -> None:
     users = Callers(5)
-    with impossible("publication numbers: .*version=4.* was published although its number was not the largest"):
+    with impossible(
+        "publication numbers: .*version=4.* was published although its number was not the largest"
+    ):
         users.publish(4)
 
 
@@ -158,13 +162,17 @@ def test_a_smaller_number_may_have_been_published_before_a_larger_one_returned()
 def test_a_number_that_is_seen_before_its_publish_returns_was_the_largest_too() -> None:
     users = Callers(2)
     users.publishing(1)
-    with impossible("publication numbers: .*version=1.* was published although its number was not the largest"):
+    with impossible(
+        "publication numbers: .*version=1.* was published although its number was not the largest"
+    ):
         users.read(1, 1)
     users = Callers()
     users.publishing(1, "other")
     users.publish(2)
     users.read(1, 1)  # the other's may have come first
-    with impossible("publication numbers: .*version=1.* was published although its number was not the largest"):
+    with impossible(
+        "publication numbers: .*version=1.* was published although its number was not the largest"
+    ):
         users.publish(1)
 
 
@@ -178,7 +186,9 @@ def test_a_number_is_refused_only_where_it_was_or_may_have_been_used() -> None:
     users = Callers(2)
     for number in (1, 2):
         users.model.not_published(users.publishing(number), taken=True)
-    with impossible("publication numbers: trainer may not publish 3, and nothing stands in its way"):
+    with impossible(
+        "publication numbers: trainer may not publish 3, and nothing stands in its way"
+    ):
         users.model.not_published(users.publishing(3), taken=True)
     users.publishing(4, "other")
     users.model.not_published(users.publishing(3), taken=True)
@@ -230,7 +240,9 @@ def test_it_is_not_denied_that_a_number_is_there() -> None:
     users.model.denied(users.reading(1), 1)  # it may be forgotten by now
 
 
-@pytest.mark.parametrize("keep", [lambda users: users.retain(3), lambda users: users.pin(1)], ids=["retained", "pinned"])
+@pytest.mark.parametrize(
+    "keep", [lambda users: users.retain(3), lambda users: users.pin(1)], ids=["retained", "pinned"]
+)
 def test_what_must_stay_is_not_forgotten(keep: Callable[[Callers], None]) -> None:
     users = Callers(1, 2)
     keep(users)

@@ -1,4 +1,6 @@
-"""A simulated cluster under somebody's own code: the public API's semantics, real bytes, virtual time, faults by order."""
+"""A simulated cluster under somebody's own code: the public API's semantics, real bytes, virtual
+time, faults by order.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import torch
 import tensorhub
 from tensorhub import Options, errors
 from tensorhub.messages import CopyRefused, MakeCopy
-from tensorhub.testing import Fault, GuaranteeBroken, RunningCluster, SimulatedCluster, WorkerCrashed, simulate
+from tensorhub.testing import (
+    Fault,
+    GuaranteeBroken,
+    RunningCluster,
+    SimulatedCluster,
+    WorkerCrashed,
+    simulate,
+)
 from tensorhub.testing.drivers.facades import WorkerFacade
 
 OPTIONS = Options(chunk_bytes=4096, op_timeout_s=20, host_memory_bytes=10**6)
@@ -44,14 +53,20 @@ def run(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
     return run_it
 
 
-# ------------------------------------------------------------------------------------------------------- the same API
+# --------------------------------------------------------------------------------------------------
+# the same API
 
 
 def test_connect_has_the_parameters_of_the_real_one() -> None:
-    real, simulated = inspect.signature(tensorhub.connect), inspect.signature(RunningCluster.connect)
+    real, simulated = (
+        inspect.signature(tensorhub.connect),
+        inspect.signature(RunningCluster.connect),
+    )
     mine = [parameter for name, parameter in simulated.parameters.items() if name != "self"]
     theirs = list(real.parameters.values())
-    assert [(p.name, p.kind, p.annotation) for p in mine] == [(p.name, p.kind, p.annotation) for p in theirs]
+    assert [(p.name, p.kind, p.annotation) for p in mine] == [
+        (p.name, p.kind, p.annotation) for p in theirs
+    ]
     assert [p.default for p in mine[1:]] == [p.default for p in theirs[1:]]
 
 
@@ -162,7 +177,9 @@ def test_same_seed_same_run_under_faults(backend: str) -> None:
                         for version in range(1000):
                             try:
                                 await (
-                                    weights.publish(version) if number == 0 and not version else weights.update(timeout=3)
+                                    weights.publish(version)
+                                    if number == 0 and not version
+                                    else weights.update(timeout=3)
                                 )
                             except errors.TensorHubError:
                                 await anyio.sleep(0.5)
@@ -200,7 +217,8 @@ def test_ranks_of_a_group_publish_and_update_together(run: Callable[..., list[st
     run(main)
 
 
-# -------------------------------------------------------------------------------------------------------- real memory
+# --------------------------------------------------------------------------------------------------
+# real memory
 
 
 def test_a_fill_that_is_broken_off_leaves_bytes_of_both(run: Callable[..., list[str]]) -> None:
@@ -235,9 +253,14 @@ def test_a_fill_that_is_broken_off_leaves_bytes_of_both(run: Callable[..., list[
     run(main, seeds=range(3))
 
 
-def test_who_writes_what_is_published_is_told_and_nobody_gets_it(run: Callable[..., list[str]]) -> None:
+def test_who_writes_what_is_published_is_told_and_nobody_gets_it(
+    run: Callable[..., list[str]],
+) -> None:
     async def main(cluster: RunningCluster) -> None:
-        async with cluster.connect(name="a", options=OPTIONS) as hub, cluster.connect(name="b", options=OPTIONS) as other:
+        async with (
+            cluster.connect(name="a", options=OPTIONS) as hub,
+            cluster.connect(name="b", options=OPTIONS) as other,
+        ):
             model = tensors(1)
             weights = await hub.register("actor", model)
             await weights.publish(1)
@@ -255,7 +278,10 @@ def test_who_writes_what_is_published_is_told_and_nobody_gets_it(run: Callable[.
 
 def test_a_before_write_that_raises_ends_the_call(run: Callable[..., list[str]]) -> None:
     async def main(cluster: RunningCluster) -> None:
-        async with cluster.connect(name="a", options=OPTIONS) as hub, cluster.connect(name="b", options=OPTIONS) as other:
+        async with (
+            cluster.connect(name="a", options=OPTIONS) as hub,
+            cluster.connect(name="b", options=OPTIONS) as other,
+        ):
             await (await hub.register("actor", tensors(1))).publish(1)
             used = tensors()
             reader = await other.register("actor", used)
@@ -284,7 +310,8 @@ def test_a_cancelled_call_leaves_nothing_running(run: Callable[..., list[str]]) 
     run(main)
 
 
-# --------------------------------------------------------------------------------------------------- processes, faults
+# --------------------------------------------------------------------------------------------------
+# processes, faults
 
 
 def test_a_closed_hub_ends_the_calls_that_still_run(run: Callable[..., list[str]]) -> None:
@@ -413,9 +440,15 @@ ORDERS: dict[str, Callable[[RunningCluster], None]] = {
 @pytest.mark.parametrize("order", ORDERS)
 def test_life_goes_on_after_each_fault_by_order(order: str) -> None:
     async def main(cluster: RunningCluster) -> None:
-        async with cluster.connect(name="a", options=OPTIONS) as hub, cluster.connect(name="b", options=OPTIONS) as other:
+        async with (
+            cluster.connect(name="a", options=OPTIONS) as hub,
+            cluster.connect(name="b", options=OPTIONS) as other,
+        ):
             model, used = tensors(1), tensors()
-            weights, reader = await hub.register("actor", model), await other.register("actor", used)
+            weights, reader = (
+                await hub.register("actor", model),
+                await other.register("actor", used),
+            )
             await weights.publish(1)
             ORDERS[order](cluster)
             for version in range(2, 30):
@@ -444,7 +477,8 @@ def test_a_coordinator_without_its_state_is_told_of(run: Callable[..., list[str]
     run(main)
 
 
-# ------------------------------------------------------------------------------------------------ what raises out of it
+# ------------------------------------------------------------------------------------------------
+# what raises out of it
 
 
 def test_a_broken_guarantee_raises_out_of_the_block(run: Callable[..., list[str]]) -> None:

@@ -1,4 +1,6 @@
-"""The simulator itself: what a seed stands for, that it is a trace, and that each kind of fault can happen."""
+"""The simulator itself: what a seed stands for, that it is a trace, and that each kind of fault can
+happen.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def tens(first: int, end: int) -> list[range]:
 
 # The same seeds each time: what changes from commit to commit, and finds more, is in test_slice.py.
 @pytest.mark.parametrize(
-    "seeds", [*tens(0, 30), *(pytest.param(ten, marks=pytest.mark.slow) for ten in tens(30, 60))], ids=lambda s: f"{s.start}"
+    "seeds",
+    [*tens(0, 30), *(pytest.param(ten, marks=pytest.mark.slow) for ten in tens(30, 60))],
+    ids=lambda s: f"{s.start}",
 )
 def test_guarantees_hold_under_faults(seeds: range) -> None:
     for seed in seeds:
@@ -79,7 +83,9 @@ def test_workers_seed_and_sites_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> 
     for seed in range(6):
         cluster = SimulatedCluster(seed, faults={Fault.PARTITION}, events=500)
         cluster.run()
-        handles = (handle for handle in cluster.all_handles() if handle.shard.purpose is Purpose.SEED)
+        handles = (
+            handle for handle in cluster.all_handles() if handle.shard.purpose is Purpose.SEED
+        )
         calls = (handle.last_call for handle in handles if handle.last_call is not None)
         seeded.update(call.handle.name for call in calls if call.version is not None)
     assert seeded
@@ -107,4 +113,7 @@ def test_a_failing_run_says_how_to_see_it_again() -> None:
         cluster.run()
     text = str(caught.value)
     assert "content: " in text or "partial replicas: " in text
-    assert text.splitlines()[-1] == "reproduce: tensorhub simulate --seed 4 --faults crash,cut --events 200"
+    assert (
+        text.splitlines()[-1]
+        == "reproduce: tensorhub simulate --seed 4 --faults crash,cut --events 200"
+    )

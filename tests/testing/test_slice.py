@@ -18,7 +18,9 @@ FIRST = 1_000_000  # without git
 def first_seed() -> int:
     """By the commit that is checked out."""
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
     except FileNotFoundError:
         return FIRST
     return int(done.stdout[:8], 16) if done.returncode == 0 else FIRST

@@ -1,4 +1,6 @@
-"""Whatever is believed of links and workers, no guarantee depends on it: readers are moved in mid-fill again and again."""
+"""Whatever is believed of links and workers, no guarantee depends on it: readers are moved in
+mid-fill again and again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Beliefs about links and workers that are drawn at random: readers are moved in mid-fill again and again."""
+"""Beliefs about links and workers that are drawn at random: readers are moved in mid-fill again and
+again.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def wild_beliefs() -> Iterator[None]:
     def estimate(holding: Holding, part: RankPart, *what: Any) -> tuple[tuple[bool, float], int]:
         """Who is in another site is known, and comes last."""
         (is_far, _), number = known(holding, part, *what)
-        return (is_far, 1.0 + drawn(holding.number, holding.member.registration, part.operation.name)), number
+        return (
+            is_far,
+            1.0 + drawn(holding.number, holding.member.registration, part.operation.name),
+        ), number
 
     with ExitStack() as patched:
         for owner, name, by in (

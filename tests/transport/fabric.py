@@ -1,4 +1,6 @@
-"""A fabric without devices: its queue pairs copy within this process, where memory is registered, and fail as real ones."""
+"""A fabric without devices: its queue pairs copy within this process, where memory is registered,
+and fail as real ones.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,9 @@ class _ReaderQueue(_Queue, ReaderQueue):
         self._completed: list[tuple[int, int]] = []
         self._has_failed = False
 
-    def post(self, moves: Sequence[Move], first: int, signaled: frozenset[int], fenced: frozenset[int]) -> None:
+    def post(
+        self, moves: Sequence[Move], first: int, signaled: frozenset[int], fenced: frozenset[int]
+    ) -> None:
         for number, move in enumerate(moves, first):
             assert isinstance(self.device, _Device)
             self.device.before_read()

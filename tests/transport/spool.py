@@ -1,6 +1,8 @@
-"""A transport as somebody else would write it: nothing of it is in the package, which finds it by an entry point.
+"""A transport as somebody else would write it: nothing of it is in the package, which finds it by
+an entry point.
 
-A source copies what is asked for into a file of that reader's, and says where in it; the reader takes it from there.
+A source copies what is asked for into a file of that reader's, and says where in it; the reader
+takes it from there.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class _SpoolChannel:
         self._client = client
         self._file = file
         self._destination = destination
-        self._there: deque[tuple[int, int, int]] = deque()  # chunk, digest, offset: in the file, and not taken yet
+        # chunk, digest, offset: in the file, and not taken yet
+        self._there: deque[tuple[int, int, int]] = deque()
 
     def submit(self, chunks: Sequence[int]) -> None:
         self._client.locate(chunks)
@@ -64,10 +67,14 @@ class _SpoolChannel:
                     case StillWaiting():
                         return self._client.lacking(message)
                     case ChunksLie():
-                        self._client.announced(message.request, [chunk for chunk, _, _ in message.chunks])
+                        self._client.announced(
+                            message.request, [chunk for chunk, _, _ in message.chunks]
+                        )
                         self._there.extend(message.chunks)
                     case _:
-                        raise ProtocolError(f"it is asked where chunks are, and answers {type(message).__name__}")
+                        raise ProtocolError(
+                            f"it is asked where chunks are, and answers {type(message).__name__}"
+                        )
         chunk, digest, offset = self._there.popleft()
         view = self._destination.buffer(chunk)
         if os.preadv(self._file, [view], offset) != view.nbytes:

@@ -40,7 +40,9 @@ BACKENDS = ("asyncio", "trio")
 SECRET = b"a secret of the test"
 LOCAL = Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0))
 needs_shm = pytest.mark.skipif(shm.fault_here() is not None, reason=str(shm.fault_here()))
-needs_nixl = pytest.mark.skipif(nixl.version() is None, reason=f"NIXL is not installed: {nixl.INSTALL}, or make nixl")
+needs_nixl = pytest.mark.skipif(
+    nixl.version() is None, reason=f"NIXL is not installed: {nixl.INSTALL}, or make nixl"
+)
 needs_cma = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 
 
@@ -49,8 +51,15 @@ class Parallel(TcpTransport):
 
     lanes = 3
 
-    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
-        return ParallelChannel(partial(super().open, endpoint, right, destination), self.lanes, destination.sizes, cutter)
+    def open(
+        self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter
+    ) -> Channel:
+        return ParallelChannel(
+            partial(super().open, endpoint, right, destination),
+            self.lanes,
+            destination.sizes,
+            cutter,
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +100,10 @@ def kept_until_the_end(transport: Transport) -> Iterator[None]:
         *(pytest.param("parallel", backend) for backend in BACKENDS),
         *(pytest.param("cma", backend, marks=needs_cma) for backend in BACKENDS),
         *(pytest.param("shm", backend, marks=needs_shm) for backend in BACKENDS),
-        *(pytest.param("nixl", backend, marks=[pytest.mark.nixl, needs_nixl]) for backend in BACKENDS),
+        *(
+            pytest.param("nixl", backend, marks=[pytest.mark.nixl, needs_nixl])
+            for backend in BACKENDS
+        ),
         ("staged", "asyncio"),
         pytest.param("cuda_ipc", "asyncio", marks=needs_shm),
     ],
@@ -109,7 +121,8 @@ def test_all_of_it_in_one_call() -> None:
         transport_conformance(transport, make)
 
 
-# --------------------------------------------------------------------------------- what the suite says of bad transports
+# --------------------------------------------------------------------------------- what the suite
+# says of bad transports
 
 
 class Faulty(Transport):
@@ -125,7 +138,9 @@ class Faulty(Transport):
     def reaches(self, here: Location, there: Location) -> bool:
         return True
 
-    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+    def open(
+        self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter
+    ) -> Channel:
         heard = Cutter() if self._fault is _Deaf else cutter
         return self._fault(self._inner.open(endpoint, right, destination, heard), destination)
 
@@ -187,7 +202,9 @@ class _Greedy(_Passes):
 
 
 class _Stale(_Passes):
-    """Names what it has not read under the generation: all that was submitted, if that cannot be read any more."""
+    """Names what it has not read under the generation: all that was submitted, if that cannot be
+    read any more.
+    """
 
     def submit(self, chunks: Sequence[int]) -> None:
         self.left = set(chunks)
@@ -200,7 +217,11 @@ class _Stale(_Passes):
             if not self.left:
                 raise
             return Arrival([(self.left.pop(), 0)], 0.0, 0.0)
-        self.left -= {chunk for chunk, _ in answer.chunks} if isinstance(answer, Arrival) else set(answer.chunks)
+        self.left -= (
+            {chunk for chunk, _ in answer.chunks}
+            if isinstance(answer, Arrival)
+            else set(answer.chunks)
+        )
         return answer
 
 
@@ -227,7 +248,9 @@ class _Forgets(_Passes):
         (_Forgets, "lacking", 7),
     ],
 )
-def test_the_suite_finds(fault: type[_Passes], check: str, rule: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_suite_finds(
+    fault: type[_Passes], check: str, rule: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if fault is _Deaf:
         monkeypatch.setattr(conformance, "SOON_S", 0.3)
     transport, make = ways("tcp", "asyncio")

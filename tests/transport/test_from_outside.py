@@ -1,4 +1,6 @@
-"""A transport that is not TensorHub's own reads and serves: it needs an entry point, and nothing else."""
+"""A transport that is not TensorHub's own reads and serves: it needs an entry point, and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "spool-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: spool\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[tensorhub.transports]\nspool = tests.transport.spool:SpoolTransport\n")
+    (info / "entry_points.txt").write_text(
+        "[tensorhub.transports]\nspool = tests.transport.spool:SpoolTransport\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -85,9 +89,13 @@ async def test_across_layouts_another_one_is_taken_or_asked_for() -> None:
         published = await trainer.register("m", source)
         await published.publish(1)
         weights = await reader.register("m", half, sources=sources, partial=True)
-        cramped = await narrow.register("m", {"half": np.zeros(CHUNK_BYTES, np.uint8)}, sources=sources, partial=True)
+        cramped = await narrow.register(
+            "m", {"half": np.zeros(CHUNK_BYTES, np.uint8)}, sources=sources, partial=True
+        )
         for each in (weights, cramped):
-            with pytest.raises(TransportUnavailable, match=r"across layouts.*let both sides have tcp"):
+            with pytest.raises(
+                TransportUnavailable, match=r"across layouts.*let both sides have tcp"
+            ):
                 await each.replicate(timeout=math.inf)
         await (await other.register("m", tensors())).replicate()
         report = await weights.replicate()
@@ -99,6 +107,8 @@ async def test_across_layouts_another_one_is_taken_or_asked_for() -> None:
 
 def test_who_is_not_read_by_it_says_so(transport: Transport) -> None:
     source = ServedSource(SECRET)
-    with pytest.raises(Unusable, match="at the source: this worker's memory is not to be read this way"):
+    with pytest.raises(
+        Unusable, match="at the source: this worker's memory is not to be read this way"
+    ):
         CHECKS["bytes"](transport, lambda: source)
     source.close()

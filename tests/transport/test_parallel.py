@@ -1,4 +1,6 @@
-"""Several lines to one source as one channel: who is asked for what, and what becomes of it where lines end."""
+"""Several lines to one source as one channel: who is asked for what, and what becomes of it where
+lines end.
+"""
 
 from __future__ import annotations
 
@@ -144,19 +146,26 @@ def test_each_thread_opens_a_line_and_no_line_is_asked_for_everything() -> None:
         third = threads.submit(channel.receive, 1)
         found = [named(third.result(WAIT_S))]
         assert len(lines.made) == 3
-        found.append(all_of(channel))  # by the third line: nothing is left that nobody was asked for
+        # by the third line: nothing is left that nobody was asked for
+        found.append(all_of(channel))
         assert channel.receive(1) == Arrival((), 0.0, 0.0)
         for line in lines.made:
             line.goes_on.set()
         found += [named(first.result(WAIT_S)), named(second.result(WAIT_S)), all_of(channel)]
-    assert sorted(chunk for chunks in found for chunk in chunks) == [c for c in range(40) if c != lines.made[1].asked[0][0]]
-    assert sorted(chunk for line in lines.made for asked in line.asked for chunk in asked) == list(range(40))
+    assert sorted(chunk for chunks in found for chunk in chunks) == [
+        c for c in range(40) if c != lines.made[1].asked[0][0]
+    ]
+    assert sorted(chunk for line in lines.made for asked in line.asked for chunk in asked) == list(
+        range(40)
+    )
     assert all(asked == sorted(asked) for line in lines.made for asked in line.asked)
     channel.close()
     assert all(line.is_closed for line in lines.made)
 
 
-def test_a_line_is_asked_only_for_chunks_that_come_by_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_asked_only_for_chunks_that_come_by_it_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By one that has become slow everybody would wait for what it was asked for before."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
@@ -189,7 +198,8 @@ def test_chunks_of_a_line_that_ends_come_by_another_line() -> None:
     with first_line_held(lines, channel) as held:
         found = all_of(channel)  # by the second line
         lines.made[0].fails = ReadFailure("lost", "broken", bytes_discarded=7)
-        answer = held.let_go()  # the other one's own thread may have gone to rest: so this one takes its line
+        # the other one's own thread may have gone to rest: so this one takes its line
+        answer = held.let_go()
     assert isinstance(answer, Arrival)
     assert answer.discarded_bytes == 7
     assert lines.made[0].is_closed
@@ -198,7 +208,8 @@ def test_chunks_of_a_line_that_ends_come_by_another_line() -> None:
     channel.submit([12])
     answer = channel.receive(1)
     assert isinstance(answer, Arrival)
-    assert (named(answer), answer.discarded_bytes, lines.tried) == ([12], 0, 2)  # told once; and no line is opened again
+    # told once; and no line is opened again
+    assert (named(answer), answer.discarded_bytes, lines.tried) == ([12], 0, 2)
 
 
 def test_chunks_of_a_line_are_asked_of_others_once_it_is_closed() -> None:
@@ -222,7 +233,8 @@ def test_the_channel_fails_with_its_last_line() -> None:
         channel.receive(1)
         for number, line in enumerate(lines.made):
             line.fails = ReadFailure("refused", f"line {number}", bytes_discarded=1 + number)
-        assert held.call().result(WAIT_S) == Arrival((), 0.0, 0.0)  # its line is gone, and it waits for no other one
+        # its line is gone, and it waits for no other one
+        assert held.call().result(WAIT_S) == Arrival((), 0.0, 0.0)
         with pytest.raises(ReadFailure, match="line 0") as failed:
             held.let_go()
     assert failed.value.bytes_discarded == 3
@@ -291,7 +303,9 @@ def test_a_cut_ends_every_line_also_one_that_is_being_opened() -> None:
 
 
 def test_a_closed_channel_leaves_no_reference_cycle() -> None:
-    """Else the destination, which the caller may want to let go, would stay until cycles are collected."""
+    """Else the destination, which the caller may want to let go, would stay until cycles are
+    collected.
+    """
     _, channel, cutter = channel_of(2)
     channel.close()
     gone = weakref.ref(channel)

@@ -1,4 +1,6 @@
-"""Connections that a reader keeps: used again, and given up by either side, by age, by number and by what was revoked."""
+"""Connections that a reader keeps: used again, and given up by either side, by age, by number and
+by what was revoked.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,17 @@ from tensorhub.transport.registry import Local
 from tensorhub.transport.tcp import DIALECT
 from tensorhub.types import Incarnation, LeaseId, Options
 from tests.rig import cluster, holds, tensors, worker_of, write
-from tests.runtime.data_rig import CONTENT, SECRET, WAIT_S, Node, finish, manifest_of, open_sockets, serving, until
+from tests.runtime.data_rig import (
+    CONTENT,
+    SECRET,
+    WAIT_S,
+    Node,
+    finish,
+    manifest_of,
+    open_sockets,
+    serving,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 READER = Incarnation("reader-1")
@@ -33,7 +45,12 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 @asynccontextmanager
 async def reading(*nodes: Node, secrets: list[bytes] | None = None) -> AsyncIterator[Peers]:
-    peers = Peers(Local(READER, secrets or [SECRET], Options(connect_timeout_s=WAIT_S, stall_timeout_s=WAIT_S)), DIALECT)
+    peers = Peers(
+        Local(
+            READER, secrets or [SECRET], Options(connect_timeout_s=WAIT_S, stall_timeout_s=WAIT_S)
+        ),
+        DIALECT,
+    )
     async with serving(*nodes):
         yield peers
         peers.close()
@@ -44,12 +61,18 @@ def source(name: str = "a") -> Node:
 
 
 def right_to(node: Node) -> ReadRight:
-    return ReadRight(LeaseId("lease"), node.incarnation, node.registration, node.generation, CONTENT)
+    return ReadRight(
+        LeaseId("lease"), node.incarnation, node.registration, node.generation, CONTENT
+    )
 
 
-async def opened(peers: Peers, node: Node, cutter: Cutter | None = None, right: ReadRight | None = None) -> Peer:
+async def opened(
+    peers: Peers, node: Node, cutter: Cutter | None = None, right: ReadRight | None = None
+) -> Peer:
     address = sockets.address_of(node.listener)
-    return await anyio.to_thread.run_sync(peers.open, address, right or right_to(node), cutter or Cutter())
+    return await anyio.to_thread.run_sync(
+        peers.open, address, right or right_to(node), cutter or Cutter()
+    )
 
 
 async def used(peers: Peers, node: Node) -> Peer:
@@ -133,7 +156,9 @@ async def test_what_was_proved_under_a_secret_that_is_no_longer_presented_is_pro
         assert second.secret == b"the next one"
 
 
-async def test_it_is_given_up_by_age_by_number_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_is_given_up_by_age_by_number_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(peers_module, "KEPT_MAX", 2)
     a, b, c = source("a"), source("b"), source("c")
     async with reading(a, b, c) as peers:
@@ -165,7 +190,8 @@ async def test_an_owner_whose_places_are_taken_by_connections_that_rest(
             await used(peers, a)
         else:
             peers.give_back(await opened(peers, a), Cutter(), is_answered=True)
-        await until(lambda: all(lane.rests_from is not None for lane in a.owner._lanes))  # after the answer has come here
+        # after the answer has come here
+        await until(lambda: all(lane.rests_from is not None for lane in a.owner._lanes))
         async with b.runner() as runner:
             runner.add_source(a.grant())
             if rest_s:
@@ -174,7 +200,9 @@ async def test_an_owner_whose_places_are_taken_by_connections_that_rest(
                 await finish(runner)
 
 
-async def test_versions_come_over_one_connection_until_the_reader_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_versions_come_over_one_connection_until_the_reader_is_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[Peer] = []
     connect = Peers._connect
 
@@ -185,13 +213,17 @@ async def test_versions_come_over_one_connection_until_the_reader_is_another_one
     monkeypatch.setattr(Peers, "_connect", counted)
     async with cluster("trainer", "reader") as c:
         memory, mine = tensors(0), tensors()
-        trainer, weights = await c.hubs[0].register("m", memory), await c.hubs[1].register("m", mine)
+        trainer, weights = (
+            await c.hubs[0].register("m", memory),
+            await c.hubs[1].register("m", mine),
+        )
         for version in range(1, 5):
             async with trainer.mutate(version):
                 write(memory, version)
             await weights.update()
             assert holds(mine, version)
-        assert len(made) == len({peer.address for peer in made})  # shm was tried once, with an address of its own
+        # shm was tried once, with an address of its own
+        assert len(made) == len({peer.address for peer in made})
         assert made[-1].connection._socket.fileno() >= 0
         worker_of(c.hubs[1]).channels.become(READER)
         assert made[-1].connection._socket.fileno() < 0

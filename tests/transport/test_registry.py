@@ -73,7 +73,9 @@ def test_none_at_all() -> None:
         Registry({}).make(LOCAL)
 
 
-def test_third_parties_come_through_entry_points(known: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_third_parties_come_through_entry_points(
+    known: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     group = registry.ENTRY_POINT_GROUP
     points = EntryPoints(
         [

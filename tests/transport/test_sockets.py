@@ -21,7 +21,10 @@ def test_a_local_connection_is_tuned_and_blocking() -> None:
         assert sockets.is_local(connection)
         assert connection.getblocking()
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
+        assert (
+            connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+            == b"reno"
+        )
         cutter.detach()
 
 

@@ -1,4 +1,6 @@
-"""Bytes on a GPU on their way: with a device whose copies end as late as they may (tests/cuda/double.py)."""
+"""Bytes on a GPU on their way: with a device whose copies end as late as they may
+(tests/cuda/double.py).
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,21 @@ def anyio_backend() -> str:
     return "asyncio"  # (the conformance suite runs on both)
 
 
-# ------------------------------------------------------------------------------------------------------------- buffers
+# --------------------------------------------------------------------------------------------------
+# buffers
 
 
 @given(st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), max_size=8), st.integers(1, 50))
-def test_pieces_are_the_same_bytes_in_the_same_order(places: list[tuple[int, int]], piece_bytes: int) -> None:
+def test_pieces_are_the_same_bytes_in_the_same_order(
+    places: list[tuple[int, int]], piece_bytes: int
+) -> None:
     pieces = list(cut_up(places, piece_bytes))
-    flat = [byte for piece in pieces for address, nbytes in piece for byte in range(address, address + nbytes)]
+    flat = [
+        byte
+        for piece in pieces
+        for address, nbytes in piece
+        for byte in range(address, address + nbytes)
+    ]
     assert flat == [byte for address, nbytes in places for byte in range(address, address + nbytes)]
     sizes = [sum(nbytes for _, nbytes in piece) for piece in pieces]
     assert all(size == piece_bytes for size in sizes[:-1])
@@ -72,7 +82,8 @@ def test_whoever_stops_leaves_no_copy_behind() -> None:
     assert bytes(target.storage) == b"x" * 10 + bytes(30)  # type: ignore[call-overload]
 
 
-# ------------------------------------------------------------------------------------------------------- whole clusters
+# --------------------------------------------------------------------------------------------------
+# whole clusters
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -83,7 +94,10 @@ def tensors(seed: int | None) -> Tensors:
     if seed is None:
         return {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
     made = torch.Generator().manual_seed(seed)
-    return {name: torch.randint(0, 256, (size,), generator=made, dtype=torch.uint8) for name, size in sizes.items()}
+    return {
+        name: torch.randint(0, 256, (size,), generator=made, dtype=torch.uint8)
+        for name, size in sizes.items()
+    }
 
 
 def equal(some: Tensors, other: Tensors) -> bool:
@@ -153,16 +167,22 @@ async def test_host_copies_are_page_locked_while_they_live() -> None:
     assert not device.pins
 
 
-# ------------------------------------------------------------------------------------------------------- the caller's work
+# --------------------------------------------------------------------------------------------------
+# the caller's work
 
 
 async def test_nothing_is_shown_or_written_before_the_callers_work_is_done() -> None:
     device, theirs, held, memory = Double(), Double(), tensors(1), tensors(None)
     async with cluster("trainer", "reader", options=OPTIONS) as made:
         trainer, reader = made.hubs
-        published, weights = await register(trainer, held, device), await register(reader, memory, theirs)
+        published, weights = (
+            await register(trainer, held, device),
+            await register(reader, memory, theirs),
+        )
         device.is_busy = True
-        with pytest.raises(OperationTimeout, match=r"queued on double:0 before this call is not done after 0\.1 s"):
+        with pytest.raises(
+            OperationTimeout, match=r"queued on double:0 before this call is not done after 0\.1 s"
+        ):
             await published.publish(1, timeout=0.1)
         assert trainer.newest("m") is None
         device.is_busy = False

@@ -6,13 +6,21 @@ import xxhash
 from hypothesis import given, strategies as st
 
 from tensorhub.protocol.blocking import BUFFERS_MAX
-from tensorhub.transport.streaming_digest import DIGEST_BYTES_PER_S, SLACK_S, GilWatch, StreamingDigests, cut
+from tensorhub.transport.streaming_digest import (
+    DIGEST_BYTES_PER_S,
+    SLACK_S,
+    GilWatch,
+    StreamingDigests,
+    cut,
+)
 
 SIZES = st.lists(st.integers(0, 5000), max_size=30)
 
 
 @given(SIZES, st.integers(1, 3000))
-def test_pieces_are_all_bytes_in_order_and_digests_are_of_whole_chunks(sizes: list[int], call_bytes: int) -> None:
+def test_pieces_are_all_bytes_in_order_and_digests_are_of_whole_chunks(
+    sizes: list[int], call_bytes: int
+) -> None:
     views = [memoryview(bytes([number % 251]) * size) for number, size in enumerate(sizes)]
     digests, moved = StreamingDigests(enumerate(views)), b""
     for call in cut(views, call_bytes):
@@ -22,7 +30,9 @@ def test_pieces_are_all_bytes_in_order_and_digests_are_of_whole_chunks(sizes: li
         digests.go_on([view.nbytes for view in call])
         moved += b"".join(call)
     assert moved == b"".join(views)
-    assert digests.made == {number: xxhash.xxh3_64_intdigest(view) for number, view in enumerate(views)}
+    assert digests.made == {
+        number: xxhash.xxh3_64_intdigest(view) for number, view in enumerate(views)
+    }
 
 
 def test_a_call_takes_no_more_buffers_than_the_kernel_does() -> None:

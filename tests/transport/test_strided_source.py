@@ -1,4 +1,6 @@
-"""What a source says of where its regions are is hostile: it costs the reader an error, and no byte of anybody else."""
+"""What a source says of where its regions are is hostile: it costs the reader an error, and no byte
+of anybody else.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def places(client: Client) -> StridedSource:
 def test_only_the_pages_that_are_needed_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialect, "REGIONS_MAX", 4)
     monkeypatch.setattr("tensorhub.transport.one_sided.REGIONS_MAX", 4)
-    client = Client(Selection(((straight(1, 0, 8), Strip(9, 3, 1, 0, 2, (), 5)),)), range(1000, 1012))
+    client = Client(
+        Selection(((straight(1, 0, 8), Strip(9, 3, 1, 0, 2, (), 5)),)), range(1000, 1012)
+    )
     source = places(client)
     assert client.asked == [0, 8]
     (one, two) = source.stream(0).take(18)
@@ -69,7 +73,9 @@ def test_cma_reads_nothing_where_nothing_is(address: int) -> None:
         cma.gather(os.getpid(), made, address_of(memoryview(room)))
 
 
-@pytest.mark.parametrize("strip", [Strip(0, 0, 0, 0, 1, ((3, 4096),), 32), Strip(0, 5000, 0, -4999, 2, (), 60)])
+@pytest.mark.parametrize(
+    "strip", [Strip(0, 0, 0, 0, 1, ((3, 4096),), 32), Strip(0, 5000, 0, -4999, 2, (), 60)]
+)
 def test_shm_reads_nothing_beyond_a_segment(strip: Strip) -> None:
     segment = Segment(8192)
     memory: Any = segment.bytes_at(0, 8192)

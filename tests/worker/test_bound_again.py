@@ -1,4 +1,6 @@
-"""What a call by selector reads is gone, and the selector names another version: a rank lets go of it, and calls again."""
+"""What a call by selector reads is gone, and the selector names another version: a rank lets go of
+it, and calls again.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ AGAIN = ErrorInfo.of(GroupAborted("what this call has read is gone; call again")
 
 
 def is_gone(reader: Reader) -> None:
-    reader.do(reader.member.receive(Outcome(reader.key, 0, False, False, None, AGAIN, again=True), 0))
+    reader.do(
+        reader.member.receive(Outcome(reader.key, 0, False, False, None, AGAIN, again=True), 0)
+    )
 
 
 def phase(reader: Reader) -> Phase:
@@ -94,7 +98,11 @@ def test_a_late_word_of_the_former_operation_changes_nothing() -> None:
     reader.do(reader.member.pull_stopped(0))
     before = list(reader.actions)
     info = VersionInfo("m", 1, "content1", 0, 2)
-    for late in (Write(former, 0, ()), Start(former, 0, info, "", True, ()), Outcome(former, 0, True, True, info, None)):
+    for late in (
+        Write(former, 0, ()),
+        Start(former, 0, info, "", True, ()),
+        Outcome(former, 0, True, True, info, None),
+    ):
         reader.do(reader.member.receive(late, 0))
     assert reader.actions == before
     assert phase(reader) is Phase.ASKED

@@ -1,4 +1,6 @@
-"""The budget of a worker's host memory: never more than there is, whatever is asked for in whatever order."""
+"""The budget of a worker's host memory: never more than there is, whatever is asked for in whatever
+order.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ P = Purpose
 def test_what_can_never_fit_says_how_much_is_needed() -> None:
     budget = Budget(100)
     for ask in (budget.plan, budget.reserve):
-        with pytest.raises(StateError, match=r"prefetch needs 101 bytes .* is 100: give 101 or more") as caught:
+        with pytest.raises(
+            StateError, match=r"prefetch needs 101 bytes .* is 100: give 101 or more"
+        ) as caught:
             ask("a", P.PREFETCH, 101)
         assert not caught.value.retryable
     assert budget.reserved_bytes == 0
@@ -47,7 +51,13 @@ def test_nothing_outranks_what_keeps_a_version() -> None:
             budget.plan("new", purpose, 20)
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from(sorted(P)), st.integers(0, 120), st.booleans())))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcde"), st.sampled_from(sorted(P)), st.integers(0, 120), st.booleans()
+        )
+    )
+)
 def test_never_more_than_there_is(steps: list[tuple[str, Purpose, int, bool]]) -> None:
     """Whoever does what the plan says gets what was asked for."""
     budget = Budget(100)

@@ -24,4 +24,6 @@ def test_what_is_not_as_published_is_told_with_its_origin() -> None:
 
 
 def test_of_a_list_that_is_too_long_the_rest_says_nothing() -> None:
-    assert compare(CompareDigests(MANIFEST, 7, False, 0, pack([1, 2, 3], 8)), 8, [1], lambda chunk: None) == ([], 3)
+    assert compare(
+        CompareDigests(MANIFEST, 7, False, 0, pack([1, 2, 3], 8)), 8, [1], lambda chunk: None
+    ) == ([], 3)

@@ -1,4 +1,6 @@
-"""The course of a fence: readers have their grace, then they are shut out; what nobody can end makes it fail in time."""
+"""The course of a fence: readers have their grace, then they are shut out; what nobody can end
+makes it fail in time.
+"""
 
 from __future__ import annotations
 

@@ -35,6 +35,8 @@ def test_a_lease_without_a_word_is_the_end_of_a_session_and_the_next_one_begins_
     beats = Heartbeats(8.0)
     assert [beats.is_in_vain() for _ in range(BEATS_PER_LEASE)] == [False] * BEATS_PER_LEASE
     beats.heard(HeartbeatAck(1, 1.0))
-    assert [beats.is_in_vain() for _ in range(BEATS_PER_LEASE + 1)] == [False] * BEATS_PER_LEASE + [True]
+    assert [beats.is_in_vain() for _ in range(BEATS_PER_LEASE + 1)] == [False] * BEATS_PER_LEASE + [
+        True
+    ]
     beats.connected()
     assert not beats.is_in_vain()

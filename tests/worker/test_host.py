@@ -1,4 +1,6 @@
-"""What a rank does with host copies and with what it has staged: the order of copies, fences, votes and restatements."""
+"""What a rank does with host copies and with what it has staged: the order of copies, fences, votes
+and restatements.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ GRANT = Grant("lease", "source", "i", "r", 1, (), Location(), True)
 
 
 def manifest() -> Manifest:
-    return build_manifest([TensorDescription("w", "uint8", (CHUNKS, 4096), 0, CHUNKS * 4096)], 4096, "none", "world/1")
+    return build_manifest(
+        [TensorDescription("w", "uint8", (CHUNKS, 4096), 0, CHUNKS * 4096)], 4096, "none", "world/1"
+    )
 
 
 def version(number: int) -> VersionInfo:
@@ -67,10 +71,17 @@ class Rank:
     """A member that is connected, and everything that it has wanted so far."""
 
     def __init__(
-        self, copies: LocalCopies, medium: Medium = Medium.DEVICE, purpose: Purpose = Purpose.USE, *, ranks: int = 1
+        self,
+        copies: LocalCopies,
+        medium: Medium = Medium.DEVICE,
+        purpose: Purpose = Purpose.USE,
+        *,
+        ranks: int = 1,
     ) -> None:
         name = f"{medium.value}-{purpose.value}"
-        self.shard = Shard(name, "m", name, 0, ranks, False, "world/1", manifest(), 0, medium, purpose)
+        self.shard = Shard(
+            name, "m", name, 0, ranks, False, "world/1", manifest(), 0, medium, purpose
+        )
         numbers = count(1)
         known = {manifest().manifest_id: manifest()}
         self.member = Member(
@@ -85,7 +96,9 @@ class Rank:
         self.take()
 
     def connect(self) -> None:
-        (say,) = [a.message for a in self.do(self.member.connected(0, 10)) if isinstance(a, Say)][-1:]
+        (say,) = [a.message for a in self.do(self.member.connected(0, 10)) if isinstance(a, Say)][
+            -1:
+        ]
         assert isinstance(say, Register)
         self.registered = say
         self.do(self.member.receive(RegisteredReply(say.request, say.registration, 1, 0, True), 0))
@@ -101,9 +114,13 @@ class Rank:
         return taken
 
     def said(self, kind: type[A]) -> list[A]:
-        return [a.message for a in self.actions if isinstance(a, Say) and isinstance(a.message, kind)]
+        return [
+            a.message for a in self.actions if isinstance(a, Say) and isinstance(a.message, kind)
+        ]
 
-    def fill(self, number: int, *, staged: bool = False, hold: bool = False, kind: OpKind = OpKind.UPDATE) -> None:
+    def fill(
+        self, number: int, *, staged: bool = False, hold: bool = False, kind: OpKind = OpKind.UPDATE
+    ) -> None:
         """Called, bound, and told to write."""
         self.do(self.member.begin(FillCall(kind, "latest", hold=hold, staged=staged), 60, 0))
         self.start(number)
@@ -117,10 +134,16 @@ class Rank:
 
     def outcome(self, number: int | None) -> None:
         running = self.member.running
-        key = running.key if running is not None and running.key is not None else self.member._memory.doubt
+        key = (
+            running.key
+            if running is not None and running.key is not None
+            else self.member._memory.doubt
+        )
         assert key is not None
         error = ErrorInfo.of(GroupAborted("aborted")) if number is None else None
-        done = Outcome(key, 0, number is not None, True, version(number) if number is not None else None, error)
+        done = Outcome(
+            key, 0, number is not None, True, version(number) if number is not None else None, error
+        )
         self.do(self.member.receive(done, 0))
         self.member.check_invariants()
 
@@ -148,7 +171,8 @@ def kinds(actions: list[Action]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
-# ----------------------------------------------------------------------------------------------------- local copies
+# --------------------------------------------------------------------------------------------------
+# local copies
 
 
 def test_what_a_running_prefetch_has_is_copied_first_and_again_after_it_broke_off() -> None:
@@ -165,7 +189,10 @@ def test_what_a_running_prefetch_has_is_copied_first_and_again_after_it_broke_of
     salvage = of(host.take(), ReopenGeneration).generation
     rank.do(rank.member.copied(frozenset({0}), 0))
     again = of(rank.take(), CopyLocally)
-    assert (again.sources, again.copied) == ((LocalCopy(host.shard.registration, salvage),), frozenset({0}))
+    assert (again.sources, again.copied) == (
+        (LocalCopy(host.shard.registration, salvage),),
+        frozenset({0}),
+    )
     rank.do(rank.member.copied(frozenset({0, 1}), 0))
     actions = rank.take()
     assert kinds(actions) == ["EndPrefetch", "StartPull"]
@@ -213,7 +240,11 @@ def test_who_goes_over_copies_all_of_it_again(copied: bool) -> None:
     assert rank.member.running is not None
     assert rank.member.running.key is not None
     gone = ErrorInfo.of(GroupAborted("what it has read is gone; call again"))
-    rank.do(rank.member.receive(Outcome(rank.member.running.key, 0, False, False, None, gone, again=True), 0))
+    rank.do(
+        rank.member.receive(
+            Outcome(rank.member.running.key, 0, False, False, None, gone, again=True), 0
+        )
+    )
     assert kinds(rank.take()) == ["StopPull"]
     rank.do(rank.member.pull_stopped(0))
     assert kinds(rank.take()) == ["Fence"]
@@ -246,7 +277,9 @@ def test_a_retention_copy_is_filled_from_a_handle_of_its_worker_and_never_the_ot
     content = rank.member.content
     assert content is not None
     host.fill(1, kind=OpKind.REPLICATE)
-    assert of(host.take(), CopyLocally).sources == (LocalCopy(rank.shard.registration, content.generation),)
+    assert of(host.take(), CopyLocally).sources == (
+        LocalCopy(rank.shard.registration, content.generation),
+    )
     assert not copies.of_shard(rank.shard).keep("content1", manifest().grid_id)
     host.do(host.member.copied(ALL, 0))
     assert of(host.take(), StartPull).copied == ALL
@@ -254,14 +287,21 @@ def test_a_retention_copy_is_filled_from_a_handle_of_its_worker_and_never_the_ot
     host.outcome(1)
     assert host.member.version == 1
     assert copies.of_shard(rank.shard).keep("content1", manifest().grid_id)
-    assert not copies.of_shard(host.shard).keep("content1", manifest().grid_id)  # it is not its own reason to leave
+    # it is not its own reason to leave
+    assert not copies.of_shard(host.shard).keep("content1", manifest().grid_id)
     other = replace(rank.shard, registration="another handle")
-    assert [each.registration for each in copies.of_shard(other).find("content1", manifest().grid_id)] == ["host-retention"]
+    assert [
+        each.registration for each in copies.of_shard(other).find("content1", manifest().grid_id)
+    ] == ["host-retention"]
 
 
 @pytest.mark.parametrize(("ranks", "goes"), [(1, True), (2, False)])
-def test_unasked_a_rank_leaves_what_its_own_host_copy_keeps_unless_it_has_mates(ranks: int, goes: bool) -> None:
-    """R4: the others' shards stop to serve with it, also where one rank has published all that they have read."""
+def test_unasked_a_rank_leaves_what_its_own_host_copy_keeps_unless_it_has_mates(
+    ranks: int, goes: bool
+) -> None:
+    """R4: the others' shards stop to serve with it, also where one rank has published all that they
+    have read.
+    """
     copies = LocalCopies()
     rank, host = Rank(copies, ranks=ranks), Rank(copies, Medium.HOST, Purpose.RETENTION)
     rank.hold(1)
@@ -287,7 +327,8 @@ def test_what_a_fill_has_begun_to_use_again_is_not_freed_with_what_was_ordered_o
     assert host.member.version == 1
 
 
-# ------------------------------------------------------------------------------------------------------------ staged
+# --------------------------------------------------------------------------------------------------
+# staged
 
 
 def staged(*, hold: bool = False) -> tuple[Rank, int]:
@@ -315,7 +356,11 @@ def test_a_staged_update_reads_from_the_sources_that_are_left_when_there_is_room
     key = rank.member.running.key if rank.member.running is not None else None
     assert key is not None
     drop = DropSource(key, 0, GRANT.lease, "moved")
-    for message in (AddSource(key, 0, GRANT), AddSource(key, 0, replace(GRANT, lease="other")), drop):
+    for message in (
+        AddSource(key, 0, GRANT),
+        AddSource(key, 0, replace(GRANT, lease="other")),
+        drop,
+    ):
         rank.do(rank.member.receive(message, 0))
     assert rank.take() == []
     rank.do(rank.member.room_ended(None, 0))
@@ -351,7 +396,10 @@ def test_staged_fences_and_writes_after_the_commit_only() -> None:
     actions = rank.take()
     assert kinds(actions) == ["OpenGeneration", "CopyLocally"]
     copy, opened = of(actions, CopyLocally), of(actions, OpenGeneration)
-    assert (copy.sources, copy.last) == ((LocalCopy(staging_of("device-use"), opened.generation),), True)
+    assert (copy.sources, copy.last) == (
+        (LocalCopy(staging_of("device-use"), opened.generation),),
+        True,
+    )
     assert not opened.complete
     assert rank.member.state is HandleState.FILLING
     rank.do(rank.member.copied(ALL, 0))
@@ -393,7 +441,9 @@ def in_doubt() -> tuple[Rank, int]:
     return rank, held
 
 
-def test_a_doubt_about_what_was_staged_that_ends_in_a_commit_applies_it_before_the_next_call() -> None:
+def test_a_doubt_about_what_was_staged_that_ends_in_a_commit_applies_it_before_the_next_call() -> (
+    None
+):
     rank, held = in_doubt()
     rank.do(rank.member.begin(UnpublishCall(), 60, 0))
     rank.take()
@@ -416,7 +466,9 @@ def test_a_doubt_about_what_was_staged_that_ends_in_an_abort_changes_nothing() -
     assert (rank.member.state, rank.member.version) == (HandleState.READY, 1)
 
 
-def test_what_was_staged_and_does_not_come_through_is_torn_and_the_coordinator_hears_of_it() -> None:
+def test_what_was_staged_and_does_not_come_through_is_torn_and_the_coordinator_hears_of_it() -> (
+    None
+):
     rank, _ = staged()
     rank.take()
     rank.outcome(2)

@@ -1,8 +1,8 @@
-"""The machine of a worker's host copies, in whatever order things come: what is reserved never is more than there is,
-whatever is asked for ends, and an error leaves all of it as it was.
+"""The machine of a worker's host copies, in whatever order things come: what is reserved never is
+more than there is, whatever is asked for ends, and an error leaves all of it as it was.
 
-`World` carries its actions out, as a shell would: handles that are answered, calls that take their time and may fail, memory
-that is taken and given back. It counts that memory itself.
+`World` carries its actions out, as a shell would: handles that are answered, calls that take their
+time and may fail, memory that is taken and given back. It counts that memory itself.
 """
 
 from __future__ import annotations
@@ -117,8 +117,17 @@ class World:
 
     # -- what is asked for
 
-    def handle(self, name: str = "a", world_size: int = 1, *, spot: bool = False, content: int | None = None) -> FakeMember:
-        member = FakeMember(Shard(name, "m", name, 0, world_size, spot, "layout", MANIFEST, 0), is_answered=True)
+    def handle(
+        self,
+        name: str = "a",
+        world_size: int = 1,
+        *,
+        spot: bool = False,
+        content: int | None = None,
+    ) -> FakeMember:
+        member = FakeMember(
+            Shard(name, "m", name, 0, world_size, spot, "layout", MANIFEST, 0), is_answered=True
+        )
         if content is not None:
             member.state, member.content = HandleState.READY, Content(version(content))
         self.members[name] = member
@@ -160,7 +169,11 @@ class World:
             case BeginCall():
                 return self._begin(action)
             case CancelCall():
-                running = self.members[action.registration].running if action.registration in self.members else None
+                running = (
+                    self.members[action.registration].running
+                    if action.registration in self.members
+                    else None
+                )
                 if running is not None and running.number == action.number:
                     running.cancelled = action.error
             case AskManifest():
@@ -182,9 +195,14 @@ class World:
             error = None if isinstance(action.call, CloseCall) else StateError("closed")
             return self.copies.call_ended(action.number, self.now, error=error)
         if member.running is not None:
-            assert isinstance(action.call, CloseCall), f"{action.call} in the midst of {member.running}"
+            assert isinstance(action.call, CloseCall), (
+                f"{action.call} in the midst of {member.running}"
+            )
             return self.copies.call_ended(
-                action.number, self.now, error=StateError("one call at a time"), nbytes=member.nbytes
+                action.number,
+                self.now,
+                error=StateError("one call at a time"),
+                nbytes=member.nbytes,
             )
         if isinstance(action.call, FillCall):
             assert self.copies.budget.reservation(action.registration) is not None
@@ -225,9 +243,15 @@ class World:
         if failed is None:
             actions = self._succeed(member, running.call)
         member.running = None
-        report = FetchReport(1, True) if isinstance(running.call, FillCall) and failed is None else None
+        report = (
+            FetchReport(1, True) if isinstance(running.call, FillCall) and failed is None else None
+        )
         self.do(actions)
-        self.do(self.copies.call_ended(running.number, self.now, report=report, error=failed, nbytes=member.nbytes))
+        self.do(
+            self.copies.call_ended(
+                running.number, self.now, report=report, error=failed, nbytes=member.nbytes
+            )
+        )
         if member.state is HandleState.CLOSED:
             self.do(self._end(member.shard.registration))
 
@@ -239,7 +263,9 @@ class World:
                 number = call.selector if isinstance(call.selector, int) else 1
                 member.state, member.content = HandleState.READY, Content(version(number))
             case ReleaseCall() | CloseCall():
-                member.state = HandleState.CLOSED if isinstance(call, CloseCall) else HandleState.EMPTY
+                member.state = (
+                    HandleState.CLOSED if isinstance(call, CloseCall) else HandleState.EMPTY
+                )
                 member.content, member.nbytes = None, 0
                 return self.copies.freed(member.shard.registration, self.now)
             case _:
@@ -298,7 +324,8 @@ class World:
         return handle, self.members[new]
 
 
-# ---------------------------------------------------------------------------------------------------- prefetch and seeds
+# --------------------------------------------------------------------------------------------------
+# prefetch and seeds
 
 
 def test_a_prefetch_makes_a_copy_and_fills_it() -> None:
@@ -306,7 +333,11 @@ def test_a_prefetch_makes_a_copy_and_fills_it() -> None:
     handle = world.handle()
     request = world.prefetch(handle)
     copy = world.copy()
-    assert (copy.shard.group, copy.shard.purpose, copy.running) == ("a/host", Purpose.PREFETCH, None)
+    assert (copy.shard.group, copy.shard.purpose, copy.running) == (
+        "a/host",
+        Purpose.PREFETCH,
+        None,
+    )
     world.answer(copy)
     assert copy.runs is FillCall
     assert world.copies.budget.reserved_bytes == ONE
@@ -410,7 +441,8 @@ def test_seeds_are_made_once_and_filled_again() -> None:
     assert isinstance(world.error(late), OperationTimeout)
 
 
-# ----------------------------------------------------------------------------------------------------------------- room
+# --------------------------------------------------------------------------------------------------
+# room
 
 
 def test_who_outranks_a_copy_has_it_released_and_then_its_room() -> None:
@@ -456,7 +488,8 @@ def test_who_is_cancelled_while_it_waits_for_room_is_in_nobodys_way(whom: int) -
     assert world.copies.budget.reserved_bytes == ONE
 
 
-# --------------------------------------------------------------------------------------------------------------- closing
+# --------------------------------------------------------------------------------------------------
+# closing
 
 
 def test_a_close_closes_what_ends_with_the_handle_first() -> None:
@@ -534,7 +567,8 @@ def test_an_abandoned_close_leaves_what_is_retained() -> None:
     assert list(world.members) == ["kept"]
 
 
-# ---------------------------------------------------------------------------------------------------------------- orders
+# --------------------------------------------------------------------------------------------------
+# orders
 
 
 def test_a_copy_that_is_ordered_is_filled_once() -> None:
@@ -576,12 +610,16 @@ def test_a_copy_that_is_ordered_out_twice_ends_once() -> None:
     world.drop("c")
     world.drop("c")
     world.settle()
-    assert [call for name, call in world.begun if name == "c" and isinstance(call, CloseCall)] == [CloseCall()]
+    assert [call for name, call in world.begun if name == "c" and isinstance(call, CloseCall)] == [
+        CloseCall()
+    ]
     assert list(world.members) == ["a"]
 
 
 def test_a_copy_that_ends_by_itself_while_it_is_closed_or_released_is_no_failure() -> None:
-    """A retention copy after a rollback, which has taken its version; a prefetched copy with its handle."""
+    """A retention copy after a rollback, which has taken its version; a prefetched copy with its
+    handle.
+    """
     world = World()
     handle = world.handle(content=1)
     world.order("c")
@@ -610,7 +648,8 @@ def test_a_copy_that_is_not_needed_while_it_is_made() -> None:
     assert world.copies.budget.reserved_bytes == 0
 
 
-# ------------------------------------------------------------------------------------------------------------- any order
+# --------------------------------------------------------------------------------------------------
+# any order
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -619,7 +658,11 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World()
-        self.handles = [self.world.handle("a", content=1), self.world.handle("b"), self.world.handle("c", 2)]
+        self.handles = [
+            self.world.handle("a", content=1),
+            self.world.handle("b"),
+            self.world.handle("c", 2),
+        ]
         self.requests: set[int] = set()
         self.names = count()
 
@@ -657,7 +700,9 @@ class AnyOrder(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         open_ = sorted(self.requests - self.world.finished.keys())
         if open_:
-            self.world.do(self.world.copies.cancel(data.draw(st.sampled_from(open_)), self.world.now))
+            self.world.do(
+                self.world.copies.cancel(data.draw(st.sampled_from(open_)), self.world.now)
+            )
 
     @rule(number=st.integers(1, 2))
     def order(self, number: int) -> None:
@@ -703,8 +748,13 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(number=handles_)
     def register_anew(self, number: int) -> None:
         """In the place of one that is closed."""
-        if self._of(number).state is HandleState.CLOSED and self._of(number).shard.registration not in self.world.members:
-            self.handles[number] = self.world.handle(f"{'abc'[number]}{next(self.names)}", 2 if number == 2 else 1)
+        if (
+            self._of(number).state is HandleState.CLOSED
+            and self._of(number).shard.registration not in self.world.members
+        ):
+            self.handles[number] = self.world.handle(
+                f"{'abc'[number]}{next(self.names)}", 2 if number == 2 else 1
+            )
 
     @rule(data=st.data())
     def handle_goes(self, data: st.DataObject) -> None:

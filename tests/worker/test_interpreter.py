@@ -1,4 +1,6 @@
-"""What a caller may do with a handle, what its calls raise in the end, and what is told of its memory."""
+"""What a caller may do with a handle, what its calls raise in the end, and what is told of its
+memory.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ from typing import NamedTuple
 
 import pytest
 
-from tensorhub.errors import LeaseLost, MutabilityViolation, RegistrationError, StateError, VersionConflict
+from tensorhub.errors import (
+    LeaseLost,
+    MutabilityViolation,
+    RegistrationError,
+    StateError,
+    VersionConflict,
+)
 from tensorhub.messages import (
     Deregister,
     DigestAgain,
@@ -67,7 +75,9 @@ class Rig(NamedTuple):
         assert content is not None
         question = DigestAgain("i", self.handle.id, content.generation, 0)
         owner = self.handle.worker.owner
-        actions, error = self.interpreter.digested_again(question, True, b"", owner, self.cluster.now)
+        actions, error = self.interpreter.digested_again(
+            question, True, b"", owner, self.cluster.now
+        )
         self.handle.apply(actions)
         self.cluster.run()
         return str(error)
@@ -120,8 +130,14 @@ def test_one_call_runs_at_a_time_until_its_fences_are_carried_out() -> None:
     at.handle.unpublish()
     at.cluster.run(until=lambda: any(isinstance(action, Finish) for action in at.handle.todo))
     assert at.handle.member.running is None, "the member is done, its Finish is still to come"
-    for refused in (lambda: at.interpreter.check(UPDATE), lambda: at.handle.call(UPDATE), at.interpreter.check_idle):
-        with pytest.raises(StateError, match="a call is still running on this handle; one call at a time") as error:
+    for refused in (
+        lambda: at.interpreter.check(UPDATE),
+        lambda: at.handle.call(UPDATE),
+        at.interpreter.check_idle,
+    ):
+        with pytest.raises(
+            StateError, match="a call is still running on this handle; one call at a time"
+        ) as error:
             refused()
         assert error.value.retryable
     at.cluster.run()
@@ -164,7 +180,10 @@ def test_who_has_voted_and_is_given_up_does_not_know_what_became_of_it() -> None
     at = rig()
     call = at.handle.publish(5)
     at.cluster.run(
-        until=lambda: any(isinstance(action, Say) and isinstance(action.message, Publish) for action in at.handle.todo)
+        until=lambda: any(
+            isinstance(action, Say) and isinstance(action.message, Publish)
+            for action in at.handle.todo
+        )
     )
     assert given_up(at) is call
     assert isinstance(call.error, StateError)
@@ -204,7 +223,9 @@ def test_at_the_workers_end_what_is_still_read_stays_closed_and_its_call_ends() 
     at.handle.end_access()
 
 
-def test_nothing_is_said_of_a_registration_after_its_deregister(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_said_of_a_registration_after_its_deregister(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     at = rig(5)
     said = list[FromWorker]()
     monkeypatch.setattr(at.handle.worker, "say", said.append)
@@ -252,7 +273,14 @@ def test_who_is_refused_at_once_is_no_more_and_who_was_known_stays() -> None:
 def test_what_could_not_be_opened_is_neither_filled_nor_reopened() -> None:
     interpreter, error = bare(), StateError("no memory")
     opened = OpenGeneration(1, "c", MANIFEST, complete=False)
-    interpreter.add([opened, StartPull(INFO, MANIFEST, 1, ()), CopyLocally(INFO, MANIFEST, 1, ()), ReopenGeneration(2)])
+    interpreter.add(
+        [
+            opened,
+            StartPull(INFO, MANIFEST, 1, ()),
+            CopyLocally(INFO, MANIFEST, 1, ()),
+            ReopenGeneration(2),
+        ]
+    )
     assert interpreter.next(0.0) is opened
     interpreter.not_opened(error)
     assert interpreter.next(0.0) is None
@@ -319,7 +347,9 @@ def test_who_takes_written_memory_back_is_told_once_and_has_it() -> None:
     for call in (UnpublishCall(), CloseCall()):
         at = rig(5)
         at.written.extend("abcdefg")
-        with pytest.raises(MutabilityViolation, match=r"version 5 .* 'a', 'b', 'c', 'd', 'e' \(and 2 more\)") as error:
+        with pytest.raises(
+            MutabilityViolation, match=r"version 5 .* 'a', 'b', 'c', 'd', 'e' \(and 2 more\)"
+        ) as error:
             at.call(call)
         assert error.value.memory == "torn"
         assert at.handle.member.version is None
@@ -328,7 +358,9 @@ def test_who_takes_written_memory_back_is_told_once_and_has_it() -> None:
     at.call(UnpublishCall())
 
 
-def test_an_update_of_written_memory_begins_nothing_and_one_that_changes_nothing_looks_once_more() -> None:
+def test_an_update_of_written_memory_begins_nothing_and_one_that_changes_nothing_looks_once_more() -> (
+    None
+):
     at = filled()
     at.written.append("a")
     with pytest.raises(MutabilityViolation, match="'a'"):
@@ -371,9 +403,15 @@ def test_a_second_digest_under_another_generation_is_nobodys_fault() -> None:
     at = rig(5)
     content = at.handle.member.content
     assert content is not None
-    for changed, generation in ((True, content.generation + 1), (False, content.generation), (None, content.generation)):
+    for changed, generation in (
+        (True, content.generation + 1),
+        (False, content.generation),
+        (None, content.generation),
+    ):
         question = DigestAgain("i", at.handle.id, generation, 0)
-        at.interpreter.digested_again(question, changed, b"", at.handle.worker.owner, at.cluster.now)
+        at.interpreter.digested_again(
+            question, changed, b"", at.handle.worker.owner, at.cluster.now
+        )
     at.interpreter.check(UPDATE)
 
 

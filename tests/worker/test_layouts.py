@@ -1,4 +1,6 @@
-"""A rank whose tensors are parts: what it says of them, and what it does with a version of another layout."""
+"""A rank whose tensors are parts: what it says of them, and what it does with a version of another
+layout.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,21 @@ from typing import TypeVar
 
 import pytest
 
-from tensorhub.errors import ManifestMismatch, ProtocolError, StateError, TensorHubError, VersionUnavailable
+from tensorhub.errors import (
+    ManifestMismatch,
+    ProtocolError,
+    StateError,
+    TensorHubError,
+    VersionUnavailable,
+)
 from tensorhub.layouts.identity import layout_id_of
-from tensorhub.layouts.joining import coordinates_of, parts_of, publication_of, reading_for, said_parts
+from tensorhub.layouts.joining import (
+    coordinates_of,
+    parts_of,
+    publication_of,
+    reading_for,
+    said_parts,
+)
 from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.reading import ReshardedManifest
@@ -76,7 +90,9 @@ CHUNK_BYTES = 4096
 def manifest_of(**rows: int) -> Manifest:
     """Tensors of so many rows, of 16 bytes each."""
     places = count(0x10000, 0x10000)
-    tensors = [TensorDescription(name, "uint8", (n, 16), next(places), 16 * n) for name, n in rows.items()]
+    tensors = [
+        TensorDescription(name, "uint8", (n, 16), next(places), 16 * n) for name, n in rows.items()
+    ]
     return build_manifest(tensors, CHUNK_BYTES, "xxh3-64", "world/1")
 
 
@@ -102,7 +118,9 @@ def shard_of(rank: int, sources: dict[str, object], *, partial: bool = False, **
 
 def member_of(shard: Shard) -> Member:
     numbers = count(1)
-    return Member(shard, requests=lambda: next(numbers), generations=lambda: next(numbers), manifests={})
+    return Member(
+        shard, requests=lambda: next(numbers), generations=lambda: next(numbers), manifests={}
+    )
 
 
 def said(member: Member, actions: list[object]) -> Register:
@@ -142,7 +160,9 @@ def test_parts_of_what_is_held_lie_as_another_rank_has_published_them() -> None:
     member.begin(FillCall(OpKind.REPLICATE, "latest"), 60, 0)
     assert member.running is not None
     assert member.running.key is not None
-    asked = Start(member.running.key, 0, info, theirs.manifest.manifest_id, True, (), part_ids=theirs.part_ids)
+    asked = Start(
+        member.running.key, 0, info, theirs.manifest.manifest_id, True, (), part_ids=theirs.part_ids
+    )
     (question,) = member.receive(asked, 0)
     assert isinstance(question, Say)
     assert isinstance(question.message, GetManifest)
@@ -168,19 +188,30 @@ def test_what_does_not_say_its_shapes_cannot_be_published() -> None:
     shard = shard_of(0, {"w": source("whole")[0:1024]}, w=1024)
     member = member_of(shard)
     assert said(member, [*member.connected(0, 10)]).part_ids == ()
-    with pytest.raises(StateError, match=r"how large 'whole' is as a whole; register it with source\('whole', shape="):
+    with pytest.raises(
+        StateError,
+        match=r"how large 'whole' is as a whole; register it with source\('whole', shape=",
+    ):
         member.begin(PublishCall(1), 10, 0)
 
 
-# ------------------------------------------------------------------------------------ a version of another layout
+# ------------------------------------------------------------------------------------ a version of
+# another layout
 
 A = TypeVar("A")
 
 
 def publication_of_rows() -> tuple[Published, dict[str, bytes]]:
     """ "w" on two ranks, each of which has one half of its rows."""
-    shards = [shard_of(rank, {"w": W[1024 * rank : 1024 * rank + 1024]}, w=1024) for rank in range(2)]
-    parts = {part_id: part for shard in shards if shard.manifest for part_id, part in shard.parts(shard.manifest).items()}
+    shards = [
+        shard_of(rank, {"w": W[1024 * rank : 1024 * rank + 1024]}, w=1024) for rank in range(2)
+    ]
+    parts = {
+        part_id: part
+        for shard in shards
+        if shard.manifest
+        for part_id, part in shard.parts(shard.manifest).items()
+    }
     published = Published("xxh3-64", CHUNK_BYTES, tuple([shard.part_ids for shard in shards]))
     return published, parts | {published.publication_id: published.encode()}
 
@@ -190,14 +221,29 @@ def columns(rank: int = 0) -> Shard:
     places = count(0x10000, 0x10000)
     tensors = [TensorDescription("mine", "uint8", (2056, 8), next(places), 2056 * 8)]
     manifest = build_manifest(tensors, CHUNK_BYTES, "xxh3-64", "world/2")
-    entries, _ = entries_of(["mine"], {"mine": [(at[0:2048], source("w")[:, 8 * rank : 8 * rank + 8])]})
+    entries, _ = entries_of(
+        ["mine"], {"mine": [(at[0:2048], source("w")[:, 8 * rank : 8 * rank + 8])]}
+    )
     declared = Declaration(rank, 2, {}, entries)
     manifest = replace(manifest, layout_id=layout_id_of(manifest, declared))
-    return Shard(f"c{rank}", "m", "columns", rank, 2, False, manifest.layout_id, manifest, rank, declared=declared)
+    return Shard(
+        f"c{rank}",
+        "m",
+        "columns",
+        rank,
+        2,
+        False,
+        manifest.layout_id,
+        manifest,
+        rank,
+        declared=declared,
+    )
 
 
 class Reader:
-    """A rank of another layout, all that it says and wants, and a coordinator that answers what it asks for."""
+    """A rank of another layout, all that it says and wants, and a coordinator that answers what it
+    asks for.
+    """
 
     def __init__(self, known: KnownParts | None = None) -> None:
         numbers = count(1)
@@ -217,13 +263,19 @@ class Reader:
     def connect(self) -> None:
         self.do(self.member.connected(0, 10))
         register = self.said(Register)[-1]
-        self.do(self.member.receive(Registered(register.request, register.registration, 1, 0, True), 0))
+        self.do(
+            self.member.receive(Registered(register.request, register.registration, 1, 0, True), 0)
+        )
 
     def do(self, actions: list[Action]) -> None:
         self.actions += actions
 
     def said(self, kind: type[A]) -> list[A]:
-        return [each.message for each in self.actions if isinstance(each, Say) and isinstance(each.message, kind)]
+        return [
+            each.message
+            for each in self.actions
+            if isinstance(each, Say) and isinstance(each.message, kind)
+        ]
 
     def wants(self, kind: type[A]) -> A:
         return [each for each in self.actions if isinstance(each, kind)][-1]
@@ -235,7 +287,12 @@ class Reader:
         return self.member.running.key
 
     def begin(
-        self, kind: OpKind = OpKind.REPLICATE, *, number: int = 1, staged: bool = False, selector: int | str = 1
+        self,
+        kind: OpKind = OpKind.REPLICATE,
+        *,
+        number: int = 1,
+        staged: bool = False,
+        selector: int | str = 1,
     ) -> None:
         self.do(self.member.begin(FillCall(kind, selector, staged=staged), 60, 0))
         self.start(number)
@@ -243,7 +300,15 @@ class Reader:
     def start(self, number: int = 1) -> None:
         info = VersionInfo("m", number, f"content{number}", 2048 * 16, 2)
         assert self.shard.manifest is not None
-        what = info, self.shard.manifest.manifest_id, False, (), b"", (), self.published.publication_id
+        what = (
+            info,
+            self.shard.manifest.manifest_id,
+            False,
+            (),
+            b"",
+            (),
+            self.published.publication_id,
+        )
         self.do(self.member.receive(Start(self.key, 0, *what), 0))
 
     def answer(self) -> int:
@@ -252,7 +317,9 @@ class Reader:
         while (questions := self.said(GetPart)[asked:]) != []:
             for each in questions:
                 asked += 1
-                self.do(self.member.receive(ManifestReply(each.request, self.blobs[each.part_id]), 0))
+                self.do(
+                    self.member.receive(ManifestReply(each.request, self.blobs[each.part_id]), 0)
+                )
         return asked
 
     def plan(self) -> ReshardedManifest:
@@ -302,7 +369,9 @@ def readers(reader: Reader, *others: Shard) -> Published:
         assert shard.manifest is not None
         assert shard.declared is not None
         publication = publication_of(reader.published, reader.blobs)
-        theirs = said_parts(reading_for(reader.published, publication, shard.manifest, shard.declared))
+        theirs = said_parts(
+            reading_for(reader.published, publication, shard.manifest, shard.declared)
+        )
         reader.blobs |= theirs
         shards.append(tuple(theirs))
     described = Published("xxh3-64", CHUNK_BYTES, tuple(shards))
@@ -338,8 +407,12 @@ def test_where_it_will_lie_is_said_and_its_parts_when_they_are_asked_for() -> No
     (ready,) = reader.said(ReadyToWrite)
     assert (ready.part_ids, ready.parts) == (tuple(parts), ())
     catalogue, arrangement, coordinates = parts
-    reader.do(reader.member.receive(ReadyAgain(reader.key, 0, (coordinates, "another", catalogue)), 0))
-    assert reader.said(ReadyToWrite)[-1] == replace(ready, parts=(parts[coordinates], parts[catalogue]))
+    reader.do(
+        reader.member.receive(ReadyAgain(reader.key, 0, (coordinates, "another", catalogue)), 0)
+    )
+    assert reader.said(ReadyToWrite)[-1] == replace(
+        ready, parts=(parts[coordinates], parts[catalogue])
+    )
     reader.do(reader.member.receive(Write(reader.key, 0, ()), 0))
     info = VersionInfo("m", 1, "content1", 2048 * 16, 2)
     reader.votes(reader.wants(StartPull).manifest)  # type: ignore[arg-type]
@@ -349,7 +422,9 @@ def test_where_it_will_lie_is_said_and_its_parts_when_they_are_asked_for() -> No
     held = reader.said(Register)[-1].held
     assert held is not None
     assert held.part_ids == ready.part_ids
-    again = RegisterAgain(reader.said(Register)[-1].request, whole=False, part_ids=(arrangement, coordinates))
+    again = RegisterAgain(
+        reader.said(Register)[-1].request, whole=False, part_ids=(arrangement, coordinates)
+    )
     reader.do(reader.member.receive(again, 1))
     assert reader.said(Register)[-1].parts == (parts[arrangement], parts[coordinates])
 
@@ -360,7 +435,8 @@ def test_the_rank_that_is_asked_says_that_all_is_read() -> None:
     reader.answer()
     checked(reader)
     assert reader.said(Covered) == [Covered(reader.key, 0, described)]
-    reader.do(reader.member.receive(CheckCoverage(reader.key, 0, described), 0))  # it may not have been heard
+    # it may not have been heard
+    reader.do(reader.member.receive(CheckCoverage(reader.key, 0, described), 0))
     assert len(reader.said(Covered)) == 2
     assert len([each for each in reader.actions if isinstance(each, CheckRanks)]) == 1
 
@@ -372,7 +448,12 @@ def test_a_rank_digests_what_it_shares_where_its_own_memory_has_it(rank: int) ->
         shard_of(0, {"w": W[:1024], "norm": norm}, w=1024, norm=4),
         shard_of(1, {"norm": norm, "w": W[1024:]}, norm=4, w=1024),
     ]
-    parts = {part_id: part for shard in shards if shard.manifest for part_id, part in shard.parts(shard.manifest).items()}
+    parts = {
+        part_id: part
+        for shard in shards
+        if shard.manifest
+        for part_id, part in shard.parts(shard.manifest).items()
+    }
     published = Published("xxh3-64", CHUNK_BYTES, tuple([shard.part_ids for shard in shards]))
     asked: list[Share] = []
 
@@ -398,7 +479,9 @@ def test_the_rank_that_is_asked_gives_up_with_all_that_is_unread() -> None:
     (given_up,) = reader.said(Abandon)
     error = given_up.error.error()
     assert isinstance(error, ManifestMismatch)
-    assert error.differences == ("of tensor 'w', [0:2048, 8:16] (16384 bytes) is read by no rank of the group",)
+    assert error.differences == (
+        "of tensor 'w', [0:2048, 8:16] (16384 bytes) is read by no rank of the group",
+    )
     assert not [each for each in reader.actions if isinstance(each, OpenGeneration)]
 
 
@@ -408,7 +491,8 @@ def test_who_is_cut_off_while_it_gathers_asks_again() -> None:
     reader.do(reader.member.disconnected(1))
     reader.actions.clear()
     reader.connect()
-    assert not reader.said(GetPart)  # of a coordinator that may have started anew, and not know it yet
+    # of a coordinator that may have started anew, and not know it yet
+    assert not reader.said(GetPart)
     reader.start()
     assert [each.part_id for each in reader.said(GetPart)] == [described]
     reader.answer()
@@ -431,12 +515,19 @@ def lying(kind: str, described: Published) -> bytes:
     """What describes readers, and is none."""
     if kind == "nothing":
         return b"x"
-    order = {"one part": (0,), "turned round": (2, 1, 0), "coordinates twice": (0, 2, 2), "catalogue twice": (0, 1, 0)}[kind]
+    order = {
+        "one part": (0,),
+        "turned round": (2, 1, 0),
+        "coordinates twice": (0, 2, 2),
+        "catalogue twice": (0, 1, 0),
+    }[kind]
     shards = tuple([tuple([shard[part] for part in order]) for shard in described.shards])
     return Published("xxh3-64", CHUNK_BYTES, shards).encode()
 
 
-@pytest.mark.parametrize("kind", ["nothing", "one part", "turned round", "coordinates twice", "catalogue twice"])
+@pytest.mark.parametrize(
+    "kind", ["nothing", "one part", "turned round", "coordinates twice", "catalogue twice"]
+)
 def test_what_does_not_describe_readers_ends_the_call(kind: str) -> None:
     reader = Reader()
     reader.begin()
@@ -455,7 +546,9 @@ def test_what_does_not_describe_readers_ends_the_call(kind: str) -> None:
 def test_a_part_that_nobody_knows_any_more_ends_the_call() -> None:
     reader, _ = asked_whether_all_is_read(columns(1))
     request = reader.said(GetPart)[-1].request
-    reader.do(reader.member.receive(Refused(request, ErrorInfo.of(VersionUnavailable("not known"))), 0))
+    reader.do(
+        reader.member.receive(Refused(request, ErrorInfo.of(VersionUnavailable("not known"))), 0)
+    )
     (given_up,) = reader.said(Abandon)
     assert isinstance(given_up.error.error(), VersionUnavailable)
 
@@ -510,7 +603,9 @@ def test_what_does_not_fit_ends_the_call_with_everything_that_is_wrong() -> None
     reader.begin()
     reader.answer()
     action = reader.wants(PlanReading)
-    made = plan(replace(action, declared=replace(action.declared, sources={"mine": ((None, source("v")),)})))
+    made = plan(
+        replace(action, declared=replace(action.declared, sources={"mine": ((None, source("v")),)}))
+    )
     assert isinstance(made, TensorHubError)
     assert "'v' is not published" in str(made)
     reader.do(reader.member.planned(action.number, made, 0))
@@ -522,7 +617,15 @@ def test_a_plan_that_comes_too_late_changes_nothing() -> None:
     reader.begin()
     reader.answer()
     action = reader.wants(PlanReading)
-    unknown = Outcome(reader.key, 0, False, False, None, ErrorInfo("GroupAborted", "unheard of", True), unknown=True)
+    unknown = Outcome(
+        reader.key,
+        0,
+        False,
+        False,
+        None,
+        ErrorInfo("GroupAborted", "unheard of", True),
+        unknown=True,
+    )
     reader.do(reader.member.receive(unknown, 0))
     reader.start()  # by another coordinator, which gives the same
     later = reader.wants(PlanReading)
@@ -569,7 +672,9 @@ def test_a_selection_is_compared_in_its_own_numbers() -> None:
     page = pack([*part.chunks], 8)
     reader.do(reader.member.receive(Compare(key, 0, 0, page, True, name, part.shard), 0))
     action = reader.wants(CompareDigests)
-    digests = [chunk if chunk not in part.chunks else chunk + 100 for chunk in range(reading.chunk_count)]
+    digests = [
+        chunk if chunk not in part.chunks else chunk + 100 for chunk in range(reading.chunk_count)
+    ]
     origin = Origin("from", 7)
     wrong, following = compare(action, 8, digests, lambda _: origin)
     assert following == len(part.chunks)
@@ -585,9 +690,11 @@ def test_a_selection_is_compared_in_its_own_numbers() -> None:
 
 @pytest.mark.parametrize("is_another", [False, True], ids=["the same coordinator", "another one"])
 @pytest.mark.parametrize("is_right", [False, True])
-def test_a_vote_is_not_said_again_before_it_is_known_whether_it_is_void(is_right: bool, is_another: bool) -> None:
-    """A connection is lost while it compares the last page. The coordinator cannot know whether its question was heard, and
-    would count the vote.
+def test_a_vote_is_not_said_again_before_it_is_known_whether_it_is_void(
+    is_right: bool, is_another: bool
+) -> None:
+    """A connection is lost while it compares the last page. The coordinator cannot know whether its
+    question was heard, and would count the vote.
     """
     reader = Reader()
     reading = reader.pulls()
@@ -602,7 +709,11 @@ def test_a_vote_is_not_said_again_before_it_is_known_whether_it_is_void(is_right
     reader.connect()
     if is_another:
         error = ErrorInfo("GroupAborted", "unheard of", True)
-        reader.do(reader.member.receive(Outcome(reader.key, 0, False, False, None, error, unknown=True), 0))
+        reader.do(
+            reader.member.receive(
+                Outcome(reader.key, 0, False, False, None, error, unknown=True), 0
+            )
+        )
         reader.start()
         reader.do(reader.member.receive(Write(reader.key, 0, ()), 0))
     assert not reader.said(Prepared)
@@ -625,7 +736,15 @@ def test_another_coordinator_hears_what_is_read_where_the_fill_has_begun() -> No
     reader = Reader()
     reader.pulls()
     assert len(reader.said(ReadyToWrite)) == 1
-    unknown = Outcome(reader.key, 0, False, False, None, ErrorInfo("GroupAborted", "unheard of", True), unknown=True)
+    unknown = Outcome(
+        reader.key,
+        0,
+        False,
+        False,
+        None,
+        ErrorInfo("GroupAborted", "unheard of", True),
+        unknown=True,
+    )
     reader.do(reader.member.receive(unknown, 0))
     begun = reader.said(Fill)[-1].resume
     assert begun is not None
@@ -636,7 +755,8 @@ def test_another_coordinator_hears_what_is_read_where_the_fill_has_begun() -> No
     first, second = reader.said(ReadyToWrite)
     assert second.needs == first.needs
     assert second.key != first.key
-    assert len([each for each in reader.actions if isinstance(each, StartPull)]) == 1  # the pull goes on
+    # the pull goes on
+    assert len([each for each in reader.actions if isinstance(each, StartPull)]) == 1
 
 
 def test_parts_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -646,7 +766,11 @@ def test_parts_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
         known.add(id_of(part), part)
         known.get(id_of(b"aaaa"))
     known.add(id_of(b"cccc"), b"cccc")
-    assert [known.get(id_of(part)) for part in (b"aaaa", b"bbbb", b"cccc")] == [b"aaaa", None, b"cccc"]
+    assert [known.get(id_of(part)) for part in (b"aaaa", b"bbbb", b"cccc")] == [
+        b"aaaa",
+        None,
+        b"cccc",
+    ]
     known.add(id_of(b"d" * 99), b"d" * 99)  # however large, it is there for whoever has asked
     assert known.get(id_of(b"d" * 99)) is not None
     with pytest.raises(ProtocolError, match="it is not what its id"):
@@ -654,7 +778,9 @@ def test_parts_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_is_of_one_publication_into_the_regions_of_one_manifest() -> None:
-    """Groups of one layout read into the regions of the first of them, and otherwise into their own."""
+    """Groups of one layout read into the regions of the first of them, and otherwise into their
+    own.
+    """
     reader = Reader()
     reader.begin()
     reader.answer()
@@ -665,7 +791,8 @@ def test_a_plan_is_of_one_publication_into_the_regions_of_one_manifest() -> None
     assert known.get("another", "its own") is None
 
 
-# ------------------------------------------------------------------------- what it tells of what it has read in selections
+# ------------------------------------------------------------------------- what it tells of what it
+# has read in selections
 
 
 def told(reader: Reader, *, shard: int, selection: str = "") -> Digests:
@@ -701,9 +828,12 @@ def test_a_chunk_that_was_read_in_a_selection_is_looked_at_where_it_is() -> None
     assert content is not None
 
     def asked(chunk: int, selection: str) -> tuple[int, str]:
-        question = DigestAgain("i", reader.shard.registration, content.generation, chunk, selection, part.shard)
+        question = DigestAgain(
+            "i", reader.shard.registration, content.generation, chunk, selection, part.shard
+        )
         return interpreter.asked_about(question)
 
     assert asked(1, part.selection.selection_id) == (part.chunks[1], "")
     assert asked(7, "") == (7, "")
-    assert asked(10**6, part.selection.selection_id) == (10**6, part.selection.selection_id)  # which nothing is known of
+    # which nothing is known of
+    assert asked(10**6, part.selection.selection_id) == (10**6, part.selection.selection_id)

@@ -1,4 +1,6 @@
-"""What is copied from which source, what counts as missing, and where it is said to have been read."""
+"""What is copied from which source, what counts as missing, and where it is said to have been
+read.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,12 @@ class Rig:
                 self.owner.mark_available(registration, 1, [(chunk, None)], origin)
 
     @contextmanager
-    def access(self, source: LocalCopy, wanted: Sequence[int]) -> Iterator[tuple[Access, str] | Wait | Refusal]:
-        found = self.owner.begin(RegistrationId(source.registration), source.generation, CONTENT, wanted, 2)
+    def access(
+        self, source: LocalCopy, wanted: Sequence[int]
+    ) -> Iterator[tuple[Access, str] | Wait | Refusal]:
+        found = self.owner.begin(
+            RegistrationId(source.registration), source.generation, CONTENT, wanted, 2
+        )
         yield (found, source.registration) if isinstance(found, Access) else found
         if isinstance(found, Access):
             self.owner.end(found)

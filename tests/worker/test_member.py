@@ -1,4 +1,6 @@
-"""A rank's own side: what it does when messages are lost, calls are given up, and fills cannot go on."""
+"""A rank's own side: what it does when messages are lost, calls are given up, and fills cannot go
+on.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_who_has_deregistered_does_not_register_again() -> None:
     cluster.run()
 
     def asked() -> list[Action]:
-        return late.member.receive(RegisterAgain(late.member._session._register_request, whole=False), cluster.now)
+        return late.member.receive(
+            RegisterAgain(late.member._session._register_request, whole=False), cluster.now
+        )
 
     assert len(asked()) == 1
     closed = late.close()
@@ -96,13 +100,17 @@ def test_sources_that_changed_meanwhile_are_learnt_at_the_next_connection() -> N
     cluster.run("read")
     reader.worker.connect()
     cluster.run("read")
-    assert [g.source for g in reader.pull.grants.values()] == ["other" if source is trainer else "trainer"]
+    assert [g.source for g in reader.pull.grants.values()] == [
+        "other" if source is trainer else "trainer"
+    ]
     cluster.run()
     assert asked.number == 1
 
 
 def test_a_commit_whose_outcome_was_lost_leaves_its_memory_a_source() -> None:
-    """Between the decision and its hearing the rank says what it has voted for, and stays a source throughout."""
+    """Between the decision and its hearing the rank says what it has voted for, and stays a source
+    throughout.
+    """
     cluster, trainer, (reader, other) = published("reader", "other")
     asked = reader.replicate()
     cluster.run(until=lambda: any("reader -> Prepared" in line for line in cluster.log))
@@ -169,7 +177,11 @@ def test_a_manifest_that_is_none_ends_the_call() -> None:
     cluster, _, (reader,) = published("reader")
     reader.worker.manifests.clear()
     asked = reader.replicate()
-    cluster.run(until=lambda: reader.member.running is not None and reader.member.running.phase.value == "manifest")
+    cluster.run(
+        until=lambda: (
+            reader.member.running is not None and reader.member.running.phase.value == "manifest"
+        )
+    )
     running = reader.member.running
     assert isinstance(running, Filling)
     assert running.binding is not None
@@ -186,7 +198,11 @@ def test_progress_is_for_show_and_late_or_wild_figures_do_no_harm() -> None:
     assert asked.key is not None
     reader.worker.say(Progress(asked.key, 0, 99, 99))
     cluster.run("read")
-    (holding,) = [h for h in cluster.coordinator.cluster.models["actor"].versions[1].holdings[0] if not h.complete]
+    (holding,) = [
+        h
+        for h in cluster.coordinator.cluster.models["actor"].versions[1].holdings[0]
+        if not h.complete
+    ]
     assert holding.chunks_verified == 2
     cluster.run()
     reader.worker.say(Progress(asked.key, 0, 1, 1))
@@ -227,7 +243,11 @@ def test_answers_to_other_questions_change_nothing() -> None:
     cluster, _, (reader,) = published("reader")
     reader.worker.manifests.clear()
     asked = reader.replicate()
-    cluster.run(until=lambda: reader.member.running is not None and reader.member.running.phase.value == "manifest")
+    cluster.run(
+        until=lambda: (
+            reader.member.running is not None and reader.member.running.phase.value == "manifest"
+        )
+    )
     for message in (ManifestReply(10**6, b""), Refused(10**6, _error())):
         reader.apply(reader.member.receive(message, cluster.now))
     cluster.run()
@@ -267,7 +287,9 @@ def test_a_voted_fill_cannot_be_cancelled_alone(kept: bool) -> None:
 
 
 def test_a_barrier_is_in_doubt_also_where_what_was_held_is_given_up_before_its_end() -> None:
-    """R6: what this rank held was its vote. The record comes after both ranks have left, and says committed (G4)."""
+    """R6: what this rank held was its vote. The record comes after both ranks have left, and says
+    committed (G4).
+    """
     cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
@@ -286,7 +308,9 @@ def test_a_barrier_is_in_doubt_also_where_what_was_held_is_given_up_before_its_e
     member = readers[0].member
     assert member.content is not None
     changed = IntegrityError("its bytes have changed")
-    readers[0].apply(member.digested_again("inquiry", member.content.generation, True, changed, cluster.now))
+    readers[0].apply(
+        member.digested_again("inquiry", member.content.generation, True, changed, cluster.now)
+    )
     assert [handle.member.state for handle in readers] == [HandleState.EMPTY, HandleState.READY]
     cluster.now += DEADLINE_SLACK_S
     cluster.time_passes()
@@ -336,15 +360,21 @@ def test_an_abort_of_a_fill_whose_write_was_never_heard_leaves_nothing_behind() 
     assert got.number == 1
 
 
-# ------------------------------------------------------------------------------------------------ fences that do not end
+# ------------------------------------------------------------------------------------------------
+# fences that do not end
 
 
 def stays_published(cluster: StepwiseCluster, asked: CallRecord | CopyRequest) -> None:
-    """The call ended with DrainTimeout, and its memory is a source as before, under another generation (R4)."""
+    """The call ended with DrainTimeout, and its memory is a source as before, under another
+    generation (R4).
+    """
     handle = asked.handle
     assert isinstance(asked.error, DrainTimeout)
     assert (asked.error.retryable, asked.error.memory) == (True, "intact")
-    assert "version 1 is still being read after 8 s: it stays published and must not be written" in str(asked.error)
+    assert (
+        "version 1 is still being read after 8 s: it stays published and must not be written"
+        in str(asked.error)
+    )
     assert (handle.member.state, handle.member.version) == (HandleState.READY, 1)
     late = cluster.handle("late")
     cluster.run()
@@ -382,11 +412,17 @@ def test_memory_that_is_read_beyond_the_deadline_stays_published(what: str, onli
 
 
 def announced_open(handle: SimHandle) -> list[int]:
-    """Have it checked that whenever it says what it holds, that can be read: the generations under which it has said so."""
+    """Have it checked that whenever it says what it holds, that can be read: the generations under
+    which it has said so.
+    """
     worker, say, said = handle.worker, handle.worker.say, list[int]()
 
     def listening(message: FromWorker) -> None:
-        if isinstance(message, Register) and message.registration == handle.id and message.held is not None:
+        if (
+            isinstance(message, Register)
+            and message.registration == handle.id
+            and message.held is not None
+        ):
             held = worker.owner._memories[handle.id]
             assert held.is_open, f"{message} is said of memory that is closed"
             assert held.generation == message.held.generation
@@ -397,9 +433,13 @@ def announced_open(handle: SimHandle) -> list[int]:
     return said
 
 
-@pytest.mark.parametrize("when", ["online", "offline", "back while it is fenced", "back at its deadline", "restarted"])
+@pytest.mark.parametrize(
+    "when", ["online", "offline", "back while it is fenced", "back at its deadline", "restarted"]
+)
 @pytest.mark.parametrize("what", ["unpublish", "close", "update"])
-def test_memory_that_could_not_be_fenced_is_announced_again_once_it_is_open(what: str, when: str) -> None:
+def test_memory_that_could_not_be_fenced_is_announced_again_once_it_is_open(
+    what: str, when: str
+) -> None:
     cluster, _, (reader, other) = published("reader", "other")
     reader.replicate()
     cluster.run()
@@ -464,7 +504,9 @@ def test_an_update_that_cannot_fence_leaves_the_old_version_published(online: bo
 
 
 def test_what_is_ordered_out_while_it_is_fenced_for_an_update_is_overwritten_all_the_same() -> None:
-    """It is on its way out: a second fence, and a handle that holds nothing, would leave the update waiting for good."""
+    """It is on its way out: a second fence, and a handle that holds nothing, would leave the update
+    waiting for good.
+    """
     cluster, _, (reader, other) = published("reader", "other")
     reader.replicate()
     cluster.run()
@@ -475,7 +517,9 @@ def test_what_is_ordered_out_while_it_is_fenced_for_an_update_is_overwritten_all
     cluster.run()
     assert reader.member.content is not None
     registration, content_id = reader.shard.registration, reader.member.content.version.content_id
-    reader.apply(reader.member.receive(Revoked(registration, content_id, "rolled back"), cluster.now))
+    reader.apply(
+        reader.member.receive(Revoked(registration, content_id, "rolled back"), cluster.now)
+    )
     cluster.run()
     reader.end_access()
     cluster.run()
@@ -578,12 +622,17 @@ def test_what_was_ordered_out_is_told_by_the_next_unpublish_once() -> None:
     assert (trainer.member.state, trainer.member.has_pending_work) == (HandleState.EMPTY, True)
     asked = trainer.unpublish()
     cluster.advance(1)
-    assert not asked.has_ended()  # it says that the memory may be written, so it waits for the fence (G2)
+    # it says that the memory may be written, so it waits for the fence (G2)
+    assert not asked.has_ended()
     trainer.end_access()
     cluster.run()
     assert isinstance(asked.error, LeaseLost)
     assert "version 1, which it held, is unknown to the coordinator" in str(asked.error)
-    assert (asked.error.retryable, asked.error.memory, trainer.member.has_pending_work) == (False, "intact", False)
+    assert (asked.error.retryable, asked.error.memory, trainer.member.has_pending_work) == (
+        False,
+        "intact",
+        False,
+    )
     with pytest.raises(StateError, match="there is nothing to unpublish"):
         trainer.unpublish()
     trainer.publish(5)
@@ -591,9 +640,15 @@ def test_what_was_ordered_out_is_told_by_the_next_unpublish_once() -> None:
     assert trainer.member.version == 5
 
 
-@pytest.mark.parametrize("when", ["before the connection is lost", "while there is none", "afterwards"])
-def test_a_write_that_was_lost_with_its_connection_and_given_up_leaves_the_old_version_known(when: str) -> None:
-    """The coordinator has begun a fill here that never was; whatever it hears in which order, the old version is held."""
+@pytest.mark.parametrize(
+    "when", ["before the connection is lost", "while there is none", "afterwards"]
+)
+def test_a_write_that_was_lost_with_its_connection_and_given_up_leaves_the_old_version_known(
+    when: str,
+) -> None:
+    """The coordinator has begun a fill here that never was; whatever it hears in which order, the
+    old version is held.
+    """
     cluster, trainer, (reader,) = published("reader")
     reader.replicate()
     cluster.run()
@@ -602,7 +657,9 @@ def test_a_write_that_was_lost_with_its_connection_and_given_up_leaves_the_old_v
     trainer.publish(2)
     cluster.run()
     asked = reader.update(hold=True)
-    cluster.run(until=lambda: any(isinstance(message, Write) for message in reader.worker.heard_soon()))
+    cluster.run(
+        until=lambda: any(isinstance(message, Write) for message in reader.worker.heard_soon())
+    )
     if when.startswith("before"):
         reader.cancel()
     reader.worker.disconnect()
@@ -610,12 +667,22 @@ def test_a_write_that_was_lost_with_its_connection_and_given_up_leaves_the_old_v
         reader.cancel()
     reader.worker.connect()
     if when == "afterwards":
-        while reader.member.running is None or reader.worker.link is None or not reader.worker.link.welcomed:
-            cluster.do(next(choice for choice in cluster.choices() if choice.kind in ("up", "down")))
+        while (
+            reader.member.running is None
+            or reader.worker.link is None
+            or not reader.worker.link.welcomed
+        ):
+            cluster.do(
+                next(choice for choice in cluster.choices() if choice.kind in ("up", "down"))
+            )
         reader.cancel()
     cluster.run()
     assert isinstance(asked.error, StateError)
-    assert (asked.error.memory, reader.member.state, reader.member.version) == ("intact", HandleState.READY, 1)
+    assert (asked.error.memory, reader.member.state, reader.member.version) == (
+        "intact",
+        HandleState.READY,
+        1,
+    )
     cluster.check_agreement()
     late = cluster.handle("late")
     cluster.run()
@@ -649,16 +716,24 @@ def test_a_call_that_is_cancelled_while_its_fence_waits_ends_soon(what: str) -> 
     assert again.number == 2
 
 
-def asks_what_is_in_it(layout: Layout | None) -> tuple[StepwiseCluster, SimHandle, SimHandle, CallRecord]:
-    """A reader that is bound to a version, and has asked what is in it; the answer is not here yet."""
+def asks_what_is_in_it(
+    layout: Layout | None,
+) -> tuple[StepwiseCluster, SimHandle, SimHandle, CallRecord]:
+    """A reader that is bound to a version, and has asked what is in it; the answer is not here
+    yet.
+    """
     cluster = StepwiseCluster()
-    trainer = cluster.worker("trainer").register("trainer", cut=Layout(8, 1) if layout is not None else None)
+    trainer = cluster.worker("trainer").register(
+        "trainer", cut=Layout(8, 1) if layout is not None else None
+    )
     reader = cluster.worker("reader").register("reader", cut=layout)
     cluster.run()
     trainer.publish(1)
     cluster.run()
     asked = reader.replicate()
-    cluster.run(until=lambda: reader.member.running is None or reader.member.running.phase is Phase.MANIFEST)
+    cluster.run(
+        until=lambda: reader.member.running is None or reader.member.running.phase is Phase.MANIFEST
+    )
     return cluster, trainer, reader, asked
 
 
@@ -666,7 +741,9 @@ LAYOUTS = [None, Layout(8, 1, left_out=2, partial=True)]  # the trainer's own, a
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_who_asks_what_is_in_a_version_when_the_coordinator_restarts_waits_for_its_holders(layout: Layout | None) -> None:
+def test_who_asks_what_is_in_a_version_when_the_coordinator_restarts_waits_for_its_holders(
+    layout: Layout | None,
+) -> None:
     """The new coordinator knows the version, and not what is in it until a holder is back."""
     cluster, trainer, reader, asked = asks_what_is_in_it(layout)
     cluster.restart()
@@ -689,9 +766,13 @@ def test_a_source_that_is_added_twice_before_the_pull_begins_is_read_once() -> N
     """Messages may come twice, though no transport of today does that."""
     cluster, _, (reader,) = published("reader")
     asked = reader.replicate()
-    cluster.run(until=lambda: any(isinstance(message, Start) for message in reader.worker.heard_soon()))
+    cluster.run(
+        until=lambda: any(isinstance(message, Start) for message in reader.worker.heard_soon())
+    )
     (start,) = [message for message in reader.worker.heard_soon() if isinstance(message, Start)]
-    cluster.run(until=lambda: reader.member.running is None or reader.member.running.phase is Phase.MANIFEST)
+    cluster.run(
+        until=lambda: reader.member.running is None or reader.member.running.phase is Phase.MANIFEST
+    )
     again = AddSource(start.key, 0, start.grants[0])
     for _ in range(2):
         reader.worker.hear(again)
@@ -699,7 +780,8 @@ def test_a_source_that_is_added_twice_before_the_pull_begins_is_read_once() -> N
     assert asked.number == 1
 
 
-# ------------------------------------------------------------------------------------------------- no ghosts are left
+# -------------------------------------------------------------------------------------------------
+# no ghosts are left
 
 
 def test_a_handle_that_is_closed_before_it_was_confirmed_is_deregistered() -> None:
@@ -740,13 +822,17 @@ def run_actions(cluster: StepwiseCluster) -> None:
         cluster.do(choices[0])
 
 
-def test_a_copy_that_knows_the_ids_of_its_parts_only_is_known_to_a_coordinator_that_has_come_back() -> None:
+def test_a_copy_that_knows_the_ids_of_its_parts_only_is_known_to_a_coordinator_that_has_come_back() -> (
+    None
+):
     """Also where nobody is left who could say what they name."""
     cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
     cluster.chunks = rows = CHUNKS + 3
 
     def pair(name: str) -> list[SimHandle]:
-        return [cluster.worker(f"{name}{k}").register(name, k, 2, cut=Layout(rows, 2)) for k in range(2)]
+        return [
+            cluster.worker(f"{name}{k}").register(name, k, 2, cut=Layout(rows, 2)) for k in range(2)
+        ]
 
     trainers = pair("trainer")
     cluster.host_bytes = 2**40

@@ -22,7 +22,9 @@ def opened(*, complete: bool = True, generation: int = 1) -> Owner:
     return owner
 
 
-def begun(owner: Owner, wanted: tuple[int, ...] = (0, 1, 2, 3), bytes_max: int = 1000, generation: int = 1) -> Access:
+def begun(
+    owner: Owner, wanted: tuple[int, ...] = (0, 1, 2, 3), bytes_max: int = 1000, generation: int = 1
+) -> Access:
     access = owner.begin(R, generation, C, wanted, bytes_max)
     assert isinstance(access, Access), access
     return access
@@ -137,7 +139,9 @@ def test_a_filling_holder_serves_only_what_was_verified() -> None:
 def test_a_read_under_any_other_right_is_refused(
     registration: str, generation: int, content: str, wanted: tuple[int, ...], says: str
 ) -> None:
-    answer = opened().begin(RegistrationId(registration), generation, ContentId(content), wanted, 100)
+    answer = opened().begin(
+        RegistrationId(registration), generation, ContentId(content), wanted, 100
+    )
     assert isinstance(answer, Refusal)
     assert says in answer.reason
 
@@ -167,8 +171,12 @@ def test_memory_cannot_be_opened_while_it_is_open_in_use_or_under_its_last_gener
     begun(owner, generation=2)
 
 
-def test_a_fence_that_is_given_up_lets_readers_in_again_and_the_next_one_waits_for_the_old_access_too() -> None:
-    """G2: what began under the first generation still reads the memory that the second fence is about."""
+def test_a_fence_that_is_given_up_lets_readers_in_again_and_the_next_one_waits_for_the_old_access_too() -> (
+    None
+):
+    """G2: what began under the first generation still reads the memory that the second fence is
+    about.
+    """
     owner = opened(complete=False)
     owner.mark_available(R, 1, [(0, 5), (1, 6)])
     old = begun(owner)
@@ -259,7 +267,12 @@ def test_a_selection_may_be_read_once_all_of_the_memory_is_there() -> None:
     owner.mark_available(R, 1, [(3, 13)])
     access = owner.begin(R, 1, C, (0, 1, 2), 6, S)
     assert isinstance(access, Access)
-    assert (access.chunks, access.rest, access.selection, access.digests) == ((0,), (1, 2), S, (None,))
+    assert (access.chunks, access.rest, access.selection, access.digests) == (
+        (0,),
+        (1, 2),
+        S,
+        (None,),
+    )
     assert owner.has(R, 1, 9, S) == ((0, 3),)
     owner.close(R)
     assert not owner.is_quiet(R)
@@ -286,7 +299,9 @@ def test_a_selections_digests_are_its_own() -> None:
     assert owner.digests(R, 1, S) == (50, 51, 52)
 
 
-def test_a_selection_ends_with_the_opening_of_its_memory_and_outlives_a_fence_that_was_given_up() -> None:
+def test_a_selection_ends_with_the_opening_of_its_memory_and_outlives_a_fence_that_was_given_up() -> (
+    None
+):
     owner = opened()
     assert select(owner)
     owner.close(R)
@@ -331,8 +346,8 @@ def test_a_selection_is_forgotten_although_it_is_read() -> None:
 
 
 class OwnerMachine(RuleBasedStateMachine):
-    """Against a model of what was opened: no access ever covers a chunk that was not verified under its
-    generation.
+    """Against a model of what was opened: no access ever covers a chunk that was not verified under
+    its generation.
     """
 
     def __init__(self) -> None:
@@ -404,7 +419,9 @@ class OwnerMachine(RuleBasedStateMachine):
     @rule(chunk=st.integers(0, 3))
     def revoke(self, chunk: int) -> None:
         found = self.owner.revoke(R, self.generation, [chunk])
-        touched = [access.number for access in self.running if access.selection or chunk in access.chunks]
+        touched = [
+            access.number for access in self.running if access.selection or chunk in access.chunks
+        ]
         assert found == set(touched)
         self.available.discard(chunk)
 

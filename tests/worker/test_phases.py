@@ -1,4 +1,6 @@
-"""Phases of calls that a search of a thousand seeds may not meet: each is entered here, from where the table says."""
+"""Phases of calls that a search of a thousand seeds may not meet: each is entered here, from where
+the table says.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def asks_manifest(rank: Rank, *, write: bool, staged: bool = False) -> int:
     running = rank.member.running
     assert running is not None
     assert running.key is not None
-    rank.do(rank.member.receive(Start(running.key, 0, version(2), manifest().manifest_id, write, ()), 0))
+    rank.do(
+        rank.member.receive(Start(running.key, 0, version(2), manifest().manifest_id, write, ()), 0)
+    )
     assert running.phase == "manifest"
     return rank.said(GetManifest)[-1].request
 
@@ -49,7 +53,9 @@ def manifest_to_asked() -> None:
     running = rank.member.running
     assert running is not None
     assert running.key is not None
-    unknown = Outcome(running.key, 0, False, False, None, ErrorInfo.of(GroupAborted("new")), unknown=True)
+    unknown = Outcome(
+        running.key, 0, False, False, None, ErrorInfo.of(GroupAborted("new")), unknown=True
+    )
     rank.do(rank.member.receive(unknown, 0))
 
 
@@ -127,7 +133,9 @@ def held_to_asked() -> None:
     running = rank.member.running
     assert running is not None
     assert running.key is not None
-    rank.do(rank.member.receive(Start(running.key, 0, version(2), manifest().manifest_id, False, ()), 0))
+    rank.do(
+        rank.member.receive(Start(running.key, 0, version(2), manifest().manifest_id, False, ()), 0)
+    )
     is_gone(rank)
 
 
@@ -193,7 +201,9 @@ def test_a_search_is_spared_what_is_entered_here_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("number", "rebinds"), [(2, 0), (3, 1)])
-def test_a_call_that_is_bound_to_equal_content_again_counts_no_rebind(number: int, rebinds: int) -> None:
+def test_a_call_that_is_bound_to_equal_content_again_counts_no_rebind(
+    number: int, rebinds: int
+) -> None:
     rank = Rank(LocalCopies())
     rank.do(rank.member.begin(FillCall(OpKind.UPDATE, "latest"), 60, 0))
     running = rank.member.running
@@ -202,7 +212,11 @@ def test_a_call_that_is_bound_to_equal_content_again_counts_no_rebind(number: in
     def starts(bound: int) -> None:
         assert running is not None
         assert running.key is not None
-        rank.do(rank.member.receive(Start(running.key, 0, version(bound), manifest().manifest_id, False, ()), 0))
+        rank.do(
+            rank.member.receive(
+                Start(running.key, 0, version(bound), manifest().manifest_id, False, ()), 0
+            )
+        )
 
     starts(2)
     is_gone(rank)

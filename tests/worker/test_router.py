@@ -1,4 +1,6 @@
-"""To whom a worker hands what its coordinator says: each kind of message, and what is not known, or not any more."""
+"""To whom a worker hands what its coordinator says: each kind of message, and what is not known, or
+not any more.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,16 @@ from tensorhub.messages import (
 )
 from tensorhub.types import OpKey, VersionInfo
 from tensorhub.worker.registration_session import Shard
-from tensorhub.worker.router import Anew, Answered, Deliver, Examine, LoseState, Reply, Resume, Router
+from tensorhub.worker.router import (
+    Anew,
+    Answered,
+    Deliver,
+    Examine,
+    LoseState,
+    Reply,
+    Resume,
+    Router,
+)
 
 VERSION = VersionInfo("m", 1, "c1", 1, 8)
 ERROR = ErrorInfo("StateError", "no", False)
@@ -57,7 +68,9 @@ def outcome(group: str, rank: int) -> Outcome:
     return Outcome(OpKey("m", group, 1, 1), rank, True, True, VERSION, None)
 
 
-def answers_of_handles(request: int) -> list[Registered | LeaveGranted | Done | Refused | ManifestReply]:
+def answers_of_handles(
+    request: int,
+) -> list[Registered | LeaveGranted | Done | Refused | ManifestReply]:
     return [
         Registered(request, "b", 1, 1, True),
         LeaveGranted(request),
@@ -74,13 +87,16 @@ def test_an_answer_goes_to_who_asked_and_only_once(number: int) -> None:
     answer = answers_of_handles(request)[number]
     assert router.asker(request) == "b"
     assert router.route(answer) == [Deliver("b", answer)]
-    assert not any(isinstance(routed, Deliver) for routed in router.route(answer)), "it has come twice"
+    assert not any(isinstance(routed, Deliver) for routed in router.route(answer)), (
+        "it has come twice"
+    )
 
 
 def test_what_no_handle_has_asked_is_the_workers_own() -> None:
     router, own = two_ranks(), 77
     for answer in (*answers_of_handles(own), Description(own, ())):
-        known = [] if isinstance(answer, Registered | LeaveGranted) else [Answered(answer)]  # only handles ask for these
+        # only handles ask for these
+        known = [] if isinstance(answer, Registered | LeaveGranted) else [Answered(answer)]
         assert router.route(answer) == known
 
 
@@ -125,28 +141,38 @@ def test_a_question_about_memory_that_is_not_here_is_answered_at_once() -> None:
     assert router.route(digests) == [Reply(Digests("a", 7, 0, (), b"", True))]
 
 
-@pytest.mark.parametrize("message", [Announce("m", None), CutReader("l", "r"), MakeCopy("k", VERSION, 0), DropCopy("k")])
+@pytest.mark.parametrize(
+    "message", [Announce("m", None), CutReader("l", "r"), MakeCopy("k", VERSION, 0), DropCopy("k")]
+)
 def test_what_concerns_the_worker_itself_is_handed_on(message: FromCoordinator) -> None:
     assert two_ranks().route(message) == [message]
 
 
-@pytest.mark.parametrize("message", [HeartbeatAck(0), Welcome("x", 1, 5.0, True), Dismissed("late")])
+@pytest.mark.parametrize(
+    "message", [HeartbeatAck(0), Welcome("x", 1, 5.0, True), Dismissed("late")]
+)
 def test_what_concerns_the_session_is_nobody_elses(message: FromCoordinator) -> None:
     assert two_ranks().route(message) == []
 
 
 def test_a_rank_is_free_as_soon_as_its_registration_leaves() -> None:
     router, first, second = two_ranks(), shard("a"), shard("d")
-    with pytest.raises(RegistrationError, match="rank 0 of group 'g' of 'm' is registered by this worker already"):
+    with pytest.raises(
+        RegistrationError, match="rank 0 of group 'g' of 'm' is registered by this worker already"
+    ):
         router.check_free("m", "g", 0)
     request = router.new_request(first)
     router.leave(first)
     router.check_free("m", "g", 0)
     assert router.route(outcome("g", 0)) == []
-    assert router.route(LeaveGranted(request)) == [Deliver("a", LeaveGranted(request))], "it is still about to end"
+    assert router.route(LeaveGranted(request)) == [Deliver("a", LeaveGranted(request))], (
+        "it is still about to end"
+    )
     router.add(second, "d")
     router.remove(first)
-    assert router.route(outcome("g", 0)) == [Deliver("d", outcome("g", 0))], "the end of the first is not the second's"
+    assert router.route(outcome("g", 0)) == [Deliver("d", outcome("g", 0))], (
+        "the end of the first is not the second's"
+    )
 
 
 def test_nothing_is_kept_of_what_has_ended() -> None:
@@ -160,11 +186,20 @@ def test_nothing_is_kept_of_what_has_ended() -> None:
 
 def test_a_state_is_lost_with_another_cluster_or_an_older_epoch() -> None:
     router = two_ranks()
-    sessions = [("x", 2, False), ("x", 2, False), ("x", 3, False), ("x", 2, True), ("y", 9, True), ("y", 9, False)]
+    sessions = [
+        ("x", 2, False),
+        ("x", 2, False),
+        ("x", 3, False),
+        ("x", 2, True),
+        ("y", 9, True),
+        ("y", 9, False),
+    ]
     for cluster, epoch, is_lost in sessions:
         steps = router.welcomed(Welcome(cluster, epoch, 5.0, True))
         anew = [Anew.WATCH, *map(Resume, "abc"), Anew.PIN]
-        assert steps == ([*map(LoseState, "abc"), Anew.FORGET_VERSIONS, *anew] if is_lost else anew), (cluster, epoch)
+        assert steps == (
+            [*map(LoseState, "abc"), Anew.FORGET_VERSIONS, *anew] if is_lost else anew
+        ), (cluster, epoch)
 
 
 def test_a_register_that_was_answered_may_be_asked_for_again() -> None:

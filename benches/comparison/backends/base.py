@@ -1,4 +1,6 @@
-"""One process' side of a backend: what the harness calls, in this order. All of it blocks. Imports torch."""
+"""One process' side of a backend: what the harness calls, in this order. All of it blocks. Imports
+torch.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ from ..memory import Memory, private
 
 WAIT_S = 30.0  # for a server of the backend's own to be there
 # A program that gets SIGTERM (15) when the process that started it dies (PR_SET_PDEATHSIG, 1).
-_END_WITH_ME = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
+_END_WITH_ME = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`number`: 0 is the source, the receivers are 1 and up. `scratch`: a directory in memory, gone after the visit."""
+    """`number`: 0 is the source, the receivers are 1 and up. `scratch`: a directory in memory, gone
+    after the visit.
+    """
 
     number: int
     receivers: int
@@ -33,10 +39,11 @@ class Setting:
 
 
 class Side:
-    """`hello`, then `meet`; then for each copy `retire`, `offer`, and `give` and `take` at once; then `close`.
+    """`hello`, then `meet`; then for each copy `retire`, `offer`, and `give` and `take` at once;
+    then `close`.
 
-    Timed are `retire` and `offer` of the source, and, from the first start to the last end, `give` and all `take`s. What the
-    source's `offer` returns (JSON) is what `take` is called with.
+    Timed are `retire` and `offer` of the source, and, from the first start to the last end, `give`
+    and all `take`s. What the source's `offer` returns (JSON) is what `take` is called with.
     """
 
     def __init__(self, setting: Setting, memory: Memory) -> None:
@@ -53,13 +60,17 @@ class Side:
         return None
 
     def meet(self, hellos: Sequence[Any]) -> None:
-        """Make what lasts: connections, registrations. `hellos`: of all, the source's first; it is called in all at once."""
+        """Make what lasts: connections, registrations. `hellos`: of all, the source's first; it is
+        called in all at once.
+        """
 
     def retire(self) -> None:
         """The source's tensors are about to change."""
 
     def offer(self, number: int) -> Any:
-        """The source has a new content, its `number`th: whatever has to be done with each before anybody can take it."""
+        """The source has a new content, its `number`th: whatever has to be done with each before
+        anybody can take it.
+        """
         return None
 
     def give(self) -> None:
@@ -76,7 +87,11 @@ def start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """A server of the backend's own, which ends with this process."""
     with log.open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, "-c", _END_WITH_ME, *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=log.parent
+            [sys.executable, "-c", _END_WITH_ME, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            cwd=log.parent,
         )
 
 

@@ -1,4 +1,6 @@
-"""A safetensors file in memory: written by the source for each version, mapped by the receivers, who copy out of it."""
+"""A safetensors file in memory: written by the source for each version, mapped by the receivers,
+who copy out of it.
+"""
 
 from __future__ import annotations
 

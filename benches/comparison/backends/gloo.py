@@ -1,4 +1,6 @@
-"""torch.distributed with gloo, into the own tensors: a broadcast of each, or a send to each receiver; all at once."""
+"""torch.distributed with gloo, into the own tensors: a broadcast of each, or a send to each
+receiver; all at once.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def versions() -> dict[str, str]:
 class Source(Side):
     def meet(self, hellos: Sequence[Any]) -> None:
         world, file = self.setting.receivers + 1, self.setting.scratch / "rendezvous"
-        dist.init_process_group("gloo", f"file://{file}", rank=self.setting.number, world_size=world, timeout=TIMEOUT)
+        dist.init_process_group(
+            "gloo", f"file://{file}", rank=self.setting.number, world_size=world, timeout=TIMEOUT
+        )
         dist.barrier()
 
     def give(self) -> None:
@@ -30,7 +34,13 @@ class Source(Side):
             self._broadcast()
         else:
             ranks = range(1, self.setting.receivers + 1)
-            _wait([dist.isend(tensor, rank) for tensor in self.memory.tensors.values() for rank in ranks])
+            _wait(
+                [
+                    dist.isend(tensor, rank)
+                    for tensor in self.memory.tensors.values()
+                    for rank in ranks
+                ]
+            )
 
     def _broadcast(self) -> None:
         _wait([dist.broadcast(tensor, 0, async_op=True) for tensor in self.memory.tensors.values()])

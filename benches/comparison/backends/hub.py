@@ -1,4 +1,6 @@
-"""TensorHub, by its public API alone: the source embeds the coordinator, publishes, and the receivers update in place."""
+"""TensorHub, by its public API alone: the source embeds the coordinator, publishes, and the
+receivers update in place.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,17 @@ class _Worker(Side):
     def join(self, address: str) -> None:
         transports = (self.setting.options["transport"],)
         options = tensorhub.Options(integrity=self.setting.options["integrity"])
-        joined = partial(_joined, address, f"worker-{self.setting.number}", transports, options, self.memory.tensors)
-        entered: AbstractContextManager[tensorhub.Weights] = self._portal.wrap_async_context_manager(joined())
+        joined = partial(
+            _joined,
+            address,
+            f"worker-{self.setting.number}",
+            transports,
+            options,
+            self.memory.tensors,
+        )
+        entered: AbstractContextManager[tensorhub.Weights] = (
+            self._portal.wrap_async_context_manager(joined())
+        )
         self._weights = self._stack.enter_context(entered)
 
     def close(self) -> None:
@@ -48,7 +59,11 @@ class _Worker(Side):
 
 @asynccontextmanager
 async def _joined(
-    address: str, name: str, transports: Sequence[str], options: tensorhub.Options, tensors: dict[str, torch.Tensor]
+    address: str,
+    name: str,
+    transports: Sequence[str],
+    options: tensorhub.Options,
+    tensors: dict[str, torch.Tensor],
 ) -> AsyncIterator[tensorhub.Weights]:
     async with tensorhub.connect(address, name=name, transports=transports, options=options) as hub:
         yield await hub.register(MODEL, tensors)
@@ -57,13 +72,17 @@ async def _joined(
 class Source(_Worker):
     def __init__(self, setting: Setting, memory: Memory) -> None:
         super().__init__(setting, memory)
-        self._coordinator = self._stack.enter_context(self._portal.wrap_async_context_manager(tensorhub.serve()))
+        self._coordinator = self._stack.enter_context(
+            self._portal.wrap_async_context_manager(tensorhub.serve())
+        )
         self._published = False
 
     @classmethod
     def tensors(cls, setting: Setting) -> dict[str, torch.Tensor]:
         plain = private(setting.sizes)
-        return tensorhub.shared_empty_like(plain) if setting.options["transport"] == "shm" else plain
+        return (
+            tensorhub.shared_empty_like(plain) if setting.options["transport"] == "shm" else plain
+        )
 
     def hello(self) -> Any:
         return self._coordinator.address
@@ -90,4 +109,6 @@ class Receiver(_Worker):
         wanted = self.setting.options["transport"]
         used = {source.transport for source in report.sources if source.bytes_read}
         if used - {wanted}:
-            raise RuntimeError(f"it read by {', '.join(sorted(used))}, not by {wanted}: see tensorhub doctor")
+            raise RuntimeError(
+                f"it read by {', '.join(sorted(used))}, not by {wanted}: see tensorhub doctor"
+            )

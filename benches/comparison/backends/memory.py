@@ -1,4 +1,6 @@
-"""The ceilings within one host: memcpy out of a mapping of the source's memory, and bare process_vm_readv."""
+"""The ceilings within one host: memcpy out of a mapping of the source's memory, and bare
+process_vm_readv.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ class Receiver(Side):
         else:
             pid, there = hellos[0]["pid"], [address for address, _ in hellos[0]["places"]]
             self._copy = lambda call: cma.copy(pid, call)
-        pieces = [Piece(here, at, size) for (here, size), at in zip(self.memory.places, there, strict=True)]
+        pieces = [
+            Piece(here, at, size)
+            for (here, size), at in zip(self.memory.places, there, strict=True)
+        ]
         self._calls = list(cut_up(pieces))
 
     def take(self, offered: Any) -> None:

@@ -1,4 +1,6 @@
-"""Mooncake's transfer engine over TCP: memory registered once, one batch of reads by each receiver for each copy."""
+"""Mooncake's transfer engine over TCP: memory registered once, one batch of reads by each receiver
+for each copy.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Source(Side):
         _check("initialize", self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""))
         self.addresses = [address for address, _ in memory.places]
         self.lengths = [nbytes for _, nbytes in memory.places]
-        _check("batch_register_memory", self.engine.batch_register_memory(self.addresses, self.lengths))
+        _check(
+            "batch_register_memory", self.engine.batch_register_memory(self.addresses, self.lengths)
+        )
 
     def hello(self) -> Any:
         return {"session": f"127.0.0.1:{self.engine.get_rpc_port()}", "addresses": self.addresses}
@@ -37,7 +41,9 @@ class Receiver(Source):
         self._session, self._there = hellos[0]["session"], hellos[0]["addresses"]
 
     def take(self, offered: Any) -> None:
-        done = self.engine.batch_transfer_sync_read(self._session, self.addresses, self._there, self.lengths)
+        done = self.engine.batch_transfer_sync_read(
+            self._session, self.addresses, self._there, self.lengths
+        )
         _check("batch_transfer_sync_read", done)
 
 

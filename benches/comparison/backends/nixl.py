@@ -1,4 +1,6 @@
-"""NIXL with its UCX backend: memory registered and transfers prepared once, a read posted by each receiver for each copy."""
+"""NIXL with its UCX backend: memory registered and transfers prepared once, a read posted by each
+receiver for each copy.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,19 @@ class Source(Side):
     def __init__(self, setting: Setting, memory: Memory) -> None:
         super().__init__(setting, memory)
         self.name = f"agent-{setting.number}"
-        self.agent = nixl_agent(self.name, nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
+        self.agent = nixl_agent(
+            self.name, nixl_agent_config(enable_prog_thread=True, backends=["UCX"])
+        )
         self.places = [(address, nbytes, 0) for address, nbytes in memory.places]
-        self.registered = self.agent.register_memory([(*place, "") for place in self.places], "DRAM")
+        self.registered = self.agent.register_memory(
+            [(*place, "") for place in self.places], "DRAM"
+        )
 
     def hello(self) -> Any:
-        return {"metadata": base64.b64encode(self.agent.get_agent_metadata()).decode(), "places": self.places}
+        return {
+            "metadata": base64.b64encode(self.agent.get_agent_metadata()).decode(),
+            "places": self.places,
+        }
 
     def close(self) -> None:
         self.agent.deregister_memory(self.registered)

@@ -1,6 +1,8 @@
-"""Ray's object store: put once by the source, got by each receiver as views into the store, copied out of them.
+"""Ray's object store: put once by the source, got by each receiver as views into the store, copied
+out of them.
 
-An actor holds the reference, which is how drivers share one so that Ray frees the object with the next.
+An actor holds the reference, which is how drivers share one so that Ray frees the object with the
+next.
 """
 
 from __future__ import annotations

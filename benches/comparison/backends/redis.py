@@ -1,4 +1,6 @@
-"""Redis on loopback: SET of each tensor by the source, GET by the receivers (hiredis), both in pipelines; copied out."""
+"""Redis on loopback: SET of each tensor by the source, GET by the receivers (hiredis), both in
+pipelines; copied out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ BATCH = 16  # tensors of one pipeline: of GETs, all answers are there before the
 
 
 def versions() -> dict[str, str]:
-    done = subprocess.run([program("redis-server"), "--version"], capture_output=True, text=True, timeout=10)
+    done = subprocess.run(
+        [program("redis-server"), "--version"], capture_output=True, text=True, timeout=10
+    )
     server = done.stdout.split("v=")[1].split()[0]
     return {"redis-server": server, "redis": redis.__version__, "hiredis": hiredis.__version__}
 
@@ -26,8 +30,12 @@ class Source(Side):
     def __init__(self, setting: Setting, memory: Memory) -> None:
         super().__init__(setting, memory)
         self._port = free_port()
-        options = f"--bind 127.0.0.1 --port {self._port} --appendonly no --protected-mode no".split()
-        self._process = start([program("redis-server"), *options, "--save", ""], setting.scratch / "redis.log")
+        options = (
+            f"--bind 127.0.0.1 --port {self._port} --appendonly no --protected-mode no".split()
+        )
+        self._process = start(
+            [program("redis-server"), *options, "--save", ""], setting.scratch / "redis.log"
+        )
         self._client = _connected(self._port)
 
     def hello(self) -> Any:

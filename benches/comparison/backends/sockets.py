@@ -1,4 +1,6 @@
-"""The ceiling through TCP: bare blocking sockets. Each copy makes new connections; on loopback they cost next to nothing."""
+"""The ceiling through TCP: bare blocking sockets. Each copy makes new connections; on loopback they
+cost next to nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ class Source(Side):
         return self._listener.getsockname()[1]
 
     def give(self) -> None:
-        bare.send_all(self._listener, self.setting.receivers, self.memory.views, self.setting.options["digests"])
+        bare.send_all(
+            self._listener,
+            self.setting.receivers,
+            self.memory.views,
+            self.setting.options["digests"],
+        )
 
     def close(self) -> None:
         self._listener.close()

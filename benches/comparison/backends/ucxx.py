@@ -1,4 +1,6 @@
-"""UCX through ucxx: an endpoint for each receiver, a tagged message for each tensor, into the own tensors."""
+"""UCX through ucxx: an endpoint for each receiver, a tagged message for each tensor, into the own
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class Source(_Worker):
 
     def give(self) -> None:
         async def send() -> None:
-            await asyncio.gather(*(endpoint.send(array) for array in self._arrays for endpoint in self._endpoints))
+            await asyncio.gather(
+                *(endpoint.send(array) for array in self._arrays for endpoint in self._endpoints)
+            )
 
         self.run(send())
 

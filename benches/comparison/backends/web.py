@@ -1,7 +1,9 @@
-"""HTTP on one long-lived connection for each receiver, whose body is read from the bare socket into the own tensors.
+"""HTTP on one long-lived connection for each receiver, whose body is read from the bare socket into
+the own tensors.
 
-The source's live tensors are a file in memory, mapped, so that nothing has to be written for a new version; both servers
-send it by sendfile: aiohttp from an event loop in a thread of the source, nginx from processes of its own.
+The source's live tensors are a file in memory, mapped, so that nothing has to be written for a new
+version; both servers send it by sendfile: aiohttp from an event loop in a thread of the source,
+nginx from processes of its own.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ class Receiver(Side):
     def take(self, offered: Any) -> None:
         self._connection.sendall(b"GET /weights HTTP/1.1\r\nHost: source\r\n\r\n")
         head = bytearray()
-        while not head.endswith(b"\r\n\r\n"):  # byte by byte: what follows goes straight into the tensors
+        # byte by byte: what follows goes straight into the tensors
+        while not head.endswith(b"\r\n\r\n"):
             head += self._connection.recv(1) or b"\r\n\r\n"
         if not re.match(rb"HTTP/1\.1 200 ", head):
             raise ConnectionError(f"the server answers: {bytes(head[:100])!r}")

@@ -1,4 +1,6 @@
-"""pyzmq: a PUSH to each receiver's PULL, a message for each tensor, sent without a copy; received frames are copied out."""
+"""pyzmq: a PUSH to each receiver's PULL, a message for each tensor, sent without a copy; received
+frames are copied out.
+"""
 
 from __future__ import annotations
 

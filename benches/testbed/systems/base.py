@@ -1,4 +1,6 @@
-"""What the testbed asks of a system, in one process; and how a rollout of one that does not say so hears of a version."""
+"""What the testbed asks of a system, in one process; and how a rollout of one that does not say so
+hears of a version.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,16 @@ from benches.testbed.shares import Share
 NEWS_PORT: Final = 7100
 WAIT_S: Final = 120.0
 PHASES: Final = ("stragglers", "wait", "transfer", "copy")
-"""What a stall is spent on: other workers that are not free yet; answers, sources, permission to write; bytes on their way
-into this worker; copies and checks within it."""
+"""What a stall is spent on: other workers that are not free yet; answers, sources, permission to
+write; bytes on their way into this worker; copies and checks within it."""
 
 Phases = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One process' place in a run; JSON. `addresses`: of hosts by name. `rank`: 0 is the trainer, the rollouts follow.
+    """One process' place in a run; JSON. `addresses`: of hosts by name. `rank`: 0 is the trainer,
+    the rollouts follow.
 
     `group_rank`, `group_size`: of the model-parallel group of which it is a rank.
     """
@@ -60,7 +63,9 @@ class Got:
 
 
 class System:
-    """One process' side. The trainer is asked to `publish`, a rollout for `newest`, `newer` and `update`."""
+    """One process' side. The trainer is asked to `publish`, a rollout for `newest`, `newer` and
+    `update`.
+    """
 
     def __init__(self, setting: Setting, share: Share, stack: AsyncExitStack) -> None:
         self.setting = setting
@@ -70,14 +75,18 @@ class System:
 
     @property
     def decides_together(self) -> bool:
-        """Whether all ranks of a group ask after each generation, since one alone may know of a newer version first."""
+        """Whether all ranks of a group ask after each generation, since one alone may know of a
+        newer version first.
+        """
         return self.setting.group_size > 1
 
     async def open(self) -> None:
         """Connect: whatever a worker does once."""
 
     async def publish(self, version: int, write: Callable[[], None]) -> Phases:
-        """Have the rollouts able to get what `write` writes into the memory. What it returns is stall; `write` is not."""
+        """Have the rollouts able to get what `write` writes into the memory. What it returns is
+        stall; `write` is not.
+        """
         raise NotImplementedError
 
     def newest(self) -> int:

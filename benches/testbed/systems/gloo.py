@@ -1,7 +1,9 @@
-"""A collective: torch.distributed with gloo, in a fixed group that stops together. The trainer waits for it, too.
+"""A collective: torch.distributed with gloo, in a fixed group that stops together. The trainer
+waits for it, too.
 
-`options["how"]`: "broadcast" is torch's own, of pieces that are all under way at once, along gloo's tree; "chain" passes
-each piece on from rank to rank as soon as it is there, which is what a well pipelined collective does.
+`options["how"]`: "broadcast" is torch's own, of pieces that are all under way at once, along gloo's
+tree; "chain" passes each piece on from rank to rank as soon as it is there, which is what a well
+pipelined collective does.
 """
 
 from __future__ import annotations
@@ -36,9 +38,15 @@ class System(Baseline):
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
         where = f"tcp://{self.setting.addresses['trainer']}:{PORT}"
         timeout = timedelta(seconds=WAIT_S)
-        dist.init_process_group("gloo", where, rank=self.setting.rank, world_size=self.setting.workers, timeout=timeout)
+        dist.init_process_group(
+            "gloo", where, rank=self.setting.rank, world_size=self.setting.workers, timeout=timeout
+        )
         tensors = [torch.frombuffer(view, dtype=torch.uint8) for view in self.views]
-        self._pieces = [tensor[at : at + PIECE_BYTES] for tensor in tensors for at in range(0, len(tensor), PIECE_BYTES)]
+        self._pieces = [
+            tensor[at : at + PIECE_BYTES]
+            for tensor in tensors
+            for at in range(0, len(tensor), PIECE_BYTES)
+        ]
 
     def _collect(self) -> Phases:
         began_s = time.monotonic()

@@ -1,6 +1,8 @@
-"""TensorHub: the trainer trains in place between two publications, and a rollout reads from whoever has the version.
+"""TensorHub: the trainer trains in place between two publications, and a rollout reads from whoever
+has the version.
 
-`options`: "prefetch" has a rollout update once the version is in its host memory; "seeds", once the seed of its site has it.
+`options`: "prefetch" has a rollout update once the version is in its host memory; "seeds", once the
+seed of its site has it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class System(Base):
         setting = self.setting
         address = f"tcp://{setting.addresses['coordinator']}:{PORT}"
         if setting.role == "coordinator":
-            serving = tensorhub.serve(host=setting.addresses["coordinator"], port=PORT, state_dir=setting.scratch)
+            serving = tensorhub.serve(
+                host=setting.addresses["coordinator"], port=PORT, state_dir=setting.scratch
+            )
             await self.stack.enter_async_context(serving)
             return
         self._place = tensorhub.Location(site=setting.site, host=setting.host)
@@ -40,12 +44,22 @@ class System(Base):
         # lines
         room = 2 * setting.nbytes if setting.options.get("prefetch") else 0
         options = tensorhub.Options(chunk_bytes=setting.chunk_bytes, host_memory_bytes=room)
-        connecting = tensorhub.connect(address, name=setting.name, location=self._place, options=options)
+        connecting = tensorhub.connect(
+            address, name=setting.name, location=self._place, options=options
+        )
         self._hub = await self.stack.enter_async_context(connecting)
         spot = bool(setting.options.get("spot"))
         # end of lines
-        sources = {name: tensorhub.source(name, shape=self.share.whole)[self.share.part] for name in self.share.tensors}
-        group = {"group": setting.group, "rank": setting.group_rank, "world_size": setting.group_size, "sources": sources}
+        sources = {
+            name: tensorhub.source(name, shape=self.share.whole)[self.share.part]
+            for name in self.share.tensors
+        }
+        group = {
+            "group": setting.group,
+            "rank": setting.group_rank,
+            "world_size": setting.group_size,
+            "sources": sources,
+        }
         its: dict[str, Any] = group if setting.group_size > 1 else {}
         # lines
         self._weights = await self._hub.register(MODEL, self.share.tensors, spot=spot, **its)
@@ -124,7 +138,9 @@ class System(Base):
         deadline_s = time.monotonic() + PATIENCE * self.setting.wan_s
         while time.monotonic() < deadline_s:
             model = await self._hub.describe(MODEL)
-            here = {worker.name for worker in model.workers if worker.location.site == self.setting.site}
+            here = {
+                worker.name for worker in model.workers if worker.location.site == self.setting.site
+            }
             for replica in model.replicas:
                 at_home = any(shard.worker in here for shard in replica.shards)
                 if replica.version >= version and replica.state == "ready" and at_home:

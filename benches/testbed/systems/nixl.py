@@ -1,4 +1,6 @@
-"""Point to point by NIXL with UCX over tcp: every rollout reads the trainer's copy, one-sided, when the trainer lets it."""
+"""Point to point by NIXL with UCX over tcp: every rollout reads the trainer's copy, one-sided, when
+the trainer lets it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class System(sockets.System):
     def _prepare(self) -> None:
         from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found, unused-ignore]
 
-        self._agent: Any = nixl_agent(self.setting.name, nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
+        self._agent: Any = nixl_agent(
+            self.setting.name, nixl_agent_config(enable_prog_thread=True, backends=["UCX"])
+        )
         if self.setting.role == "trainer":
             copies = [[_place(view) for view in copy] for copy in self._copies.copies]
             self._agent.register_memory([(*place, "") for copy in copies for place in copy], "DRAM")

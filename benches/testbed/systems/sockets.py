@@ -1,6 +1,7 @@
 """Point to point: every rollout pulls from the trainer, over a connection of its own to it.
 
-The trainer keeps copies, as many as are read or were published last, so that it never waits for readers.
+The trainer keeps copies, as many as are read or were published last, so that it never waits for
+readers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ HEADER = struct.Struct("<QQ")  # the version, and which copy it is
 
 # lines
 class Copies:
-    """The trainer's last versions, and how many read each. `grows`: it makes a new copy rather than wait for readers."""
+    """The trainer's last versions, and how many read each. `grows`: it makes a new copy rather than
+    wait for readers.
+    """
 
     def __init__(self, views: Sequence[memoryview], count: int = 2, *, grows: bool = True) -> None:
         self.copies = [[memoryview(bytearray(view)) for view in views] for _ in range(count)]
@@ -49,10 +52,16 @@ class Copies:
         return {"wait": waited_s - began_s, "copy": time.monotonic() - waited_s}
 
     def _free(self) -> list[int]:
-        return [place for place, readers in enumerate(self._readers) if not readers and place != self.current]
+        return [
+            place
+            for place, readers in enumerate(self._readers)
+            if not readers and place != self.current
+        ]
 
     def serve(self, connection: socket.socket, *, send_bytes: bool = True) -> None:
-        """Each byte that comes asks for the newest version; another one says that it has arrived."""
+        """Each byte that comes asks for the newest version; another one says that it has
+        arrived.
+        """
         with connection, contextlib.suppress(OSError):
             while connection.recv(1):
                 with self._changed:
@@ -78,7 +87,10 @@ class Copies:
                     connection.settimeout(WAIT_S)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     threading.Thread(
-                        target=self.serve, args=(connection,), kwargs={"send_bytes": send_bytes}, daemon=True
+                        target=self.serve,
+                        args=(connection,),
+                        kwargs={"send_bytes": send_bytes},
+                        daemon=True,
                     ).start()
 
         threading.Thread(target=accept, daemon=True).start()
@@ -95,10 +107,14 @@ class System(Baseline):
         await super().open()
         if self.setting.role == "trainer":
             self._copies = self.copies()
-            listener = self._copies.listen(self.setting.addresses["trainer"], send_bytes=self.SENDS_BYTES)
+            listener = self._copies.listen(
+                self.setting.addresses["trainer"], send_bytes=self.SENDS_BYTES
+            )
             self.stack.callback(_shut, listener)
         elif self.setting.role == "rollout":
-            self._connection = await anyio.to_thread.run_sync(connect, self.setting.addresses["trainer"], PORT)
+            self._connection = await anyio.to_thread.run_sync(
+                connect, self.setting.addresses["trainer"], PORT
+            )
             self.stack.callback(_shut, self._connection)
 
     def copies(self) -> Copies:

@@ -1,4 +1,5 @@
-"""What storages have in common: the trainer pushes each version to a host of its own, and each rollout pulls it from there.
+"""What storages have in common: the trainer pushes each version to a host of its own, and each
+rollout pulls it from there.
 
 The trainer pushes a copy in the background, so that it trains on meanwhile.
 """
@@ -18,7 +19,9 @@ from benches.testbed.systems.base import WAIT_S, Baseline, Got, Phases
 
 KEPT = 3  # versions: a slow rollout may still read the last but one
 # A program that gets SIGKILL (9) when the process that started it dies (PR_SET_PDEATHSIG, 1).
-END_WITH_ME = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+END_WITH_ME = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+)
 
 
 class Stored(Baseline):
@@ -71,7 +74,9 @@ class Stored(Baseline):
         while not self.get(version := self.newest(), self.views):
             if time.monotonic() > began_s + WAIT_S:
                 raise TimeoutError("every version is deleted before it has arrived")
-        return Got(version, {"transfer": time.monotonic() - began_s}, {"store": self.setting.nbytes})
+        return Got(
+            version, {"transfer": time.monotonic() - began_s}, {"store": self.setting.nbytes}
+        )
 
     # end of lines
 

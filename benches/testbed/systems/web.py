@@ -1,7 +1,8 @@
-"""A shared file: the trainer writes each version to a file server (nginx, PUT), and each rollout reads it from there (GET).
+"""A shared file: the trainer writes each version to a file server (nginx, PUT), and each rollout
+reads it from there (GET).
 
-The file lies in memory, and the server sends it by sendfile. (This kernel has no network file system, and this is what most
-object stores do, too.)
+The file lies in memory, and the server sends it by sendfile. (This kernel has no network file
+system, and this is what most object stores do, too.)
 """
 
 from __future__ import annotations
@@ -31,12 +32,23 @@ class System(Stored):
         (directory / "files").mkdir()
         file = directory / "nginx.conf"
         file.write_text(CONFIGURATION.format(directory=directory, host=host, port=PORT))
-        command = [sys.executable, "-c", END_WITH_ME, "nginx", "-c", str(file), "-p", str(directory)]
+        command = [
+            sys.executable,
+            "-c",
+            END_WITH_ME,
+            "nginx",
+            "-c",
+            str(file),
+            "-p",
+            str(directory),
+        ]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def connect(self) -> None:
         connect(self.setting.addresses["store"], PORT).close()
-        self._client = http.client.HTTPConnection(self.setting.addresses["store"], PORT, timeout=WAIT_S)
+        self._client = http.client.HTTPConnection(
+            self.setting.addresses["store"], PORT, timeout=WAIT_S
+        )
 
     # lines
     def put(self, version: int, views: list[memoryview]) -> None:

@@ -1,1 +1,3 @@
-"""What `import tensorhub` shows: the hub, handles of weights, the embedded coordinator, and what their calls return."""
+"""What `import tensorhub` shows: the hub, handles of weights, the embedded coordinator, and what
+their calls return.
+"""

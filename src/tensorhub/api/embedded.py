@@ -1,4 +1,5 @@
-"""A coordinator in this process: `serve`, part of the public async API. A bridge to a thread of its own, no logic.
+"""A coordinator in this process: `serve`, part of the public async API. A bridge to a thread of its
+own, no logic.
 
 Not responsible for what a coordinator does (`coordinator`, `runtime.control`).
 """
@@ -49,16 +50,18 @@ def serve(
     state_dir: str | os.PathLike[str] | None = None,
     options: Options | None = None,
 ) -> Opening[Coordinator]:
-    """Run a coordinator: `async with tensorhub.serve() as coordinator`, for the length of the block, or
-    `coordinator = await tensorhub.serve()`, until its `close()` or the interpreter's exit.
+    """Run a coordinator: `async with tensorhub.serve() as coordinator`, for the length of the
+    block, or `coordinator = await tensorhub.serve()`, until its `close()` or the interpreter's
+    exit.
 
-    `port` 0 takes a free one. `token`: the cluster's secret, or the path of a token file (one token a line: each is
-    accepted, and the file is read again when it changes); None takes TENSORHUB_TOKEN, then a token file, else access is
-    open, which only loopback allows. `state_dir`: where versions' marks are kept (SQLite, synced), a directory that
-    this user or root owns, and that is not world-writable; without one, a coordinator that restarts is a new cluster.
+    `port` 0 takes a free one. `token`: the cluster's secret, or the path of a token file (one token
+    a line: each is accepted, and the file is read again when it changes); None takes
+    TENSORHUB_TOKEN, then a token file, else access is open, which only loopback allows.
+    `state_dir`: where versions' marks are kept (SQLite, synced), a directory that this user or root
+    owns, and that is not world-writable; without one, a coordinator that restarts is a new cluster.
 
-    Raises StateError (port in use, state_dir in use or unusable), AuthenticationFailed (open access beyond loopback, a token
-    file that cannot be used).
+    Raises StateError (port in use, state_dir in use or unusable), AuthenticationFailed (open access
+    beyond loopback, a token file that cannot be used).
     """
     secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
     if not isinstance(host, str):
@@ -81,10 +84,14 @@ def serve(
 
         async def main(thread: LoopThread) -> None:
             with contextlib.closing(store):
-                server.append(CoordinatorServer(options=checked, secrets_accepted=secrets, store=store))
+                server.append(
+                    CoordinatorServer(options=checked, secrets_accepted=secrets, store=store)
+                )
                 await server[0].run(host, port, thread.ready)
 
-        thread = LoopThread("tensorhub-coordinator", main, mode, exit_s=checked.exit_timeout_s, ends_last=True)
+        thread = LoopThread(
+            "tensorhub-coordinator", main, mode, exit_s=checked.exit_timeout_s, ends_last=True
+        )
         try:
             await thread.start()
         except BaseException:

@@ -1,6 +1,8 @@
-"""What the async API's calls return where that is no coroutine. A wrong use raises an error that says what to write.
+"""What the async API's calls return where that is no coroutine. A wrong use raises an error that
+says what to write.
 
-Responsible for forms only: `await` and `async with`, and the errors of a plain `with`, `for` or an attribute.
+Responsible for forms only: `await` and `async with`, and the errors of a plain `with`, `for` or an
+attribute.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Unpicklable:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} belongs to its process, and can neither be pickled nor copied: in the other process, "
+            f"a {type(self).__name__} belongs to its process, and can neither be pickled nor "
+            f"copied: in the other process, "
             "connect (and register) there"
         )
 
@@ -41,7 +44,9 @@ T = TypeVar("T", bound=AsyncClosable)
 
 
 class Opening(Generic[T]):
-    """`await` it for what it opens, which is then closed by its `close()`, or `async with` it. Nothing happens before."""
+    """`await` it for what it opens, which is then closed by its `close()`, or `async with` it.
+    Nothing happens before.
+    """
 
     def __init__(self, opens: Callable[[CallerMode], Coroutine[Any, Any, T]], call: str) -> None:
         """`opens`: told how its caller waits. `call`: its name, for errors."""
@@ -54,14 +59,19 @@ class Opening(Generic[T]):
         return f"<tensorhub.{self._call}(...): await it, or use it by `async with`>"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(f"{self._call}(...) can neither be pickled nor copied: call it in the process that is to use it")
+        raise TypeError(
+            f"{self._call}(...) can neither be pickled nor copied: call it in the process that is "
+            f"to use it"
+        )
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self._open().__await__()
 
     async def _open(self) -> T:
         if self._is_used:
-            raise StateError(f"this {self._call}() was opened already: call {self._call}() again for another one")
+            raise StateError(
+                f"this {self._call}() was opened already: call {self._call}() again for another one"
+            )
         self._is_used = True
         return await self._opens(AsyncMode())
 
@@ -74,7 +84,10 @@ class Opening(Generic[T]):
         return self._opened
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         opened, self._opened = self._opened, None
         assert opened is not None
@@ -83,17 +96,27 @@ class Opening(Generic[T]):
     if not TYPE_CHECKING:
 
         def __enter__(self) -> NoReturn:
-            raise TypeError(f"write `async with tensorhub.{self._call}(...)`; without an event loop: tensorhub.sync")
+            raise TypeError(
+                f"write `async with tensorhub.{self._call}(...)`; without an event loop: "
+                f"tensorhub.sync"
+            )
 
         def __exit__(self, *_: object) -> None: ...
 
         def __getattr__(self, name: str) -> NoReturn:
-            how = f"`x = await tensorhub.{self._call}(...)` or `async with tensorhub.{self._call}(...) as x:`"
-            raise AttributeError(f"{self._call}() has no {name!r} before it is open: write {how}, then `x.{name}`")
+            how = (
+                f"`x = await tensorhub.{self._call}(...)` or `async with "
+                f"tensorhub.{self._call}(...) as x:`"
+            )
+            raise AttributeError(
+                f"{self._call}() has no {name!r} before it is open: write {how}, then `x.{name}`"
+            )
 
 
 async def close_after(opened: AsyncClosable, error: BaseException | None) -> None:
-    """Close at the end of a block; an error of the block's body takes precedence over an error of closing."""
+    """Close at the end of a block; an error of the block's body takes precedence over an error of
+    closing.
+    """
     try:
         await opened.close()
     except Exception:
@@ -111,23 +134,33 @@ class Block:
 
     async def __aenter__(self) -> None:
         if self._is_used:
-            raise StateError(f"this {self._call}() was entered already: call {self._call}() again for another block")
+            raise StateError(
+                f"this {self._call}() was entered already: call {self._call}() again for another "
+                f"block"
+            )
         self._is_used = True
         await self._block.__aenter__()
         self._is_open = True
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool | None:
         if not self._is_open:
-            raise StateError(f"this {self._call}() is no open block: use it by `with`, or `async with`")
+            raise StateError(
+                f"this {self._call}() is no open block: use it by `with`, or `async with`"
+            )
         self._is_open = False
         return await self._block.__aexit__(kind, error, trace)
 
     if not TYPE_CHECKING:
 
         def __enter__(self) -> NoReturn:
-            raise TypeError(f"write `async with {self._call}(...):`; without an event loop: tensorhub.sync")
+            raise TypeError(
+                f"write `async with {self._call}(...):`; without an event loop: tensorhub.sync"
+            )
 
         def __exit__(self, *_: object) -> None: ...
 

@@ -1,6 +1,8 @@
-"""The parts of a hub's calls, for the library's own tools: memory that is not a caller's tensors, as a file's.
+"""The parts of a hub's calls, for the library's own tools: memory that is not a caller's tensors,
+as a file's.
 
-Internal, and may change. Not responsible for callers' tensors, nor for the documented calls (`hub`).
+Internal, and may change. Not responsible for callers' tensors, nor for the documented calls
+(`hub`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ import anyio
 
 from tensorhub.api.arguments import check_rank, check_ranks
 from tensorhub.api.weights import Weights, callers_level
-from tensorhub.errors import InvalidValue, LeftOutStateWarning, RegistrationError, read_only_refusal, some
+from tensorhub.errors import (
+    InvalidValue,
+    LeftOutStateWarning,
+    RegistrationError,
+    read_only_refusal,
+    some,
+)
 from tensorhub.layouts.joining import publication_of
 from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.preview import preview_ranks
@@ -66,13 +74,18 @@ async def register_memory(
     spot: bool = False,
     declared: Declaration | None = None,
 ) -> Weights:
-    """What `Hub.register` is made of, for memory that is not tensors, as a file's; internal, and may change."""
+    """What `Hub.register` is made of, for memory that is not tensors, as a file's; internal, and
+    may change.
+    """
     check_full(hub._worker, "register")
     check_name("model", model)
     if group is not None:
         check_name("group", group)
     elif (as_integer(world_size) or 1) > 1:
-        raise InvalidValue("world_size > 1 needs group=: one string on all ranks, unique per replica within the model")
+        raise InvalidValue(
+            "world_size > 1 needs group=: one string on all ranks, unique per replica within the "
+            "model"
+        )
     rank, world_size = check_ranks(rank, world_size)
     check_flag("spot", spot)
     described = hub._worker.describe_memory(memory, declared or Declaration(rank, world_size))
@@ -92,13 +105,17 @@ async def register_memory(
 
 
 def tell_left_out(left_out: Mapping[str, str], model: str, options: Options) -> None:
-    """Warn of state of a module that readers do not get, as the options say. RegistrationError: as an error."""
+    """Warn of state of a module that readers do not get, as the options say. RegistrationError: as
+    an error.
+    """
     if not left_out or options.left_out_state == "ignore":
         return
     names = some([f"{name!r} ({what})" for name, what in left_out.items()])
     text = (
-        f"register {model!r}: {len(left_out)} part(s) of the module's state are not carried, and readers keep their own: "
-        f"{names}. Make each a buffer (register_buffer), or bring it to readers in another way. Options.left_out_state "
+        f"register {model!r}: {len(left_out)} part(s) of the module's state are not carried, and "
+        f"readers keep their own: "
+        f"{names}. Make each a buffer (register_buffer), or bring it to readers in another way. "
+        f"Options.left_out_state "
         "turns this off, or into an error"
     )
     if options.left_out_state == "error":
@@ -135,34 +152,52 @@ async def fetch_into(
 ) -> tuple[VersionInfo, FetchReport]:
     """What `Hub.fetch` is made of, for memory that is made elsewhere; internal, and may change.
 
-    `memory`: a `FilledMemory`, or tensors that are there. `memory.map` is called once the version is known, in the library's
-    thread; the memory is the caller's again when this returns or raises. `progress(bytes verified, bytes wanted)` is called
-    in the library's thread a few times a second and at the end; it must return at once.
+    `memory`: a `FilledMemory`, or tensors that are there. `memory.map` is called once the version
+    is known, in the library's thread; the memory is the caller's again when this returns or raises.
+    `progress(bytes verified, bytes wanted)` is called in the library's thread a few times a second
+    and at the end; it must return at once.
     """
     check_name("model", model)
     selector = check_selector(selector)
     rank = None if rank is None else check_rank(rank)
     timeout_s = hub._worker.timeout_s(timeout)
     memory.check_writable()
-    fetch = partial(hub._worker.fetch, model, selector, memory, rank=rank, timeout_s=timeout_s, progress=progress)
+    fetch = partial(
+        hub._worker.fetch,
+        model,
+        selector,
+        memory,
+        rank=rank,
+        timeout_s=timeout_s,
+        progress=progress,
+    )
     return await hub._thread.call(fetch)
 
 
 async def plan_group(
-    hub: Joined, model: str, ranks: Sequence[Described], selector: Selector = LATEST, timeout: float | None = None
+    hub: Joined,
+    model: str,
+    ranks: Sequence[Described],
+    selector: Selector = LATEST,
+    timeout: float | None = None,
 ) -> list[ReadPlan]:
-    """What `Hub.plan` is made of, for several ranks of one group; internal, and may change. Of all its ranks, it is checked
-    whether they read everything.
+    """What `Hub.plan` is made of, for several ranks of one group; internal, and may change. Of all
+    its ranks, it is checked whether they read everything.
     """
-    readers = [(hub._worker.describe_reader(descriptions, declared), declared) for descriptions, declared in ranks]
-    known = await hub._thread.call(hub._worker.known, model, selector, hub._worker.timeout_s(timeout))
+    readers = [
+        (hub._worker.describe_reader(descriptions, declared), declared)
+        for descriptions, declared in ranks
+    ]
+    known = await hub._thread.call(
+        hub._worker.known, model, selector, hub._worker.timeout_s(timeout)
+    )
     return preview_ranks(known, readers)
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensors:
-    """A version, and the dtype and global shape of each of its tensors. `publication`: equal for versions that are published
-    alike.
+    """A version, and the dtype and global shape of each of its tensors. `publication`: equal for
+    versions that are published alike.
     """
 
     version: VersionInfo
@@ -177,11 +212,14 @@ async def published_tensors(
     timeout: float | None = None,
     before: PublishedTensors | None = None,
 ) -> PublishedTensors:
-    """What a version is made of; internal, and may change. Raises as `Hub.plan`. `before`: of another version. If this
-    one is published alike, the coordinator is asked once, and nothing is worked out again.
+    """What a version is made of; internal, and may change. Raises as `Hub.plan`. `before`: of
+    another version. If this one is published alike, the coordinator is asked once, and nothing is
+    worked out again.
     """
     timeout_s = hub._worker.timeout_s(timeout)
-    reply, found = await hub._thread.call(_publication, hub._worker, model, selector, timeout_s, before)
+    reply, found = await hub._thread.call(
+        _publication, hub._worker, model, selector, timeout_s, before
+    )
     if found is None:
         assert before is not None
         return replace(before, version=reply.version)
@@ -191,7 +229,11 @@ async def published_tensors(
 
 
 async def _publication(
-    worker: CallersWorker, model: str, selector: Selector, timeout_s: float, before: PublishedTensors | None
+    worker: CallersWorker,
+    model: str,
+    selector: Selector,
+    timeout_s: float,
+    before: PublishedTensors | None,
 ) -> tuple[PublicationReply, tuple[Published, Mapping[str, bytes]] | None]:
     deadline = anyio.current_time() + timeout_s
     reply = await worker.coordinator.publication(model, selector, timeout_s)
@@ -201,17 +243,21 @@ async def _publication(
 
 
 async def changed_tensors(weights: Weights) -> tuple[str, ...]:
-    """Names of the registered tensors with bytes that differ from the published digests of the held version; internal,
-    and may change. All bytes are read, and nothing is written. Raises StateError: no version with digests is held.
+    """Names of the registered tensors with bytes that differ from the published digests of the held
+    version; internal, and may change. All bytes are read, and nothing is written. Raises
+    StateError: no version with digests is held.
     """
     return await weights._thread.call(weights._handle.changed_tensors)
 
 
-async def seed_shard(hub: Joined, info: VersionInfo, shard: int, timeout: float | None = None) -> FetchReport:
-    """Have this worker hold one shard of the model's newest version in host memory, as a seed; internal, and may change.
+async def seed_shard(
+    hub: Joined, info: VersionInfo, shard: int, timeout: float | None = None
+) -> FetchReport:
+    """Have this worker hold one shard of the model's newest version in host memory, as a seed;
+    internal, and may change.
 
-    `info`: a version of the model that is visible now; the seed's memory is reserved as it needs. Raises as
-    `Weights.prefetch`.
+    `info`: a version of the model that is visible now; the seed's memory is reserved as it needs.
+    Raises as `Weights.prefetch`.
     """
     check_full(hub._worker, "seed")
     timeout_s = hub._worker.timeout_s(timeout)
@@ -219,6 +265,8 @@ async def seed_shard(hub: Joined, info: VersionInfo, shard: int, timeout: float 
 
 
 def check_full(worker: CallersWorker, call: str) -> None:
-    """Raise AuthenticationFailed, naming the call, if the token is read-only; the coordinator would refuse it, too."""
+    """Raise AuthenticationFailed, naming the call, if the token is read-only; the coordinator would
+    refuse it, too.
+    """
     if worker.read_only:
         raise read_only_refusal(call)

@@ -15,12 +15,16 @@ from tensorhub.types import VersionInfo
 
 
 class Watcher(Unpicklable):
-    """Newest versions of one model, conflated. Iterate with `async for`; ends when the hub is closed.
+    """Newest versions of one model, conflated. Iterate with `async for`; ends when the hub is
+    closed.
 
-    Raises LeaseLost once if the coordinator loses its state; iterate again for what the new cluster has.
+    Raises LeaseLost once if the coordinator loses its state; iterate again for what the new cluster
+    has.
     """
 
-    def __init__(self, worker: CallersWorker, thread: ThreadPort, model: str, keeps: object) -> None:
+    def __init__(
+        self, worker: CallersWorker, thread: ThreadPort, model: str, keeps: object
+    ) -> None:
         """`keeps`: stays open as long as this watcher is referenced."""
         self._keeps = keeps
         self._wakeup = thread.mode.waiter()
@@ -31,13 +35,20 @@ class Watcher(Unpicklable):
         listener = _Listener(self._box, self._losses, self._wakeup)
         worker.version_watches.check_room(model)
         thread.post(partial(worker.version_watches.listen, model, listener, listener.lost))
-        weakref.finalize(self, thread.post, partial(worker.version_watches.unlisten, model, listener, listener.lost))
+        weakref.finalize(
+            self,
+            thread.post,
+            partial(worker.version_watches.unlisten, model, listener, listener.lost),
+        )
         thread.tell_end(self)
 
     if not TYPE_CHECKING:
-        __iter__ = wrong_use("write `async for info in hub.watch(...)`; without an event loop: tensorhub.sync")
+        __iter__ = wrong_use(
+            "write `async for info in hub.watch(...)`; without an event loop: tensorhub.sync"
+        )
         __await__ = wrong_use(
-            "hub.watch() is iterated: write `async for info in hub.watch(...)`, or await hub.wait_for(...)"
+            "hub.watch() is iterated: write `async for info in hub.watch(...)`, or await "
+            "hub.wait_for(...)"
         )
 
     def __aiter__(self) -> Self:
@@ -55,7 +66,9 @@ class Watcher(Unpicklable):
         raise StopAsyncIteration
 
     def end(self) -> None:
-        """Let the iteration end, also one that waits; the end of the hub does it too. From the caller's thread."""
+        """Let the iteration end, also one that waits; the end of the hub does it too. From the
+        caller's thread.
+        """
         self._has_ended = True
         self._wakeup.set()
 
@@ -63,7 +76,9 @@ class Watcher(Unpicklable):
 class _Listener:
     """Holds no reference to its watcher, so that a watcher that is no longer iterated is freed."""
 
-    def __init__(self, box: list[VersionInfo | None], losses: list[LeaseLost], wakeup: Waiter) -> None:
+    def __init__(
+        self, box: list[VersionInfo | None], losses: list[LeaseLost], wakeup: Waiter
+    ) -> None:
         self._box = box
         self._losses = losses
         self._wakeup = wakeup
@@ -73,7 +88,9 @@ class _Listener:
         self._wakeup.set()
 
     def lost(self, error: LeaseLost) -> None:
-        """The coordinator has lost its state: versions begin anew, and the iteration raises `error` first."""
+        """The coordinator has lost its state: versions begin anew, and the iteration raises `error`
+        first.
+        """
         self._box[0] = None
         self._losses[:] = [error]
         self._wakeup.set()

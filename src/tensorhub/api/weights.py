@@ -1,4 +1,6 @@
-"""One registered memory, as its caller sees it: publish, take back, fill. A bridge to the library's own thread, no logic."""
+"""One registered memory, as its caller sees it: publish, take back, fill. A bridge to the library's
+own thread, no logic.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,20 @@ BeforeWrite = Callable[[VersionInfo], Awaitable[None]]
 class Weights(Unpicklable):
     """One rank's registered memory. Made by `Hub.register`.
 
-    `publish`, `mutate`, `replicate`, `update` and `prefetch` raise RegistrationError, before they do anything, if the module
-    or mapping has other tensors by now: see `Hub.register`. So do `replicate`, `update` and `prefetch` if a tensor is in
-    memory that cannot be written, such as a read-only mapping of a file: that can be published only.
+    `publish`, `mutate`, `replicate`, `update` and `prefetch` raise RegistrationError, before they
+    do anything, if the module or mapping has other tensors by now: see `Hub.register`. So do
+    `replicate`, `update` and `prefetch` if a tensor is in memory that cannot be written, such as a
+    read-only mapping of a file: that can be published only.
     """
 
     def __init__(
-        self, handle: CallersHandle, memory: CallersMemory, worker: CallersWorker, thread: ThreadPort, *, keeps: object
+        self,
+        handle: CallersHandle,
+        memory: CallersMemory,
+        worker: CallersWorker,
+        thread: ThreadPort,
+        *,
+        keeps: object,
     ) -> None:
         """`keeps`: stays open as long as this handle is referenced."""
         self._keeps = keeps
@@ -64,7 +73,10 @@ class Weights(Unpicklable):
 
     def __repr__(self) -> str:
         shard = self._handle.member.shard
-        return f"<Weights of {shard.model}/{shard.group}[{shard.rank}] {self.state.value} version={self.version}>"
+        return (
+            f"<Weights of {shard.model}/{shard.group}[{shard.rank}] {self.state.value} "
+            f"version={self.version}>"
+        )
 
     @property
     def model(self) -> str:
@@ -80,17 +92,24 @@ class Weights(Unpicklable):
     def state(self) -> HandleState:
         """empty, filling, ready, draining, torn, in_doubt or closed (each equals that string).
 
-        Published memory that was seen to be written, replaced or freed is torn, until `unpublish` or `mutate` takes it back.
+        Published memory that was seen to be written, replaced or freed is torn, until `unpublish`
+        or `mutate` takes it back.
         """
         state, content = self._handle.member.state, self._handle.member.content
-        return HandleState.TORN if state is HandleState.READY and content is not None and content.spoiled else state
+        return (
+            HandleState.TORN
+            if state is HandleState.READY and content is not None and content.spoiled
+            else state
+        )
 
     async def publish(self, version: int, timeout: float | None = None) -> VersionInfo:
-        """Promise that the memory is immutable, as `version`; returns when it is visible (all ranks have called).
+        """Promise that the memory is immutable, as `version`; returns when it is visible (all ranks
+        have called).
 
-        Raises VersionConflict (the number was used, or is not above the mark), StateError (published already),
-        RegistrationError (a tensor was replaced or resized since it was registered), OperationTimeout, GroupAborted,
-        CoordinatorUnavailable, LeaseLost (once, where the coordinator has come back without its state).
+        Raises VersionConflict (the number was used, or is not above the mark), StateError
+        (published already), RegistrationError (a tensor was replaced or resized since it was
+        registered), OperationTimeout, GroupAborted, CoordinatorUnavailable, LeaseLost (once, where
+        the coordinator has come back without its state).
         """
         version = check_version(version)
         self._check_publishable()
@@ -102,44 +121,60 @@ class Weights(Unpicklable):
         declared = self._handle.member.shard.declared
         if declared is not None and declared.strides:
             names = ", ".join(map(repr, islice(declared.strides, NAMES_SHOWN_MAX)))
-            text = f"{len(declared.strides)} tensor(s) have padded rows, which can be filled and not published: {names}"
+            text = (
+                f"{len(declared.strides)} tensor(s) have padded rows, which can be filled and "
+                f"not published: {names}"
+            )
             name, shape = next(
-                (each.name, each.shape) for each in self._memory.descriptions if each.name in declared.strides
+                (each.name, each.shape)
+                for each in self._memory.descriptions
+                if each.name in declared.strides
             )
             place = ", ".join([f"0:{size}" for size in shape])
             raise RegistrationError(
-                f"{text}; register the tensors that they are parts of, and say in sources= which part is published: "
-                f"{{{name!r}: [(at[{place}], source({name!r}, shape={shape}))]}}; or `.contiguous()` ones"
+                f"{text}; register the tensors that they are parts of, and say in sources= which "
+                f"part is published: "
+                f"{{{name!r}: [(at[{place}], source({name!r}, shape={shape}))]}}; or "
+                f"`.contiguous()` ones"
             )
 
     async def _publish(self, version: int, timeout: float | None) -> VersionInfo:
         self._handle.stream_sync.note()
         with self._memory.claim.publishing():
-            return await self._thread.call(self._handle.publish, version, self._worker.timeout_s(timeout))
+            return await self._thread.call(
+                self._handle.publish, version, self._worker.timeout_s(timeout)
+            )
 
     async def unpublish(self, timeout: float | None = None) -> None:
         """Take the promise back; returns when the memory may be overwritten.
 
-        Running readers are moved, or waited for within `drain_grace_s` and half the timeout, then fenced. Needs no reachable
-        coordinator, but for a retained version: cut off, that stays until this worker's own lease is over. Raises StateError
-        (nothing is published), RetentionError (a retained version would be lost; it stays published), DrainTimeout (it is
-        still being read when the time is up; it stays published), MutabilityViolation (it is taken back, but was written
-        before), LeaseLost (it is the caller's already: the coordinator has given it up).
+        Running readers are moved, or waited for within `drain_grace_s` and half the timeout, then
+        fenced. Needs no reachable coordinator, but for a retained version: cut off, that stays
+        until this worker's own lease is over. Raises StateError (nothing is published),
+        RetentionError (a retained version would be lost; it stays published), DrainTimeout (it is
+        still being read when the time is up; it stays published), MutabilityViolation (it is taken
+        back, but was written before), LeaseLost (it is the caller's already: the coordinator has
+        given it up).
         """
         await self._thread.call(self._handle.unpublish, self._worker.timeout_s(timeout))
 
-    def mutate(self, version: int, timeout: float | None = None) -> contextlib.AbstractAsyncContextManager[None]:
-        """Unpublish if published, run the body, publish as `version`. If the body raises, nothing is published.
+    def mutate(
+        self, version: int, timeout: float | None = None
+    ) -> contextlib.AbstractAsyncContextManager[None]:
+        """Unpublish if published, run the body, publish as `version`. If the body raises, nothing
+        is published.
 
-        Readers wait while the body runs. Put only the writes into it, such as `optimizer.step()`; forward and backward read
-        the weights, and belong before the block.
+        Readers wait while the body runs. Put only the writes into it, such as `optimizer.step()`;
+        forward and backward read the weights, and belong before the block.
 
-        The tensors and the number are checked first (RegistrationError, VersionConflict, with the memory as it was). Raises
-        as `unpublish`, before the body (LeaseLost also where nothing is published), and as `publish`. If one rank's body
-        raises, the other ranks' publish ends with GroupAborted, and the number stays unused.
+        The tensors and the number are checked first (RegistrationError, VersionConflict, with the
+        memory as it was). Raises as `unpublish`, before the body (LeaseLost also where nothing is
+        published), and as `publish`. If one rank's body raises, the other ranks' publish ends with
+        GroupAborted, and the number stays unused.
 
-        StaleWeightsWarning: the body has apparently written none of the registered tensors; the version is still
-        published. `Options.stale_weights="error"` makes it a StateError, as if the body had raised it.
+        StaleWeightsWarning: the body has apparently written none of the registered tensors; the
+        version is still published. `Options.stale_weights="error"` makes it a StateError, as if the
+        body had raised it.
         """
         return Block(self._mutate(version, timeout), "weights.mutate")
 
@@ -149,7 +184,9 @@ class Weights(Unpicklable):
         self._check_publishable()
         self._memory.check_current()
         timeout_s = self._worker.timeout_s(timeout)
-        check_number = partial(self._worker.coordinator.check_number, self.model, version, timeout_s)
+        check_number = partial(
+            self._worker.coordinator.check_number, self.model, version, timeout_s
+        )
         where = ""
 
         def begins() -> None:
@@ -159,7 +196,9 @@ class Weights(Unpicklable):
         try:
             await self._thread.call(self._handle.begin_mutate, check_number, begins, timeout_s)
             where = "the body of"
-            is_unwritten = self._memory.watch() if self._worker.options.stale_weights != "ignore" else None
+            is_unwritten = (
+                self._memory.watch() if self._worker.options.stale_weights != "ignore" else None
+            )
             yield
             where = "after its body,"
             self._memory.check_current()
@@ -167,11 +206,15 @@ class Weights(Unpicklable):
                 self._tell_stale()
         except BaseException as error:
             if where in ("the body of", "after its body,"):
-                error.add_note(f"mutate({version}) of {self._handle.member.shard.title} has published nothing")
+                error.add_note(
+                    f"mutate({version}) of {self._handle.member.shard.title} has published nothing"
+                )
             if where and self._handle.member.shard.world_size > 1:
                 with self._thread.mode.shield(), contextlib.suppress(TensorHubError):
                     reason = f"{where} mutate({version}) raised {text_of(error)}"
-                    await self._thread.call(self._handle.refuse, GroupAborted(reason[:1000]), timeout_s)
+                    await self._thread.call(
+                        self._handle.refuse, GroupAborted(reason[:1000]), timeout_s
+                    )
             raise
         await self._publish(version, timeout)
 
@@ -179,29 +222,35 @@ class Weights(Unpicklable):
         # Without the number: Python says an equal warning once for each place.
         title = self._handle.member.shard.title
         text = (
-            f"mutate() of {title}: its body has written no registered tensor, so readers get the bytes that were there "
-            "before. Write into the registered ones. Register the module itself, so that a replaced tensor is named: a "
+            f"mutate() of {title}: its body has written no registered tensor, so readers get the "
+            f"bytes that were there "
+            "before. Write into the registered ones. Register the module itself, so that a "
+            "replaced tensor is named: a "
             "state_dict() keeps the old one. Options.stale_weights turns this off, or into an error"
         )
         if self._worker.options.stale_weights == "error":
             raise StateError(text)
         warnings.warn(text, StaleWeightsWarning, stacklevel=callers_level())
 
-    async def replicate(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
+    async def replicate(
+        self, selector: Selector = LATEST, timeout: float | None = None
+    ) -> FetchReport:
         """Fill the memory, which must hold no version, with a version.
 
-        `selector`: a number; "latest", the newest version ever published, for which the call waits while it has no
-        holder; "latest-1", the version before; or "available", the newest version that can be fetched now. "available"
-        waits while no version was published; where no published version has a holder it raises VersionUnavailable at
-        once. It counts complete copies of workers that the coordinator hears of, and the caller's own. It never replaces
-        a version that a rank of the group holds by an older version.
+        `selector`: a number; "latest", the newest version ever published, for which the call waits
+        while it has no holder; "latest-1", the version before; or "available", the newest version
+        that can be fetched now. "available" waits while no version was published; where no
+        published version has a holder it raises VersionUnavailable at once. It counts complete
+        copies of workers that the coordinator hears of, and the caller's own. It never replaces a
+        version that a rank of the group holds by an older version.
 
-        If the version that the call reads goes away, a call for a number fails. A call by selector is bound again, for the
-        whole group, to the version that its selector names then, or waits for one until its deadline (`report.rebinds`).
+        If the version that the call reads goes away, a call for a number fails. A call by selector
+        is bound again, for the whole group, to the version that its selector names then, or waits
+        for one until its deadline (`report.rebinds`).
 
-        Raises VersionUnavailable, ManifestMismatch (each difference named), IntegrityError (no source's bytes have their
-        digests), StateError, OperationTimeout, GroupAborted, TransportUnavailable, RegistrationError, LeaseLost (both as
-        `publish`).
+        Raises VersionUnavailable, ManifestMismatch (each difference named), IntegrityError (no
+        source's bytes have their digests), StateError, OperationTimeout, GroupAborted,
+        TransportUnavailable, RegistrationError, LeaseLost (both as `publish`).
         """
         call = FillCall(OpKind.REPLICATE, check_selector(selector))
         self._memory.check_current()
@@ -219,27 +268,34 @@ class Weights(Unpicklable):
         staged: bool = False,
         timeout: float | None = None,
     ) -> FetchReport:
-        """Replace the version in memory by a version; `report.changed` is False if it holds that content already.
+        """Replace the version in memory by a version; `report.changed` is False if it holds that
+        content already.
 
-        `selector`: as `replicate`. `at_least` waits for that number. `before_write` is awaited here, in the caller's task,
-        once version and source are certain and before the first byte changes; a call that is bound again (`replicate`)
-        does not repeat it. Up to then an error leaves the old version published; after it the memory is torn.
-        `staged`: the new version is filled into host memory first
-        (`Options.host_memory_bytes`, else StateError), then `before_write` is awaited, and the memory is only overwritten
-        once all ranks have all of it: an error leaves the old version published. Prefetched bytes are copied, not read.
-        Raises as `replicate`, RetentionError (a retained version would be lost), DrainTimeout (the old version is still
-        being read), both with it still published, MutabilityViolation (it was written; unpublish() first), and the errors
-        of `before_write`.
+        `selector`: as `replicate`. `at_least` waits for that number. `before_write` is awaited
+        here, in the caller's task, once version and source are certain and before the first byte
+        changes; a call that is bound again (`replicate`) does not repeat it. Up to then an error
+        leaves the old version published; after it the memory is torn. `staged`: the new version is
+        filled into host memory first (`Options.host_memory_bytes`, else StateError), then
+        `before_write` is awaited, and the memory is only overwritten once all ranks have all of it:
+        an error leaves the old version published. Prefetched bytes are copied, not read. Raises as
+        `replicate`, RetentionError (a retained version would be lost), DrainTimeout (the old
+        version is still being read), both with it still published, MutabilityViolation (it was
+        written; unpublish() first), and the errors of `before_write`.
         """
         selector = check_selector(selector)
         if at_least is not None:
             at_least = check_version(at_least)
         if before_write is not None and not callable(before_write):
-            raise InvalidType(f"before_write={shown(before_write)}: give a function that takes the VersionInfo, or None")
+            raise InvalidType(
+                f"before_write={shown(before_write)}: give a function that takes the VersionInfo, "
+                f"or None"
+            )
         check_flag("staged", staged)
         if staged and not self._worker.options.host_memory_bytes:
             raise StateError("update(staged=True) needs host memory: set Options.host_memory_bytes")
-        call = FillCall(OpKind.UPDATE, selector, at_least, hold=before_write is not None, staged=staged)
+        call = FillCall(
+            OpKind.UPDATE, selector, at_least, hold=before_write is not None, staged=staged
+        )
 
         def ask(info: VersionInfo) -> None:
             job.ask_caller(partial(self._run_hook, before_write, info))
@@ -259,8 +315,10 @@ class Weights(Unpicklable):
                 made: object = before_write(info)
                 if not inspect.isawaitable(made):
                     raise TypeError(
-                        f"before_write is to be an async function, and this one returned {shown(made)}: write `async def`, "
-                        "and `await anyio.to_thread.run_sync(...)` for what blocks; without an event loop: tensorhub.sync"
+                        f"before_write is to be an async function, and this one returned "
+                        f"{shown(made)}: write `async def`, "
+                        "and `await anyio.to_thread.run_sync(...)` for what blocks; without an "
+                        "event loop: tensorhub.sync"
                     )
                 await made
                 self._memory.check_current()
@@ -269,14 +327,18 @@ class Weights(Unpicklable):
             problem = error
         self._thread.post(partial(self._handle.hook_returned, problem))
 
-    async def prefetch(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
-        """Fill host memory with a version (`selector`: as `replicate`), while the current one stays in use.
+    async def prefetch(
+        self, selector: Selector = LATEST, timeout: float | None = None
+    ) -> FetchReport:
+        """Fill host memory with a version (`selector`: as `replicate`), while the current one stays
+        in use.
 
-        All ranks of the group call it. It may run beside one other call of this handle. The copy serves other readers. The
-        next `update` to that version copies the filled part, and frees the copy; an update to another version frees it,
-        too. A second prefetch replaces the first. `report.changed` is False if the version is held already.
-        Raises StateError (no `Options.host_memory_bytes`, or too few of them for the shard; the other ranks' calls end with
-        GroupAborted), and as `replicate`; the tensors stay as they are.
+        All ranks of the group call it. It may run beside one other call of this handle. The copy
+        serves other readers. The next `update` to that version copies the filled part, and frees
+        the copy; an update to another version frees it, too. A second prefetch replaces the first.
+        `report.changed` is False if the version is held already. Raises StateError (no
+        `Options.host_memory_bytes`, or too few of them for the shard; the other ranks' calls end
+        with GroupAborted), and as `replicate`; the tensors stay as they are.
         """
         prefetch, timeout_s = self._worker.copies.prefetch, self._worker.timeout_s(timeout)
         selector = check_selector(selector)
@@ -287,22 +349,32 @@ class Weights(Unpicklable):
     async def close(self, abandon: bool = False) -> None:
         """Unpublish the version, as `unpublish` does, and give the registration up.
 
-        With the last handle of this process (whatever it holds) the retained versions in its host memory are handed over to
-        other workers, too, as the process may end then. (Leaving the hub does not wait: close the handles before.)
+        With the last handle of this process (whatever it holds) the retained versions in its host
+        memory are handed over to other workers, too, as the process may end then. (Leaving the hub
+        does not wait: close the handles before.)
 
-        Raises RetentionError (a retained version would be lost; `abandon` loses it) and DrainTimeout, both with everything
-        unchanged, and MutabilityViolation (it is closed, but its tensors were written while they were published). For
-        tensors that were replaced or freed there is only a log event (`published_memory_written`): closing is the remedy.
+        Raises RetentionError (a retained version would be lost; `abandon` loses it) and
+        DrainTimeout, both with everything unchanged, and MutabilityViolation (it is closed, but its
+        tensors were written while they were published). For tensors that were replaced or freed
+        there is only a log event (`published_memory_written`): closing is the remedy.
         """
         check_flag("abandon", abandon)
-        close, is_moved = partial(self._worker.copies.close, abandon=abandon), bool(self._memory.moved())
+        close, is_moved = (
+            partial(self._worker.copies.close, abandon=abandon),
+            bool(self._memory.moved()),
+        )
         with contextlib.suppress(*[MutabilityViolation] * is_moved):
             await self._thread.call(close, self._handle, self._worker.timeout_s(None))
 
 
 def callers_level() -> int:
-    """How far up the stack, from this function's caller, the user's own code is: for `warnings.warn`."""
+    """How far up the stack, from this function's caller, the user's own code is: for
+    `warnings.warn`.
+    """
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("tensorhub", "contextlib"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "tensorhub",
+        "contextlib",
+    ):
         level, frame = level + 1, frame.f_back
     return level

@@ -8,7 +8,9 @@ Not responsible for any work of its own: each command is a thin layer over the p
 
 
 def main() -> None:
-    """Run the command line with the arguments of this process (the entry point of the `tensorhub` script)."""
+    """Run the command line with the arguments of this process (the entry point of the `tensorhub`
+    script).
+    """
     try:
         from tensorhub.cli.app import app
         from tensorhub.cli.common import checking_output

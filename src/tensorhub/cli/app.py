@@ -23,7 +23,8 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # before the command has handlers of its own; click would say "Aborted!", and exit with 1
+        except KeyboardInterrupt:
+            # The command has no handlers yet. click would say "Aborted!" and exit with 1.
             raise typer.Exit(INTERRUPTED) from None
 
 
@@ -31,7 +32,9 @@ def _load(name: str | None) -> Any:
     """The command of this name."""
     command = getattr(import_module(f"tensorhub.cli.{name}"), str(name))
     if not isinstance(command, typer.Typer):
-        one = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        one = typer.Typer(
+            add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+        )
         one.command(epilog=EXIT_CODES, context_settings=HELP)(reporting(command))
         command = one
     return typer.main.get_command(command)
@@ -44,7 +47,8 @@ app = typer.Typer(
     epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # plain help: paragraphs that wrap as a whole, at any width, in a pipe too
+    # plain help: paragraphs that wrap as a whole, at any width, in a pipe too
+    rich_markup_mode=None,
     context_settings=HELP,
     pretty_exceptions_enable=False,  # its tracebacks print local variables, the secret among them
 )
@@ -60,7 +64,9 @@ def _print_version(wanted: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Fetch model weights from the memory of the workers that hold them."""

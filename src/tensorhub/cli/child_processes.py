@@ -1,8 +1,10 @@
-"""Child processes that exchange lines of JSON with their parent: `ChildProcess` is the parent's side, `Parent` the child's.
+"""Child processes that exchange lines of JSON with their parent: `ChildProcess` is the parent's
+side, `Parent` the child's.
 
-A child reads commands from its standard input and answers on its standard output; anything else that it prints goes to its
-standard error. It ends when its standard input does, so no child outlives its parent, however that ends. Ctrl-C reaches the
-parent alone, because a child is in a process group of its own.
+A child reads commands from its standard input and answers on its standard output; anything else
+that it prints goes to its standard error. It ends when its standard input does, so no child
+outlives its parent, however that ends. Ctrl-C reaches the parent alone, because a child is in a
+process group of its own.
 """
 
 from __future__ import annotations
@@ -54,21 +56,27 @@ class Inbox:
         return self._lines.popleft()
 
 
-# --------------------------------------------------------------------------------------------------- the parent's side
+# --------------------------------------------------------------------------------------------------
+# the parent's side
 
 
 class ChildEnded(Exception):
-    """A child has ended. The text has its name, its exit code, and the last line of its standard error if that was kept."""
+    """A child has ended. The text has its name, its exit code, and the last line of its standard
+    error if that was kept.
+    """
 
     def __init__(self, name: str, code: int, last: str | None) -> None:
         super().__init__(
-            f"{name} ended with exit code {code}" + ("" if last is None else f": {last or 'it left no message'}")
+            f"{name} ended with exit code {code}"
+            + ("" if last is None else f": {last or 'it left no message'}")
         )
         self.code = code
 
 
 class ChildProcess:
-    """A running child. A thread reads its lines and passes each to `heard`, and None after the last."""
+    """A running child. A thread reads its lines and passes each to `heard`, and None after the
+    last.
+    """
 
     def __init__(
         self,
@@ -79,7 +87,9 @@ class ChildProcess:
         environment: Mapping[str, str],
         errors: IO[bytes] | None = None,
     ) -> None:
-        """`errors`: the file for its standard error, which `close` closes; None: the parent's own."""
+        """`errors`: the file for its standard error, which `close` closes; None: the parent's
+        own.
+        """
         self.name = name
         self._heard = heard
         self._errors = errors
@@ -119,7 +129,9 @@ class ChildProcess:
         self._heard(None)
 
     def write(self, line: Mapping[str, object]) -> None:
-        """Send a line; blocks while the child does not read. Raises OSError or ValueError if the child has ended."""
+        """Send a line; blocks while the child does not read. Raises OSError or ValueError if the
+        child has ended.
+        """
         assert self._popen.stdin is not None
         with self._writing:
             _write(self._popen.stdin.fileno(), line)
@@ -146,7 +158,8 @@ class ChildProcess:
         self.wait(COLLECT_S)
         self.end_input()
         self._reader.join(COLLECT_S)
-        if not self._reader.is_alive() and self._popen.stdout is not None:  # else a process of the child's has the pipe
+        # else a process of the child's has the pipe
+        if not self._reader.is_alive() and self._popen.stdout is not None:
             self._popen.stdout.close()
         if self._errors is not None:
             self._errors.close()
@@ -170,9 +183,16 @@ class AsyncChildProcess(ChildProcess):
     """A child that one task of an event loop talks to. Deadlines are the caller's."""
 
     def __init__(
-        self, name: str, command: Sequence[str], *, environment: Mapping[str, str], keeps_errors: bool = True
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        keeps_errors: bool = True,
     ) -> None:
-        """`keeps_errors`: whether its standard error is kept for the text of ChildEnded; else it goes to the parent's."""
+        """`keeps_errors`: whether its standard error is kept for the text of ChildEnded; else it
+        goes to the parent's.
+        """
         self._inbox = Inbox()
         errors = tempfile.TemporaryFile() if keeps_errors else None  # noqa: SIM115 - `close` closes it
         super().__init__(name, command, self._inbox.put, environment=environment, errors=errors)
@@ -211,25 +231,35 @@ async def closing_all() -> AsyncIterator[list[AsyncChildProcess]]:
                 await anyio.to_thread.run_sync(child.close)
 
 
-# ---------------------------------------------------------------------------------------------------- the child's side
+# --------------------------------------------------------------------------------------------------
+# the child's side
 
 
 class Parent:
-    """The parent, as its child sees it: each command is passed to `heard`, by a thread; `say` answers."""
+    """The parent, as its child sees it: each command is passed to `heard`, by a thread; `say`
+    answers.
+    """
 
-    def __init__(self, heard: Callable[[Line], object], at_end: Callable[[], object] = lambda: os._exit(1)) -> None:
-        """Takes standard output for lines alone: whatever else is printed goes to standard error from now on.
+    def __init__(
+        self, heard: Callable[[Line], object], at_end: Callable[[], object] = lambda: os._exit(1)
+    ) -> None:
+        """Takes standard output for lines alone: whatever else is printed goes to standard error
+        from now on.
 
-        `at_end`: called by the thread when the input has ended. By default the process ends at once, whatever it is doing.
+        `at_end`: called by the thread when the input has ended. By default the process ends at
+        once, whatever it is doing.
         """
         self._out = os.dup(1)
         os.dup2(2, 1)
         self._saying = threading.Lock()
-        threading.Thread(target=self._listen, args=(heard, at_end), name="commands", daemon=True).start()
+        threading.Thread(
+            target=self._listen, args=(heard, at_end), name="commands", daemon=True
+        ).start()
 
     def _listen(self, heard: Callable[[Line], object], at_end: Callable[[], object]) -> None:
         rest = b""
-        while part := os.read(0, 2**16):  # not by sys.stdin: this thread would hold its lock at exit
+        # not by sys.stdin: this thread would hold its lock at exit
+        while part := os.read(0, 2**16):
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
                 heard(json.loads(line))

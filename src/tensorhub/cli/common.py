@@ -1,7 +1,8 @@
 """What all commands share: exit codes, error lines, signals, options, tables and bars.
 
-Exit codes: 0 it worked; 1 the operation failed; 2 the arguments or files cannot be used; 128 + n signal n ended it (130 is
-Ctrl-C). An error is one line on stderr, `error: <kind>: <what happened, and what to do>`. Only results go to stdout.
+Exit codes: 0 it worked; 1 the operation failed; 2 the arguments or files cannot be used; 128 + n
+signal n ended it (130 is Ctrl-C). An error is one line on stderr, `error: <kind>: <what happened,
+and what to do>`. Only results go to stdout.
 
 `tensorhub --help` imports this module, so the module imports little.
 """
@@ -26,7 +27,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 import typer
 
 import tensorhub
-from tensorhub.errors import AuthenticationFailed, CoordinatorUnavailable, StateError, TensorHubError, VersionUnavailable
+from tensorhub.errors import (
+    AuthenticationFailed,
+    CoordinatorUnavailable,
+    StateError,
+    TensorHubError,
+    VersionUnavailable,
+)
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
@@ -45,36 +52,56 @@ HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 WIDE = 100_000  # of a line that no terminal wraps
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # why a file takes no more
 _PREFIXES = "kMGTP"
-_SIZE = re.compile(r"(?P<number>[0-9]{1,20}(\.[0-9]{1,9})?) ?((?P<prefix>[kKMGTP])?(?P<binary>(?<=[kKMGTP])i)?B?)")
+_SIZE = re.compile(
+    r"(?P<number>[0-9]{1,20}(\.[0-9]{1,9})?) ?((?P<prefix>[kKMGTP])?(?P<binary>(?<=[kKMGTP])i)?B?)"
+)
 
-EXIT_CODES = """\
-Exit codes: 0 it worked, 1 the operation failed, 2 the arguments or files cannot be used, 130 Ctrl-C, 143 SIGTERM."""
+EXIT_CODES = (
+    "Exit codes: 0 it worked, 1 the operation failed, 2 the arguments or files cannot be used, "
+    "130 Ctrl-C, 143 SIGTERM."
+)
 
 AddressOption = Annotated[
     str | None,
-    typer.Option("--address", envvar="TENSORHUB_ADDRESS", metavar="tcp://HOST:PORT", help="Where the coordinator is."),
+    typer.Option(
+        "--address",
+        envvar="TENSORHUB_ADDRESS",
+        metavar="tcp://HOST:PORT",
+        help="Where the coordinator is.",
+    ),
 ]
 TokenFileOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="A file with the cluster's token, instead of TENSORHUB_TOKEN in the environment; read again when it changes.",
+        help="A file with the cluster's token, instead of TENSORHUB_TOKEN in the environment; read "
+        "again when it changes.",
     ),
 ]
 NamesOption = Annotated[
-    list[str] | None, typer.Option("--names", metavar="GLOB", help="Only these tensors ('layers.0.*'); may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--names", metavar="GLOB", help="Only these tensors ('layers.0.*'); may be repeated."
+    ),
 ]
 SelectorOption = Annotated[
     str,
-    typer.Option(metavar="SELECTOR", help="A number, latest, latest-1, or available (the newest that can be fetched now)."),
+    typer.Option(
+        metavar="SELECTOR",
+        help="A number, latest, latest-1, or available (the newest that can be fetched now).",
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")
+]
 Connect: TypeAlias = "Callable[..., Opening[Hub]]"
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
 
 
 class CommandError(Exception):
-    """A command cannot go on, for a reason that is not a TensorHubError: printed as one line, without a traceback."""
+    """A command cannot go on, for a reason that is not a TensorHubError: printed as one line,
+    without a traceback.
+    """
 
     def __init__(self, kind: str, text: str, code: int = FAILED) -> None:
         super().__init__(text)
@@ -88,14 +115,17 @@ def usage(text: str) -> CommandError:
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """What reads an option's whole number; help does not repeat the range, which a wrong number's error says."""
+    """What reads an option's whole number; help does not repeat the range, which a wrong number's
+    error says.
+    """
 
     def read(given: str) -> int:
         text = str(given)  # a default comes as it is
         value = int(text) if text.isascii() and text.isdecimal() and len(text) <= 20 else -1
         if value < least or (most is not None and value > most):
             raise typer.BadParameter(
-                f"{text[:40]!r}: give a whole number, {least} {'or more' if most is None else f'to {most}'}"
+                f"{text[:40]!r}: give a whole number, {least} "
+                f"{'or more' if most is None else f'to {most}'}"
             )
         return value
 
@@ -112,7 +142,8 @@ def seconds(least: float, most: float) -> Callable[[str], float]:
             value = math.nan
         if not least <= value <= most:
             raise typer.BadParameter(
-                f"{str(given)[:40]!r}: give seconds, {least:g} {'or more' if math.isinf(most) else f'to {most:g}'}"
+                f"{str(given)[:40]!r}: give seconds, {least:g} "
+                f"{'or more' if math.isinf(most) else f'to {most:g}'}"
             )
         return value
 
@@ -134,7 +165,9 @@ def size(given: str) -> int:
     match = _SIZE.fullmatch(str(given).strip())
     if match is not None:
         base = 1024 if match["binary"] else 1000
-        nbytes = int(Decimal(match["number"]) * base ** (" KMGTP".index((match["prefix"] or " ").upper())))
+        nbytes = int(
+            Decimal(match["number"]) * base ** (" KMGTP".index((match["prefix"] or " ").upper()))
+        )
         if 0 < nbytes < 2**63:
             return nbytes
     raise typer.BadParameter(f"{str(given)[:40]!r}: give bytes, as 100MB, 1.5GiB or 1000000")
@@ -143,7 +176,9 @@ def size(given: str) -> int:
 def check_address(address: str | None) -> str:
     """The address that a command was given; a usage error if there is none or it is not one."""
     if address is None:
-        raise usage("no coordinator to talk to: give --address tcp://HOST:PORT or set TENSORHUB_ADDRESS")
+        raise usage(
+            "no coordinator to talk to: give --address tcp://HOST:PORT or set TENSORHUB_ADDRESS"
+        )
     from tensorhub.types import parse_address
 
     with checking():
@@ -153,24 +188,33 @@ def check_address(address: str | None) -> str:
 
 @contextlib.contextmanager
 def checking(option: str = "", *, instead: str = "", kind: str = "usage") -> Iterator[None]:
-    """Turn a refusal in this block into a usage error about `option`, which advises to give `instead`. `kind`: the error's
-    name.
+    """Turn a refusal in this block into a usage error about `option`, which advises to give
+    `instead`. `kind`: the error's name.
     """
     try:
         yield
     except (AuthenticationFailed, OSError, StateError, ValueError) as error:
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        text = (
+            f"{error.filename}: {error.strerror}"
+            if isinstance(error, OSError) and error.filename
+            else str(error)
+        )
         text = f"{option}: " * bool(option) + text + f"; give {instead}" * bool(instead)
         raise CommandError(kind, text, USAGE) from error
 
 
-def connecting(address: str | None, token_file: Path | None, options: tensorhub.Options | None = None) -> Connect:
-    """What connects to the coordinator that a command was given; a usage error if it cannot be used. It fails at once if no
-    coordinator is there, unless `options` say that it waits for one.
+def connecting(
+    address: str | None, token_file: Path | None, options: tensorhub.Options | None = None
+) -> Connect:
+    """What connects to the coordinator that a command was given; a usage error if it cannot be
+    used. It fails at once if no coordinator is there, unless `options` say that it waits for one.
     """
     at_once = tensorhub.Options(coordinator_wait_s=0)
     return functools.partial(
-        tensorhub.connect, check_address(address), token=check_token_file(token_file), options=options or at_once
+        tensorhub.connect,
+        check_address(address),
+        token=check_token_file(token_file),
+        options=options or at_once,
     )
 
 
@@ -191,7 +235,9 @@ def check_token_file(path: Path | None) -> Path | None:
 
 
 @contextlib.asynccontextmanager
-async def connected(connect: Connect, wait_s: float, until: str, *, quiet: bool) -> AsyncIterator[Hub]:
+async def connected(
+    connect: Connect, wait_s: float, until: str, *, quiet: bool
+) -> AsyncIterator[Hub]:
     """A hub. If no coordinator is there, it is waited for, which a progress line says."""
     try:
         hub = await connect()
@@ -208,7 +254,9 @@ async def connected(connect: Connect, wait_s: float, until: str, *, quiet: bool)
 
 
 async def tell_if_unpublished(hub: Hub, model: str, until: str) -> None:
-    """A progress line, if nothing is published under this name: what the command does next is to wait for it."""
+    """A progress line, if nothing is published under this name: what the command does next is to
+    wait for it.
+    """
     try:
         mark = (await hub.describe(model, limit=0)).mark
     except VersionUnavailable:
@@ -220,7 +268,9 @@ async def tell_if_unpublished(hub: Hub, model: str, until: str) -> None:
 
 def logs_to_stderr(level: int) -> None:
     """The library's events of this level and above go to stderr: stdout is for results."""
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s", force=True)
+    logging.basicConfig(
+        stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s", force=True
+    )
 
 
 def reporting(command: Callable[..., None]) -> Callable[..., None]:
@@ -242,7 +292,8 @@ def run(
     logs: int = logging.ERROR,
     sigterm_is_ordinary: Callable[[], bool] = lambda: False,
 ) -> NoReturn:
-    """Run `body` until it returns its exit code, fails, or gets SIGINT or SIGTERM; then leave the command.
+    """Run `body` until it returns its exit code, fails, or gets SIGINT or SIGTERM; then leave the
+    command.
 
     `sigterm_is_ordinary`: asked when SIGTERM has come; True makes the exit code 0.
     """
@@ -260,7 +311,9 @@ def run(
 
 @contextlib.contextmanager
 def checking_output() -> Iterator[None]:
-    """What a command prints has to arrive, however the command ends: else that is its error, in one line like any other."""
+    """What a command prints has to arrive, however the command ends: else that is its error, in one
+    line like any other.
+    """
     try:
         try:
             yield
@@ -269,14 +322,21 @@ def checking_output() -> Iterator[None]:
     except OSError as error:
         if error.errno not in _UNWRITTEN or error.filename is not None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter's end would try the rest again
+        # the interpreter's end would try the rest again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         with contextlib.suppress(OSError):
-            print(f"error: output: stdout cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            print(
+                f"error: output: stdout cannot be written: {error.strerror}",
+                file=sys.stderr,
+                flush=True,
+            )
         raise SystemExit(FAILED) from None
 
 
 def report(error: BaseException) -> int:
-    """Print an expected error as one line and return its exit code; raise anything else, a bug, again."""
+    """Print an expected error as one line and return its exit code; raise anything else, a bug,
+    again.
+    """
     from tensorhub.types import printable
 
     leaf = leaf_of(error)
@@ -292,11 +352,15 @@ def report(error: BaseException) -> int:
 
 
 def leaf_of(error: BaseException) -> BaseException:
-    """The error itself; of what came out of a task group, the first expected error, else the first."""
+    """The error itself; of what came out of a task group, the first expected error, else the
+    first.
+    """
     if not isinstance(error, BaseExceptionGroup):
         return error
     leaves = [leaf_of(inner) for inner in error.exceptions]
-    return next((leaf for leaf in leaves if isinstance(leaf, CommandError | TensorHubError)), leaves[0])
+    return next(
+        (leaf for leaf in leaves if isinstance(leaf, CommandError | TensorHubError)), leaves[0]
+    )
 
 
 def print_table(table: RenderableType) -> None:
@@ -327,16 +391,28 @@ def progress_bars(*columns: ProgressColumn | str, quiet: bool) -> Progress:
 @contextlib.contextmanager
 def bytes_bar(title: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr. It is told (bytes done, bytes in all), from any thread."""
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     with progress_bars(*columns, TimeRemainingColumn(), quiet=quiet) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def import_shipped(name: str) -> Any:
-    """A module of the source tree, as "examples.encoder", that an installed TensorHub has as `tensorhub._examples.encoder`.
+    """A module of the source tree, as "examples.encoder", that an installed TensorHub has as
+    `tensorhub._examples.encoder`.
 
     Raises FileNotFoundError if this installation has neither.
     """
@@ -351,7 +427,9 @@ def import_shipped(name: str) -> Any:
 
 
 async def _until_signal(body: Callable[[], Awaitable[int]]) -> int:
-    """The code of `body`, or 128 + n if signal n cancelled it. A second signal ends the process without waiting."""
+    """The code of `body`, or 128 + n if signal n cancelled it. A second signal ends the process
+    without waiting.
+    """
     import anyio
 
     code = 0

@@ -1,8 +1,8 @@
 """`tensorhub demo`: a real run on this machine.
 
-This process runs the coordinator. The trainer and the rollouts are child processes (`demo_worker`). They talk to the
-coordinator and to each other over TCP, under a random secret. Each child digests its own memory, and this process compares
-the digests.
+This process runs the coordinator. The trainer and the rollouts are child processes (`demo_worker`).
+They talk to the coordinator and to each other over TCP, under a random secret. Each child digests
+its own memory, and this process compares the digests.
 """
 
 from __future__ import annotations
@@ -44,10 +44,13 @@ class Settings:
 
 
 def demo(
-    versions: Annotated[int, common.whole_option(1, 10_000, help="Optimizer steps to publish.")] = 5,
+    versions: Annotated[
+        int, common.whole_option(1, 10_000, help="Optimizer steps to publish.")
+    ] = 5,
     rollouts: Annotated[int, common.whole_option(1, 64, help="Rollout processes.")] = 4,
     weights: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A safetensors file, instead of all-MiniLM-L6-v2.")
+        Path | None,
+        typer.Option(metavar="FILE", help="A safetensors file, instead of all-MiniLM-L6-v2."),
     ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the training's randomness.")] = 0,
     timeout_s: Annotated[
@@ -58,9 +61,9 @@ def demo(
 ) -> None:
     """Train a real model here, and let rollout processes follow its weights.
 
-    One trainer and several rollouts, each a process, with TCP between them. Every rollout proves by a digest and a
-    forward pass that it holds the trainer's bytes. The exit code is 1 if one does not. Progress goes to stderr, the tables
-    (with --json, one JSON object) to stdout.
+    One trainer and several rollouts, each a process, with TCP between them. Every rollout proves by
+    a digest and a forward pass that it holds the trainer's bytes. The exit code is 1 if one does
+    not. Progress goes to stderr, the tables (with --json, one JSON object) to stdout.
     """
     names = tuple(f"rollout-{number}" for number in range(1, rollouts + 1))
     if weights is not None:
@@ -74,7 +77,10 @@ async def _demo(settings: Settings) -> int:
     token = secrets.token_hex(16)
     results = Results(settings.rollouts)
     with _view(settings) as tell:
-        async with tensorhub.serve(token=token) as coordinator, _started(settings, coordinator.address, token) as children:
+        async with (
+            tensorhub.serve(token=token) as coordinator,
+            _started(settings, coordinator.address, token) as children,
+        ):
             await Run(settings, children, results, tell).conduct()
     _print_results(settings, results)
     for problem in results.problems():
@@ -83,14 +89,21 @@ async def _demo(settings: Settings) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _started(settings: Settings, address: str, token: str) -> AsyncIterator[dict[str, AsyncChildProcess]]:
+async def _started(
+    settings: Settings, address: str, token: str
+) -> AsyncIterator[dict[str, AsyncChildProcess]]:
     """The trainer and the rollouts, by name."""
     environment = os.environ | {"TENSORHUB_TOKEN": token, "OMP_NUM_THREADS": "1"}
     async with closing_all() as children:
         for name in (TRAINER, *settings.rollouts):
             weights = None if settings.weights is None else str(settings.weights)
             worker = WorkerSettings(name, address, weights, settings.seed, settings.timeout_s)
-            command = [sys.executable, "-m", "tensorhub.cli.demo_worker", json.dumps(asdict(worker))]
+            command = [
+                sys.executable,
+                "-m",
+                "tensorhub.cli.demo_worker",
+                json.dumps(asdict(worker)),
+            ]
             children.append(AsyncChildProcess(name, command, environment=environment))
         yield {child.name: child for child in children}
 
@@ -107,7 +120,9 @@ class Run:
     is_over: bool = False  # from here on children end, because they were told to
 
     async def conduct(self) -> None:
-        """All processes get ready; then, for each version, a step, and news until every rollout has it; then all leave."""
+        """All processes get ready; then, for each version, a step, and news until every rollout has
+        it; then all leave.
+        """
         async with anyio.create_task_group() as tasks:
             for child in self.children.values():
                 tasks.start_soon(self._listen, child)
@@ -122,7 +137,9 @@ class Run:
             tasks.cancel_scope.deadline = anyio.current_time() + LEAVE_S
         late = sorted(child.name for child in self.children.values() if child.returncode is None)
         if late:
-            raise common.CommandError("DemoFailed", f"{', '.join(late)} did not leave within {LEAVE_S:g} s")
+            raise common.CommandError(
+                "DemoFailed", f"{', '.join(late)} did not leave within {LEAVE_S:g} s"
+            )
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Wait for news until the condition holds; CommandError if all are silent too long."""
@@ -132,7 +149,10 @@ class Run:
                 with anyio.fail_after(self.settings.timeout_s):
                     await self.news.wait()
             except TimeoutError:
-                text = f"no process of the demo had news for {self.settings.timeout_s:g} s; see --timeout-s"
+                text = (
+                    f"no process of the demo had news for {self.settings.timeout_s:g} s; see "
+                    f"--timeout-s"
+                )
                 raise common.CommandError("DemoFailed", text) from None
 
     async def _listen(self, child: AsyncChildProcess) -> None:
@@ -167,16 +187,25 @@ def _print_results(settings: Settings, results: Results) -> None:
 
 @contextlib.contextmanager
 def _view(settings: Settings) -> Iterator[Callable[..., None]]:
-    """Live progress on stderr: a bar for each process, or a line for each event where there is no terminal."""
+    """Live progress on stderr: a bar for each process, or a line for each event where there is no
+    terminal.
+    """
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     news_column = TextColumn("{task.fields[news]}", markup=False)
-    with common.progress_bars("{task.description}", *columns, news_column, quiet=settings.quiet) as progress:
+    with common.progress_bars(
+        "{task.description}", *columns, news_column, quiet=settings.quiet
+    ) as progress:
         names = (TRAINER, *settings.rollouts)
-        bars = {name: progress.add_task(name, total=settings.versions, news="starting") for name in names}
+        bars = {
+            name: progress.add_task(name, total=settings.versions, news="starting")
+            for name in names
+        }
 
         def tell(name: str, news: str, completed: int | None = None) -> None:
             progress.update(bars[name], completed=completed, news=news)
             if progress.disable and not settings.quiet:
-                progress.console.print(f"{name}: {news}", markup=False, highlight=False, soft_wrap=True)
+                progress.console.print(
+                    f"{name}: {news}", markup=False, highlight=False, soft_wrap=True
+                )
 
         yield tell

@@ -1,4 +1,5 @@
-"""The demo's results: which rollout held which version, how it got there, and whether the bytes are the trainer's.
+"""The demo's results: which rollout held which version, how it got there, and whether the bytes are
+the trainer's.
 
 Pure: events go in, news, tables and JSON come out.
 """
@@ -69,7 +70,9 @@ class Results:
 
     def is_done(self, version: int) -> bool:
         """Whether the version is published, and every rollout has it."""
-        return version in self.publications and all((version, name) in self.fetches for name in self.rollouts)
+        return version in self.publications and all(
+            (version, name) in self.fetches for name in self.rollouts
+        )
 
     def same_bytes(self, version: int, rollout: str) -> bool:
         return self.fetches[version, rollout].digest == self.publications[version].digest
@@ -78,7 +81,8 @@ class Results:
         """Whether a forward pass over the fetched weights gave what the trainer's own gave."""
         ours, theirs = self.fetches[version, rollout].probe, self.publications[version].probe
         return len(ours) == len(theirs) and all(
-            math.isclose(a, b, rel_tol=PROBE_TOLERANCE, abs_tol=PROBE_TOLERANCE) for a, b in zip(ours, theirs, strict=True)
+            math.isclose(a, b, rel_tol=PROBE_TOLERANCE, abs_tol=PROBE_TOLERANCE)
+            for a, b in zip(ours, theirs, strict=True)
         )
 
     def problems(self) -> list[str]:
@@ -86,11 +90,15 @@ class Results:
         found = []
         for version, rollout in sorted(self.fetches):
             if version not in self.publications:
-                found.append(f"{rollout} holds version {version}, which the trainer did not publish")
+                found.append(
+                    f"{rollout} holds version {version}, which the trainer did not publish"
+                )
             elif not self.same_bytes(version, rollout):
                 found.append(f"the bytes of version {version} at {rollout} are not the trainer's")
             elif not self.same_output(version, rollout):
-                found.append(f"version {version} computes something else at {rollout} than at the trainer")
+                found.append(
+                    f"version {version} computes something else at {rollout} than at the trainer"
+                )
         return found
 
     def summary(self) -> str:
@@ -98,8 +106,10 @@ class Results:
         given = sum(fetch.sources.get(TRAINER, 0) for fetch in self.fetches.values())
         copies = len(self.fetches)
         return (
-            f"{len(self.publications)} versions of {self.nbytes / MB:,.1f} MB in {self.tensors} tensors; "
-            f"{copies} copies at {len(self.rollouts)} rollouts, every byte and every output equal to the trainer's; "
+            f"{len(self.publications)} versions of {self.nbytes / MB:,.1f} MB in {self.tensors} "
+            f"tensors; "
+            f"{copies} copies at {len(self.rollouts)} rollouts, every byte and every output equal "
+            f"to the trainer's; "
             f"the trainer sent {given / (copies * self.nbytes):.0%} of what was read"
         )
 
@@ -119,22 +129,46 @@ class Results:
         }
 
     def table(self) -> Table:
-        """One row for each version and rollout. At 80 columns nothing is cut, and a few rollouts' results are not folded."""
+        """One row for each version and rollout. At 80 columns nothing is cut, and a few rollouts'
+        results are not folded.
+        """
         table = Table(
-            title="versions", title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False
+            title="versions",
+            title_justify="left",
+            title_style="bold",
+            box=None,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
         )
-        for column in "version|loss|step s|worker|fetch s|MB|MB/s|read from|stall ms|bytes|output".split("|"):
+        for (
+            column
+        ) in "version|loss|step s|worker|fetch s|MB|MB/s|read from|stall ms|bytes|output".split(
+            "|"
+        ):
             left = column in ("worker", "read from", "bytes", "output")
-            table.add_column(column, justify="left" if left else "right", overflow="fold", no_wrap=column == "worker")
+            table.add_column(
+                column,
+                justify="left" if left else "right",
+                overflow="fold",
+                no_wrap=column == "worker",
+            )
         for (version, rollout), fetch in sorted(self.fetches.items()):
             made = self.publications[version]
             table.add_row(
-                *((str(version), f"{made.loss:.3f}", f"{made.step_s:.2f}") if rollout == self.rollouts[0] else ("", "", "")),
+                *(
+                    (str(version), f"{made.loss:.3f}", f"{made.step_s:.2f}")
+                    if rollout == self.rollouts[0]
+                    else ("", "", "")
+                ),
                 rollout,
                 f"{fetch.seconds:.3f}",
                 f"{fetch.bytes_read / MB:,.1f}",
                 f"{fetch.bytes_read / fetch.seconds / MB:,.0f}" if fetch.seconds else "",
-                Text(", ".join(f"{name} {nbytes / MB:,.1f}" for name, nbytes in fetch.sources.items())),
+                Text(
+                    ", ".join(
+                        f"{name} {nbytes / MB:,.1f}" for name, nbytes in fetch.sources.items()
+                    )
+                ),
                 f"{fetch.stall_s * 1000:,.0f}",
                 _mark(self.same_bytes(version, rollout)),
                 _mark(self.same_output(version, rollout)),

@@ -1,9 +1,12 @@
-"""One child process of the demo: `python -m tensorhub.cli.demo_worker SETTINGS`, started by `tensorhub demo`.
+"""One child process of the demo: `python -m tensorhub.cli.demo_worker SETTINGS`, started by
+`tensorhub demo`.
 
-It is an ordinary user of the public API, over TCP. It digests its tensors' own memory, outside the library.
+It is an ordinary user of the public API, over TCP. It digests its tensors' own memory, outside the
+library.
 
-Commands of its parent (see `child_processes`): {"do": "step", "version": n} for the trainer, and {"do": "stop"}.
-What it says has an "event": ready, published (the trainer), fetched (a rollout), failed.
+Commands of its parent (see `child_processes`): {"do": "step", "version": n} for the trainer, and
+{"do": "stop"}. What it says has an "event": ready, published (the trainer), fetched (a rollout),
+failed.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What one process is told when it starts, as JSON. The process named TRAINER trains, any other is a rollout."""
+    """What one process is told when it starts, as JSON. The process named TRAINER trains, any other
+    is a rollout.
+    """
 
     name: str
     address: str
@@ -68,9 +73,11 @@ class WorkerSettings:
 
 
 def load_model(settings: WorkerSettings) -> tuple[Any, Model]:
-    """The example module and this process' model: with the file's weights for the trainer, with zeros for a rollout.
+    """The example module and this process' model: with the file's weights for the trainer, with
+    zeros for a rollout.
 
-    Raises ModuleNotFoundError without torch, and OSError or ValueError, with their own texts, for a bad file.
+    Raises ModuleNotFoundError without torch, and OSError or ValueError, with their own texts, for a
+    bad file.
     """
     import torch
 
@@ -89,7 +96,10 @@ def zeroed(header: Header) -> dict[str, torch.Tensor]:
     """CPU tensors of these names, shapes and dtypes, in pages that have been touched."""
     import torch
 
-    return {entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)).zero_() for entry in header.entries}
+    return {
+        entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)).zero_()
+        for entry in header.entries
+    }
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -107,7 +117,9 @@ class Worker:
     """This process: its model, and the pipes to the demo."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """To be made in a task of the loop. The demo's end ends this process, also while it loads its model."""
+        """To be made in a task of the loop. The demo's end ends this process, also while it loads
+        its model.
+        """
         self._settings = settings
         self._commands = Inbox()
         self._parent = Parent(self._commands.put)
@@ -115,7 +127,8 @@ class Worker:
     async def run(self) -> int:
         """Do what the demo says until it says stop; the exit code."""
         try:
-            example, model = load_model(self._settings)  # blocks this loop: there is nothing else to do yet
+            # blocks this loop: there is nothing else to do yet
+            example, model = load_model(self._settings)
         except ModuleNotFoundError as error:
             return self._failed("usage", f"{error}: {install('torch')}", USAGE)
         except (OSError, ValueError) as error:
@@ -140,15 +153,20 @@ class Worker:
         return code
 
     async def _command(self) -> Line:
-        """The next command. It has no deadline: the demo has one, and its end is this process' end."""
+        """The next command. It has no deadline: the demo has one, and its end is this process'
+        end.
+        """
         return await self._commands.get() or {}
 
     def _ready(self, model: Model) -> dict[str, torch.Tensor]:
         tensors = model.tensors()
-        self._say("ready", tensors=len(tensors), nbytes=sum(tensor.nbytes for tensor in tensors.values()))
+        self._say(
+            "ready", tensors=len(tensors), nbytes=sum(tensor.nbytes for tensor in tensors.values())
+        )
         return tensors
 
-    # ------------------------------------------------------------------------------------------------------- trainer
+    # ----------------------------------------------------------------------------------------------
+    # trainer
 
     async def _train(self, model: Model, trainer: Trainer) -> None:
         """Make one optimizer step, and one version, for each command."""
@@ -159,9 +177,14 @@ class Worker:
                 start = time.monotonic()
                 async with weights.mutate(command["version"]):
                     free = time.monotonic()
-                    loss = trainer.step()  # blocks this loop, as trainers do: the library has its own thread
+                    # blocks this loop, as trainers do: the library has its own thread
+                    loss = trainer.step()
                     stepped = time.monotonic()
-                    fields = {"loss": loss, "digest": digest(tensors), "probe": model.probe().tolist()}
+                    fields = {
+                        "loss": loss,
+                        "digest": digest(tensors),
+                        "probe": model.probe().tolist(),
+                    }
                     checked = time.monotonic()
                 self._say(
                     "published",
@@ -172,7 +195,8 @@ class Worker:
                     **fields,
                 )
 
-    # ------------------------------------------------------------------------------------------------------- rollout
+    # ----------------------------------------------------------------------------------------------
+    # rollout
 
     async def _roll_out(self, model: Model) -> None:
         """Follow the newest version until told to stop."""
@@ -186,7 +210,11 @@ class Worker:
                 tasks.cancel_scope.cancel()
 
     async def _follow(
-        self, hub: tensorhub.Hub, weights: tensorhub.Weights, model: Model, tensors: dict[str, torch.Tensor]
+        self,
+        hub: tensorhub.Hub,
+        weights: tensorhub.Weights,
+        model: Model,
+        tensors: dict[str, torch.Tensor],
     ) -> None:
         paused = 0.0
 
@@ -204,7 +232,9 @@ class Worker:
                 probe=model.probe().tolist(),
                 seconds=report.seconds,
                 bytes_read=report.bytes_read,
-                sources={source.name: source.bytes_read for source in report.sources if source.bytes_read},
+                sources={
+                    source.name: source.bytes_read for source in report.sources if source.bytes_read
+                },
             )
 
 

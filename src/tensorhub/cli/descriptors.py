@@ -1,7 +1,8 @@
-"""How many workers a coordinator of `tensorhub serve` can have here: each session is a descriptor (`ulimit -n`).
+"""How many workers a coordinator of `tensorhub serve` can have here: each session is a descriptor
+(`ulimit -n`).
 
-A process may raise its own soft limit to the hard limit, and `serve` does. Responsible for that, and for the number of
-workers that the hard limit allows, with advice.
+A process may raise its own soft limit to the hard limit, and `serve` does. Responsible for that,
+and for the number of workers that the hard limit allows, with advice.
 """
 
 from __future__ import annotations
@@ -28,18 +29,25 @@ class Descriptors:
     @property
     def room(self) -> str:
         """For people: how many workers, and what keeps them from being more."""
-        return f"{self.sessions:,} workers{f' (`ulimit -Hn` is {self.hard})' if self.advice else ''}"
+        return (
+            f"{self.sessions:,} workers{f' (`ulimit -Hn` is {self.hard})' if self.advice else ''}"
+        )
 
     @property
     def advice(self) -> str:
         """What to do for more room; empty if there is room for SESSIONS_MAX."""
         if self.hard >= self.needed:
             return ""
-        return f"raise it to {self.needed} for {SESSIONS_MAX:,} (LimitNOFILE= in systemd, --ulimit nofile= for containers)"
+        return (
+            f"raise it to {self.needed} for {SESSIONS_MAX:,} (LimitNOFILE= in systemd, --ulimit "
+            f"nofile= for containers)"
+        )
 
 
 def raise_descriptors() -> Descriptors:
-    """Raise this process' soft limit to a coordinator's need, within the hard limit. Returns the limits then."""
+    """Raise this process' soft limit to a coordinator's need, within the hard limit. Returns the
+    limits then.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = descriptors()
     wanted = min(found.needed, found.hard)

@@ -1,4 +1,6 @@
-"""`tensorhub doctor`: which transports work on this machine, why a transport does not, and how many workers may connect."""
+"""`tensorhub doctor`: which transports work on this machine, why a transport does not, and how many
+workers may connect.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ from tensorhub.types import Incarnation, Options
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """List the transports that work on this machine, best first; then those that do not, each with its reason and advice.
+    """List the transports that work on this machine, best first; then those that do not, each with
+    its reason and advice.
 
-    Two workers use the best transport that both have and that connects them; a fetch's report names it
-    (`report.sources`). See docs/transports.md. The last line says for how many workers `tensorhub serve` has room here.
+    Two workers use the best transport that both have and that connects them; a fetch's report names
+    it (`report.sources`). See docs/transports.md. The last line says for how many workers
+    `tensorhub serve` has room here.
     """
     faults = TRANSPORTS.probe(Local(Incarnation("doctor"), (b"",), Options()))
     if faults["cuda_ipc"] is None:  # workers look no closer before they have a GPU's tensor
@@ -30,7 +34,8 @@ def doctor(as_json: JsonOption = False) -> None:
     limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     memlock_bytes = None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
     notes = {
-        "cuda_ipc": f"for tensors on a GPU, outside of torch's expandable segments; {unix.given_to()}",
+        "cuda_ipc": f"for tensors on a GPU, outside of torch's expandable segments; "
+        f"{unix.given_to()}",
         "shm": f"for tensors that tensorhub.shared_empty_like has made; {unix.given_to()}",
         "cma": cma.restriction(),
         "rdma": rdma.memlock_note(),
@@ -45,7 +50,12 @@ def doctor(as_json: JsonOption = False) -> None:
         shown = [asdict(port) | {"gid": rdma.gid_text(port.gid)} for port in ports]
         print(
             json.dumps(
-                {"transports": rows, "rdma_ports": shown, "memlock_bytes": memlock_bytes, "coordinator": asdict(room)}
+                {
+                    "transports": rows,
+                    "rdma_ports": shown,
+                    "memlock_bytes": memlock_bytes,
+                    "coordinator": asdict(room),
+                }
             )
         )
         return
@@ -53,7 +63,13 @@ def doctor(as_json: JsonOption = False) -> None:
         verdict = "available" if row["available"] else "not available"
         print(f"{row['name']}: {verdict}{': ' if row['reason'] else ''}{row['reason']}")
     for port in ports:
-        print(f"RDMA port {port}: {port.link}, {port.state}, {port.gbits:g} Gb/s{': ' if port.fault else ''}{port.fault}")
+        print(
+            f"RDMA port {port}: {port.link}, {port.state}, {port.gbits:g} "
+            f"Gb/s{': ' if port.fault else ''}{port.fault}"
+        )
     if ports:
-        print(f"memory that may be registered: {'unlimited' if memlock_bytes is None else f'{memlock_bytes} bytes'}")
+        print(
+            f"memory that may be registered: "
+            f"{'unlimited' if memlock_bytes is None else f'{memlock_bytes} bytes'}"
+        )
     print(f"a coordinator: room for {room.room}{': ' if room.advice else ''}{room.advice}")

@@ -23,7 +23,10 @@ from tensorhub.types import FetchReport, Options, VersionInfo, check_name, check
 def fetch(
     model: Annotated[str, typer.Argument(help="The model to fetch.")],
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="A name that ends in .safetensors is one file, else a directory.")
+        Path,
+        typer.Option(
+            "--out", "-o", help="A name that ends in .safetensors is one file, else a directory."
+        ),
     ],
     names: common.NamesOption = None,
     version: common.SelectorOption = "latest",
@@ -33,7 +36,9 @@ def fetch(
     ] = None,
     timeout: Annotated[
         float | None,
-        common.seconds_option(0, math.inf, help="Give up after so many seconds; default 60, inf: never."),
+        common.seconds_option(
+            0, math.inf, help="Give up after so many seconds; default 60, inf: never."
+        ),
     ] = None,
     address: common.AddressOption = None,
     token_file: common.TokenFileOption = None,
@@ -41,30 +46,37 @@ def fetch(
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
-    """Fetch a version into safetensors files, byte-equal to the published ones if it was published from files.
+    """Fetch a version into safetensors files, byte-equal to the published ones if it was published
+    from files.
 
-    The output appears when all of it is on the disk. Until then, and after an error, there is nothing at --out. After
-    Ctrl-C, a kill or an error, repeat the command to go on: bytes that have arrived are verified, and not read again. One
-    fetch at a time writes to an --out. The command waits, --timeout long, for a coordinator that does not run yet. A
-    directory gets the publisher's files and index, else model.safetensors. An output that exists is refused with exit
-    code 2 before anything is fetched; --force replaces it, file by file. The result is one line on stdout ({"model",
-    "version", "content_id", "files", "bytes", "seconds", "phases"} with --json).
+    The output appears when all of it is on the disk. Until then, and after an error, there is
+    nothing at --out. After Ctrl-C, a kill or an error, repeat the command to go on: bytes that have
+    arrived are verified, and not read again. One fetch at a time writes to an --out. The command
+    waits, --timeout long, for a coordinator that does not run yet. A directory gets the publisher's
+    files and index, else model.safetensors. An output that exists is refused with exit code 2
+    before anything is fetched; --force replaces it, file by file. The result is one line on stdout
+    ({"model", "version", "content_id", "files", "bytes", "seconds", "phases"} with --json).
     """
     with common.checking():
         check_name("model", model)
     with common.checking("--version"):
-        selector = check_selector(int(version) if version.isdecimal() else version)  # int() refuses thousands of digits
+        # int() refuses thousands of digits
+        selector = check_selector(int(version) if version.isdecimal() else version)
     connect = common.connecting(address, token_file)
 
     async def body() -> int:
         with common.checking():
             target = FileTarget(out, names or None, force=force)
         with target, _telling_what_is_kept(target):
-            async with common.connected(connect, min(_seconds(timeout), 1e8), _until(timeout), quiet=quiet) as hub:
+            async with common.connected(
+                connect, min(_seconds(timeout), 1e8), _until(timeout), quiet=quiet
+            ) as hub:
                 if not quiet and not isinstance(selector, int):
                     await common.tell_if_unpublished(hub, model, _until(timeout))
                 with common.bytes_bar(f"fetching {model}", quiet) as bar:
-                    info, report = await fetch_into(hub, model, selector, target, rank=rank, timeout=timeout, progress=bar)
+                    info, report = await fetch_into(
+                        hub, model, selector, target, rank=rank, timeout=timeout, progress=bar
+                    )
             started = time.perf_counter()
             await anyio.to_thread.run_sync(target.commit)
         _tell(info, report, target.files, time.perf_counter() - started, as_json=as_json)
@@ -80,7 +92,10 @@ def _telling_what_is_kept(target: FileTarget) -> Iterator[None]:
         yield
     except BaseException:
         if (kept := target.close()) is not None:
-            text = f"what has arrived is kept in {kept}: the same command goes on from there, or remove it"
+            text = (
+                f"what has arrived is kept in {kept}: the same command goes on from there, or "
+                f"remove it"
+            )
             print(printable(text), file=sys.stderr, flush=True)
         raise
 
@@ -95,7 +110,14 @@ def _until(timeout: float | None) -> str:
     return "until it is" if math.isinf(seconds_) else f"{seconds_:g} s at most"
 
 
-def _tell(info: VersionInfo, report: FetchReport, files: tuple[Path, ...], write_s: float, *, as_json: bool) -> None:
+def _tell(
+    info: VersionInfo,
+    report: FetchReport,
+    files: tuple[Path, ...],
+    write_s: float,
+    *,
+    as_json: bool,
+) -> None:
     seconds = report.seconds + write_s
     if as_json:
         phases = {**report.phases, "write": write_s}

@@ -29,11 +29,22 @@ def plan(
     model: Annotated[str, typer.Argument(help="The model that would be read.")],
     reader: Annotated[
         str | None,
-        typer.Option("--reader", metavar="FILE.py:FUNCTION", help="Whose layout: see below; default: the whole model."),
+        typer.Option(
+            "--reader",
+            metavar="FILE.py:FUNCTION",
+            help="Whose layout: see below; default: the whole model.",
+        ),
     ] = None,
-    world_size: Annotated[int, common.whole_option(1, RANKS_MAX, help="Ranks of the reading group.")] = 1,
-    rank: Annotated[int | None, common.whole_option(0, RANKS_MAX - 1, help="Only this rank; default: every rank.")] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="The group may leave published bytes unread.")] = False,
+    world_size: Annotated[
+        int, common.whole_option(1, RANKS_MAX, help="Ranks of the reading group.")
+    ] = 1,
+    rank: Annotated[
+        int | None,
+        common.whole_option(0, RANKS_MAX - 1, help="Only this rank; default: every rank."),
+    ] = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="The group may leave published bytes unread.")
+    ] = False,
     names: common.NamesOption = None,
     version: common.SelectorOption = "latest",
     address: common.AddressOption = None,
@@ -42,22 +53,27 @@ def plan(
 ) -> None:
     """Show a reader's transfer plan, and read nothing.
 
-    Without --reader: the plan of `fetch`. FUNCTION is called with a rank and the world size, and returns that rank's
-    tensors (on torch's meta device they take no memory), or a pair of these and their sources=, as Hub.register takes
-    them. FILE.py may be the name of a module, too. It is run here, with your rights.
+    Without --reader: the plan of `fetch`. FUNCTION is called with a rank and the world size, and
+    returns that rank's tensors (on torch's meta device they take no memory), or a pair of these and
+    their sources=, as Hub.register takes them. FILE.py may be the name of a module, too. It is run
+    here, with your rights.
 
-    The command checks whether all ranks together read everything. For each rank a table: each published shard that it
-    reads, the shard's holders, the number of chunks, cells, runs and bytes, and the part of the shard. With --json: a list
-    of plans, one for each rank, on one line.
+    The command checks whether all ranks together read everything. For each rank a table: each
+    published shard that it reads, the shard's holders, the number of chunks, cells, runs and bytes,
+    and the part of the shard. With --json: a list of plans, one for each rank, on one line.
     """
     with common.checking():
         check_name("model", model)
     with common.checking("--version"):
         selector = check_selector(int(version) if version.isdecimal() else version)
     if rank is not None and rank >= world_size:
-        raise common.usage(f"--rank {rank}: with --world-size {world_size}, ranks are 0 to {world_size - 1}")
+        raise common.usage(
+            f"--rank {rank}: with --world-size {world_size}, ranks are 0 to {world_size - 1}"
+        )
     if reader is None and (world_size > 1 or rank is not None or partial):
-        raise common.usage("--world-size, --rank and --partial are of a reader's layout: give --reader, too")
+        raise common.usage(
+            "--world-size, --rank and --partial are of a reader's layout: give --reader, too"
+        )
     if reader is not None and names:
         raise common.usage("--names chooses of the whole model: leave it out, or --reader")
     layout = _function(reader) if reader is not None else None
@@ -65,7 +81,11 @@ def plan(
     connect = common.connecting(address, token_file)
 
     async def body() -> int:
-        readers = [_of_rank(layout, each, world_size, partial) for each in ranks] if layout is not None else []
+        readers = (
+            [_of_rank(layout, each, world_size, partial) for each in ranks]
+            if layout is not None
+            else []
+        )
         async with connect() as hub:
             if readers:
                 plans = await plan_group(hub, model, readers, selector)
@@ -108,7 +128,9 @@ def _from_file(path: Path) -> Any:
     return module
 
 
-def _of_rank(layout: Callable[[int, int], Any], rank: int, world_size: int, partial: bool) -> Described:
+def _of_rank(
+    layout: Callable[[int, int], Any], rank: int, world_size: int, partial: bool
+) -> Described:
     try:
         made = layout(rank, world_size)
         tensors, sources = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
@@ -117,7 +139,8 @@ def _of_rank(layout: Callable[[int, int], Any], rank: int, world_size: int, part
         raise common.usage(f"--reader: rank {rank}: {type(error).__name__}: {error}") from error
 
 
-# --------------------------------------------------------------------------------------------------------- printing
+# --------------------------------------------------------------------------------------------------
+# printing
 
 
 def _print(plans: Sequence[ReadPlan], *, as_json: bool) -> None:
@@ -130,12 +153,27 @@ def _print(plans: Sequence[ReadPlan], *, as_json: bool) -> None:
 def sheets(plan: ReadPlan) -> list[Sheet]:
     """A title, and a row for each source."""
     version = plan.version
-    what = f"{common.format_bytes(plan.nbytes)} in {plan.chunks:,} chunks, {plan.cells:,} cells, {plan.runs:,} runs"
-    excess = f", {common.format_bytes(plan.excess_nbytes)} of them in excess" if plan.excess_nbytes else ""
-    title = f"{version.model} version {version.version}, rank {plan.rank} of {plan.world_size}: {what}{excess}"
+    what = (
+        f"{common.format_bytes(plan.nbytes)} in {plan.chunks:,} chunks, {plan.cells:,} cells, "
+        f"{plan.runs:,} runs"
+    )
+    excess = (
+        f", {common.format_bytes(plan.excess_nbytes)} of them in excess"
+        if plan.excess_nbytes
+        else ""
+    )
+    title = (
+        f"{version.model} version {version.version}, rank {plan.rank} of {plan.world_size}: "
+        f"{what}{excess}"
+    )
     found = [Sheet(title)]
     if plan.alike:
-        found.append(Sheet(f"held in this layout already, and read from there: {_some(plan.alike, WORKERS_SHOWN_MAX)}"))
+        found.append(
+            Sheet(
+                f"held in this layout already, and read from there: "
+                f"{_some(plan.alike, WORKERS_SHOWN_MAX)}"
+            )
+        )
     columns = ("of rank", "held by", "chunks", "cells", "runs", "a run", "bytes", "of the shard")
     rows = tuple(_row(source) for source in plan.sources)
     return [*found, Sheet("sources", columns, rows)] if rows else found

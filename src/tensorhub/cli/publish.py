@@ -24,11 +24,17 @@ POLL_S = 0.25  # how often the files are looked at
 
 def publish(
     path: Annotated[
-        Path, typer.Argument(help="A .safetensors file, a directory of them, or a sharded model's .index.json.")
+        Path,
+        typer.Argument(
+            help="A .safetensors file, a directory of them, or a sharded model's .index.json."
+        ),
     ],
     model: Annotated[str, typer.Option("--model", "-m", help="The name to publish under.")],
     version: Annotated[
-        int | None, common.whole_option(0, VERSION_MAX, help="Default: the newest number plus 1; 0 for a new model.")
+        int | None,
+        common.whole_option(
+            0, VERSION_MAX, help="Default: the newest number plus 1; 0 for a new model."
+        ),
     ] = None,
     address: common.AddressOption = None,
     token_file: common.TokenFileOption = None,
@@ -37,14 +43,17 @@ def publish(
 ) -> None:
     """Publish safetensors files, and serve them where they are until Ctrl-C or SIGTERM.
 
-    Nothing is copied, so the files must not change while it runs. If one is written, the command ends with exit code 1;
-    its readers fail, and never get other bytes. When the version is visible, one line goes to stdout ({"model", "version",
-    "content_id", "bytes", "tensors", "files"} with --json). From then on SIGTERM is the ordinary way to stop it: exit
-    code 0. Files that cannot be published are exit code 2.
+    Nothing is copied, so the files must not change while it runs. If one is written, the command
+    ends with exit code 1; its readers fail, and never get other bytes. When the version is visible,
+    one line goes to stdout ({"model", "version", "content_id", "bytes", "tensors", "files"} with
+    --json). From then on SIGTERM is the ordinary way to stop it: exit code 0. Files that cannot be
+    published are exit code 2.
     """
     with common.checking():
         check_name("model", model)
-    publisher = Publisher(path, model, version, common.connecting(address, token_file, Options()), as_json, quiet)
+    publisher = Publisher(
+        path, model, version, common.connecting(address, token_file, Options()), as_json, quiet
+    )
     logs = logging.ERROR if quiet else logging.WARNING
     common.run(publisher.run, logs=logs, sigterm_is_ordinary=lambda: publisher.is_visible)
 
@@ -78,8 +87,10 @@ class Publisher:
             return 0 if mark is None else mark + 1
         if mark is not None and self.version <= mark:
             raise VersionConflict(
-                f"{self.version} is not above {mark}, the newest version of {self.model!r} ever published; give "
-                f"{mark + 1} or more, or go back first: hub.rollback({self.model!r}, to=N), N less than {self.version}"
+                f"{self.version} is not above {mark}, the newest version of {self.model!r} ever "
+                f"published; give "
+                f"{mark + 1} or more, or go back first: hub.rollback({self.model!r}, to=N), N less "
+                f"than {self.version}"
             )
         return self.version
 
@@ -87,19 +98,36 @@ class Publisher:
         self.is_visible = True
         tensors, files = len(memory.descriptions), len(memory.paths)
         if self.as_json:
-            said = {"model": info.model, "version": info.version, "content_id": info.content_id, "bytes": info.nbytes}
-            print(json.dumps({**said, "tensors": tensors, "files": list(map(str, memory.paths))}), flush=True)
+            said = {
+                "model": info.model,
+                "version": info.version,
+                "content_id": info.content_id,
+                "bytes": info.nbytes,
+            }
+            print(
+                json.dumps({**said, "tensors": tensors, "files": list(map(str, memory.paths))}),
+                flush=True,
+            )
             return
         what = f"{info.nbytes:,} bytes, {tensors} tensors, {files} file{'s' * (files > 1)}"
         print(f"published {info.model} version {info.version} ({what})", flush=True)
         if not self.quiet:
-            print("serving it from the files, which must stay as they are; Ctrl-C stops it", file=sys.stderr, flush=True)
+            print(
+                "serving it from the files, which must stay as they are; Ctrl-C stops it",
+                file=sys.stderr,
+                flush=True,
+            )
 
     async def _watch(self, memory: FileMemory, weights: tensorhub.Weights) -> None:
         while True:
             if (change := memory.changed()) is not None:
-                raise MutabilityViolation(f"{change}. The version is taken back: publish it again, under another number")
+                raise MutabilityViolation(
+                    f"{change}. The version is taken back: publish it again, under another number"
+                )
             if weights.version is None:
-                text = f"the coordinator knows this version of {self.model!r} no more (it lost its state, or retired it)"
+                text = (
+                    f"the coordinator knows this version of {self.model!r} no more (it lost its "
+                    f"state, or retired it)"
+                )
                 raise VersionUnavailable(f"{text}: publish it again")
             await anyio.sleep(POLL_S)

@@ -1,4 +1,6 @@
-"""`tensorhub seed`: the newest version of a model in this process' host memory, as a source for its site."""
+"""`tensorhub seed`: the newest version of a model in this process' host memory, as a source for its
+site.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +27,47 @@ def seed(
     model: Annotated[str, typer.Argument(help="The model to hold.")],
     host_memory: Annotated[
         int,
-        typer.Option(parser=common.size, metavar="SIZE", help="Memory for one version's shards, as in 15GB or 500MiB."),
+        typer.Option(
+            parser=common.size,
+            metavar="SIZE",
+            help="Memory for one version's shards, as in 15GB or 500MiB.",
+        ),
     ],
     rank: Annotated[
-        list[str] | None, typer.Option("--rank", metavar="N", help="Which shard to hold; may be repeated. Default: all.")
+        list[str] | None,
+        typer.Option(
+            "--rank", metavar="N", help="Which shard to hold; may be repeated. Default: all."
+        ),
     ] = None,
-    site: Annotated[str | None, typer.Option(metavar="NAME", help="The site whose workers read from it.")] = None,
+    site: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The site whose workers read from it.")
+    ] = None,
     address: common.AddressOption = None,
     token_file: common.TokenFileOption = None,
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
-    """Hold the newest version of a model in host memory, until Ctrl-C or SIGTERM: a source for the workers of its site.
+    """Hold the newest version of a model in host memory, until Ctrl-C or SIGTERM: a source for the
+    workers of its site.
 
-    Each new version replaces the version before as soon as it is published. Workers read the part that has arrived while
-    the rest is on its way. One line goes to stdout for each complete version ({"model", "version", "ranks", "bytes_read",
-    "seconds"} with --json). After the first line, SIGTERM is the ordinary way to stop it: exit code 0. Too
-    little --host-memory, or a rank that the model does not have, ends it with exit code 1.
+    Each new version replaces the version before as soon as it is published. Workers read the part
+    that has arrived while the rest is on its way. One line goes to stdout for each complete version
+    ({"model", "version", "ranks", "bytes_read", "seconds"} with --json). After the first line,
+    SIGTERM is the ordinary way to stop it: exit code 0. Too little --host-memory, or a rank that
+    the model does not have, ends it with exit code 1.
     """
     with common.checking():
         check_name("model", model)
         here = Location() if site is None else replace(Location(), site=check_name("site", site))
-    seeder = Seeder(model, _ranks(rank), host_memory, here, common.connecting(address, token_file), as_json, quiet)
+    seeder = Seeder(
+        model,
+        _ranks(rank),
+        host_memory,
+        here,
+        common.connecting(address, token_file),
+        as_json,
+        quiet,
+    )
     logs = logging.ERROR if quiet else logging.WARNING
     common.run(seeder.run, logs=logs, sigterm_is_ordinary=lambda: seeder.has_seeded)
 
@@ -80,7 +101,8 @@ class Seeder:
             while True:
                 try:
                     info = await anext(watcher)
-                except LeaseLost as error:  # a coordinator without a state_dir: what the new cluster publishes is seeded
+                except LeaseLost as error:
+                    # The coordinator has no state_dir. What the new cluster publishes is seeded.
                     print(f"begins anew: {printable(str(error))}", file=sys.stderr, flush=True)
                     continue
                 while not await self._hold(hub, info):
@@ -96,7 +118,10 @@ class Seeder:
         """Have every shard that is wanted of the newest version. False: not now; try again."""
         ranks = self.ranks if self.ranks is not None else tuple(range(info.world_size))
         if ranks[-1] >= info.world_size:
-            text = f"version {info.version} of {info.model!r} has no rank {ranks[-1]}: its world_size is {info.world_size}"
+            text = (
+                f"version {info.version} of {info.model!r} has no rank {ranks[-1]}: its "
+                f"world_size is {info.world_size}"
+            )
             raise VersionUnavailable(text)
         reports: list[FetchReport] = []
         refusals: list[TensorHubError] = []
@@ -125,7 +150,12 @@ class Seeder:
         bytes_read, seconds = sum(r.bytes_read for r in reports), max(r.seconds for r in reports)
         number = reports[0].version
         if self.as_json:
-            said: dict[str, object] = {"model": info.model, "version": number, "ranks": ranks, "bytes_read": bytes_read}
+            said: dict[str, object] = {
+                "model": info.model,
+                "version": number,
+                "ranks": ranks,
+                "bytes_read": bytes_read,
+            }
             print(json.dumps({**said, "seconds": round(seconds, 3)}), flush=True)
             return
         shards = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -20,11 +20,16 @@ _DEFAULTS: Final = Options()
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback only with a token.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; beyond loopback only with a token.")
+    ] = "127.0.0.1",
     port: Annotated[int, common.whole_option(0, 65_535, help="The port; 0 picks a free one.")] = 0,
     state_dir: Annotated[
         Path | None,
-        typer.Option(file_okay=False, help="A directory for what must outlive a restart: publications, retention, pins."),
+        typer.Option(
+            file_okay=False,
+            help="A directory for what must outlive a restart: publications, retention, pins.",
+        ),
     ] = None,
     token_file: common.TokenFileOption = None,
     lease_s: Annotated[
@@ -38,9 +43,10 @@ def serve(
 ) -> None:
     """Run a coordinator until Ctrl-C or SIGTERM.
 
-    Its address is the first line on stdout ({"address": ...} with --json). The token comes from TENSORHUB_TOKEN or
-    --token-file; without one, access is open, and only on loopback. Its log is on stderr; docs/operating.md explains
-    the log, and what many workers need. SIGTERM is the ordinary way to stop it: exit code 0.
+    Its address is the first line on stdout ({"address": ...} with --json). The token comes from
+    TENSORHUB_TOKEN or --token-file; without one, access is open, and only on loopback. Its log is
+    on stderr; docs/operating.md explains the log, and what many workers need. SIGTERM is the
+    ordinary way to stop it: exit code 0.
     """
     with common.checking():
         options = Options(lease_s=lease_s, drain_grace_s=drain_grace_s)
@@ -48,11 +54,22 @@ def serve(
     room = raise_descriptors()
 
     async def body() -> int:
-        async with tensorhub.serve(host, port, token=token, state_dir=state_dir, options=options) as coordinator:
-            print(json.dumps({"address": coordinator.address}) if as_json else coordinator.address, flush=True)
+        async with tensorhub.serve(
+            host, port, token=token, state_dir=state_dir, options=options
+        ) as coordinator:
+            print(
+                json.dumps({"address": coordinator.address}) if as_json else coordinator.address,
+                flush=True,
+            )
             if not quiet and not as_json:
-                print(f"the coordinator is up, with room for {room.room}; Ctrl-C stops it", file=sys.stderr, flush=True)
+                print(
+                    f"the coordinator is up, with room for {room.room}; Ctrl-C stops it",
+                    file=sys.stderr,
+                    flush=True,
+                )
             await anyio.sleep_forever()
         return 0
 
-    common.run(body, logs=logging.WARNING if quiet else logging.INFO, sigterm_is_ordinary=lambda: True)
+    common.run(
+        body, logs=logging.WARNING if quiet else logging.INFO, sigterm_is_ordinary=lambda: True
+    )

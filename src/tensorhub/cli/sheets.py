@@ -58,7 +58,9 @@ def _shown(cell: str) -> str:
 
 
 def sheets(models: Sequence[ModelInfo], *, counted: bool = False) -> list[Sheet]:
-    """Everything that is known about these models, or only the counts; empty sheets are left out."""
+    """Everything that is known about these models, or only the counts; empty sheets are left
+    out.
+    """
     if not models:
         return [Sheet("no model is registered", ())]
     return [sheet for model in models for sheet in (_counts(model) if counted else _of(model))]
@@ -66,14 +68,23 @@ def sheets(models: Sequence[ModelInfo], *, counted: bool = False) -> list[Sheet]
 
 def tables(models: Sequence[ModelInfo], *, counted: bool = False) -> RenderableType:
     """The sheets, and on a terminal a hint."""
-    rows = sum(model.summary.rows for model in models if counted and model.summary is not None and sys.stdout.isatty())
+    rows = sum(
+        model.summary.rows
+        for model in models
+        if counted and model.summary is not None and sys.stdout.isatty()
+    )
     hint = [Text(f"{rows:,} rows: --details shows them", "dim")] if rows else []
     return Group(*(sheet.table() for sheet in sheets(models, counted=counted)), *hint)
 
 
 def _of(model: ModelInfo) -> Iterator[Sheet]:
     yield Sheet(_title(model), ())
-    found = (_versions(model.versions), _replicas(model), _leases(model.leases), _workers(model.workers))
+    found = (
+        _versions(model.versions),
+        _replicas(model),
+        _leases(model.leases),
+        _workers(model.workers),
+    )
     yield from (sheet for sheet in found if sheet.rows)
 
 
@@ -93,7 +104,9 @@ def _versions(versions: tuple[VersionView, ...]) -> Sheet:
         for view in newest_first
     )
     missing = [MISSING] if is_missing else []
-    return Sheet("versions", ("version", "state", "size", "shards", *missing, "retained", "content"), rows)
+    return Sheet(
+        "versions", ("version", "state", "size", "shards", *missing, "retained", "content"), rows
+    )
 
 
 def _missing(view: VersionView) -> str:
@@ -102,17 +115,27 @@ def _missing(view: VersionView) -> str:
         return "-"
     if len(view.missing) == view.world_size:
         return "all"
-    return ", ".join(map(str, view.missing)) + (", ..." if len(view.missing) == MISSING_TOLD_MAX else "")
+    return ", ".join(map(str, view.missing)) + (
+        ", ..." if len(view.missing) == MISSING_TOLD_MAX else ""
+    )
 
 
 def _replicas(model: ModelInfo) -> Sheet:
-    """With the layouts, if any replica's is not the published one. A torn replica without shards has a row, too."""
+    """With the layouts, if any replica's is not the published one. A torn replica without shards
+    has a row, too.
+    """
     published = {view.version: view.layout_id for view in model.versions}
-    others = {id(view) for view in model.replicas if published.get(view.version, view.layout_id) != view.layout_id}
+    others = {
+        id(view)
+        for view in model.replicas
+        if published.get(view.version, view.layout_id) != view.layout_id
+    }
     rows = tuple(
         (
             str(view.version),
-            shard.state if shard is not None and shard.state in ("doubtful", "quarantined") else view.state,
+            shard.state
+            if shard is not None and shard.state in ("doubtful", "quarantined")
+            else view.state,
             *(_shard(shard) if shard is not None else ("-", "-", "-")),
             *([_layout(view.layout_id, is_published=id(view) not in others)] if others else []),
             _kind(view),
@@ -123,7 +146,11 @@ def _replicas(model: ModelInfo) -> Sheet:
         for shard in sorted(view.shards, key=lambda shard: shard.rank) or (None,)
     )
     layout = ["layout"] if others else []
-    return Sheet("replicas", ("version", "state", "rank", "chunks", "readers", *layout, "kind", "worker", "group"), rows)
+    return Sheet(
+        "replicas",
+        ("version", "state", "rank", "chunks", "readers", *layout, "kind", "worker", "group"),
+        rows,
+    )
 
 
 def _shard(shard: ShardView) -> tuple[str, ...]:
@@ -135,8 +162,13 @@ def _layout(layout_id: str, *, is_published: bool) -> str:
 
 
 def _kind(view: ReplicaView) -> str:
-    """The replica's particulars: spot, a copy in host memory and its purpose, or filled from another layout now."""
-    words = [view.medium if view.medium != "device" else "", view.purpose if view.purpose != "use" else ""]
+    """The replica's particulars: spot, a copy in host memory and its purpose, or filled from
+    another layout now.
+    """
+    words = [
+        view.medium if view.medium != "device" else "",
+        view.purpose if view.purpose != "use" else "",
+    ]
     last = ["spot" if view.spot else "", "bridging" if view.bridging else ""]
     return " ".join(word for word in (*words, *last) if word) or "-"
 
@@ -155,7 +187,11 @@ def _leases(leases: tuple[LeaseView, ...]) -> Sheet:
         )
         for view in leases
     )
-    return Sheet("reads", ("version", "state", "rank", *(["reads"] if across else []), "reader", "reads from"), rows)
+    return Sheet(
+        "reads",
+        ("version", "state", "rank", *(["reads"] if across else []), "reader", "reads from"),
+        rows,
+    )
 
 
 def _across(view: LeaseView) -> str:
@@ -183,11 +219,16 @@ BEHIND_S = 0.1  # with less, a coordinator is not behind
 def _title(model: ModelInfo) -> str:
     mark = "nothing published yet" if model.mark is None else f"mark {model.mark}"
     late_s = model.coordinator_behind_s
-    late = f"; the coordinator is {late_s:.1f} s behind: calls take longer by that" if late_s >= BEHIND_S else ""
+    late = (
+        f"; the coordinator is {late_s:.1f} s behind: calls take longer by that"
+        if late_s >= BEHIND_S
+        else ""
+    )
     return f"{model.model}: lineage {model.lineage}, {mark}, retains {model.retain}{late}"
 
 
-# --------------------------------------------------------------------------------------------------------- in counts
+# --------------------------------------------------------------------------------------------------
+# in counts
 
 
 def _counts(model: ModelInfo) -> Iterator[Sheet]:
@@ -197,10 +238,13 @@ def _counts(model: ModelInfo) -> Iterator[Sheet]:
         return
     unheard = f", {counts.suspect} of them not heard" if counts.suspect else ""
     there = (
-        f"workers {counts.workers:,}{unheard}; groups {counts.groups:,}; shards {counts.shards:,}; reads {counts.reads:,}"
+        f"workers {counts.workers:,}{unheard}; groups {counts.groups:,}; shards "
+        f"{counts.shards:,}; reads {counts.reads:,}"
     )
     yield Sheet(there)
-    versions = [(view, view.summary) for view in reversed(model.versions) if view.summary is not None]
+    versions = [
+        (view, view.summary) for view in reversed(model.versions) if view.summary is not None
+    ]
     if versions:
         yield _version_counts(versions)
     for view, summary in versions:
@@ -217,13 +261,19 @@ def _counts(model: ModelInfo) -> Iterator[Sheet]:
         yield Sheet(f"and {counts.suspect - len(counts.silent):,} more")
 
 
-RARE = ("draining", "torn", "doubtful", "quarantined", "missing")  # columns that are shown only if there are some
+# columns that are shown only if there are some
+RARE = ("draining", "torn", "doubtful", "quarantined", "missing")
 
 
 def _version_counts(versions: Sequence[tuple[VersionView, VersionSummary]]) -> Sheet:
     rare = [name for name in RARE if any(getattr(summary, name) for _, summary in versions)]
     counted = ("copies", "ready", "filling", *rare, "readers")
-    columns = ("version", "state", "retained", *(MISSING if name == "missing" else name for name in counted))
+    columns = (
+        "version",
+        "state",
+        "retained",
+        *(MISSING if name == "missing" else name for name in counted),
+    )
     rows = tuple(
         (
             str(view.version),
@@ -247,11 +297,18 @@ def _layout_counts(version: int, summary: VersionSummary) -> Sheet:
         for view in summary.layouts
     )
     columns = ("layout", "replicas", "ready", "bridging", "shards", "chunks")
-    return Sheet(f"version {version} by layout" + (f", and {more:,} others" if more > 0 else ""), columns, rows)
+    return Sheet(
+        f"version {version} by layout" + (f", and {more:,} others" if more > 0 else ""),
+        columns,
+        rows,
+    )
 
 
 def _call_counts(calls: tuple[CallsSummary, ...]) -> Sheet:
-    rows = tuple((view.call, view.waits_for, str(view.count), _ago(view.longest_s), view.who or "-") for view in calls)
+    rows = tuple(
+        (view.call, view.waits_for, str(view.count), _ago(view.longest_s), view.who or "-")
+        for view in calls
+    )
     return Sheet("calls", ("call", "waits for", "calls", "longest", "whose"), rows)
 
 

@@ -1,4 +1,5 @@
-"""`tensorhub simulate`: the real machines under simulated faults, seed after seed; coverage, and broken guarantees.
+"""`tensorhub simulate`: the real machines under simulated faults, seed after seed; coverage, and
+broken guarantees.
 
 With a scenario it is the flow model instead (`simulate_flow`).
 """
@@ -20,7 +21,13 @@ from typing import Annotated, Any
 
 import anyio
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from tensorhub.cli import common
 from tensorhub.cli.child_processes import AsyncChildProcess, ChildEnded, closing_all
@@ -29,7 +36,8 @@ from tensorhub.cli.simulate_results import COMPLETE_FROM, LEAST, Results, SeedRe
 SEARCH = "tensorhub.testing.simulated"
 SEEDS_END = 2**63  # seeds are below this
 EVENTS = 1000
-START_S_MAX = 300.0  # for a child's imports: two seconds on a quiet machine, many times that on a busy one
+# for a child's imports: two seconds on a quiet machine, many times that on a busy one
+START_S_MAX = 300.0
 SEED_S_MAX = 300.0  # for one seed; a run of it takes about a second
 TWICE_EACH = 50  # one of so many seeds is run again, in another process
 
@@ -46,7 +54,9 @@ class Plan:
 
     @property
     def are_full(self) -> bool:
-        """Whether each seed has to have all of `LEAST`: not with fewer events, or with some kinds of faults only."""
+        """Whether each seed has to have all of `LEAST`: not with fewer events, or with some kinds
+        of faults only.
+        """
         return self.faults is None and self.events >= LEAST["events"]
 
     def reproduce(self, seed: int) -> str:
@@ -58,41 +68,70 @@ class Plan:
 def simulate(
     context: typer.Context,
     scenario: Annotated[
-        str | None, typer.Argument(help="Measure this workload instead: a built-in scenario's name, or a TOML file.")
+        str | None,
+        typer.Argument(
+            help="Measure this workload instead: a built-in scenario's name, or a TOML file."
+        ),
     ] = None,
     seeds: Annotated[int, common.whole_option(1, help="How many seeds to run.")] = 100,
     start: Annotated[int, common.whole_option(0, SEEDS_END - 1, help="The first of them.")] = 0,
-    seed: Annotated[int | None, common.whole_option(0, SEEDS_END - 1, help="Run this one seed.")] = None,
-    jobs: Annotated[int | None, common.whole_option(1, 1024, help="Processes; one for each core, if not given.")] = None,
-    faults: Annotated[str | None, typer.Option(metavar="A,B", help="Only these kinds of faults, not all of them.")] = None,
-    events: Annotated[int, common.whole_option(1, help="Events of each seed, before its faults end.")] = EVENTS,
-    failures_max: Annotated[int, common.whole_option(1, help="Stop after so many seeds that fail.")] = 1,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also print what was covered: faults, transitions, recovery paths.")
-    ] = False,
-    gpus: Annotated[int | None, common.whole_option(1, 65_536, help="With a scenario: so many rollout GPUs.")] = None,
-    parameters: Annotated[
-        str | None, typer.Option(metavar="P", help="With --gpus: the model's parameters, as 7B, 70B or 1T.")
+    seed: Annotated[
+        int | None, common.whole_option(0, SEEDS_END - 1, help="Run this one seed.")
     ] = None,
-    ranks: Annotated[int | None, common.whole_option(1, 65_536, help="With a scenario: ranks of a group.")] = None,
-    systems: Annotated[str | None, typer.Option(metavar="A,B", help="With a scenario: only these systems.")] = None,
+    jobs: Annotated[
+        int | None, common.whole_option(1, 1024, help="Processes; one for each core, if not given.")
+    ] = None,
+    faults: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Only these kinds of faults, not all of them.")
+    ] = None,
+    events: Annotated[
+        int, common.whole_option(1, help="Events of each seed, before its faults end.")
+    ] = EVENTS,
+    failures_max: Annotated[
+        int, common.whole_option(1, help="Stop after so many seeds that fail.")
+    ] = 1,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="Also print what was covered: faults, transitions, recovery paths.",
+        ),
+    ] = False,
+    gpus: Annotated[
+        int | None, common.whole_option(1, 65_536, help="With a scenario: so many rollout GPUs.")
+    ] = None,
+    parameters: Annotated[
+        str | None,
+        typer.Option(metavar="P", help="With --gpus: the model's parameters, as 7B, 70B or 1T."),
+    ] = None,
+    ranks: Annotated[
+        int | None, common.whole_option(1, 65_536, help="With a scenario: ranks of a group.")
+    ] = None,
+    systems: Annotated[
+        str | None, typer.Option(metavar="A,B", help="With a scenario: only these systems.")
+    ] = None,
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
-    """Search for broken guarantees: real coordinators and workers in a simulated cluster, where everything fails.
+    """Search for broken guarantees: real coordinators and workers in a simulated cluster, where
+    everything fails.
 
-    A seed decides everything that happens. The verdict comes first. Each seed that failed follows, with the broken
-    guarantee, the end of its trace and the command that runs it again (stderr gets that command at once). From 1,000 seeds
-    on, every fault, transition and recovery path must have occurred.
+    A seed decides everything that happens. The verdict comes first. Each seed that failed follows,
+    with the broken guarantee, the end of its trace and the command that runs it again (stderr gets
+    that command at once). From 1,000 seeds on, every fault, transition and recovery path must have
+    occurred.
 
-    With SCENARIO, measure instead: the real coordinator over a model of a network, beside other ways to move weights. Built
-    in are standalone, elastic, cross-datacenter, churn and update.
+    With SCENARIO, measure instead: the real coordinator over a model of a network, beside other
+    ways to move weights. Built in are standalone, elastic, cross-datacenter, churn and update.
     """
     _check_kind(context, of_flow=scenario is not None)
     if scenario is not None:
         from tensorhub.cli.simulate_flow import simulate_flow
 
-        simulate_flow(scenario, gpus, parameters, ranks, systems, seed, as_json=as_json, quiet=quiet)
+        simulate_flow(
+            scenario, gpus, parameters, ranks, systems, seed, as_json=as_json, quiet=quiet
+        )
         return
     search = importlib.import_module(SEARCH)
     chosen = _chosen_faults(search, faults)
@@ -106,18 +145,28 @@ _OF_SEARCH = ("seeds", "start", "jobs", "faults", "events", "failures_max", "ver
 
 
 def _check_kind(context: typer.Context, *, of_flow: bool) -> None:
-    """A usage error if an option of scenarios is given to the search, or an option of the search to a scenario."""
+    """A usage error if an option of scenarios is given to the search, or an option of the search to
+    a scenario.
+    """
     for name in _OF_SEARCH if of_flow else _OF_FLOW:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
             raise common.usage(
-                f"{option} belongs to the search for broken guarantees: leave it out, or the scenario"
+                f"{option} belongs to the search for broken guarantees: leave it out, or the "
+                f"scenario"
                 if of_flow
-                else f"{option} belongs to a scenario: give one, as in tensorhub simulate standalone {option} ..."
+                else f"{option} belongs to a scenario: give one, as in tensorhub simulate "
+                f"standalone {option} ..."
             )
-    if of_flow and context.params.get("gpus") is None and context.params.get("parameters") is not None:
-        raise common.usage("--parameters goes with --gpus: without it, a scenario is as its file says")
+    if (
+        of_flow
+        and context.params.get("gpus") is None
+        and context.params.get("parameters") is not None
+    ):
+        raise common.usage(
+            "--parameters goes with --gpus: without it, a scenario is as its file says"
+        )
 
 
 def _chosen_faults(search: ModuleType, names: str | None) -> tuple[str, ...] | None:
@@ -127,11 +176,15 @@ def _chosen_faults(search: ModuleType, names: str | None) -> tuple[str, ...] | N
     chosen = tuple(name.strip() for name in names.split(",") if name.strip())
     strange = [name for name in chosen if name not in known]
     if strange:
-        raise common.usage(f"there is no fault {strange[0]!r}: give --faults some of {', '.join(known)}")
+        raise common.usage(
+            f"there is no fault {strange[0]!r}: give --faults some of {', '.join(known)}"
+        )
     return chosen
 
 
-async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool, verbose: bool) -> int:
+async def _simulate(
+    plan: Plan, search: ModuleType, as_json: bool, quiet: bool, verbose: bool
+) -> int:
     from tensorhub.testing.coverage import wanted
 
     kinds = plan.faults if plan.faults is not None else [str(fault) for fault in search.Fault]
@@ -146,8 +199,12 @@ async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool, 
     return common.FAILED if results.failures or never else 0
 
 
-async def _run(plan: Plan, results: Results, show: Callable[[Results], None], as_json: bool) -> None:
-    """All seeds; then some of them again, in new processes: a repeated seed must come to its first end."""
+async def _run(
+    plan: Plan, results: Results, show: Callable[[Results], None], as_json: bool
+) -> None:
+    """All seeds; then some of them again, in new processes: a repeated seed must come to its first
+    end.
+    """
     begun, hash_seeds = time.monotonic(), count(1)
 
     def hear(result: SeedResult) -> bool:
@@ -162,7 +219,10 @@ async def _run(plan: Plan, results: Results, show: Callable[[Results], None], as
         results.repeated += 1
         first = results.hashes[result.seed]
         if result.report is not None and result.report["end_hash"] != first:
-            text = f"the same seed came to another end in another process: {result.report['end_hash']}, first {first}"
+            text = (
+                f"the same seed came to another end in another process: "
+                f"{result.report['end_hash']}, first {first}"
+            )
             result = SeedResult(result.seed, None, text)
         return go_on(result)
 
@@ -170,7 +230,11 @@ async def _run(plan: Plan, results: Results, show: Callable[[Results], None], as
         if result.failure is not None:
             results.failures.append(result)
             if not as_json:  # at once: a search may go on for long
-                print(f"seed {result.seed} failed: {plan.reproduce(result.seed)}", file=sys.stderr, flush=True)
+                print(
+                    f"seed {result.seed} failed: {plan.reproduce(result.seed)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         results.seconds = time.monotonic() - begun
         show(results)
         return len(results.failures) < plan.failures_max
@@ -183,10 +247,14 @@ async def _run(plan: Plan, results: Results, show: Callable[[Results], None], as
     results.seconds = seconds  # of the search alone: events per second are its
 
 
-async def _run_all(plan: Plan, seeds: Sequence[int], hash_seeds: Iterator[int], hear: Callable[[SeedResult], bool]) -> None:
-    """Run each seed in one of `plan.jobs` child processes. `hear` is told each result; False ends it all.
+async def _run_all(
+    plan: Plan, seeds: Sequence[int], hash_seeds: Iterator[int], hear: Callable[[SeedResult], bool]
+) -> None:
+    """Run each seed in one of `plan.jobs` child processes. `hear` is told each result; False ends
+    it all.
 
-    Each child has a hash seed of its own, so that what depends on the order of a set differs from child to child.
+    Each child has a hash seed of its own, so that what depends on the order of a set differs from
+    child to child.
     """
     left = iter(seeds)
     command = [sys.executable, "-m", "tensorhub.cli.simulate_worker", SEARCH]
@@ -196,7 +264,9 @@ async def _run_all(plan: Plan, seeds: Sequence[int], hash_seeds: Iterator[int], 
         for first in left:
             async with closing_all() as children:
                 environment = os.environ | {"PYTHONHASHSEED": str(next(hash_seeds))}
-                child = AsyncChildProcess("its process", command, environment=environment, keeps_errors=False)
+                child = AsyncChildProcess(
+                    "its process", command, environment=environment, keeps_errors=False
+                )
                 children.append(child)
                 await _wait_until_ready(child)
                 seed: int | None = first
@@ -213,13 +283,17 @@ async def _run_all(plan: Plan, seeds: Sequence[int], hash_seeds: Iterator[int], 
 
 
 async def _wait_until_ready(child: AsyncChildProcess) -> None:
-    """Imports take a child longer than a seed does, and do not count as the seed's time. Raises CommandError."""
+    """Imports take a child longer than a seed does, and do not count as the seed's time. Raises
+    CommandError.
+    """
     try:
         with anyio.fail_after(START_S_MAX):
             await child.hear()
     except (TimeoutError, ChildEnded) as error:
         reason = str(error) or f"it was not ready within {START_S_MAX:g} s"
-        raise common.CommandError("NotStarted", f"a process for seeds did not start: {reason}") from error
+        raise common.CommandError(
+            "NotStarted", f"a process for seeds did not start: {reason}"
+        ) from error
 
 
 async def _run_seed(plan: Plan, seed: int, child: AsyncChildProcess) -> tuple[SeedResult, bool]:
@@ -237,21 +311,33 @@ async def _run_seed(plan: Plan, seed: int, child: AsyncChildProcess) -> tuple[Se
 @contextlib.contextmanager
 def _bar(plan: Plan, quiet: bool) -> Iterator[Callable[[Results], None]]:
     """A bar on stderr."""
-    columns = (TextColumn("seeds"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-    with common.progress_bars(*columns, TimeElapsedColumn(), TimeRemainingColumn(), quiet=quiet) as progress:
+    columns = (
+        TextColumn("seeds"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with common.progress_bars(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), quiet=quiet
+    ) as progress:
         task = progress.add_task("", total=len(plan.seeds))
 
         def show(results: Results) -> None:
             failed = f", {len(results.failures)} failed" if results.failures else ""
             again = f", {results.repeated} run twice" if results.repeated else ""
             description = f"{results.speed:,.0f} events/s{failed}{again}"
-            progress.update(task, completed=results.seeds + len(results.failures), description=description)
+            progress.update(
+                task, completed=results.seeds + len(results.failures), description=description
+            )
 
         yield show
 
 
 def _as_json(plan: Plan, results: Results) -> dict[str, Any]:
-    failures = [{"seed": r.seed, "failure": r.failure, "reproduce": plan.reproduce(r.seed)} for r in results.failures]
+    failures = [
+        {"seed": r.seed, "failure": r.failure, "reproduce": plan.reproduce(r.seed)}
+        for r in results.failures
+    ]
     return {
         **results.as_json(),
         "start": plan.seeds[0],

@@ -27,7 +27,9 @@ def simulate_flow(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Run a scenario, and print what came of it. None: the scenario's own setting. What cannot be used is a usage error."""
+    """Run a scenario, and print what came of it. None: the scenario's own setting. What cannot be
+    used is a usage error.
+    """
     with common.checking(kind="scenario"):
         scenario = given = load(name_or_file)
     with common.checking():
@@ -37,7 +39,11 @@ def simulate_flow(
             scenario = at_scale(scenario, gpus, parameters, ranks)
         elif ranks is not None:
             scenario = in_groups(scenario, ranks)
-        names = [name.strip() for name in (systems or ",".join(possible(scenario))).split(",") if name.strip()]
+        names = [
+            name.strip()
+            for name in (systems or ",".join(possible(scenario))).split(",")
+            if name.strip()
+        ]
         check(scenario, names)
     if not names:
         raise common.usage(f"--systems: give some of {', '.join(possible(scenario))}")
@@ -61,12 +67,19 @@ def _conditions(scenario: Scenario, besides: str) -> str:
     links, bound = scenario.links, cut_bound(scenario)
     of_ranks = f" of {scenario.ranks} ranks" if scenario.ranks > 1 else ""
     who = f"{scenario.count('rollout'):,} rollouts{of_ranks}{f' ({besides})' if besides else ''}"
-    size = f"{common.format_bytes(scenario.rank_bytes)} a rank over {links.nic_mbit_per_s / 1000:g} Gbit/s"
+    size = (
+        f"{common.format_bytes(scenario.rank_bytes)} a rank over "
+        f"{links.nic_mbit_per_s / 1000:g} Gbit/s"
+    )
     if len(scenario.sites) > 1:  # a site that is written in two ways is seen here
         who += (
-            f" in {len(scenario.sites)} sites ({', '.join(scenario.sites[:8])}{', ...' if len(scenario.sites) > 8 else ''})"
+            f" in {len(scenario.sites)} sites "
+            f"({', '.join(scenario.sites[:8])}{', ...' if len(scenario.sites) > 8 else ''})"
         )
-    return f"{who}; {size}: floor {scenario.copy_s:.3f} s; cut bound {bound[0]:.3f} s ({bound[1]}); seed {scenario.seed}"
+    return (
+        f"{who}; {size}: floor {scenario.copy_s:.3f} s; cut bound {bound[0]:.3f} s "
+        f"({bound[1]}); seed {scenario.seed}"
+    )
 
 
 def _print(report: Report, conditions: str) -> None:

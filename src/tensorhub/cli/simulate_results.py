@@ -1,4 +1,6 @@
-"""What a search has covered: how often each fault, transition and recovery path was taken, and by how many seeds."""
+"""What a search has covered: how often each fault, transition and recovery path was taken, and by
+how many seeds.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-COMPLETE_FROM = 1000  # seeds; from here on, a fault, transition or path that was never reached is a failure
+# seeds; from here on, a fault, transition or path that was never reached is a failure
+COMPLETE_FROM = 1000
 
 LEAST = {"groups": 3, "versions": 3, "events": 1000, "kinds of faults": 3}  # what makes a full seed
 
@@ -15,7 +18,11 @@ LEAST = {"groups": 3, "versions": 3, "events": 1000, "kinds of faults": 3}  # wh
 def lacking(report: Mapping[str, Any]) -> str:
     """What a seed had too little of, in words; "" for a full one."""
     had = {**report, "kinds of faults": sum(times > 0 for times in report["faults"].values())}
-    return ", ".join(f"{had[name]:,} {name}, not {number:,}" for name, number in LEAST.items() if had[name] < number)
+    return ", ".join(
+        f"{had[name]:,} {name}, not {number:,}"
+        for name, number in LEAST.items()
+        if had[name] < number
+    )
 
 
 class Tally:
@@ -38,11 +45,19 @@ class Tally:
     def lines(self, title: str) -> list[str]:
         """One row each, in the order in which they became known."""
         width = max(map(len, [title, *self.times]))
-        rows = ((name, f"{times:,}" if times else "never", f"{self.seeds[name]:,}") for name, times in self.times.items())
-        return [f"{name:{width}}  {times:>10}  {seeds:>10}" for name, times, seeds in ((title, "times", "seeds"), *rows)]
+        rows = (
+            (name, f"{times:,}" if times else "never", f"{self.seeds[name]:,}")
+            for name, times in self.times.items()
+        )
+        return [
+            f"{name:{width}}  {times:>10}  {seeds:>10}"
+            for name, times, seeds in ((title, "times", "seeds"), *rows)
+        ]
 
     def as_json(self) -> dict[str, Any]:
-        return {name: {"times": times, "seeds": self.seeds[name]} for name, times in self.times.items()}
+        return {
+            name: {"times": times, "seeds": self.seeds[name]} for name, times in self.times.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +72,9 @@ class SeedResult:
 class Results:
     """The sum of all reports, and the seeds that failed."""
 
-    def __init__(self, faults: Iterable[str], transitions: Iterable[str], paths: Iterable[str]) -> None:
+    def __init__(
+        self, faults: Iterable[str], transitions: Iterable[str], paths: Iterable[str]
+    ) -> None:
         self.seeds = 0
         self.events = 0
         self.faults = Tally(faults)
@@ -86,12 +103,20 @@ class Results:
 
     def never(self) -> list[str]:
         """All that was not reached, as `"fault crash"`."""
-        kinds = (("fault", self.faults), ("transition", self.transitions), ("recovery path", self.paths))
+        kinds = (
+            ("fault", self.faults),
+            ("transition", self.transitions),
+            ("recovery path", self.paths),
+        )
         return [f"{kind} {name}" for kind, tally in kinds for name in tally.never()]
 
     def render(self) -> str:
         """The coverage, as text."""
-        tallies = (("faults", self.faults), ("transitions", self.transitions), ("recovery paths", self.paths))
+        tallies = (
+            ("faults", self.faults),
+            ("transitions", self.transitions),
+            ("recovery paths", self.paths),
+        )
         return "\n\n".join("\n".join(tally.lines(title)) for title, tally in tallies)
 
     def as_json(self) -> dict[str, Any]:

@@ -32,7 +32,8 @@ def run(search: ModuleType, seed: int, events: int, faults: list[str] | None) ->
         report = search.run_seed(seed, faults=kinds, events=events)
     except Exception as error:
         lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
-        if not isinstance(error, AssertionError):  # a defect that shows as an error of some machine: say where
+        # a defect that shows as an error of some machine: say where
+        if not isinstance(error, AssertionError):
             lines += traceback.format_tb(error.__traceback__)[-FRAMES_MAX:]
         return {"failure": "\n".join(line.rstrip("\n") for line in lines)}
     return {"report": {name: getattr(report, name) for name in REPORTED}}

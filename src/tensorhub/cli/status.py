@@ -31,39 +31,62 @@ def status(
     model: Annotated[str | None, typer.Argument(help="One model; without it, all of them.")] = None,
     address: common.AddressOption = None,
     token_file: common.TokenFileOption = None,
-    summary: Annotated[bool, typer.Option("--summary", "-s", help="Counts, however few rows there are.")] = False,
-    details: Annotated[bool, typer.Option("--details", "-d", help="All rows, however many there are.")] = False,
+    summary: Annotated[
+        bool, typer.Option("--summary", "-s", help="Counts, however few rows there are.")
+    ] = False,
+    details: Annotated[
+        bool, typer.Option("--details", "-d", help="All rows, however many there are.")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C.")] = False,
-    interval_s: Annotated[float, common.seconds_option(0.1, 3600, help="With --watch: how often.")] = 1.0,
+    interval_s: Annotated[
+        float, common.seconds_option(0.1, 3600, help="With --watch: how often.")
+    ] = 1.0,
     as_json: common.JsonOption = False,
 ) -> None:
     """Show versions, replicas, running reads and workers, or count them.
 
-    On a terminal, more than 40 rows are counted instead: versions with their replicas, the calls that are under way with
-    what they wait for, and the workers that are not heard. --summary and --details choose. A shard is doubtful while its
-    worker is not heard: that worker may be dead. In a file or a pipe, each row is one plain line. With --json: a list of
-    models on one line; with --watch too, one such line each time. --watch goes on while the coordinator is away, and says so
+    On a terminal, more than 40 rows are counted instead: versions with their replicas, the calls
+    that are under way with what they wait for, and the workers that are not heard. --summary and
+    --details choose. A shard is doubtful while its worker is not heard: that worker may be dead. In
+    a file or a pipe, each row is one plain line. With --json: a list of models on one line; with
+    --watch too, one such line each time. --watch goes on while the coordinator is away, and says so
     on stderr; in a file or a pipe it begins each answer with the time.
     """
     if summary and details:
         raise common.usage("--summary counts everything: leave --details out")
     may_count = not details and sys.stdout.isatty() and not as_json
     asks = partial(ask, model, rows_max=0 if summary else ROWS_MAX if may_count else None)
-    body = partial(_status, common.connecting(address, token_file), asks, interval_s if watch else None, as_json)
+    body = partial(
+        _status,
+        common.connecting(address, token_file),
+        asks,
+        interval_s if watch else None,
+        as_json,
+    )
     common.run(body, logs=logging.WARNING if watch else logging.ERROR)
 
 
 async def ask(model: str | None, hub: tensorhub.Hub, *, rows_max: int | None) -> Models:
-    """Rows of one model, or (None) of all; counts if there would be more than `rows_max` rows (None: never)."""
+    """Rows of one model, or (None) of all; counts if there would be more than `rows_max` rows
+    (None: never).
+    """
     if rows_max is not None:
-        counts = await hub.describe(limit=0) if model is None else (await hub.describe(model, limit=0),)
-        if not rows_max or sum(each.summary.rows for each in counts if each.summary is not None) > rows_max:
+        counts = (
+            await hub.describe(limit=0) if model is None else (await hub.describe(model, limit=0),)
+        )
+        if (
+            not rows_max
+            or sum(each.summary.rows for each in counts if each.summary is not None) > rows_max
+        ):
             return counts, True
     return await hub.describe() if model is None else (await hub.describe(model),), False
 
 
 async def _status(
-    connect: common.Connect, asks: Callable[[tensorhub.Hub], Awaitable[Models]], interval_s: float | None, as_json: bool
+    connect: common.Connect,
+    asks: Callable[[tensorhub.Hub], Awaitable[Models]],
+    interval_s: float | None,
+    as_json: bool,
 ) -> int:
     """Ask once (`interval_s` None) or again and again, and print what comes back."""
     async with connect() as hub:
@@ -73,7 +96,9 @@ async def _status(
                 show = _print_json
             elif interval_s is not None and sys.stdout.isatty():
                 live = stack.enter_context(Live(auto_refresh=False, vertical_overflow="visible"))
-                show = lambda models: live.update(tables(models[0], counted=models[1]), refresh=True)  # noqa: E731
+                show = lambda models: live.update(  # noqa: E731
+                    tables(models[0], counted=models[1]), refresh=True
+                )
             if interval_s is None:
                 show(await asks(hub))
                 return 0

@@ -1,9 +1,11 @@
-"""Where tiny tensors are in a packed region: pure arithmetic over names and sizes, and the manifest that says so.
+"""Where tiny tensors are in a packed region: pure arithmetic over names and sizes, and the manifest
+that says so.
 
-A layout depends on the tensors' names and sizes and on nothing else: not on the order in which they were registered, nor
-on dtypes or devices. It is fixed by the publisher, in its manifest (R8). Each tensor begins at a multiple of `ALIGNMENT`, so
-that it can be viewed in place under any dtype, and copied by 16-byte loads on a GPU. Gaps between tensors are zero, so that
-equal tensors make equal regions, and equal digests.
+A layout depends on the tensors' names and sizes and on nothing else: not on the order in which they
+were registered, nor on dtypes or devices. It is fixed by the publisher, in its manifest (R8). Each
+tensor begins at a multiple of `ALIGNMENT`, so that it can be viewed in place under any dtype, and
+copied by 16-byte loads on a GPU. Gaps between tensors are zero, so that equal tensors make equal
+regions, and equal digests.
 
 Responsible for choosing and placing. Not responsible for bytes: see `packing`.
 """
@@ -20,7 +22,8 @@ ALIGNMENT: Final = 16  # bytes of the largest element (complex128), and of a GPU
 
 
 def lay_out(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Tensors of these sizes (bytes by name) in a row, by name: the first byte of each, and the bytes of the region.
+    """Tensors of these sizes (bytes by name) in a row, by name: the first byte of each, and the
+    bytes of the region.
 
     The padding of each is less than ALIGNMENT bytes.
     """
@@ -32,10 +35,11 @@ def lay_out(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
 
 
 def pack_tiny(manifest: Manifest, bytes_max: int) -> Manifest:
-    """The manifest of these tensors, where tensors of `bytes_max` at most share one region, the first.
+    """The manifest of these tensors, where tensors of `bytes_max` at most share one region, the
+    first.
 
-    `manifest`: with a region for each alias class, as it is built. Tied tensors stay tied. It is returned as it is if fewer
-    than two would be packed.
+    `manifest`: with a region for each alias class, as it is built. Tied tensors stay tied. It is
+    returned as it is if fewer than two would be packed.
     """
     names = [min(tensor.name for tensor in tensors) for tensors in manifest.by_region]
     sizes = {

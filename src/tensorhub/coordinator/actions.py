@@ -1,7 +1,9 @@
-"""What can happen to a coordinator (`Event`), and what it wants done (`Action`): the closed unions of `Coordinator.step`.
+"""What can happen to a coordinator (`Event`), and what it wants done (`Action`): the closed unions
+of `Coordinator.step`.
 
-The shell does actions in the order of the list, and drops a `Send` to a session that has ended. Each action carries `cause`,
-the ordinal number of the event that led to it. A store validates what it reads by the annotations of the entries' fields.
+The shell does actions in the order of the list, and drops a `Send` to a session that has ended.
+Each action carries `cause`, the ordinal number of the event that led to it. A store validates what
+it reads by the annotations of the entries' fields.
 """
 
 from __future__ import annotations
@@ -32,12 +34,16 @@ class Publication:
 
     def decision(self) -> Decision:
         """This publication as the commit record of its group."""
-        return Decision(self.key, self.model, self.number, self.content_id, self.nbytes, self.world_size)
+        return Decision(
+            self.key, self.model, self.number, self.content_id, self.nbytes, self.world_size
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """R6's commit record of a publish, or of a fill by several ranks. A group's newest one outlives its version."""
+    """R6's commit record of a publish, or of a fill by several ranks. A group's newest one outlives
+    its version.
+    """
 
     key: OpKey
     model: Name
@@ -65,7 +71,9 @@ Idents = Annotated[str, Length(IDENTS_CHARS_MAX)]
 
 
 def rolled_back_by(ident: str, before: str) -> str:
-    """The idents of the newest rollbacks, each followed by a newline. A retry is recognised by its ident."""
+    """The idents of the newest rollbacks, each followed by a newline. A retry is recognised by its
+    ident.
+    """
     return f"{ident}\n{before}"[:IDENTS_CHARS_MAX]
 
 
@@ -95,7 +103,9 @@ class Unpinned:
 
 @dataclass(frozen=True, slots=True)
 class Digested:
-    """The roots of all shards' digests, as published (R8): 32 bytes each, in the order of the shards."""
+    """The roots of all shards' digests, as published (R8): 32 bytes each, in the order of the
+    shards.
+    """
 
     model: Name
     number: Number
@@ -105,9 +115,11 @@ class Digested:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What readers of another layout need to know of a publication. After a restart its publisher need not come back.
+    """What readers of another layout need to know of a publication. After a restart its publisher
+    need not come back.
 
-    `description` encodes a `layouts.Published`; `parts` are the parts and manifests that the description names.
+    `description` encodes a `layouts.Published`; `parts` are the parts and manifests that the
+    description names.
     """
 
     model: Name
@@ -125,12 +137,24 @@ class Forgotten:
     group: str
 
 
-Entry = Publication | Decision | Rollback | Retention | Pinned | Unpinned | Forgotten | Digested | Described
+Entry = (
+    Publication
+    | Decision
+    | Rollback
+    | Retention
+    | Pinned
+    | Unpinned
+    | Forgotten
+    | Digested
+    | Described
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """What the entries of a model come to. `mark`: the newest number of its lineage, published or rolled back to."""
+    """What the entries of a model come to. `mark`: the newest number of its lineage, published or
+    rolled back to.
+    """
 
     model: Name
     lineage: Number = 0
@@ -141,7 +165,9 @@ class ModelRecord:
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """What a store gave back at the start: everything that was ever made durable and still counts."""
+    """What a store gave back at the start: everything that was ever made durable and still
+    counts.
+    """
 
     publications: tuple[Publication, ...] = ()
     decisions: tuple[Decision, ...] = ()
@@ -152,7 +178,9 @@ class Durable:
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Durable:
-        """The sum of these entries, in their order. A store that keeps tables gives an equal result."""
+        """The sum of these entries, in their order. A store that keeps tables gives an equal
+        result.
+        """
         publications: dict[tuple[str, int], Publication] = {}
         decisions: dict[tuple[str, str], Decision] = {}
         models: dict[str, ModelRecord] = {}
@@ -176,7 +204,9 @@ class Durable:
                         del publications[key]
                         digested.pop(key, None)
                         described.pop(key, None)
-                    idents = rolled_back_by(entry.ident, models.get(entry.model, ModelRecord(entry.model)).rollback)
+                    idents = rolled_back_by(
+                        entry.ident, models.get(entry.model, ModelRecord(entry.model)).rollback
+                    )
                     change(entry.model, lineage=entry.lineage, mark=entry.to, rollback=idents)
                 case Retention():
                     change(entry.model, retain=entry.retain)
@@ -234,10 +264,12 @@ DOOR = -1  # in the place of a session: connections that have not come to their 
 
 @dataclass(frozen=True, slots=True)
 class LookFor:
-    """Nothing was heard over this session for too long: say `events.Silent` if no message of the session lies unread.
-    `DOOR`: say so if no connection waits to be let in: it may be a worker that comes back.
+    """Nothing was heard over this session for too long: say `events.Silent` if no message of the
+    session lies unread. `DOOR`: say so if no connection waits to be let in: it may be a worker that
+    comes back.
 
-    If a message lies unread, the shell need not answer: it passes the message on in its turn, and the core asks again.
+    If a message lies unread, the shell need not answer: it passes the message on in its turn, and
+    the core asks again.
     """
 
     cause: int
@@ -258,12 +290,15 @@ Action = Send | Persist | CloseSession | LookFor | WorkerLost
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A peer has proved itself. `session` numbers connections and is never used twice by one coordinator."""
+    """A peer has proved itself. `session` numbers connections and is never used twice by one
+    coordinator.
+    """
 
     session: int
     incarnation: str
     role: str  # "worker" or "observer"
-    read_only: bool = False  # it has proved that it knows the read-only token; its incarnation is none of a full worker's
+    # it has proved that it knows the read-only token; its incarnation is none of a full worker's
+    read_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +333,9 @@ class PersistFailed:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """Of these sessions, about which `actions.LookFor` asked, all that had arrived when it asked has been passed on."""
+    """Of these sessions, about which `actions.LookFor` asked, all that had arrived when it asked
+    has been passed on.
+    """
 
     sessions: tuple[int, ...]
 

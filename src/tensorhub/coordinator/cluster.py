@@ -1,7 +1,8 @@
-"""All that a coordinator knows, in one place: its connections and its entities. Components act through it.
+"""All that a coordinator knows, in one place: its connections and its entities. Components act
+through it.
 
-Responsible for noting the changes of a step, and for collecting its actions. The rules are in the components, and `entities`
-describes each entity. `access` decides which session is admitted.
+Responsible for noting the changes of a step, and for collecting its actions. The rules are in the
+components, and `entities` describes each entity. `access` decides which session is admitted.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Session:
     watched: set[str] = field(default_factory=set)  # models that it has asked to hear of
     heard_at: float = 0.0  # when its newest message arrived
     called_at: float = 0.0  # when its newest message that is no heartbeat arrived
-    welcomed_at: float = 0.0  # when its worker was welcomed: whatever it says after its Join answers that
+    # when its worker was welcomed: whatever it says after its Join answers that
+    welcomed_at: float = 0.0
     pending_writes: int = 0  # those of its Retain, Pin and Unpin that are not answered
 
 
@@ -80,7 +82,8 @@ class ReadOnlySessions:
     def __init__(self, sessions_max: int) -> None:
         self.sessions_max = max(1, sessions_max // 2)
         self.sessions: dict[Session, None] = {}  # the session that was idle longest is first
-        self.away: dict[Worker, None] = {}  # workers without a session; the worker that left first is first
+        # workers without a session; the worker that left first is first
+        self.away: dict[Worker, None] = {}
         self.watches = 0
         self.registrations = 0
 
@@ -102,7 +105,9 @@ LOST_KEPT_MAX = 4096
 
 
 class Cluster:
-    """All entities, and the place through which components act. A plain value store: no rules here."""
+    """All entities, and the place through which components act. A plain value store: no rules
+    here.
+    """
 
     def __init__(self, ident: str, epoch: int, options: Options, ids: Callable[[], str]) -> None:
         self.id = ident  # names the durable state
@@ -111,44 +116,59 @@ class Cluster:
         self.new_id = ids
         self.now = 0.0
         self.listens_since = (
-            0.0  # the end of the newest gap in which this coordinator did not run; its start, if there was none
+            # the end of the newest gap in which this coordinator did not run; its start, if there
+            # was none
+            0.0
         )
         self.cause = 0  # ordinal number of the event being handled
         self.timers = Timers()
         self.sessions: dict[int, Session] = {}
         self.workers: dict[str, Worker] = {}  # LIVE and SUSPECT ones, by incarnation
         self.hosts: dict[str, Worker] = {}  # those of them that have host memory for copies
-        self.arriving: dict[str, None] = {}  # incarnations that are back, and have not announced all holdings yet
-        self.lost: dict[str, None] = {}  # incarnations that must not come back; the newest LOST_KEPT_MAX
+        # incarnations that are back, and have not announced all holdings yet
+        self.arriving: dict[str, None] = {}
+        # incarnations that must not come back; the newest LOST_KEPT_MAX
+        self.lost: dict[str, None] = {}
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}
         self.model_names: list[str] = []  # theirs, sorted
-        self.watchers: dict[str, set[int]] = {}  # sessions by the name that they watch, whether there is a model or not
+        # sessions by the name that they watch, whether there is a model or not
+        self.watchers: dict[str, set[int]] = {}
         self.watched = 0  # all watches: the sum of the sets' sizes
         self.read_only = ReadOnlySessions(options.sessions_max)
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
-        self.undecided: dict[str, Operation] = {}  # every group's operation, by its key as a text, as timers name it
+        # every group's operation, by its key as a text, as timers name it
+        self.undecided: dict[str, Operation] = {}
         self.records: dict[int, Operation] = {}  # by record: the entry is on its way to the store
-        self._describing: dict[int, Version] = {}  # by record: the description is on its way to the store
-        self.pending_writes: dict[int, PendingWrite] = {}  # by record: the entry is on its way to the store
-        self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
-        # What readers report of links, and of each other's; only the choice of sources depends on that.
+        # by record: the description is on its way to the store
+        self._describing: dict[int, Version] = {}
+        # by record: the entry is on its way to the store
+        self.pending_writes: dict[int, PendingWrite] = {}
+        # each group's newest commit, by model and group
+        self.decisions: dict[tuple[str, str], Decision] = {}
+        # What readers report of links, and of each other's; only the choice of sources depends on
+        # that.
         self.links = Links()
         self.slowness = Slowness()
         self.manifests = Manifests()  # those of all members and versions
         self.testimonies: dict[Testimony, None] = {}  # those that have a list, oldest first
         self.list_bytes = 0  # of these lists
         self.selections = 0  # those of all versions
-        self.manifest_bytes: Counter[str] = Counter()  # by incarnation: of all its members, equal manifests included
+        # by incarnation: of all its members, equal manifests included
+        self.manifest_bytes: Counter[str] = Counter()
         self.pins: Counter[str] = Counter()  # how many each incarnation has, in all models
-        self.changed_models: dict[str, bool] = {}  # to be settled; True: with the operations that wait
+        # to be settled; True: with the operations that wait
+        self.changed_models: dict[str, bool] = {}
         self.changed_operations: dict[OpKey, Operation] = {}
         # Changed operations that waited. Each step settles some of them, oldest first.
         self.woken: dict[OpKey, Operation] = {}
-        self.uncounted: dict[Version, Model] = {}  # of which holdings are to be counted anew in this step
-        self.renumbered: dict[Group, None] = {}  # their ranks have not been told the new epoch yet; none between two steps
+        # of which holdings are to be counted anew in this step
+        self.uncounted: dict[Version, Model] = {}
+        # their ranks have not been told the new epoch yet; none between two steps
+        self.renumbered: dict[Group, None] = {}
         self.followed = 0  # links of chains of readers, in this step
-        self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
+        # what the last step has changed, or may have: `invariants` looks at it
+        self.noted: dict[Noted, None] = {}
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
         self.records_minted = 0
         self._actions: list[Action] = []
@@ -160,7 +180,9 @@ class Cluster:
     # -- acting
 
     def send(self, session: int | None, message: FromCoordinator) -> None:
-        """Say this over a connection. Without one nothing is said: the peer asks again when it is back."""
+        """Say this over a connection. Without one nothing is said: the peer asks again when it is
+        back.
+        """
         if session is not None:
             self._actions.append(Send(self.cause, session, message))
 
@@ -168,9 +190,13 @@ class Cluster:
         self.noted[member] = None
         self.send(member.worker.session, message)
 
-    def answer(self, session: int | None, request: int, error: TensorHubError | None = None) -> None:
+    def answer(
+        self, session: int | None, request: int, error: TensorHubError | None = None
+    ) -> None:
         """Tell the asker that its request is done, or refused with `error`."""
-        self.send(session, Done(request) if error is None else Refused(request, ErrorInfo.of(error)))
+        self.send(
+            session, Done(request) if error is None else Refused(request, ErrorInfo.of(error))
+        )
 
     def close_session(self, session: int, reason: str) -> None:
         """End this connection, once all is said."""
@@ -195,7 +221,9 @@ class Cluster:
         self.close_session(session, reason)
 
     def persist(self, entry: Entry) -> int:
-        """Have an entry made durable. Returns the number by which `Persisted` or `PersistFailed` will name it."""
+        """Have an entry made durable. Returns the number by which `Persisted` or `PersistFailed`
+        will name it.
+        """
         self.records_minted += 1
         self._actions.append(Persist(self.cause, self.records_minted, entry))
         return self.records_minted
@@ -215,9 +243,14 @@ class Cluster:
         return len(self._actions) + len(self.changed_models) + len(self.changed_operations)
 
     def committed_content(self, model: str, group: str) -> str | None:
-        """The content id that a group of several ranks has committed to last, or is about to; None if nothing is known."""
+        """The content id that a group of several ranks has committed to last, or is about to; None
+        if nothing is known.
+        """
         for operation in self.records.values():
-            if (operation.key.model, operation.key.group) == (model, group) and operation.version is not None:
+            if (operation.key.model, operation.key.group) == (
+                model,
+                group,
+            ) and operation.version is not None:
                 return operation.version.info.content_id
         decision = self.decisions.get((model, group))
         return decision.content_id if decision is not None else None
@@ -229,7 +262,9 @@ class Cluster:
     # -- changing
 
     def note(self, *changed: Noted) -> None:
-        """These were changed in this step. (`become`, `tell`, `touch` and `changed` note what they change by themselves.)"""
+        """These were changed in this step. (`become`, `tell`, `touch` and `changed` note what they
+        change by themselves.)
+        """
         for about in changed:
             self.noted[about] = None
 
@@ -243,7 +278,9 @@ class Cluster:
             self.reckon_all_of(entity)
 
     def reckon(self, *holdings: Holding) -> None:
-        """Have these holdings counted again before the next question: their counts depend on something that has changed."""
+        """Have these holdings counted again before the next question: their counts depend on
+        something that has changed.
+        """
         for holding in holdings:
             version = holding.version
             self.noted[version] = None
@@ -252,7 +289,9 @@ class Cluster:
                 holding.layout.uncounted[holding] = None
 
     def count(self) -> None:
-        """Count the holdings that have changed. Where there is more to read from, wake the operations that lack a source."""
+        """Count the holdings that have changed. Where there is more to read from, wake the
+        operations that lack a source.
+        """
         while self.uncounted:
             version, model = self.uncounted.popitem()
             for layout in version.layouts:
@@ -263,17 +302,22 @@ class Cluster:
                     self.wake_all(model.waiting.unbound_copies)
 
     def reckon_all_of(self, worker: Worker) -> None:
-        self.reckon(*(member.holding for member in worker.members.values() if member.holding is not None))
+        self.reckon(
+            *(member.holding for member in worker.members.values() if member.holding is not None)
+        )
 
     def touch(self, model: Model, *, wakes: bool = True) -> None:
-        """Have the model settled at the end of this step. `wakes`: with the operations that wait for it. False where
-        only memory that serves no reader came or went: no operation waits for that.
+        """Have the model settled at the end of this step. `wakes`: with the operations that wait
+        for it. False where only memory that serves no reader came or went: no operation waits for
+        that.
         """
         self.changed_models[model.name] = wakes or self.changed_models.get(model.name, False)
         self.noted[model] = None
 
     def changed(self, operation: Operation, part: RankPart | None = None) -> None:
-        """Have the operation settled at the end of this step, if it is not decided. `part`: this rank alone has news."""
+        """Have the operation settled at the end of this step, if it is not decided. `part`: this
+        rank alone has news.
+        """
         if part is None:
             operation.news = None
         elif operation.news is not None:
@@ -298,8 +342,8 @@ class Cluster:
             self.woken[operation.key] = operation
 
     def wake_all(self, waiting: dict[OpKey, Operation]) -> None:
-        """The thing that these operations wait for may be there. They leave the list in which they wait, so that an
-        operation that is woken repeatedly is looked at once.
+        """The thing that these operations wait for may be there. They leave the list in which they
+        wait, so that an operation that is woken repeatedly is looked at once.
         """
         for operation in waiting.values():
             self.wake(operation)
@@ -312,7 +356,8 @@ class Cluster:
     def file(self, operation: Operation) -> None:
         """Have it found by what it waits for now."""
         operation.is_starving = operation.version is not None and starves(operation)
-        if not (operation.key in self.changed_operations or self.is_woken(operation)):  # else for what has changed meanwhile
+        # else for what has changed meanwhile
+        if not (operation.key in self.changed_operations or self.is_woken(operation)):
             operation.news = {}
         now = waits_in(operation)
         for before in operation.filed_in:
@@ -330,9 +375,9 @@ class Cluster:
         manifest: bytes,
         parts: tuple[bytes, ...] | None = None,
     ) -> None:
-        """Keep this manifest of a shard in a layout, and its parts (None: the sender does not know them), unless they are
-        known already. Parts that differ from the published ones are not kept. Once every shard is described, the
-        operations that wait for that are woken.
+        """Keep this manifest of a shard in a layout, and its parts (None: the sender does not know
+        them), unless they are known already. Parts that differ from the published ones are not
+        kept. Once every shard is described, the operations that wait for that are woken.
         """
         if not version.is_kept:
             return
@@ -340,7 +385,11 @@ class Cluster:
         if not layout.manifests.get(shard):
             layout.manifests[shard] = self.manifests.keep(manifest)
             self.note(version)
-        if parts is not None and shard not in layout.parts and self._are_as_published(version, layout, shard, parts):
+        if (
+            parts is not None
+            and shard not in layout.parts
+            and self._are_as_published(version, layout, shard, parts)
+        ):
             layout.learn_parts(shard, self.manifests.keep_all(parts))
             self.note(version)
         if layout.is_described and not was_described:
@@ -348,9 +397,15 @@ class Cluster:
             self.wake_all(model.waiting.unbound)
 
     def _are_as_published(
-        self, version: Version, layout: LayoutHoldings[Holding], shard: int, parts: tuple[bytes, ...]
+        self,
+        version: Version,
+        layout: LayoutHoldings[Holding],
+        shard: int,
+        parts: tuple[bytes, ...],
     ) -> bool:
-        """Whether these are the recorded parts of that shard. Nothing is recorded of layouts that were not published."""
+        """Whether these are the recorded parts of that shard. Nothing is recorded of layouts that
+        were not published.
+        """
         recorded = version.recorded(shard) if layout is version.holdings else None
         return recorded is None or recorded[1] == (self.manifests.name(parts[-1]) if parts else "")
 
@@ -361,8 +416,8 @@ class Cluster:
         return b"".join([b"".join(each).ljust(2 * ID_BYTES, b"\0") for each in ids])
 
     def describe(self, version: Version, layout: LayoutHoldings[Holding]) -> str:
-        """The id of the description that says which rank holds which part in that layout (`layouts.published`). Every
-        shard's manifest, or the description itself, is known.
+        """The id of the description that says which rank holds which part in that layout
+        (`layouts.published`). Every shard's manifest, or the description itself, is known.
         """
         if not layout.description:
             manifests = layout.manifests
@@ -374,7 +429,12 @@ class Cluster:
                 published = Published.decode(version.holdings.description)
                 head = published.digest, published.chunk_bytes
             self.keep_description(version, layout, Published(*head, shards).encode())
-        if layout is version.holdings and version.visible and layout.is_described and not layout.stored:
+        if (
+            layout is version.holdings
+            and version.visible
+            and layout.is_described
+            and not layout.stored
+        ):
             layout.stored = True
             self.note(version)
             named = [layout.parts[shard] or (layout.manifests[shard],) for shard in layout]
@@ -385,14 +445,20 @@ class Cluster:
         return layout.described_as
 
     def described(self, record: int, *, failed: bool) -> None:
-        """The store has an entry, or cannot take it. A failed description is stored with the next call that needs it."""
+        """The store has an entry, or cannot take it. A failed description is stored with the next
+        call that needs it.
+        """
         version = self._describing.pop(record, None)
         if version is not None and failed:
             version.holdings.stored = False
             self.note(version)
 
-    def recover_description(self, version: Version, description: bytes, blobs: tuple[bytes, ...]) -> None:
-        """The store has the description of a publication: readers of another layout can plan before a publisher is back."""
+    def recover_description(
+        self, version: Version, description: bytes, blobs: tuple[bytes, ...]
+    ) -> None:
+        """The store has the description of a publication: readers of another layout can plan before
+        a publisher is back.
+        """
         layout = version.holdings
         if not self.manifests.has_room_for(description, *blobs):
             return
@@ -400,17 +466,24 @@ class Cluster:
         for shard, ids in enumerate(Published.decode(description).shards):
             if len(ids) == 1:
                 layout.manifests[shard] = self.manifests.keep(found[ids[0]])
-            layout.learn_parts(shard, self.manifests.keep_all(found[each] for each in ids) if len(ids) > 1 else ())
+            layout.learn_parts(
+                shard, self.manifests.keep_all(found[each] for each in ids) if len(ids) > 1 else ()
+            )
         self.keep_description(version, layout, description)
         layout.stored = True
 
-    def keep_description(self, version: Version, layout: LayoutHoldings[Holding], description: bytes) -> None:
-        layout.description, layout.described_as = self.manifests.keep(description), id_of(description)
+    def keep_description(
+        self, version: Version, layout: LayoutHoldings[Holding], description: bytes
+    ) -> None:
+        layout.description, layout.described_as = (
+            self.manifests.keep(description),
+            id_of(description),
+        )
         self.note(version)
 
     def lay_out(self, version: Version, group: Group) -> LayoutHoldings[Holding]:
-        """Where the copy of that group belongs, which has another layout than the published one. All ranks are there.
-        `forget_layouts` forgets it again.
+        """Where the copy of that group belongs, which has another layout than the published one.
+        All ranks are there. `forget_layouts` forgets it again.
         """
         layout = version.others.get(group.reads_as)
         if layout is None:
@@ -420,11 +493,13 @@ class Cluster:
         return layout
 
     def forget_layouts(self, version: Version) -> None:
-        """Forget the layouts in which no rank holds or fills the version any more, and the selections that only they
-        needed.
+        """Forget the layouts in which no rank holds or fills the version any more, and the
+        selections that only they needed.
         """
         used = layouts_used(version)
-        for key, layout in [(key, each) for key, each in version.others.items() if id(each) not in used]:
+        for key, layout in [
+            (key, each) for key, each in version.others.items() if id(each) not in used
+        ]:
             self.manifests.release(*layout.unlearn())
             del version.others[key]
             self.note(version)
@@ -436,8 +511,9 @@ class Cluster:
         self.selections -= 1
 
     def unlearn(self, version: Version) -> None:
-        """Forget the manifests and lists of a version that is retired, or that no rank holds. A durable description is kept
-        while the version may be held again, because its publisher may not come back.
+        """Forget the manifests and lists of a version that is retired, or that no rank holds. A
+        durable description is kept while the version may be held again, because its publisher may
+        not come back.
         """
         if version.manifests or version.holdings.parts:
             self.note(version)
@@ -461,7 +537,9 @@ class Cluster:
         testimony.turned_away = False
 
     def keep_begun(self, member: Member, manifest: bytes) -> None:
-        """Keep the manifest of what that rank goes on with, counted as its worker's. Empty: it is needed no more."""
+        """Keep the manifest of what that rank goes on with, counted as its worker's. Empty: it is
+        needed no more.
+        """
         self.manifests.release(member.begun)
         self.manifest_bytes[member.worker.incarnation] += len(manifest) - len(member.begun)
         member.begun = self.manifests.keep(manifest)
@@ -469,10 +547,14 @@ class Cluster:
         self.note(member)
 
     def keep_arranged(self, member: Member, parts: tuple[bytes, ...]) -> None:
-        """Keep what that rank has said of where it reads to, counted as its worker's, instead of what it has said before."""
+        """Keep what that rank has said of where it reads to, counted as its worker's, instead of
+        what it has said before.
+        """
         before, member.arranged = member.arranged, self.manifests.keep_all(parts)
         self.manifests.release(*before)
-        self.manifest_bytes[member.worker.incarnation] += sum(map(len, parts)) - sum(map(len, before))
+        self.manifest_bytes[member.worker.incarnation] += sum(map(len, parts)) - sum(
+            map(len, before)
+        )
         self.note(member)
 
     def add_pin(self, model: Model, pin: Pinned) -> None:
@@ -491,7 +573,9 @@ class Cluster:
     # -- looking up
 
     def model(self, name: str) -> Model:
-        """The model of this name. It begins to exist when a worker first names it for writing or waiting."""
+        """The model of this name. It begins to exist when a worker first names it for writing or
+        waiting.
+        """
         model = self.models.get(name)
         if model is None:
             model = self.models[name] = Model(name)
@@ -502,7 +586,9 @@ class Cluster:
     def models_after(self, name: str | None) -> Iterator[Model]:
         """All models in the order of their names, or only the models after that name."""
         start = 0 if name is None else bisect_right(self.model_names, name)
-        return (self.models[self.model_names[place]] for place in range(start, len(self.model_names)))
+        return (
+            self.models[self.model_names[place]] for place in range(start, len(self.model_names))
+        )
 
     def forget_if_unused(self, model: Model) -> None:
         """Forget a name that was only waited for or fetched in vain."""
@@ -516,9 +602,9 @@ class Cluster:
         return name in self.models or len(self.models) < limits.MODELS_MAX
 
     def counts_on(self, worker: Worker) -> bool:
-        """Whether the worker knows that it is counted on. The worker may cut itself off one lease after the newest word
-        of the coordinator that it has answered, whatever lies unread here, and then it keeps nothing for other workers
-        (R4). A timer may be late to notice.
+        """Whether the worker knows that it is counted on. The worker may cut itself off one lease
+        after the newest word of the coordinator that it has answered, whatever lies unread here,
+        and then it keeps nothing for other workers (R4). A timer may be late to notice.
         """
         return worker.state is WorkerState.LIVE and self.now < worker.answers + self.options.lease_s
 
@@ -547,8 +633,8 @@ class Cluster:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether the first lease after a restart still runs, or a worker that came back within it still announces its
-        holdings.
+        """Whether the first lease after a restart still runs, or a worker that came back within it
+        still announces its holdings.
         """
         return ("recovery", "") in self.timers
 
@@ -561,11 +647,17 @@ class Cluster:
 
 def layouts_used(version: Version) -> set[int]:
     """The identities of the layouts in which a rank holds or fills the version."""
-    used = {id(part.in_layout) for operation in version.bound.values() for part in operation.parts.values()}
+    used = {
+        id(part.in_layout)
+        for operation in version.bound.values()
+        for part in operation.parts.values()
+    }
     return used | {id(layout) for layout in version.others.values() if layout.has_holders}
 
 
 def selections_needed(version: Version) -> set[SelectionKey]:
     """What the readers of its other layouts need."""
     others = version.others.values()
-    return {(n.shard, n.selection) for each in others for needs in each.needs.values() for n in needs}
+    return {
+        (n.shard, n.selection) for each in others for needs in each.needs.values() for n in needs
+    }

@@ -1,11 +1,11 @@
 """The coordinator: `step(event, now) -> actions`. Pure: no clock, no I/O, no randomness of its own.
 
-Theory of operation. First a step records the event (`_handle`). Then it works out the consequences (`_settle`): operations
-go on, versions become available or unavailable, watchers and owners are told. So the order of the facts within a step does
-not matter, and each consequence has one place.
+Theory of operation. First a step records the event (`_handle`). Then it works out the consequences
+(`_settle`): operations go on, versions become available or unavailable, watchers and owners are
+told. So the order of the facts within a step does not matter, and each consequence has one place.
 
-Not responsible for weights (the coordinator never touches a byte of them), for protecting memory (owners do, R3), or for
-durability (the shell makes entries durable, and says so with `Persisted`).
+Not responsible for weights (the coordinator never touches a byte of them), for protecting memory
+(owners do, R3), or for durability (the shell makes entries durable, and says so with `Persisted`).
 """
 
 from __future__ import annotations
@@ -52,16 +52,19 @@ from tensorhub.coordinator.waiting import awaits_agreement, is_of_available
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.types import OpKind, Options, VersionInfo
 
-GAP = 1 / 8  # of a lease: a step that is so late, with none before it, shows that the coordinator did not run
+# of a lease: a step that is so late, with none before it, shows that the coordinator did not run
+GAP = 1 / 8
 Often = messages.Progress | messages.ReadyToWrite | messages.Prepared  # what is said most often
-RECOVERED_PER_MODEL_MAX = 64  # newest versions of each model that holders may announce again; retained ones always may
+# newest versions of each model that holders may announce again; retained ones always may
+RECOVERED_PER_MODEL_MAX = 64
 
 
 class Coordinator(Stateful[CoordinatorState]):
     """One coordinator, with all that it knows.
 
-    `cluster`: the id of its durable state. `epoch`: larger than the epochs of all earlier coordinators on that state. `ids`:
-    mints ids that are unique in the cluster. `durable`: the content of the store at the start.
+    `cluster`: the id of its durable state. `epoch`: larger than the epochs of all earlier
+    coordinators on that state. `ids`: mints ids that are unique in the cluster. `durable`: the
+    content of the store at the start.
     """
 
     machine = "coordinator"
@@ -86,12 +89,18 @@ class Coordinator(Stateful[CoordinatorState]):
         self._choice = SourceChoice(self.cluster, self._feeding)
         self._readers = Readers(self.cluster, self._feeding, self._choice)
         self._holdings = Holdings(self.cluster, self._feeding, self._readers)
-        self._withdrawals = Withdrawals(self.cluster, self._readers, self._holdings, self._retentions)
+        self._withdrawals = Withdrawals(
+            self.cluster, self._readers, self._holdings, self._retentions
+        )
         self._handovers = Handovers(self.cluster, self._retentions)
         self._corruption_checks = CorruptionChecks(self.cluster, self._readers, self._holdings)
-        self._testimonies = Testimonies(self.cluster, self._readers, self._holdings, self._corruption_checks)
+        self._testimonies = Testimonies(
+            self.cluster, self._readers, self._holdings, self._corruption_checks
+        )
         manifest_questions, coverage = ManifestQuestions(self.cluster), Coverage(self.cluster)
-        publishes = Publishes(self.cluster, self._versions, self._holdings, self._testimonies, coverage)
+        publishes = Publishes(
+            self.cluster, self._versions, self._holdings, self._testimonies, coverage
+        )
         fills = Fills(
             self.cluster,
             self._versions,
@@ -103,7 +112,9 @@ class Coordinator(Stateful[CoordinatorState]):
             manifest_questions,
             coverage,
         )
-        handlers: dict[OpKind, OperationHandler] = {kind: publishes if kind is OpKind.PUBLISH else fills for kind in OpKind}
+        handlers: dict[OpKind, OperationHandler] = {
+            kind: publishes if kind is OpKind.PUBLISH else fills for kind in OpKind
+        }
         decisions = Decisions(self.cluster, self._retentions, handlers)
         deadlines = Deadlines(self.cluster, self._versions, self._retentions, fills)
         self._operations = Operations(
@@ -130,7 +141,8 @@ class Coordinator(Stateful[CoordinatorState]):
         )
         self._access = Access(self.cluster, self._membership)
         self._answers = Answers(self.cluster, self._versions)
-        self._due: dict[str, Callable[[str], None]] = {  # by kind of timer: what is done when one is due, by its key
+        # by kind of timer: what is done when one is due, by its key
+        self._due: dict[str, Callable[[str], None]] = {
             "worker": self._membership.lease_due,
             "restate": self._membership.restate_due,
             "manifest": manifest_questions.due,
@@ -154,7 +166,8 @@ class Coordinator(Stateful[CoordinatorState]):
     def __repr__(self) -> str:
         c = self.cluster
         return (
-            f"<Coordinator {self.state} epoch={c.epoch} workers={len(c.workers)} models={len(c.models)} "
+            f"<Coordinator {self.state} epoch={c.epoch} workers={len(c.workers)} "
+            f"models={len(c.models)} "
             f"operations={sum(1 for _ in c.operations())} leases={len(c.leases)}>"
         )
 
@@ -170,10 +183,17 @@ class Coordinator(Stateful[CoordinatorState]):
                 publication.nbytes,
                 publication.world_size,
             )
-            what = publication.lineage, publication.layout_id, publication.key, publication.manifest_ids
+            what = (
+                publication.lineage,
+                publication.layout_id,
+                publication.key,
+                publication.manifest_ids,
+            )
             self._versions.recover(Version(info, *what), model)
         for record in durable.models:
-            self._versions.begin_lineage(cluster.model(record.model), record.lineage, record.mark, record.rollback)
+            self._versions.begin_lineage(
+                cluster.model(record.model), record.lineage, record.mark, record.rollback
+            )
         for digested in durable.digested:
             version = cluster.model(digested.model).versions.get(digested.number)
             if version is not None and version.info.content_id == digested.content_id:
@@ -191,10 +211,13 @@ class Coordinator(Stateful[CoordinatorState]):
         if durable.publications:  # the holders may come back
             cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
 
-    # ------------------------------------------------------------------------------------------------- entry points
+    # ----------------------------------------------------------------------------------------------
+    # entry points
 
     def step(self, event: Event, now: float) -> list[Action]:
-        """Take one event at time `now` (seconds; it never goes back). Return the actions, in order."""
+        """Take one event at time `now` (seconds; it never goes back). Return the actions, in
+        order.
+        """
         cluster, before = self.cluster, self.cluster.now
         cluster.now = max(now, before)
         cluster.cause += 1
@@ -219,13 +242,15 @@ class Coordinator(Stateful[CoordinatorState]):
         invariants.check(self.cluster)
 
     def check_touched(self) -> None:
-        """`check_invariants` for the entities that the last step has changed. This costs as much as that step."""
+        """`check_invariants` for the entities that the last step has changed. This costs as much as
+        that step.
+        """
         invariants.check_noted(self.cluster)
 
     def check_waits(self) -> None:
-        """Raise InvariantBroken if a call waits that can go on: nothing comes of settling it once more, or something should
-        have woken it. Not so where owners may be asked anew as time passes: about digests, and for "available". This costs
-        as much as all calls do.
+        """Raise InvariantBroken if a call waits that can go on: nothing comes of settling it once
+        more, or something should have woken it. Not so where owners may be asked anew as time
+        passes: about digests, and for "available". This costs as much as all calls do.
         """
         before = self.cluster.unsettled
         for operation in self.cluster.operations():
@@ -234,25 +259,33 @@ class Coordinator(Stateful[CoordinatorState]):
                 self.cluster.look_at_all(operation)
                 self._operations.settle(operation)
                 if self.cluster.unsettled != before:
-                    raise InvariantBroken(f"who can go on is woken: {operation!r}. Story:\n{operation.story}")  # G7
+                    # G7
+                    raise InvariantBroken(
+                        f"who can go on is woken: {operation!r}. Story:\n{operation.story}"
+                    )
 
-    # ------------------------------------------------------------------------------------------------------ events
+    # ----------------------------------------------------------------------------------------------
+    # events
 
     def _notice_gap(self, due: float, before: float) -> None:
-        """A step that comes long after a deadline, and after the step at `before`, shows that this coordinator was
-        stopped or starved, and has heard no worker. (Deadlines that wait for their turn are no gap: the coordinator
-        handles other events between them.)
+        """A step that comes long after a deadline, and after the step at `before`, shows that this
+        coordinator was stopped or starved, and has heard no worker. (Deadlines that wait for their
+        turn are no gap: the coordinator handles other events between them.)
         """
         cluster = self.cluster
         if cluster.now - max(due, before) > cluster.options.lease_s * GAP:
             cluster.listens_since = cluster.now
 
     def _run_timers(self) -> None:
-        """Handle the deadlines that have passed. If very many have, this step handles some of them, and the next steps
-        the rest.
+        """Handle the deadlines that have passed. If very many have, this step handles some of them,
+        and the next steps the rest.
         """
         for _ in range(limits.TIMERS_PER_STEP):
-            name = None if self.cluster.has_done_much() else self.cluster.timers.pop_due(self.cluster.now)
+            name = (
+                None
+                if self.cluster.has_done_much()
+                else self.cluster.timers.pop_due(self.cluster.now)
+            )
             if name is None:
                 return
             kind, key = name
@@ -264,7 +297,9 @@ class Coordinator(Stateful[CoordinatorState]):
         if self.cluster.now < over_at:
             self.cluster.timers.set("recovery", "", over_at)
             return
-        self.become(CoordinatorState.SERVING, self.cluster.cause, self.cluster.now, "a lease has passed")
+        self.become(
+            CoordinatorState.SERVING, self.cluster.cause, self.cluster.now, "a lease has passed"
+        )
         self._retentions.recovery_over()
         self._membership.recovery_over()
         for model in self.cluster.models.values():
@@ -284,7 +319,9 @@ class Coordinator(Stateful[CoordinatorState]):
                 if session is not None:
                     self._membership.disconnected(session)
             case Persisted() | PersistFailed():
-                self._written(event.record, event.reason if isinstance(event, PersistFailed) else None)
+                self._written(
+                    event.record, event.reason if isinstance(event, PersistFailed) else None
+                )
             case Silent():
                 self._membership.silent(event.sessions)
             case Tick():
@@ -296,7 +333,9 @@ class Coordinator(Stateful[CoordinatorState]):
         """The store has this entry, or (`failure`) cannot take it."""
         write = self.cluster.pending_writes.pop(record, None)
         component = (
-            self._lineages if write is not None and isinstance(write.message, messages.Rollback) else self._retentions
+            self._lineages
+            if write is not None and isinstance(write.message, messages.Rollback)
+            else self._retentions
         )
         if write is None:
             self._operations.written(record, failure)
@@ -309,8 +348,11 @@ class Coordinator(Stateful[CoordinatorState]):
         self._access.heard(session, message)
         worker = session.worker
         if worker is not None:
-            answers = message.answers if isinstance(message, messages.Heartbeat) else session.welcomed_at
-            if not isinstance(message, messages.Join):  # which answers nothing, also if it comes twice
+            answers = (
+                message.answers if isinstance(message, messages.Heartbeat) else session.welcomed_at
+            )
+            # which answers nothing, also if it comes twice
+            if not isinstance(message, messages.Join):
                 self._membership.heard(worker, answers)
         if session.read_only:
             counts = admitted(self.cluster, session, message)
@@ -335,7 +377,9 @@ class Coordinator(Stateful[CoordinatorState]):
             case messages.Heartbeat():
                 if session.worker is not None:
                     self._membership.arrived(session.worker)
-                self.cluster.send(session.number, messages.HeartbeatAck(message.sequence, self.cluster.now))
+                self.cluster.send(
+                    session.number, messages.HeartbeatAck(message.sequence, self.cluster.now)
+                )
             case messages.Join() if session.role == "worker" and session.worker is None:
                 self._membership.join(session, message)
             case messages.Join():
@@ -392,7 +436,8 @@ class Coordinator(Stateful[CoordinatorState]):
             case _:
                 self._operations.hear(worker, message)
 
-    # ------------------------------------------------------------------------------------------------ consequences
+    # ----------------------------------------------------------------------------------------------
+    # consequences
 
     def _settle(self) -> None:
         cluster = self.cluster
@@ -427,8 +472,8 @@ class Coordinator(Stateful[CoordinatorState]):
         self._lineages.settle(model)
 
     def _settle_woken(self, *, is_their_turn: bool) -> None:
-        """Settle a few of the woken operations: steps stay short, however many are woken. If there are many, they have
-        steps of their own, a few in each step; other events come in between.
+        """Settle a few of the woken operations: steps stay short, however many are woken. If there
+        are many, they have steps of their own, a few in each step; other events come in between.
         """
         cluster, left = self.cluster, limits.WOKEN_PER_STEP
         while queue := cluster.woken:
@@ -447,5 +492,7 @@ class Coordinator(Stateful[CoordinatorState]):
 
 
 def _looks(operation: Operation) -> int:
-    """As how many it counts when it is settled: a look at a rank passes over all sources that have failed it."""
+    """As how many it counts when it is settled: a look at a rank passes over all sources that have
+    failed it.
+    """
     return sum(1 + len(part.attempts.failures) for part in operation.parts.values())

@@ -1,20 +1,23 @@
 """Whether the ranks of a group that reads another layout read every byte of it together.
 
-A single rank cannot tell, and the coordinator does not decode what the ranks say. Once all ranks have said where they read
-to (`ReadyToWrite.part_ids`), the lowest reading rank gets the id of a description of all ranks. That rank checks the
-description and answers Covered, or ends the call for all ranks with an error that names the unread bytes. No rank overwrites
-memory before (R7).
+A single rank cannot tell, and the coordinator does not decode what the ranks say. Once all ranks
+have said where they read to (`ReadyToWrite.part_ids`), the lowest reading rank gets the id of a
+description of all ranks. That rank checks the description and answers Covered, or ends the call for
+all ranks with an error that names the unread bytes. No rank overwrites memory before (R7).
 
-A publication is checked likewise, once all ranks have called: each byte has a publisher, and no rank has a byte twice. A
-publication of plain tensors need not be checked. If ranks of different shards publish equal parts (norms of tensor-parallel
-ranks), readers take these bytes from any of the ranks. So at each publication each rank is asked for the digests of these
-bytes. If the digests differ, the publication ends for all ranks, and the error names tensors and ranks.
+A publication is checked likewise, once all ranks have called: each byte has a publisher, and no
+rank has a byte twice. A publication of plain tensors need not be checked. If ranks of different
+shards publish equal parts (norms of tensor-parallel ranks), readers take these bytes from any of
+the ranks. So at each publication each rank is asked for the digests of these bytes. If the digests
+differ, the publication ends for all ranks, and the error names tensors and ranks.
 
-The coordinator remembers each result by the ids of two descriptions: of the publication and of the readers. Equal content
-has equal ids. So an equal group later, or a later version of equal layouts, need not be checked again.
+The coordinator remembers each result by the ids of two descriptions: of the publication and of the
+readers. Equal content has equal ids. So an equal group later, or a later version of equal layouts,
+need not be checked again.
 
-A group of one rank checks by itself. A group in which every rank says `partial` may leave bytes unread. A fill that began to
-overwrite memory under a former coordinator was checked by that coordinator.
+A group of one rank checks by itself. A group in which every rank says `partial` may leave bytes
+unread. A fill that began to overwrite memory under a former coordinator was checked by that
+coordinator.
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ class Coverage:
     _cluster: Cluster
 
     def __post_init__(self) -> None:
-        # By the ids of publication and readers: whether ranks of different shards publish equal parts. The most recently
-        # used entry comes last.
+        # By the ids of publication and readers: whether ranks of different shards publish equal
+        # parts. The most recently used entry comes last.
         self._known: dict[tuple[str, str], bool] = {}
 
     def is_known(self, operation: Operation) -> bool:
-        """Whether the ranks, which are all ready, are known to read every byte. If not, one rank is asked, and asked again
-        when it repeats that it is ready: it may have missed the question.
+        """Whether the ranks, which are all ready, are known to read every byte. If not, one rank is
+        asked, and asked again when it repeats that it is ready: it may have missed the question.
         """
         if not operation.covers and must_cover(operation):
             readers = self._readers(operation)
@@ -57,7 +60,9 @@ class Coverage:
         return True
 
     def is_whole(self, operation: Operation) -> bool:
-        """Whether the ranks of a publish, which have all called, are known to publish one whole version."""
+        """Whether the ranks of a publish, which have all called, are known to publish one whole
+        version.
+        """
         holdings = operation.bound.holdings
         if not operation.covers and any(holdings.parts.values()):
             published = self._cluster.describe(operation.bound, holdings)
@@ -72,7 +77,9 @@ class Coverage:
         return True
 
     def _ask(self, operation: Operation, one: RankPart, pair: tuple[str, str]) -> None:
-        """Let this rank check the pair, unless the result is known or the rank was asked already."""
+        """Let this rank check the pair, unless the result is known or the rank was asked
+        already.
+        """
         if pair in self._known and one.checks != pair[1]:
             self._remember(pair, is_shared=False)
             operation.covers = True
@@ -95,19 +102,27 @@ class Coverage:
             self._cluster.tell(part.member, CheckCoverage(operation.key, part.rank, part.checks))
 
     def _readers(self, operation: Operation) -> str | None:
-        """The id of the description of all ranks that read. None: the parts of some rank are not known."""
+        """The id of the description of all ranks that read. None: the parts of some rank are not
+        known.
+        """
         layout = next(iter(operation.parts.values())).layout
         if not all(layout.parts.get(rank) for rank in range(operation.group.world_size)):
             return None
         return self._cluster.describe(operation.bound, layout)
 
     def heard(self, part: RankPart, message: Covered) -> Blame | None:
-        """The answer of the rank that was asked. Returns the blame if two ranks have published different bytes."""
+        """The answer of the rank that was asked. Returns the blame if two ranks have published
+        different bytes.
+        """
         operation = part.operation
         if part.checks != message.readers or not message.readers:
             return None
         is_shared = operation.kind is OpKind.PUBLISH and message.shares
-        published = message.readers if operation.kind is OpKind.PUBLISH else operation.bound.holdings.described_as
+        published = (
+            message.readers
+            if operation.kind is OpKind.PUBLISH
+            else operation.bound.holdings.described_as
+        )
         self._remember((published, message.readers), is_shared=is_shared)
         self._cluster.changed(operation)
         if is_shared:
@@ -125,13 +140,19 @@ class Coverage:
 
 
 def must_cover(operation: Operation) -> bool:
-    """Whether the ranks read another layout and must read every byte together, a single rank cannot tell, and no former
-    coordinator has checked the fill.
+    """Whether the ranks read another layout and must read every byte together, a single rank cannot
+    tell, and no former coordinator has checked the fill.
     """
     group, parts = operation.group, operation.parts.values()
-    if group.world_size == 1 or not any(part.bridges for part in parts) or operation.bound.is_laid_out_as(group):
+    if (
+        group.world_size == 1
+        or not any(part.bridges for part in parts)
+        or operation.bound.is_laid_out_as(group)
+    ):
         return False
-    return not all(part.member.said.partial for part in parts) and not any(part.has_written for part in parts)
+    return not all(part.member.said.partial for part in parts) and not any(
+        part.has_written for part in parts
+    )
 
 
 def _drifted(part: RankPart, message: Covered) -> Blame | None:
@@ -144,11 +165,15 @@ def _drifted(part: RankPart, message: Covered) -> Blame | None:
     if not unlike:
         return None
     rank, names = next(iter(unlike.items()))
-    shown = ", ".join(names[:NAMES_MAX]) + (f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else "")
+    shown = ", ".join(names[:NAMES_MAX]) + (
+        f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
+    )
     what = f"publish of {operation.group.model.name!r}: version {operation.bound.number}"
     text = (
-        f"{what}: ranks {rank} and {part.rank} of group {operation.group.name!r} both have {shown}, and their bytes differ: "
-        "a reader would get either. Look at what has drifted there and make them equal; or let one rank publish it, with an "
+        f"{what}: ranks {rank} and {part.rank} of group {operation.group.name!r} both have "
+        f"{shown}, and their bytes differ: "
+        "a reader would get either. Look at what has drifted there and make them equal; or let one "
+        "rank publish it, with an "
         "empty list in sources= on the others"
     )
     return Blame(IntegrityError(text, retryable=False))

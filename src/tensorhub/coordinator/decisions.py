@@ -1,8 +1,9 @@
-"""How an operation ends (G4, R6): recorded first where that is needed, then equal for all ranks, and remembered.
+"""How an operation ends (G4, R6): recorded first where that is needed, then equal for all ranks,
+and remembered.
 
-Responsible for the outcome that each rank hears, at once or when it asks late. Not responsible for the moment at which all
-ranks have voted (`operations`), nor for the effects of a commit or an abort on versions and memory (the handler of the
-operation).
+Responsible for the outcome that each rank hears, at once or when it asks late. Not responsible for
+the moment at which all ranks have voted (`operations`), nor for the effects of a commit or an abort
+on versions and memory (the handler of the operation).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from tensorhub.types import OpKey, OpKind, VersionInfo
 
 
 class OperationHandler(Protocol):
-    """The steps of an operation, in their order. None of them ends it: a step that cannot go on returns the blame."""
+    """The steps of an operation, in their order. None of them ends it: a step that cannot go on
+    returns the blame.
+    """
 
     def called(self, part: RankPart) -> Blame | None:
         """One more rank has called, and its part is a part of the operation."""
@@ -34,10 +37,14 @@ class OperationHandler(Protocol):
         """Every rank has called, and not every rank has voted: do whatever the facts allow now."""
 
     def may_commit(self, operation: Operation) -> bool:
-        """Every rank has voted: whether it may be decided now. What the ranks still hold is given up with that."""
+        """Every rank has voted: whether it may be decided now. What the ranks still hold is given
+        up with that.
+        """
 
     def entry(self, operation: Operation) -> Entry | None:
-        """Every rank has voted: what must be durable before any rank hears of a commit, if anything must."""
+        """Every rank has voted: what must be durable before any rank hears of a commit, if anything
+        must.
+        """
 
     def commit(self, operation: Operation) -> None:
         """The commit is decided: carry the operation out."""
@@ -68,8 +75,13 @@ class Decisions:
             self._cluster.file(operation)
 
     def held_up(self, operation: Operation) -> bool:
-        """Whether a rollback of the model comes first: while one waits or is being recorded, nothing else is."""
-        return bool(operation.group.model.history.rollbacks) and self._handlers[operation.kind].entry(operation) is not None
+        """Whether a rollback of the model comes first: while one waits or is being recorded,
+        nothing else is.
+        """
+        return (
+            bool(operation.group.model.history.rollbacks)
+            and self._handlers[operation.kind].entry(operation) is not None
+        )
 
     def recorded(self, record: int) -> Operation | None:
         """An entry is durable. Returns the operation that it commits, if any."""
@@ -82,7 +94,10 @@ class Decisions:
         """An entry cannot be made durable. Returns the operation that this aborts, if any."""
         operation = self._cluster.records.pop(record, None)
         if operation is not None:
-            text = f"the coordinator cannot make {operation.kind} {operation.key} durable: {reason}; see its state_dir"
+            text = (
+                f"the coordinator cannot make {operation.kind} {operation.key} durable: "
+                f"{reason}; see its state_dir"
+            )
             self.abort(operation, Blame(CoordinatorUnavailable(text)))
         return operation
 
@@ -95,16 +110,21 @@ class Decisions:
         outcomes = {}
         for part in operation.parts.values():
             what = changed or part.needs_bytes, operation.bound.info, None
-            outcomes[part.rank] = Outcome(operation.key, part.rank, True, *what, by_source=part.is_by_source)
+            outcomes[part.rank] = Outcome(
+                operation.key, part.rank, True, *what, by_source=part.is_by_source
+            )
         self._close(operation, outcomes)
 
     def _remember(self, decision: Decision) -> None:
-        """Keep a decision as long as its group is there, and then for a while: of groups that are gone, the oldest goes."""
+        """Keep a decision as long as its group is there, and then for a while: of groups that are
+        gone, the oldest goes.
+        """
         decisions = self._cluster.decisions
         name = decision.key.model, decision.key.group
         decisions.pop(name, None)
         decisions[name] = decision
-        for oldest in list(islice(decisions, 2)):  # two, so that they become fewer again where many groups were there
+        # two, so that they become fewer again where many groups were there
+        for oldest in list(islice(decisions, 2)):
             if len(decisions) <= limits.DECISIONS_MAX:
                 return
             kept = decisions.pop(oldest)
@@ -117,34 +137,47 @@ class Decisions:
         """Whether the group is there, or a newer decision of it is being recorded."""
         model = self._cluster.models.get(model_name)
         keys = [operation.key for operation in self._cluster.records.values()]
-        return (model is not None and group in model.groups) or any((k.model, k.group) == (model_name, group) for k in keys)
+        return (model is not None and group in model.groups) or any(
+            (k.model, k.group) == (model_name, group) for k in keys
+        )
 
     def abort(self, operation: Operation, blame: Blame, *, also_late: bool = False) -> None:
-        """End an operation on all ranks. The rank to blame gets its own error, all other ranks GroupAborted with the cause.
+        """End an operation on all ranks. The rank to blame gets its own error, all other ranks
+        GroupAborted with the cause.
 
-        A rank that has not called yet joins its group in the next operation, or (`also_late`) finds this operation ended.
+        A rank that has not called yet joins its group in the next operation, or (`also_late`) finds
+        this operation ended.
         """
         self._cluster.become(operation, OperationState.ABORTED, str(blame.error))
         self._handlers[operation.kind].abort(operation)
         # A rank that registers later begins with a later operation.
-        concerned = {*operation.parts, *operation.group.members} if also_late else operation.parts.keys()
+        concerned = (
+            {*operation.parts, *operation.group.members} if also_late else operation.parts.keys()
+        )
         error, key = blame.error, operation.key
         mine = others = ErrorInfo.of(error)
         if blame.rank is not None:
-            text = f"{operation.kind} of group {operation.group.name!r} ended on all ranks: rank {blame.rank}: {error}"
+            text = (
+                f"{operation.kind} of group {operation.group.name!r} ended on all ranks: rank "
+                f"{blame.rank}: {error}"
+            )
             causes = {blame.rank: str(error)}
             others = ErrorInfo.of(GroupAborted(text, causes=causes, retryable=error.retryable))
         told = {rank: mine if rank in (blame.rank, *blame.others) else others for rank in concerned}
-        outcomes = {rank: Outcome(key, rank, False, False, None, told[rank], again=blame.again) for rank in concerned}
+        outcomes = {
+            rank: Outcome(key, rank, False, False, None, told[rank], again=blame.again)
+            for rank in concerned
+        }
         self._close(operation, outcomes)
 
     def _close(self, operation: Operation, outcomes: dict[int, Outcome]) -> None:
-        """The operation is over: its ranks hear the outcome, its group may begin the next operation, and no call waits
-        for this operation.
+        """The operation is over: its ranks hear the outcome, its group may begin the next
+        operation, and no call waits for this operation.
         """
         group, name = operation.group, operation.name
         current = group.model.groups.get(group.name)
-        for rank in operation.parts:  # also if another worker has taken a lost rank's place: it asks for the same key
+        # also if another worker has taken a lost rank's place: it asks for the same key
+        for rank in operation.parts:
             member = current.members.get(rank) if current is not None else None
             if member is not None:
                 self._tell(member, outcomes[rank])
@@ -160,7 +193,8 @@ class Decisions:
         group.end(operation.key)
         group.decided[operation.key] = outcomes
         serves = any(member.said.serves for member in group.members.values())
-        while len(group.decided) > (DECIDED_KEPT_MAX if serves else 1):  # memory that is fetched into has one call
+        # memory that is fetched into has one call
+        while len(group.decided) > (DECIDED_KEPT_MAX if serves else 1):
             group.decided.pop(next(iter(group.decided)))
         self._cluster.touch(group.model, wakes=not operation.is_read_only)
 
@@ -173,25 +207,38 @@ class Decisions:
         return outcomes is not None and member.rank not in outcomes
 
     def answer(self, member: Member, key: OpKey) -> None:
-        """Answer a call or question about an operation that is over, or that this coordinator has never seen."""
+        """Answer a call or question about an operation that is over, or that this coordinator has
+        never seen.
+        """
         if any(operation.key == key for operation in self._cluster.records.values()):
             return  # the answer comes with the decision
         outcome = member.group.decided.get(key, {}).get(member.rank)
         if outcome is None:
             info = self._recorded(member.group.model, key)
             if info is not None:
-                is_publish = any(version.publisher == key for version in member.group.model.versions.values())
-                outcome = Outcome(key, member.rank, True, True, info, None, by_source=not is_publish)
+                is_publish = any(
+                    version.publisher == key for version in member.group.model.versions.values()
+                )
+                outcome = Outcome(
+                    key, member.rank, True, True, info, None, by_source=not is_publish
+                )
             else:
-                text = f"the membership of group {member.group.name!r} changed, or its coordinator restarted; call again"
+                text = (
+                    f"the membership of group {member.group.name!r} changed, or its coordinator "
+                    f"restarted; call again"
+                )
                 error = ErrorInfo.of(GroupAborted(text))
-                unknown = key.epoch >> 32 != self._cluster.epoch  # a former coordinator has minted it
+                # a former coordinator has minted it
+                unknown = key.epoch >> 32 != self._cluster.epoch
                 outcome = Outcome(key, member.rank, False, False, None, error, unknown=unknown)
         self._tell(member, outcome)
         group = member.group
         if outcome.error is not None and key.epoch == group.epoch and key not in group.decided:
-            # It ended so long ago that it is forgotten: the rank's next call counts for its group's operation at that time.
-            self._cluster.tell(member, EpochChanged(group.model.name, group.name, group.epoch, group.sequence))
+            # It ended so long ago that it is forgotten: the rank's next call counts for its group's
+            # operation at that time.
+            self._cluster.tell(
+                member, EpochChanged(group.model.name, group.name, group.epoch, group.sequence)
+            )
         info = outcome.version
         if info is not None:
             version = member.group.model.versions.get(info.version)
@@ -202,11 +249,17 @@ class Decisions:
     def _tell(self, member: Member, outcome: Outcome) -> None:
         info = outcome.version
         retained = self._retentions.tell_with(member, info.content_id) if info is not None else None
-        self._cluster.tell(member, outcome if retained is None else replace(outcome, retained=retained))
+        self._cluster.tell(
+            member, outcome if retained is None else replace(outcome, retained=retained)
+        )
 
     def _recorded(self, model: Model, key: OpKey) -> VersionInfo | None:
-        """The version that an operation has committed to, by the durable entries; it may be forgotten, or rolled back."""
+        """The version that an operation has committed to, by the durable entries; it may be
+        forgotten, or rolled back.
+        """
         decision = self._cluster.decisions.get((key.model, key.group))
         if decision is None or decision.key != key:
             return None
-        return VersionInfo(model.name, decision.number, decision.content_id, decision.nbytes, decision.world_size)
+        return VersionInfo(
+            model.name, decision.number, decision.content_id, decision.nbytes, decision.world_size
+        )

@@ -1,4 +1,5 @@
-"""The digests of one shard's chunks: a list that is entered run by run, and sent in pages once it is complete.
+"""The digests of one shard's chunks: a list that is entered run by run, and sent in pages once it
+is complete.
 
 Not responsible for which digests count (`testimonies`).
 """
@@ -13,13 +14,16 @@ from tensorhub.messages import DIGESTS_BYTES_MAX
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DigestList:
-    """The list of one shard, or of one selection. It may be absent: not begun yet, or dropped again."""
+    """The list of one shard, or of one selection. It may be absent: not begun yet, or dropped
+    again.
+    """
 
     width: int = 0  # bytes of one digest; 0: chunks have none, or the manifest is not known yet
     root: bytes = b""  # of the whole list, once that was complete
     chunks: int = -1  # in the list; -1: there is none
     values: bytearray = field(default_factory=bytearray)  # the list, while some of it is missing
-    known: bytearray = field(default_factory=bytearray)  # meanwhile: 1 for each chunk with a digest in `values`
+    # meanwhile: 1 for each chunk with a digest in `values`
+    known: bytearray = field(default_factory=bytearray)
     missing: int = 0  # always known.count(0)
     pages: tuple[bytes, ...] = ()  # the whole list, as it is sent to each rank that compares
     page_bytes: int = DIGESTS_BYTES_MAX  # of one page, at most
@@ -34,16 +38,20 @@ class DigestList:
         self.chunks, self.missing, self.pages = chunks, max(chunks, 0), ()
         self.values, self.known = bytearray(self.missing * self.width), bytearray(self.missing)
 
-    def enter(self, runs: Sequence[tuple[int, int]], digests: bytes, *, overrules: bool = False) -> None:
-        """Enter digests for these (first, count) runs of chunks. The first digest of a chunk counts. `overrules`: these
-        digests replace earlier digests.
+    def enter(
+        self, runs: Sequence[tuple[int, int]], digests: bytes, *, overrules: bool = False
+    ) -> None:
+        """Enter digests for these (first, count) runs of chunks. The first digest of a chunk
+        counts. `overrules`: these digests replace earlier digests.
         """
         at = 0
         for first, count in runs:
             whole = first, first + count
             for chunk, end in [whole] if overrules else _unknown(self.known, *whole):
                 told = at + (chunk - first) * self.width
-                self.values[chunk * self.width : end * self.width] = digests[told : told + (end - chunk) * self.width]
+                self.values[chunk * self.width : end * self.width] = digests[
+                    told : told + (end - chunk) * self.width
+                ]
                 self.missing -= self.known.count(0, chunk, end)
                 self.known[chunk:end] = b"\1" * (end - chunk)
             at += count * self.width
@@ -75,7 +83,9 @@ class DigestList:
         """Whether these runs of chunks certainly have other digests in this list."""
         chunks = (chunk for first, count in runs for chunk in range(first, first + count))
         told = (digests[at : at + self.width] for at in range(0, len(digests), max(self.width, 1)))
-        return any(self.digest(chunk) not in (b"", said) for chunk, said in zip(chunks, told, strict=False))
+        return any(
+            self.digest(chunk) not in (b"", said) for chunk, said in zip(chunks, told, strict=False)
+        )
 
     def may_have(self, digest: bytes) -> bool:
         """Whether some chunk may have this digest. An incomplete list rules out no digest."""

@@ -1,16 +1,19 @@
 """The things that a coordinator knows. `cluster` holds them, components change them.
 
-    Worker ── Member ── Group ── Model           an incarnation, its registrations, their groups and models
-                │         │        │
-             Holding ── Replica ── Version       what a rank's memory holds, as a part of its group's copy
-                │                  │
-            ReadLease ── RankPart ── Operation   a read of it, for a rank's part in a group operation
+    Worker ── Member ── Group ── Model           an incarnation, its registrations, their groups and
+    models
+                │         │        │ Holding ── Replica ── Version       what a rank's memory holds,
+                as a part of its group's copy │                  │
+            ReadLease ── RankPart ── Operation   a read of it, for a rank's part in a group
+            operation
 
-Each line is a reference in both directions, so all of them stand in one module. Attempts are entities, too:
-`Withdrawal`, `Handover`, `PendingWrite`, `Inquiry`. The digests of a shard are its `Testimony`.
+Each line is a reference in both directions, so all of them stand in one module. Attempts are
+entities, too: `Withdrawal`, `Handover`, `PendingWrite`, `Inquiry`. The digests of a shard are its
+`Testimony`.
 
-Each attribute's comment says what it always equals; `invariants` checks that. docs/glossary.md defines the words. Other
-modules derive facts from several entities: `waiting` says what a reader lacks and what an operation waits for.
+Each attribute's comment says what it always equals; `invariants` checks that. docs/glossary.md
+defines the words. Other modules derive facts from several entities: `waiting` says what a reader
+lacks and what an operation waits for.
 """
 
 from __future__ import annotations
@@ -95,13 +98,18 @@ class Worker(_Moving[WorkerState]):
     endpoints: tuple[Endpoint, ...]
     session: int | None  # the connection over which it can be told something
     heard_at: float  # when its newest message was heard, or the end of its connection
-    answers: float  # the newest time at which the coordinator said something that this worker has answered
+    # the newest time at which the coordinator said something that this worker has answered
+    answers: float
     host_bytes: int  # what its copies in host memory may take; 0 if it is read-only
     read_only: bool = False  # it fetches and looks: it is never a source
-    spot: bool = False  # it has registered as such: all that is in its memory may be gone at any time
-    slowness: int = 0  # how many times slower its link is than most links, as a power of two, by what readers said last
+    # it has registered as such: all that is in its memory may be gone at any time
+    spot: bool = False
+    # how many times slower its link is than most links, as a power of two, by what readers said
+    # last
+    slowness: int = 0
     members: dict[str, Member] = field(default_factory=dict)  # by registration id; empty once LOST
-    transports: frozenset[str] = field(init=False)  # of the endpoints; kept, since each reader looks at every source
+    # of the endpoints; kept, since each reader looks at every source
+    transports: frozenset[str] = field(init=False)
     strided: frozenset[str] = field(init=False)  # those of them that go across layouts
 
     def __post_init__(self) -> None:
@@ -115,14 +123,18 @@ class Worker(_Moving[WorkerState]):
         self.strided = frozenset(endpoint.transport for endpoint in endpoints if endpoint.strides)
 
     def reaches(self, other: Worker, *, across: bool = False) -> frozenset[str]:
-        """The transports of both workers that reach from the location of one to the location of the second. `across`:
-        between layouts.
+        """The transports of both workers that reach from the location of one to the location of the
+        second. `across`: between layouts.
         """
         common = self.strided & other.strided if across else self.transports & other.transports
-        return common if self.location.host == other.location.host else common - SAME_HOST_TRANSPORTS
+        return (
+            common if self.location.host == other.location.host else common - SAME_HOST_TRANSPORTS
+        )
 
     def __repr__(self) -> str:
-        return f"<Worker {self.name} {self.incarnation[:8]} {self.state} members={len(self.members)}>"
+        return (
+            f"<Worker {self.name} {self.incarnation[:8]} {self.state} members={len(self.members)}>"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -133,32 +145,43 @@ class Member:
     worker: Worker
     group: Group
     rank: int
-    shard: int  # of a version, that this memory holds; the rank, but for a fetch and a copy of one shard
-    said: Register  # its manifest and its parts (none for whole and rank-local tensors) are kept in `Manifests`
+    # of a version, that this memory holds; the rank, but for a fetch and a copy of one shard
+    shard: int
+    # its manifest and its parts (none for whole and rank-local tensors) are kept in `Manifests`
+    said: Register
     said_in: int | None  # the session in which it was registered or announced last
     dropped: bool = False  # it is a copy that its worker was told, in this session, to give up
-    holding: Holding | None = None  # what its memory holds or is filled with; None while the memory is its owner's to write
+    # what its memory holds or is filled with; None while the memory is its owner's to write
+    holding: Holding | None = None
     retained_seq: int = 0  # the number of its newest retention notice
-    leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
-    begun: bytes = b""  # the manifest of the fill that it had begun under a former coordinator, until that is bound again
+    # withdrawn holdings whose fence is not confirmed yet
+    leaving: list[Holding] = field(default_factory=list)
+    # the manifest of the fill that it had begun under a former coordinator, until that is bound
+    # again
+    begun: bytes = b""
     begun_id: str = ""  # the id of that manifest
-    arranged: tuple[
-        bytes, ...
-    ] = ()  # as `said.parts`, of what it has read last from another layout, as it lies in its memory
-    unheard: int = 0  # its Register, if that announced a holding of a layout that could not be known yet; else 0
-    reads: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING leases of this reader
+    # As `said.parts`, of what it has read last from another layout, as it lies in its memory
+    arranged: tuple[bytes, ...] = ()
+    # its Register, if that announced a holding of a layout that could not be known yet; else 0
+    unheard: int = 0
+    # by id; the ACTIVE and FENCING leases of this reader
+    reads: dict[str, ReadLease] = field(default_factory=dict)
 
     def drop(self, dropped: bool) -> None:
         """Its worker is told to give this copy up, or keeps it after all."""
         self.dropped = dropped
 
     def wait(self, request: int) -> None:
-        """The layout of the holding that this Register announces is not known yet; 0: it need not be known."""
+        """The layout of the holding that this Register announces is not known yet; 0: it need not
+        be known.
+        """
         self.unheard = request
 
     @property
     def fits_any_layout(self) -> bool:
-        """Whether it takes a published shard of any version: a fetch that has no layout, or a copy of one shard."""
+        """Whether it takes a published shard of any version: a fetch that has no layout, or a copy
+        of one shard.
+        """
         return self.is_of_one_shard or not (self.said.layout_id or self.said.serves)
 
     @property
@@ -179,7 +202,9 @@ class Member:
         return [*([] if self.holding is None else [self.holding]), *self.leaving]
 
     def __repr__(self) -> str:
-        return f"<Member {self.group.model.name}/{self.group.name}[{self.rank}] at {self.worker.name}>"
+        return (
+            f"<Member {self.group.model.name}/{self.group.name}[{self.rank}] at {self.worker.name}>"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -189,13 +214,15 @@ class Group:
     model: Model
     name: str
     world_size: int
-    layout_id: str | None  # of its ranks together, when all were here last; None: not known before they have come
+    # of its ranks together, when all were here last; None: not known before they have come
+    layout_id: str | None
     epoch: int  # changes whenever a rank is replaced
     spot: bool = False  # any rank is
     sequence: int = 0  # of the next operation that is not decided
     members: dict[int, Member] = field(default_factory=dict)  # by rank; only registered ones
     operation: Operation | None = None  # the undecided one
-    decided: dict[OpKey, dict[int, Outcome]] = field(default_factory=dict)  # newest DECIDED_KEPT_MAX, by rank
+    # newest DECIDED_KEPT_MAX, by rank
+    decided: dict[OpKey, dict[int, Outcome]] = field(default_factory=dict)
     replicas: list[Replica] = field(default_factory=list)  # those that are not GONE
 
     def begin(self, operation: Operation) -> None:
@@ -220,9 +247,9 @@ class Group:
 
     @property
     def reads_as(self) -> str:
-        """The layout in which the group reads a version that was published in another layout. The words of the first
-        reader about such a layout hold for all its readers. So read-only workers have layouts of their own: full workers
-        do not depend on the words of read-only workers.
+        """The layout in which the group reads a version that was published in another layout. The
+        words of the first reader about such a layout hold for all its readers. So read-only workers
+        have layouts of their own: full workers do not depend on the words of read-only workers.
         """
         layout_id = self.layout_id or ""
         return READ_ONLY + layout_id if self.name.startswith(READ_ONLY) else layout_id
@@ -232,9 +259,11 @@ class Group:
 class Seen:
     """What `versions` saw when it looked at a version last."""
 
-    # The layouts that have a source of each class of shards, once it is visible, and whether each shard has a source.
+    # The layouts that have a source of each class of shards, once it is visible, and whether each
+    # shard has a source.
     readable_in: list[tuple[str, bool]] = field(default_factory=list)
-    outlived: bool = False  # the version is old, and only read-only calls that are bound to it keep it
+    # the version is old, and only read-only calls that are bound to it keep it
+    outlived: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -248,23 +277,30 @@ class Version(_Moving[VersionState]):
     lineage: int
     laid_out_as: InitVar[str]
     publisher: OpKey  # the publish that minted it
-    # Of each shard, as it was published: the id of its manifest, and the id of its last part, which names all parts
-    # (zeros: it has no parts). Empty: the coordinator that has recorded the version did not say.
+    # Of each shard, as it was published: the id of its manifest, and the id of its last part, which
+    # names all parts (zeros: it has no parts). Empty: the coordinator that has recorded the version
+    # did not say.
     manifest_ids: bytes = b""
     retained: bool = False  # its holders were told so
     seen: Seen = field(default_factory=Seen)
-    others: dict[str, LayoutHoldings[Holding]] = field(default_factory=dict)  # by id: in which it is held or filled, too
-    # By shard and incarnation: how often a copy could not be made there, and the earliest time to ask for one again.
+    # by id: in which it is held or filled, too
+    others: dict[str, LayoutHoldings[Holding]] = field(default_factory=dict)
+    # By shard and incarnation: how often a copy could not be made there, and the earliest time to
+    # ask for one again.
     refusals: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
     testimonies: dict[int, Testimony] = field(default_factory=dict)  # by shard; made at first use
-    # By the first shard of a class, and by selection: the testimonies that readers of other layouts need.
+    # By the first shard of a class, and by selection: the testimonies that readers of other layouts
+    # need.
     selections: dict[SelectionKey, Testimony] = field(default_factory=dict)
     # By the first shard of a published class: two shards that differ, and where (`replicas`).
     drifted: dict[int, tuple[int, int, str]] = field(default_factory=dict)
     roots_stored: bool = False  # the roots of all shards are durable, or on their way to the store
-    condemned: dict[str, None] = field(default_factory=dict)  # incarnations that held other bytes as this; the newest
-    bound: dict[OpKey, Operation] = field(default_factory=dict)  # undecided operations on this version
-    starving: dict[OpKey, Operation] = field(default_factory=dict)  # bound ones that lack a source, or agreed digests
+    # incarnations that held other bytes as this; the newest
+    condemned: dict[str, None] = field(default_factory=dict)
+    # undecided operations on this version
+    bound: dict[OpKey, Operation] = field(default_factory=dict)
+    # bound ones that lack a source, or agreed digests
+    starving: dict[OpKey, Operation] = field(default_factory=dict)
     holdings: LayoutHoldings[Holding] = field(init=False)  # as it was published
 
     def __post_init__(self, laid_out_as: str) -> None:
@@ -305,10 +341,16 @@ class Version(_Moving[VersionState]):
         return (self.layout_id, self.info.world_size) == (group.layout_id, group.world_size)
 
     def recorded(self, shard: int) -> tuple[str, str] | None:
-        """The recorded ids of the manifest of that shard and of its last part ("": none). None: the record does not say."""
+        """The recorded ids of the manifest of that shard and of its last part ("": none). None: the
+        record does not say.
+        """
         first, second, end = (ID_BYTES * (2 * shard + place) for place in range(3))
         parts_id = self.manifest_ids[second:end]
-        return (self.manifest_ids[first:second].hex(), parts_id.hex() if any(parts_id) else "") if parts_id else None
+        return (
+            (self.manifest_ids[first:second].hex(), parts_id.hex() if any(parts_id) else "")
+            if parts_id
+            else None
+        )
 
     def lay_out(self, layout_id: str) -> None:
         """Every rank has published: from now on its shards are held."""
@@ -330,12 +372,16 @@ class Version(_Moving[VersionState]):
 
     @property
     def is_held(self) -> bool:
-        """Whether every shard has a source in some layout: the published one, or another one, which its readers can read."""
+        """Whether every shard has a source in some layout: the published one, or another one, which
+        its readers can read.
+        """
         return any(layout.have_sources() for layout in self.layouts)
 
     @property
     def abandoned(self) -> bool:
-        """Whether the last holder of the published layout has left on purpose, and the version cannot be read."""
+        """Whether the last holder of the published layout has left on purpose, and the version
+        cannot be read.
+        """
         return self.holdings.abandoned and not self.is_held
 
     def __repr__(self) -> str:
@@ -355,15 +401,22 @@ class Replica(_Moving[ReplicaState]):
     group: Group
     medium: Medium  # that of every rank's memory; so below
     purpose: Purpose
-    holdings: dict[int, Holding] = field(default_factory=dict)  # by rank; while the memory still belongs to this replica
+    # by rank; while the memory still belongs to this replica
+    holdings: dict[int, Holding] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
         """Whether every rank holds it, and none leaves."""
-        return sum(h.committed and not h.leaving for h in self.holdings.values()) == self.group.world_size
+        return (
+            sum(h.committed and not h.leaving for h in self.holdings.values())
+            == self.group.world_size
+        )
 
     def __repr__(self) -> str:
-        return f"<Replica {self.group.name} of {self.version.info.model}:{self.version.number} {self.state}>"
+        return (
+            f"<Replica {self.group.name} of {self.version.info.model}:{self.version.number} "
+            f"{self.state}>"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -373,7 +426,8 @@ class Traffic:
     active_readers: int = 0  # ACTIVE leases on it
     yielding: int = 0  # how many of these yield (`waiting.yields`)
     readers_most: int = 0  # the most active readers at a time, since there were none
-    depth: int = 0  # fills between it and a complete holding when its sources last changed; 0 once complete
+    # fills between it and a complete holding when its sources last changed; 0 once complete
+    depth: int = 0
     behind: int = 0  # the slowness of its slowest source at that time; 0 once complete
 
 
@@ -382,9 +436,12 @@ class Trust:
     """Evidence against the bytes of a holding."""
 
     by_source: bool = False  # no publisher has confirmed all of it: see `Proof`
-    quarantined: bool = False  # its bytes are not the published ones: no source, and counted nowhere, until it is fenced
-    condemned: bool = False  # it is quarantined, and a worker that does not own it has found that out
-    inquiries: dict[str, Inquiry] = field(default_factory=dict)  # by the reader's incarnation: its newest one
+    # its bytes are not the published ones: no source, and counted nowhere, until it is fenced
+    quarantined: bool = False
+    # it is quarantined, and a worker that does not own it has found that out
+    condemned: bool = False
+    # by the reader's incarnation: its newest one
+    inquiries: dict[str, Inquiry] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -396,20 +453,27 @@ class Holding:
     generation: int
     complete: bool  # every chunk is there and verified
     committed: bool  # complete, and its group's operation committed: counts for availability
-    layout: LayoutHoldings[Holding]  # in which it is held: it is one of the holders of its shard there, until it leaves
+    # in which it is held: it is one of the holders of its shard there, until it leaves
+    layout: LayoutHoldings[Holding]
     number: int = 0  # in the order in which its shard's holdings came
     verified: bool = field(init=False)  # every chunk is there; the digests may not be agreed yet
     is_fed: bool = field(init=False)  # complete, or its chain of sources ends at a complete holding
     told: bool = False  # its owner's newest retention notice says that its version is retained
     kept: bool = True  # its owner has acknowledged that notice
-    leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn, quarantined or lost
+    # takes no readers any more: withdrawn, overwritten, torn, quarantined or lost
+    leaving: bool = False
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
     traffic: Traffic = field(default_factory=Traffic)
     trust: Trust = field(default_factory=Trust)
-    version: Version = field(init=False)  # the version that it serves, also while its torn replica is filled anew
+    # the version that it serves, also while its torn replica is filled anew
+    version: Version = field(init=False)
 
     def __post_init__(self) -> None:
-        self.version, self.verified, self.is_fed = self.replica.version, self.complete, self.complete
+        self.version, self.verified, self.is_fed = (
+            self.replica.version,
+            self.complete,
+            self.complete,
+        )
 
     @property
     def rank(self) -> int:
@@ -450,8 +514,14 @@ class Holding:
 
     def load_without(self, lease: ReadLease | None) -> Load:
         """The load without that lease. Every reader shares the uplink of a slow source."""
-        yielding = 0 if self.member.worker.slowness else self.traffic.yielding - (lease is not None and lease.yields)
-        return Load(self.traffic.active_readers - (lease is not None) - yielding, self.slowness, yielding)
+        yielding = (
+            0
+            if self.member.worker.slowness
+            else self.traffic.yielding - (lease is not None and lease.yields)
+        )
+        return Load(
+            self.traffic.active_readers - (lease is not None) - yielding, self.slowness, yielding
+        )
 
     @property
     def takes_readers(self) -> bool:
@@ -467,7 +537,9 @@ class Holding:
 
     @property
     def is_read_alone(self) -> bool:
-        """Whether workers that may write read it now, and its shard has no other source in its layout."""
+        """Whether workers that may write read it now, and its shard has no other source in its
+        layout.
+        """
         active = (lease for lease in self.readers.values() if lease.state is LeaseState.ACTIVE)
         is_last = self.is_source and self.peers.sources == 1
         return is_last and any(not lease.part.member.worker.read_only for lease in active)
@@ -487,7 +559,11 @@ class Holding:
     def fillers(self) -> Iterable[ReadLease]:
         """The ACTIVE leases through which it is being filled."""
         part = self.member.part
-        return part.leases.values() if part is not None and part.holding is self and not self.complete else ()
+        return (
+            part.leases.values()
+            if part is not None and part.holding is self and not self.complete
+            else ()
+        )
 
     @property
     def bridges(self) -> bool:
@@ -496,7 +572,9 @@ class Holding:
 
     @property
     def is_stranded(self) -> bool:
-        """Whether the holding lacks chunks, and a source for them. A verified holding lacks nothing, agreed or not."""
+        """Whether the holding lacks chunks, and a source for them. A verified holding lacks
+        nothing, agreed or not.
+        """
         return not self.verified and not self.fillers
 
     @property
@@ -506,14 +584,18 @@ class Holding:
         is_live, is_source = worker.state is WorkerState.LIVE, self.committed and takes_readers
         standing = None
         if takes_readers and is_live:
-            standing = Standing(worker.location, worker.transports, self.load, self.traffic.depth, self.number)
+            standing = Standing(
+                worker.location, worker.transports, self.load, self.traffic.depth, self.number
+            )
         counts = (self.complete, is_source, is_source and is_live)
         return Counted(counts, standing, self.is_stranded, is_source and not self.is_spot)
 
 
 @dataclass(slots=True, eq=False)
 class Inquiry:
-    """The owner of a holding is asked to digest a chunk again, which a reader got without its digest: one attempt."""
+    """The owner of a holding is asked to digest a chunk again, which a reader got without its
+    digest: one attempt.
+    """
 
     ident: str  # empty once it is answered
     part: RankPart | None  # the reader; None: it reads no more
@@ -524,19 +606,23 @@ class Inquiry:
 
 @dataclass(slots=True, eq=False)
 class Testimony(DigestList):
-    """The digests of the chunks of one shard, as their publisher has made them (R8), and the workers that can tell them;
-    or the digests of a selection of the shards of one class.
+    """The digests of the chunks of one shard, as their publisher has made them (R8), and the
+    workers that can tell them; or the digests of a selection of the shards of one class.
     """
 
     version: Version
     shard: int  # of a class the first one
     need: Need | None = None  # the selection, as its readers have said it
     publisher: Holding | None = None  # the published holding; it may have been unpublished since
-    asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # by registration: (session, generation)
+    # by registration: (session, generation)
+    asked: dict[str, tuple[int, int]] = field(default_factory=dict)
     answered: set[str] = field(default_factory=set)  # registrations that have told all they could
-    silent: set[str] = field(default_factory=set)  # registrations that were asked and have been silent for a while
-    unaware: set[str] = field(default_factory=set)  # publishers that do not know the selection: no reader has read it there
-    needed_by: dict[RankPart, None] = field(default_factory=dict)  # of a selection: ranks, some of them decided
+    # registrations that were asked and have been silent for a while
+    silent: set[str] = field(default_factory=set)
+    # publishers that do not know the selection: no reader has read it there
+    unaware: set[str] = field(default_factory=set)
+    # of a selection: ranks, some of them decided
+    needed_by: dict[RankPart, None] = field(default_factory=dict)
     turned_away: bool = False  # there was no room for the list
 
 
@@ -550,18 +636,23 @@ class ReadLease(_Moving[LeaseState]):
     id: str
     part: RankPart  # the reader
     holding: Holding  # the source
-    partial: bool  # granted while no rank held the whole shard: the source may itself be filled from this reader
-    is_of_whole: bool  # the source was complete when it was granted: the reader has never waited for what it lacked
+    # granted while no rank held the whole shard: the source may itself be filled from this reader
+    partial: bool
+    # the source was complete when it was granted: the reader has never waited for what it lacked
+    is_of_whole: bool
     flow: Flow  # the last report of its reader that counted
     yields: bool  # as of `waiting.yields`, while it is ACTIVE
     source_had: int = 0  # so many chunks, as the coordinator knew at that report
-    need: Need | None = None  # which one it is for: the reader's layout is another one; None: the two have one layout
+    # which one it is for: the reader's layout is another one; None: the two have one layout
+    need: Need | None = None
     dropping: bool = False  # the reader was told to leave this source for another one
 
     @property
     def is_only(self) -> bool:
         """Whether everything comes through it, and nothing through another one."""
-        return len(self.part.leases) == 1 and self.need is None and not (self.partial or self.dropping)
+        return (
+            len(self.part.leases) == 1 and self.need is None and not (self.partial or self.dropping)
+        )
 
     def __repr__(self) -> str:
         reader, source = self.part.member.worker.name, self.holding.member.worker.name
@@ -570,17 +661,22 @@ class ReadLease(_Moving[LeaseState]):
 
 @dataclass(slots=True, eq=False)
 class Proof:
-    """What a rank has named and compared to show that its bytes are the published ones. `testimonies` changes it."""
+    """What a rank has named and compared to show that its bytes are the published ones.
+    `testimonies` changes it.
+    """
 
-    # The roots that its Prepared names, while CLAIMING, until they are agreed; across layouts by what it needs.
+    # The roots that its Prepared names, while CLAIMING, until they are agreed; across layouts by
+    # what it needs.
     claim: dict[Need | None, bytes] = field(default_factory=dict)
     compares: Need | None = None  # the root with the list that it compares, while there is a page
     page: int | None = None  # the page of the publisher's list that it compares now
     page_session: int | None = None  # over which it was sent that page
     rereads: Need | None = None  # what it reads again, after a comparison; the rest is there
-    by_source: bool = False  # no publisher has said digests of some of what it has voted for: its sources' digests count
+    # no publisher has said digests of some of what it has voted for: its sources' digests count
+    by_source: bool = False
     comparisons: int = 0  # that have found other digests than were published
-    exonerated: set[str] = field(default_factory=set)  # sources whose bytes are unchanged (R8), by name, in any incarnation
+    # sources whose bytes are unchanged (R8), by name, in any incarnation
+    exonerated: set[str] = field(default_factory=set)
     drifted: tuple[int, int, str] | None = None  # as of `Version`, found in what it has read
 
 
@@ -588,11 +684,15 @@ class Proof:
 class Attempts:
     """What a rank has read so far, and how its sources have failed it. `readers` changes it."""
 
-    progress: tuple[int, int] = (0, 0)  # chunks that it has verified and bytes that it has read, as it has reported
+    # chunks that it has verified and bytes that it has read, as it has reported
+    progress: tuple[int, int] = (0, 0)
     failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
-    spared: set[str] = field(default_factory=set)  # of these, neighbours that may not have heard yet that they may serve
-    faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # newest reasons, and their texts in errors
-    retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
+    # of these, neighbours that may not have heard yet that they may serve
+    spared: set[str] = field(default_factory=set)
+    # newest reasons, and their texts in errors
+    faults: dict[str, tuple[str, str]] = field(default_factory=dict)
+    # by source incarnation: not tried again before
+    retry_at: dict[str, float] = field(default_factory=dict)
     compared_at: float = -inf  # when a faster source was sought last
     moved_with: int = -1  # chunks that it had verified when it was moved last in mid-read
 
@@ -608,11 +708,14 @@ class RankPart(_Moving[PartState]):
     member: Member
     call: Publish | Fill
     deadline: float
-    moved_at: float  # when something came of it last: its call, a version, its turn to write, new bytes, its vote
+    # when something came of it last: its call, a version, its turn to write, new bytes, its vote
+    moved_at: float
     needs_bytes: bool = True  # False: it held the bound content when the operation was bound
     in_layout: LayoutHoldings[Holding] | None = None  # in which it reads; set once it is bound
-    needs: tuple[Need, ...] | None = None  # what it reads of published shards, if it bridges; None: not said yet
-    checks: str = ""  # the id of what describes its group, if it was asked whether that reads everything
+    # what it reads of published shards, if it bridges; None: not said yet
+    needs: tuple[Need, ...] | None = None
+    # the id of what describes its group, if it was asked whether that reads everything
+    checks: str = ""
     holding: Holding | None = None  # what it fills, from Write on; None for a fetch
     leases: dict[str, ReadLease] = field(default_factory=dict)  # its ACTIVE leases
     attempts: Attempts = field(default_factory=Attempts)
@@ -635,7 +738,11 @@ class RankPart(_Moving[PartState]):
     @property
     def chunks(self) -> int:
         """Of its own grid."""
-        return self.member.said.chunks if self.needs is None else sum(need.chunks for need in self.needs)
+        return (
+            self.member.said.chunks
+            if self.needs is None
+            else sum(need.chunks for need in self.needs)
+        )
 
     @property
     def layout(self) -> LayoutHoldings[Holding]:
@@ -693,12 +800,15 @@ class Agreed:
     """What the ranks of a publish have said of the bytes that they share. `coverage` changes it."""
 
     ranks: set[int] = field(default_factory=set)  # that have said their digests of these
-    digests: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # by number; and the rank that said it first
+    # by number; and the rank that said it first
+    digests: dict[int, tuple[bytes, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class Operation(_Moving[OperationState]):
-    """One group operation: a publish, replicate, update, prefetch or fetch of all ranks of a group."""
+    """One group operation: a publish, replicate, update, prefetch or fetch of all ranks of a
+    group.
+    """
 
     machine: ClassVar = "group operation"
     table: ClassVar = states.OPERATION_TABLE
@@ -707,16 +817,21 @@ class Operation(_Moving[OperationState]):
     kind: OpKind
     group: Group
     parts: dict[int, RankPart] = field(default_factory=dict)  # by rank; those that have called
-    version: Version | None = None  # set while RUNNING or later, and for a publish once it is staged
+    # set while RUNNING or later, and for a publish once it is staged
+    version: Version | None = None
     writing: bool = False  # every rank was told to overwrite
-    covers: bool = False  # its ranks, which read another layout or publish, are known to have every byte, where they must
+    # its ranks, which read another layout or publish, are known to have every byte, where they must
+    covers: bool = False
     agreed: Agreed = field(default_factory=Agreed)
-    staying: list[Holding] = field(default_factory=list)  # what its ranks hold and must not overwrite yet (G5)
-    grace_until: float | None = None  # until when it waits for readers of what its ranks hold; None: it had not to, so far
+    # what its ranks hold and must not overwrite yet (G5)
+    staying: list[Holding] = field(default_factory=list)
+    # until when it waits for readers of what its ranks hold; None: it had not to, so far
+    grace_until: float | None = None
     # Ranks with sources that may have changed since the ranks were looked at; None: all ranks.
     news: dict[RankPart, None] | None = None
     is_starving: bool = False  # `starves`, when it was settled last
-    filed_in: list[dict[OpKey, Operation]] = field(default_factory=list)  # `waits_in`, when it was settled last
+    # `waits_in`, when it was settled last
+    filed_in: list[dict[OpKey, Operation]] = field(default_factory=list)
     record: int | None = None  # of the entry that is being made durable, while PREPARED
     name: str = field(init=False)  # its key as a text, as timers name it
     # While PREPARED: what ranks have said of later operations.
@@ -738,7 +853,9 @@ class Operation(_Moving[OperationState]):
 
     @property
     def is_read_only(self) -> bool:
-        """Whether only a read-only worker has called. A group of such a worker has no other worker's ranks."""
+        """Whether only a read-only worker has called. A group of such a worker has no other
+        worker's ranks.
+        """
         return all(part.member.worker.read_only for part in self.parts.values())
 
     @property
@@ -749,12 +866,16 @@ class Operation(_Moving[OperationState]):
 
     @property
     def is_forsaken(self) -> bool:
-        """Whether the ranks ask for a number, and its last holder left on purpose: then they wait for no source."""
+        """Whether the ranks ask for a number, and its last holder left on purpose: then they wait
+        for no source.
+        """
         return self.calls_number and any(part.is_abandoned for part in self.parts.values())
 
     @property
     def is_staged(self) -> bool:
-        """Whether it fills memory that other workers do not read, and its ranks overwrite nothing before the commit."""
+        """Whether it fills memory that other workers do not read, and its ranks overwrite nothing
+        before the commit.
+        """
         call = next(iter(self.parts.values())).call
         return isinstance(call, Fill) and call.staged
 
@@ -778,21 +899,30 @@ class Operation(_Moving[OperationState]):
 
     @property
     def resumes(self) -> Begun | None:
-        """The fill with which it goes on that began under a former coordinator: equal content for all ranks."""
+        """The fill with which it goes on that began under a former coordinator: equal content for
+        all ranks.
+        """
         return next((part.begun for part in self.parts.values() if part.begun is not None), None)
 
     def decision(self) -> Decision:
         """The group's commit record; once it is bound."""
         info = self.bound.info
-        return Decision(self.key, info.model, info.version, info.content_id, info.nbytes, info.world_size)
+        return Decision(
+            self.key, info.model, info.version, info.content_id, info.nbytes, info.world_size
+        )
 
     def __repr__(self) -> str:
-        return f"<Operation {self.kind} {self.key} {self.state} ranks={len(self.parts)}/{self.group.world_size}>"
+        return (
+            f"<Operation {self.kind} {self.key} {self.state} "
+            f"ranks={len(self.parts)}/{self.group.world_size}>"
+        )
 
 
 @dataclass(slots=True, eq=False)
 class Withdrawal:
-    """A rank's wish to have its published memory back (an attempt; the holding's state is its replica's)."""
+    """A rank's wish to have its published memory back (an attempt; the holding's state is its
+    replica's).
+    """
 
     request: int
     holding: Holding
@@ -819,7 +949,9 @@ class Handover:
 
 @dataclass(slots=True, eq=False)
 class PendingWrite:
-    """What one worker asked to have recorded. It is answered (Done or Refused) once that is decided."""
+    """What one worker asked to have recorded. It is answered (Done or Refused) once that is
+    decided.
+    """
 
     model: Model
     message: Rollback | Retain | Pin | Unpin
@@ -838,8 +970,10 @@ class History:
 
     lineage: int = 0
     announced: VersionInfo | None = None  # what the watchers were told last
-    rollbacks: deque[PendingWrite] = field(default_factory=deque)  # not decided; the first may be on its way to the store
-    forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=FORGOTTEN_KEPT_MAX))  # numbers retired as old
+    # not decided; the first may be on its way to the store
+    rollbacks: deque[PendingWrite] = field(default_factory=deque)
+    # numbers retired as old
+    forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=FORGOTTEN_KEPT_MAX))
     lost: tuple[int, ...] = ()  # those of them that a rollback has made the newest, two at most
     rolled_back_by: str = ""  # the idents of the newest decided ones; see `actions.rolled_back_by`
 
@@ -849,18 +983,26 @@ class Waiting:
     """The operations of a model that wait, by what they wait for. `cluster` changes it."""
 
     unbound: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for a version
-    unbound_copies: dict[OpKey, Operation] = field(default_factory=dict)  # of `unbound`, those that may lack one shard only
-    restless: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for what anything of the model may bring
-    flexible: dict[OpKey, Operation] = field(default_factory=dict)  # as `restless`, for "available": there may be very many
+    # of `unbound`, those that may lack one shard only
+    unbound_copies: dict[OpKey, Operation] = field(default_factory=dict)
+    # that wait for what anything of the model may bring
+    restless: dict[OpKey, Operation] = field(default_factory=dict)
+    # as `restless`, for "available": there may be very many
+    flexible: dict[OpKey, Operation] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class Notices:
-    """What holders still have to be told, or to acknowledge, about retention. `retention` changes it."""
+    """What holders still have to be told, or to acknowledge, about retention. `retention` changes
+    it.
+    """
 
-    queue: deque[Holding] = field(default_factory=deque)  # the next steps tell their owners which versions are retained
-    unaware: dict[str, Member] = field(default_factory=dict)  # by registration; each with a holding that is not `kept`
-    unanswered: list[PendingWrite] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
+    # the next steps tell their owners which versions are retained
+    queue: deque[Holding] = field(default_factory=deque)
+    # by registration; each with a holding that is not `kept`
+    unaware: dict[str, Member] = field(default_factory=dict)
+    # Retain and Pin, durable; not every holder knows yet
+    unanswered: list[PendingWrite] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -868,26 +1010,42 @@ class Model:
     """One name, its current lineage and its versions."""
 
     name: str
-    mark: int | None = None  # the newest number of the current lineage: ever visible, or rolled back to
+    # the newest number of the current lineage: ever visible, or rolled back to
+    mark: int | None = None
     retain: int = 0
     history: History = field(default_factory=History)
     waiting: Waiting = field(default_factory=Waiting)
     notices: Notices = field(default_factory=Notices)
-    versions: dict[int, Version] = field(default_factory=dict)  # by number; STAGED, AVAILABLE and UNAVAILABLE ones
+    # by number; STAGED, AVAILABLE and UNAVAILABLE ones
+    versions: dict[int, Version] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)
-    serving: dict[str, Group] = field(default_factory=dict)  # groups that have, or had, memory that serves other workers
+    # groups that have, or had, memory that serves other workers
+    serving: dict[str, Group] = field(default_factory=dict)
     steady: dict[str, Group] = field(default_factory=dict)  # those of these that are not spot
-    withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
-    pressing: dict[str, Withdrawal] = field(default_factory=dict)  # those of them that do not just wait for their readers
-    handovers: dict[str, Handover] = field(default_factory=dict)  # by the copy's id; those under way
-    copies: dict[str, Member] = field(default_factory=dict)  # by registration; those in host memory that retain a version
-    leases: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING ones on its holdings
-    pins: dict[str, Pinned] = field(default_factory=dict)  # by id; of workers that are not lost, and visible versions
+    # by registration; those not granted
+    withdrawals: dict[str, Withdrawal] = field(default_factory=dict)
+    # those of them that do not just wait for their readers
+    pressing: dict[str, Withdrawal] = field(default_factory=dict)
+    # by the copy's id; those under way
+    handovers: dict[str, Handover] = field(default_factory=dict)
+    # by registration; those in host memory that retain a version
+    copies: dict[str, Member] = field(default_factory=dict)
+    # by id; the ACTIVE and FENCING ones on its holdings
+    leases: dict[str, ReadLease] = field(default_factory=dict)
+    # by id; of workers that are not lost, and visible versions
+    pins: dict[str, Pinned] = field(default_factory=dict)
 
     @property
     def is_used(self) -> bool:
         """Whether anything is known of it, or a worker has memory for it."""
-        known = self.groups or self.versions or self.pins or self.copies or self.retain or self.mark is not None
+        known = (
+            self.groups
+            or self.versions
+            or self.pins
+            or self.copies
+            or self.retain
+            or self.mark is not None
+        )
         return bool(known or self.history.rollbacks or self.notices.unanswered)
 
     @property
@@ -896,8 +1054,9 @@ class Model:
         return sorted((v for v in self.versions.values() if v.visible), key=lambda v: -v.number)
 
     def newest_visible(self, skip: int = 0) -> Version | None:
-        """The newest visible version, or the version `skip` places before it. None, too, if that version is lost for good:
-        after a rollback it may be a forgotten version, and no older version may stand for it (G3).
+        """The newest visible version, or the version `skip` places before it. None, too, if that
+        version is lost for good: after a rollback it may be a forgotten version, and no older
+        version may stand for it (G3).
         """
         numbers = [number for number, version in self.versions.items() if version.visible]
         numbers += self.history.lost
@@ -909,9 +1068,13 @@ class Model:
         return bool(self.history.lost) and self.newest_visible() is None
 
     def retained(self) -> set[int]:
-        """The numbers that must stay fetchable: the newest `retain` visible ones, lost ones included, and pinned ones."""
+        """The numbers that must stay fetchable: the newest `retain` visible ones, lost ones
+        included, and pinned ones.
+        """
         pinned = {pin.number for pin in self.pins.values()}
-        return pinned.union(v.number for v in self.visible[: self.retain]) if self.retain else pinned
+        return (
+            pinned.union(v.number for v in self.visible[: self.retain]) if self.retain else pinned
+        )
 
 
 Entity = Worker | Operation | RankPart | Version | Replica | ReadLease  # what has a state

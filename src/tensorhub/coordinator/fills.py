@@ -1,10 +1,12 @@
-"""Fill: bind to a version with a live source, write when every rank is ready, find sources until all is verified (R7, R12).
+"""Fill: bind to a version with a live source, write when every rank is ready, find sources until
+all is verified (R7, R12).
 
-A fill is a replicate, an update, a prefetch or a fetch. A fetch fills memory that serves no reader: it makes no replica and
-no holding, only leases. A staged update fills staging memory: the previous holdings of its ranks count until all ranks have
-voted, and the new replica begins with the commit.
+A fill is a replicate, an update, a prefetch or a fetch. A fetch fills memory that serves no reader:
+it makes no replica and no holding, only leases. A staged update fills staging memory: the previous
+holdings of its ranks count until all ranks have voted, and the new replica begins with the commit.
 
-Not responsible for the source of a reader (`readers`), nor for the end of an operation (`decisions`).
+Not responsible for the source of a reader (`readers`), nor for the end of an operation
+(`decisions`).
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ from tensorhub.errors import (
 from tensorhub.messages import AddSource, Fill, Grant, ReadyToWrite, Start, Write
 from tensorhub.types import AVAILABLE, OpKind, host_group
 
-EXONERATED_MAX = 2  # sources with unchanged bytes, of which one reader got damaged bytes: then the sources are not to blame
+# sources with unchanged bytes, of which one reader got damaged bytes: then the sources are not to
+# blame
+EXONERATED_MAX = 2
 
 
 @dataclass(eq=False, repr=False)
@@ -57,7 +61,9 @@ class Fills:
     # -- questions
 
     def target(self, operation: Operation) -> Version | None:
-        """The visible version that its ranks ask for, or None while there is none. Raises VersionUnavailable."""
+        """The visible version that its ranks ask for, or None while there is none. Raises
+        VersionUnavailable.
+        """
         begun, call = operation.resumes, first_call(operation)
         if begun is not None:
             return self._versions.resumed(operation.group.model, begun)
@@ -67,8 +73,14 @@ class Fills:
         return self._versions.resolve(operation.group.model, call.selector, at_least, operation)
 
     def staying(self, operation: Operation, version: Version) -> list[Holding]:
-        """What its ranks hold and must not overwrite with `version` now, since a retained version would be lost (G5)."""
-        old = [part.member.holding for part in operation.parts.values() if part.member.holding is not None]
+        """What its ranks hold and must not overwrite with `version` now, since a retained version
+        would be lost (G5).
+        """
+        old = [
+            part.member.holding
+            for part in operation.parts.values()
+            if part.member.holding is not None
+        ]
         return [h for h in old if h.version is not version and self._retentions.must_stay(h)]
 
     def _must_wait(self, operation: Operation, version: Version) -> bool:
@@ -80,22 +92,30 @@ class Fills:
         return bool(staying)
 
     def _is_read_on(self, operation: Operation, version: Version) -> bool:
-        """R7: whether a holding that `version` is to overwrite has running readers without another source. These readers
-        have the grace of the readers of memory that is unpublished. Read-only readers have no grace here, since they must
-        not delay a worker.
+        """R7: whether a holding that `version` is to overwrite has running readers without another
+        source. These readers have the grace of the readers of memory that is unpublished. Read-only
+        readers have no grace here, since they must not delay a worker.
         """
-        old = [part.member.holding for part in operation.parts.values() if part.member.holding is not None]
-        if operation.is_staged or not any(h.version is not version and h.is_read_alone for h in old):
+        old = [
+            part.member.holding
+            for part in operation.parts.values()
+            if part.member.holding is not None
+        ]
+        if operation.is_staged or not any(
+            h.version is not version and h.is_read_alone for h in old
+        ):
             return False
         if operation.grace_until is None:
             left_s = min(part.deadline for part in operation.parts.values()) - self._cluster.now
-            operation.grace_until = self._cluster.now + min(self._cluster.options.drain_grace_s, max(0.0, left_s) / 2)
+            operation.grace_until = self._cluster.now + min(
+                self._cluster.options.drain_grace_s, max(0.0, left_s) / 2
+            )
             self._cluster.timers.set("retry", operation.name, operation.grace_until)
         return self._cluster.now < operation.grace_until
 
     def first_sources(self, operation: Operation) -> dict[int, list[Source]] | None:
-        """R7: before anything is overwritten, every shard that is to be read can be read. From where, by rank; None: one of
-        them cannot be.
+        """R7: before anything is overwritten, every shard that is to be read can be read. From
+        where, by rank; None: one of them cannot be.
         """
         found = dict[int, list[Source]]()
         for part in operation.parts.values():
@@ -111,18 +131,26 @@ class Fills:
     def called(self, part: RankPart) -> Blame | None:
         """A group binds once its last rank has called, so that it gets the newest version.
 
-        After a restart of the coordinator only ranks that had begun together go on together. A rank that calls anew (it gave
-        up, or is another process; R6) may ask for a newer version (G3): then the fill that the remaining ranks have begun is
-        over.
+        After a restart of the coordinator only ranks that had begun together go on together. A rank
+        that calls anew (it gave up, or is another process; R6) may ask for a newer version (G3):
+        then the fill that the remaining ranks have begun is over.
         """
         operation = part.operation
         begun = {p.rank: p.begun for p in operation.parts.values() if p.begun is not None}
         if len({each.content_id for each in begun.values()}) > 1:
-            return Blame(GroupAborted(f"{refusals.BEGUN} with different versions on the ranks {sorted(begun)}; call again"))
+            return Blame(
+                GroupAborted(
+                    f"{refusals.BEGUN} with different versions on the ranks {sorted(begun)}; call "
+                    f"again"
+                )
+            )
         for rank, each in begun.items():
             for other in operation.parts.values():
                 if isinstance(other.call, Fill) and each.key not in other.call.former:
-                    text = f"{refusals.BEGUN} on rank {rank}, and rank {other.rank} has made a new call since; call again"
+                    text = (
+                        f"{refusals.BEGUN} on rank {rank}, and rank {other.rank} has made a new "
+                        f"call since; call again"
+                    )
                     return Blame(GroupAborted(text))
         return None
 
@@ -140,11 +168,16 @@ class Fills:
             blame = self._write_if_ready(operation)
             if blame is not None:
                 return blame
-        return self._testimonies.settle(operation) or refusals.outlived(operation) or self._feed(operation)
+        return (
+            self._testimonies.settle(operation)
+            or refusals.outlived(operation)
+            or self._feed(operation)
+        )
 
     def _selects_another(self, operation: Operation) -> bool:
-        """R12: whether the bound version cannot be read any more, and the selector of the call names another version now.
-        In its first lease a coordinator waits for holders that may come back, and that may still be read (G8).
+        """R12: whether the bound version cannot be read any more, and the selector of the call
+        names another version now. In its first lease a coordinator waits for holders that may come
+        back, and that may still be read (G8).
         """
         call, parts = first_call(operation), operation.parts.values()
         if operation.calls_number or self._cluster.is_recovering or ways.serve(operation):
@@ -153,16 +186,25 @@ class Fills:
             return False
         if call.selector == AVAILABLE:
             return self._versions.has_other_available(operation, _at_least(operation))
-        return self._versions.resolve(operation.group.model, call.selector, None) is not operation.bound
+        return (
+            self._versions.resolve(operation.group.model, call.selector, None)
+            is not operation.bound
+        )
 
     def ready(self, part: RankPart, message: ReadyToWrite) -> Blame | None:
-        """Its manifest fits, and its before_write has returned. If it names parts that are not known, it says this again."""
+        """Its manifest fits, and its before_write has returned. If it names parts that are not
+        known, it says this again.
+        """
         if part.bridges and part.needs is None:
             session, parts = part.member.worker.session, None
             error = ways.check(part, message, self._cluster.selections)
             error = error or ways.disagreement(part, message.needs)
             if error is None and session is not None:
-                parts = self._manifest_questions.with_parts(session, message) if part.member.said.serves else ()
+                parts = (
+                    self._manifest_questions.with_parts(session, message)
+                    if part.member.said.serves
+                    else ()
+                )
                 error = self._arranged(part, parts) if parts else None
             if error is not None:
                 return Blame(error, part.rank)
@@ -184,19 +226,29 @@ class Fills:
         others = cluster.manifest_bytes[member.worker.incarnation] - sum(map(len, member.arranged))
         who, layout, full = f"rank {part.rank} of group {member.group.name!r}", part.layout, ""
         if not layout.takes(part.shard, parts):
-            return StateError(f"{who} has it elsewhere than others of the layout {layout.layout_id}, which fill it too")
+            return StateError(
+                f"{who} has it elsewhere than others of the layout {layout.layout_id}, which fill "
+                f"it too"
+            )
         if others + nbytes > limits.MANIFEST_BYTES_OF_WORKER_MAX:
-            full = f"its worker's manifests would have {others + nbytes} bytes (MANIFEST_BYTES_OF_WORKER_MAX)"
+            full = (
+                f"its worker's manifests would have {others + nbytes} bytes "
+                f"(MANIFEST_BYTES_OF_WORKER_MAX)"
+            )
         elif not cluster.manifests.has_room_for(*parts):
             full = f"all manifests have {cluster.manifests.nbytes} bytes (MANIFEST_BYTES_MAX)"
         if full:
-            return StateError(f"{who} cannot read another layout: {full}; close handles first", retryable=True)
+            return StateError(
+                f"{who} cannot read another layout: {full}; close handles first", retryable=True
+            )
         cluster.keep_arranged(member, parts)
         cluster.learn(part.operation.bound, layout, part.shard, b"", parts)
         return None
 
     def may_commit(self, operation: Operation) -> bool:
-        """A staged update has overwritten nothing yet. It gives up what it replaces now, if that may go (R4, R7)."""
+        """A staged update has overwritten nothing yet. It gives up what it replaces now, if that
+        may go (R4, R7).
+        """
         if not operation.is_staged:
             return True
         if self._must_wait(operation, operation.bound):
@@ -229,8 +281,14 @@ class Fills:
         self._holdings.make_ready(replica, "committed")
 
     def _begin_staged(self, operation: Operation) -> None:
-        """What its ranks have staged counts from now on, under the generations that they open once they have copied it."""
-        there = [p for p in operation.parts.values() if self._cluster.members.get(p.member.registration) is p.member]
+        """What its ranks have staged counts from now on, under the generations that they open once
+        they have copied it.
+        """
+        there = [
+            p
+            for p in operation.parts.values()
+            if self._cluster.members.get(p.member.registration) is p.member
+        ]
         if any(part.needs_bytes for part in there):
             self._begin_replica(operation, there)
         for part in there:
@@ -239,7 +297,9 @@ class Fills:
 
     def abort(self, operation: Operation) -> None:
         """All reads end; memory that was written to is torn."""
-        replica = next((p.holding.replica for p in operation.parts.values() if p.holding is not None), None)
+        replica = next(
+            (p.holding.replica for p in operation.parts.values() if p.holding is not None), None
+        )
         for part in operation.parts.values():
             self._readers.release_all(part, "operation aborted")
             if part.holding is not None and not part.holding.leaving:
@@ -253,7 +313,8 @@ class Fills:
     def _bind(self, operation: Operation) -> Blame | None:
         """R12: bind once that version has a live source, or the group holds it; wait until then.
 
-        R7: wait also until the group may give up what it holds, so that no `before_write` pauses an engine for that.
+        R7: wait also until the group may give up what it holds, so that no `before_write` pauses an
+        engine for that.
         """
         try:
             version = self.target(operation)
@@ -263,17 +324,27 @@ class Fills:
             return None
         way = ways.of(version, operation)
         misfit = refusals.misfit(operation, version) or self._no_way(operation, version, way)
-        misfit = misfit or refusals.unnamed(operation, version) or refusals.misnamed(operation, version)
+        misfit = (
+            misfit or refusals.unnamed(operation, version) or refusals.misnamed(operation, version)
+        )
         if misfit is not None:
             return misfit
-        may_be_in_use = operation.kind is OpKind.PREFETCH and operation.resumes is None  # a begun prefetch goes on
+        # a begun prefetch goes on
+        may_be_in_use = operation.kind is OpKind.PREFETCH and operation.resumes is None
         in_use = may_be_in_use and all(_uses(part, version) for part in operation.parts.values())
-        holders = {rank: in_use or _holds(part.member, version) for rank, part in operation.parts.items()}
-        if not all(holders.values()):  # a rank that holds it in another layout than its group fills it again
+        holders = {
+            rank: in_use or _holds(part.member, version) for rank, part in operation.parts.items()
+        }
+        # a rank that holds it in another layout than its group fills it again
+        if not all(holders.values()):
             is_its = {rank: _holds_in(part.member, way) for rank, part in operation.parts.items()}
             holders = {rank: in_use or (holds and is_its[rank]) for rank, holds in holders.items()}
         is_unchanged = all(holders.values())
-        fresh = [rank for rank, part in operation.parts.items() if not holders[rank] and not part.has_written]
+        fresh = [
+            rank
+            for rank, part in operation.parts.items()
+            if not holders[rank] and not part.has_written
+        ]
         if not (way.is_known or is_unchanged) or (fresh and not way.serves):
             waits = self._cluster.is_recovering or not operation.calls_number
             lost = "" if waits else refusals.only_elsewhere(operation, version)
@@ -296,7 +367,8 @@ class Fills:
             elif part.has_written and not bridges_it:
                 self._cluster.become(part, PartState.READY, "has begun to write")
             if manifest := refusals.named(part):
-                # Else they are of other regions. A rank of another layout says later where the published bytes lie.
+                # Else they are of other regions. A rank of another layout says later where the
+                # published bytes lie.
                 parts = part.member.said.parts if manifest == part.member.said.manifest else ()
                 known = ways.as_known(part.member, version, parts) if not bridges_it else None
                 self._cluster.learn(version, layout, part.shard, manifest, known)
@@ -315,25 +387,34 @@ class Fills:
             if offered:
                 worker = part.member.worker
                 mine = ", ".join(endpoint.transport for endpoint in worker.endpoints) or "none"
-                text = f"rank {part.rank} has {mine}, and version {version.number} is offered over {', '.join(offered)} only"
+                text = (
+                    f"rank {part.rank} has {mine}, and version {version.number} is offered over "
+                    f"{', '.join(offered)} only"
+                )
                 if way.published is not None:
                     able = ", ".join(sorted(worker.strided)) or "none"
-                    text += f"; it reads across layouts, which of its transports {able} can: let both sides have tcp, too"
+                    text += (
+                        f"; it reads across layouts, which of its transports {able} can: let "
+                        f"both sides have tcp, too"
+                    )
                 return Blame(TransportUnavailable(text))
         return None
 
     # -- writing
 
     def _start(self, operation: Operation) -> None:
-        """Tell all ranks to start. Start is Write, too, if nothing can keep a rank from writing: no rank has a hook, and
-        a shard is overwritten by a shard with an equal manifest only.
+        """Tell all ranks to start. Start is Write, too, if nothing can keep a rank from writing: no
+        rank has a hook, and a shard is overwritten by a shard with an equal manifest only.
         """
         fillers = [part for part in operation.parts.values() if part.needs_bytes]
         fresh = [part for part in fillers if not part.has_written]
         bare = operation.is_staged or not any(
-            (isinstance(p.call, Fill) and p.call.hold) or (p.member.holding is not None and not _is_alike(p)) for p in fresh
+            (isinstance(p.call, Fill) and p.call.hold)
+            or (p.member.holding is not None and not _is_alike(p))
+            for p in fresh
         )
-        bridging = any(part.bridges for part in fillers)  # what they need is not known before they have planned
+        # what they need is not known before they have planned
+        bridging = any(part.bridges for part in fillers)
         sources = self.first_sources(operation) if bare and not bridging else None
         if sources is not None:
             self._begin_write(operation)
@@ -345,7 +426,9 @@ class Fills:
         if not part.needs_bytes or not part.operation.running:
             return
         leases = part.leases.values()
-        self._tell_start(part, tuple(self._readers.to_grant(lease) for lease in leases if not lease.dropping))
+        self._tell_start(
+            part, tuple(self._readers.to_grant(lease) for lease in leases if not lease.dropping)
+        )
         for lease in leases:
             if lease.dropping:
                 self._readers.tell_to_drop(lease, "the source leaves")
@@ -366,11 +449,15 @@ class Fills:
         self._cluster.tell(part.member, start)
 
     def _write_if_ready(self, operation: Operation) -> Blame | None:
-        """Nothing is overwritten before every rank is ready and a source for every shard is there."""
+        """Nothing is overwritten before every rank is ready and a source for every shard is
+        there.
+        """
         version = operation.bound
         if operation.is_forsaken and not ways.serve(operation):
             return refusals.abandoned(operation)
-        ready = all(part.ready for part in operation.parts.values()) and self._coverage.is_known(operation)
+        ready = all(part.ready for part in operation.parts.values()) and self._coverage.is_known(
+            operation
+        )
         sources = self.first_sources(operation) if ready else None
         if sources is not None and not self._must_wait(operation, version):
             self._begin_write(operation)
@@ -381,9 +468,9 @@ class Fills:
         return None
 
     def _first_grants(self, part: RankPart, sources: dict[int, list[Source]]) -> tuple[Grant, ...]:
-        """A choice that was made before the write began is still the best: a write changes holdings of other versions
-        only. Ranks that bridge may read from one shard, and each rank chooses again: the rank before it has a share of
-        its sources now.
+        """A choice that was made before the write began is still the best: a write changes holdings
+        of other versions only. Ranks that bridge may read from one shard, and each rank chooses
+        again: the rank before it has a share of its sources now.
         """
         chosen = sources.get(part.rank)  # none, if it has written before
         if chosen is None or part.bridges:
@@ -391,7 +478,9 @@ class Fills:
         return tuple([self._readers.lend(part, *source) for source in chosen])
 
     def _begin_write(self, operation: Operation) -> None:
-        """Every rank is ready: the old replica leaves, the new one begins. From here on an abort leaves torn memory."""
+        """Every rank is ready: the old replica leaves, the new one begins. From here on an abort
+        leaves torn memory.
+        """
         operation.writing = True
         self._cluster.look_at_all(operation)
         for part in operation.parts.values():
@@ -412,11 +501,15 @@ class Fills:
                 if old is not None:
                     self._holdings.overwrite(old)
                 assert isinstance(part.call, Fill)
-                part.holding = Holding(replica, part.member, part.call.generation, False, False, part.layout)
+                part.holding = Holding(
+                    replica, part.member, part.call.generation, False, False, part.layout
+                )
                 self._holdings.add(part.holding)
 
     def _feed(self, operation: Operation) -> Blame | None:
-        """Find sources for each reader that needs one. If the last one has left on purpose, that will never succeed."""
+        """Find sources for each reader that needs one. If the last one has left on purpose, that
+        will never succeed.
+        """
         for part in list(operation.parts.values() if operation.news is None else operation.news):
             reads = part.reads
             if reads and len(part.proof.exonerated) >= EXONERATED_MAX:
@@ -445,7 +538,9 @@ def first_call(operation: Operation) -> Fill:
 def _at_least(operation: Operation) -> int | None:
     """The oldest version that all ranks of a fill take."""
     calls = [part.call for part in operation.parts.values()]
-    return max((call.at_least for call in calls if isinstance(call, Fill) and call.at_least), default=None)
+    return max(
+        (call.at_least for call in calls if isinstance(call, Fill) and call.at_least), default=None
+    )
 
 
 def _holds(member: Member, version: Version) -> bool:
@@ -466,7 +561,13 @@ def _is_alike(part: RankPart) -> bool:
 
 
 def _uses(part: RankPart, version: Version) -> bool:
-    """Whether the rank that this host copy is for holds that version itself, so that nothing is to be prefetched."""
+    """Whether the rank that this host copy is for holds that version itself, so that nothing is to
+    be prefetched.
+    """
     others = part.member.worker.members.values()
-    mine = (m for m in others if m.rank == part.rank and host_group(m.group.name) == part.member.group.name)
+    mine = (
+        m
+        for m in others
+        if m.rank == part.rank and host_group(m.group.name) == part.member.group.name
+    )
     return any(_holds(member, version) for member in mine)

@@ -1,16 +1,20 @@
-"""Handovers (R4, R5): a retained version is copied to host memory before its last reliable holder leaves.
+"""Handovers (R4, R5): a retained version is copied to host memory before its last reliable holder
+leaves.
 
-Theory of operation. A *handover* is one attempt to have one shard copied into a worker's host memory. It has succeeded when
-the copy's own registration holds the shard and counts like any other holder. Only then does the component that grants every
-leave (`holdings`) grant the leave that waits for the copy. An attempt that fails (refused, its worker lost, no progress) is
-followed by an attempt with another worker, if there is one.
+Theory of operation. A *handover* is one attempt to have one shard copied into a worker's host
+memory. It has succeeded when the copy's own registration holds the shard and counts like any other
+holder. Only then does the component that grants every leave (`holdings`) grant the leave that waits
+for the copy. An attempt that fails (refused, its worker lost, no progress) is followed by an
+attempt with another worker, if there is one.
 
-Copies are wanted for the shards of each holder that waits to leave. If only the publisher could keep a version, or only spot
-workers hold it, copies are wanted at once, in the background. Each step works out anew which copies are wanted, and which
-copies are not needed any more. So no step has to be undone when wishes change.
+Copies are wanted for the shards of each holder that waits to leave. If only the publisher could
+keep a version, or only spot workers hold it, copies are wanted at once, in the background. Each
+step works out anew which copies are wanted, and which copies are not needed any more. So no step
+has to be undone when wishes change.
 
-Responsible for handovers, and for telling workers to drop copies. Not responsible for which holder may leave (`retention`),
-for how a copy is filled (it is a group of one, which calls replicate), nor for its leave (it asks, like every holder).
+Responsible for handovers, and for telling workers to drop copies. Not responsible for which holder
+may leave (`retention`), for how a copy is filled (it is a group of one, which calls replicate), nor
+for its leave (it asks, like every holder).
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ from tensorhub.scheduler.links import distance
 from tensorhub.types import Medium, OpKind, Purpose
 
 HANDOVERS_PER_MODEL_MAX = 256  # at a time
-RETRY_S_FIRST = 1.0  # before a worker that could not make a copy is asked for it again; doubles each time
+# before a worker that could not make a copy is asked for it again; doubles each time
+RETRY_S_FIRST = 1.0
 RETRY_S_MAX = 60.0
 
 
@@ -47,7 +52,8 @@ class Handovers:
     _cluster: Cluster
     _retentions: Retentions
 
-    # ------------------------------------------------------------------------------------------------------- facts
+    # ----------------------------------------------------------------------------------------------
+    # facts
 
     def refused(self, worker: Worker, copy: str) -> None:
         """The worker cannot make that copy."""
@@ -56,7 +62,9 @@ class Handovers:
                 self._fail(model, handover)
 
     def due(self, copy: str) -> None:
-        """The worker has had the time that it gives itself to register the copy, or to fill the registered copy."""
+        """The worker has had the time that it gives itself to register the copy, or to fill the
+        registered copy.
+        """
         for model, handover in self._under_way(copy):
             self._fail(model, handover)
 
@@ -82,10 +90,13 @@ class Handovers:
                 if copy in ("", handover.copy):
                     yield model, handover
 
-    # ------------------------------------------------------------------------------------------------ consequences
+    # ----------------------------------------------------------------------------------------------
+    # consequences
 
     def settle(self, model: Model) -> None:
-        """Do what the facts ask for: end attempts, drop copies that are not needed, begin attempts."""
+        """Do what the facts ask for: end attempts, drop copies that are not needed, begin
+        attempts.
+        """
         for handover in list(model.handovers.values()):
             self._settle_handover(model, handover)
         for copy in list(model.copies.values()):
@@ -98,7 +109,11 @@ class Handovers:
         copy = self._cluster.members.get(handover.copy)
         if copy is None and (handover.registered or handover.worker.state is WorkerState.LOST):
             self._fail(model, handover)
-        elif copy is not None and copy.holding is not None and self._retentions.is_reliable(copy.holding):
+        elif (
+            copy is not None
+            and copy.holding is not None
+            and self._retentions.is_reliable(copy.holding)
+        ):
             self._forget(model, handover)
         elif not self._counts(model, handover.version):
             self._forget(model, handover)
@@ -108,7 +123,9 @@ class Handovers:
             self._set_deadline(handover)
 
     def _settle_copy(self, model: Model, copy: Member) -> None:
-        """Have a copy dropped if the version is kept without it. The copy asks for its leave like every holder."""
+        """Have a copy dropped if the version is kept without it. The copy asks for its leave like
+        every holder.
+        """
         if copy.dropped or copy.registration in model.handovers:
             return
         holding = copy.holding
@@ -121,7 +138,11 @@ class Handovers:
         if not self._counts(model, copy.version):
             return False
         here = {copy.member.worker.incarnation}
-        here |= {w.holding.member.worker.incarnation for w in model.withdrawals.values() if w.closes and not w.begun}
+        here |= {
+            w.holding.member.worker.incarnation
+            for w in model.withdrawals.values()
+            if w.closes and not w.begun
+        }
 
         def stays(other: Holding) -> bool:
             return (
@@ -136,12 +157,17 @@ class Handovers:
     def _counts(self, model: Model, version: Version) -> bool:
         """Whether it is retained, and not lost."""
         known = model.versions.get(version.number) is version
-        return known and version.number in model.retained() and not self._retentions.is_lost(version)
+        return (
+            known and version.number in model.retained() and not self._retentions.is_lost(version)
+        )
 
-    # ------------------------------------------------------------------------------------------------ what is wanted
+    # ----------------------------------------------------------------------------------------------
+    # what is wanted
 
     def _wanted(self, model: Model) -> Iterator[Wish]:
-        """The copies that are wanted now. (Each of them `_is_needed`: else it would be made and dropped for ever.)"""
+        """The copies that are wanted now. (Each of them `_is_needed`: else it would be made and
+        dropped for ever.)
+        """
         for withdrawal in model.pressing.values():
             if not withdrawal.begun and not withdrawal.abandon:
                 going = withdrawal.holding.member.worker if withdrawal.closes else None
@@ -157,7 +183,9 @@ class Handovers:
                 yield from self._in_background(model, version)
 
     def _in_background(self, model: Model, version: Version) -> Iterator[Wish]:
-        """What one group alone keeps and no other could take over (its own workers copy it); what only spot workers hold."""
+        """What one group alone keeps and no other could take over (its own workers copy it); what
+        only spot workers hold.
+        """
         for shard, holdings in version.holdings.items() if all(version.holdings.values()) else ():
             reliable = filter(self._retentions.may_count, version.holdings.of(shard).steady)
             one = next(reliable, None)
@@ -165,32 +193,43 @@ class Handovers:
                 spot = next((h for h in holdings if h.is_source), None)
                 if spot is not None:
                     yield Wish(spot, going=spot.member.worker)
-            elif one.member.said.purpose is Purpose.USE and all(h.replica is one.replica for h in reliable):
-                others = (group for group in model.steady.values() if group is not one.replica.group)
+            elif one.member.said.purpose is Purpose.USE and all(
+                h.replica is one.replica for h in reliable
+            ):
+                others = (
+                    group for group in model.steady.values() if group is not one.replica.group
+                )
                 if not any(_could_take(group, version) for group in others):
                     yield Wish(one, here=True)
 
-    # --------------------------------------------------------------------------------------------------- attempts
+    # ----------------------------------------------------------------------------------------------
+    # attempts
 
     def _grant(self, model: Model, wish: Wish) -> None:
-        """Begin an attempt, unless an attempt that will do is under way, or no worker can be asked now."""
+        """Begin an attempt, unless an attempt that will do is under way, or no worker can be asked
+        now.
+        """
         holding = wish.holding
         version, shard = holding.version, holding.shard
         if len(model.handovers) >= HANDOVERS_PER_MODEL_MAX or any(
-            (h.version, h.shard) == (version, shard) and h.worker is not wish.going for h in model.handovers.values()
+            (h.version, h.shard) == (version, shard) and h.worker is not wish.going
+            for h in model.handovers.values()
         ):
             return
         worker = self._successor(model, wish)
         if worker is None:
             return
-        handover = Handover(self._cluster.new_id(), version, shard, worker, holding.member.said.nbytes)
+        handover = Handover(
+            self._cluster.new_id(), version, shard, worker, holding.member.said.nbytes
+        )
         model.handovers[handover.copy] = handover
         self._set_deadline(handover)
         self._tell_to_make(handover)
 
     def _successor(self, model: Model, wish: Wish) -> Worker | None:
-        """The worker that makes the copy soonest: the holder's own, else the nearest, else the worker with most room. A
-        worker that could not make the copy comes last, and not before a while has passed.
+        """The worker that makes the copy soonest: the holder's own, else the nearest, else the
+        worker with most room. A worker that could not make the copy comes last, and not before a
+        while has passed.
         """
         holding = wish.holding
         version, shard, near = holding.version, holding.shard, holding.member.worker
@@ -198,7 +237,11 @@ class Handovers:
         have = {copy.worker.incarnation for copy in copies}
         fit: list[tuple[int, bool, int, int, str]] = []
         for worker in (near,) if wish.here else self._cluster.hosts.values():
-            if worker is wish.going or worker.incarnation not in self._cluster.hosts or worker.incarnation in have:
+            if (
+                worker is wish.going
+                or worker.incarnation not in self._cluster.hosts
+                or worker.incarnation in have
+            ):
                 continue
             if worker.spot or worker.state is not WorkerState.LIVE:
                 continue
@@ -214,11 +257,20 @@ class Handovers:
         return self._cluster.hosts[min(fit)[-1]] if fit else None
 
     def _room(self, worker: Worker) -> int:
-        """Bytes of its host memory that are neither taken by a copy nor promised to one. A prefetched copy or a seed gives
-        way, unless it has to stay itself: else two versions would evict one another for ever.
+        """Bytes of its host memory that are neither taken by a copy nor promised to one. A
+        prefetched copy or a seed gives way, unless it has to stay itself: else two versions would
+        evict one another for ever.
         """
-        copies = (m.said.nbytes for m in worker.members.values() if m.said.medium is Medium.HOST and self._keeps_its_room(m))
-        promised = (h.nbytes for _, h in self._under_way() if h.worker is worker and h.copy not in self._cluster.members)
+        copies = (
+            m.said.nbytes
+            for m in worker.members.values()
+            if m.said.medium is Medium.HOST and self._keeps_its_room(m)
+        )
+        promised = (
+            h.nbytes
+            for _, h in self._under_way()
+            if h.worker is worker and h.copy not in self._cluster.members
+        )
         return worker.host_bytes - sum(copies) - sum(promised)
 
     def _keeps_its_room(self, copy: Member) -> bool:
@@ -230,7 +282,10 @@ class Handovers:
         """Another worker is asked, if there is one."""
         version, key = handover.version, (handover.shard, handover.worker.incarnation)
         failures, _ = version.refusals.get(key, (0, 0.0))
-        version.refusals[key] = failures + 1, self._cluster.now + min(RETRY_S_FIRST * 2 ** min(failures, 16), RETRY_S_MAX)
+        version.refusals[key] = (
+            failures + 1,
+            self._cluster.now + min(RETRY_S_FIRST * 2 ** min(failures, 16), RETRY_S_MAX),
+        )
         self._cluster.note(version)
         self._forget(model, handover)
         self._tell_to_drop(handover)
@@ -241,7 +296,9 @@ class Handovers:
         self._cluster.timers.cancel("handover", handover.copy)
 
     def _set_deadline(self, handover: Handover) -> None:
-        self._cluster.timers.set("handover", handover.copy, self._cluster.now + self._cluster.options.op_timeout_s)
+        self._cluster.timers.set(
+            "handover", handover.copy, self._cluster.now + self._cluster.options.op_timeout_s
+        )
 
     def _tell_to_make(self, handover: Handover) -> None:
         order = MakeCopy(handover.copy, handover.version.info, handover.shard)
@@ -258,8 +315,8 @@ class Handovers:
 
 
 def _wants_to_leave(model: Model, holding: Holding) -> bool:
-    """Whether a rank of its replica has asked for its leave (then all of the replica will stop serving), or its group is
-    about to overwrite it.
+    """Whether a rank of its replica has asked for its leave (then all of the replica will stop
+    serving), or its group is about to overwrite it.
     """
     for each in holding.replica.holdings.values():
         withdrawal = model.withdrawals.get(each.member.registration)
@@ -268,7 +325,9 @@ def _wants_to_leave(model: Model, holding: Holding) -> bool:
     operation = holding.member.group.operation
     if operation is None or operation.kind is OpKind.PUBLISH or operation.unchanged:
         return False
-    bound = operation.state is not OperationState.GATHERING and operation.version is not holding.version
+    bound = (
+        operation.state is not OperationState.GATHERING and operation.version is not holding.version
+    )
     return bound or bool(operation.staying)
 
 
@@ -276,5 +335,8 @@ def _could_take(group: Group, version: Version) -> bool:
     """Whether this group could become another reliable holder of all of it."""
     if group.spot or len(group.members) < group.world_size:
         return False
-    used = all(member.said.serves and member.said.purpose is Purpose.USE for member in group.members.values())
+    used = all(
+        member.said.serves and member.said.purpose is Purpose.USE
+        for member in group.members.values()
+    )
     return used and group.name != version.publisher.group and version.is_laid_out_as(group)

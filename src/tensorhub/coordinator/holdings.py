@@ -1,10 +1,13 @@
-"""How the content of a rank's memory begins and ends, and with it the replica of the rank's group; leave requests (R4, R5).
+"""How the content of a rank's memory begins and ends, and with it the replica of the rank's group;
+leave requests (R4, R5).
 
-A leave is granted in one step, once no retained version is lost by it. While the version must stay, the holding serves as
-before, and `handovers` finds a successor. Then the readers of the holding are moved, or have a grace, and the holding ends
-with the last reader. A reader without a connection has no grace: its process may have been killed.
+A leave is granted in one step, once no retained version is lost by it. While the version must stay,
+the holding serves as before, and `handovers` finds a successor. Then the readers of the holding are
+moved, or have a grace, and the holding ends with the last reader. A reader without a connection has
+no grace: its process may have been killed.
 
-Not responsible for what becomes of readers (`readers`), nor for whether a holding must stay (`retention`).
+Not responsible for what becomes of readers (`readers`), nor for whether a holding must stay
+(`retention`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,16 @@ from dataclasses import dataclass
 
 from tensorhub.coordinator import ways
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Member, Model, ReadLease, Replica, Version, Withdrawal, Worker
+from tensorhub.coordinator.entities import (
+    Holding,
+    Member,
+    Model,
+    ReadLease,
+    Replica,
+    Version,
+    Withdrawal,
+    Worker,
+)
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.source_choice import Feeding
@@ -35,9 +47,12 @@ class Holdings:
         holding.layout.add(holding, holding.member.said.nbytes, holding.member.said.chunks)
         self._cluster.reckon(holding)
         member, parts = holding.member, None
-        if not holding.bridges and not holding.layout.manifests.get(holding.shard):  # else it may have other regions
+        # else it may have other regions
+        if not holding.bridges and not holding.layout.manifests.get(holding.shard):
             parts = ways.as_known(member, holding.version, member.said.parts)
-        self._cluster.learn(holding.version, holding.layout, holding.shard, holding.member.said.manifest, parts)
+        self._cluster.learn(
+            holding.version, holding.layout, holding.shard, holding.member.said.manifest, parts
+        )
         holding.member.holding = holding
         if holding.bridges:
             self._feeding.feed(holding)  # it may need nothing
@@ -67,14 +82,20 @@ class Holdings:
     # -- the end
 
     def order_out(self, holding: Holding, reason: str) -> None:
-        """The version is retired: the holding has no readers any more, and its owner is to fence and forget it."""
+        """The version is retired: the holding has no readers any more, and its owner is to fence
+        and forget it.
+        """
         self.leave(holding, reason)
         self._readers.cut_readers(holding, reason, moved=False)
         owner = holding.member
-        self._cluster.tell(owner, Revoked(owner.registration, holding.version.info.content_id, reason))
+        self._cluster.tell(
+            owner, Revoked(owner.registration, holding.version.info.content_id, reason)
+        )
 
     def overwrite(self, holding: Holding) -> None:
-        """Its owner is about to fence and overwrite it (R7): readers are moved or cut, never waited for."""
+        """Its owner is about to fence and overwrite it (R7): readers are moved or cut, never waited
+        for.
+        """
         self.leave(holding, "overwritten")
         self._readers.cut_readers(holding, "the source takes another version", moved=True)
 
@@ -92,7 +113,9 @@ class Holdings:
             self._end(holding)
 
     def lose(self, holding: Holding) -> None:
-        """Its worker is LOST, and may still serve its bytes: readers without another source keep their lease."""
+        """Its worker is LOST, and may still serve its bytes: readers without another source keep
+        their lease.
+        """
         self.leave(holding, "worker lost", on_purpose=False)
         for lease in list(holding.readers.values()):
             if lease.state is LeaseState.FENCING:
@@ -102,15 +125,17 @@ class Holdings:
         self._end(holding, cut=False)
 
     def quarantine(self, holding: Holding) -> None:
-        """The bytes of the holding have changed: it has no readers any more. It stays the holding of its owner until the
-        owner takes it back.
+        """The bytes of the holding have changed: it has no readers any more. It stays the holding
+        of its owner until the owner takes it back.
         """
         holding.trust.quarantined = True
         self.leave(holding, "its bytes have changed", on_purpose=False)
         self._readers.cut_readers(holding, "the source's bytes have changed", moved=True)
 
     def tear(self, holding: Holding) -> None:
-        """The fill of the holding was broken off: it is no source, and its owner changes the generation by itself."""
+        """The fill of the holding was broken off: it is no source, and its owner changes the
+        generation by itself.
+        """
         self.leave(holding, "fill broken off", on_purpose=False)
         self._readers.cut_readers(holding, "the source's own fill was broken off", moved=True)
 
@@ -123,10 +148,13 @@ class Holdings:
         member.group.model.notices.unaware.pop(member.registration, None)
         layout = holding.layout
         if replica.state is ReplicaState.READY and on_purpose:
-            self._cluster.become(replica, ReplicaState.DRAINING, why)  # its other ranks are no sources any more either
+            # its other ranks are no sources any more either
+            self._cluster.become(replica, ReplicaState.DRAINING, why)
         if on_purpose and holding.committed and version.visible and not layout.have_sources():
             layout.abandoned = True
-        if layout.abandoned or (holding.complete and not (layout.are_whole() and layout.have_sources())):
+        if layout.abandoned or (
+            holding.complete and not (layout.are_whole() and layout.have_sources())
+        ):
             self._reconsider_readers(version)
         if holding.bridges:
             self._feeding.feed(holding)
@@ -137,20 +165,27 @@ class Holdings:
         self._cluster.touch(member.group.model)
 
     def _reconsider_readers(self, version: Version) -> None:
-        """Its readers, also those that have not begun, may have to end, or to complete one another."""
+        """Its readers, also those that have not begun, may have to end, or to complete one
+        another.
+        """
         for operation in version.bound.values():
             self._cluster.wake(operation)
 
     def _end(self, holding: Holding, *, cut: bool = True) -> None:
-        """Nothing of it is left: its leases are fenced, and its replica goes with its last holding."""
+        """Nothing of it is left: its leases are fenced, and its replica goes with its last
+        holding.
+        """
         if cut:
             self._readers.cut_readers(holding, "the source is gone", moved=True)
             for lease in list(holding.readers.values()):
                 self._readers.confirm_fenced(lease, "the owner's fence stands")
         if holding in holding.member.leaving:
             holding.member.leaving.remove(holding)
-        if (testimony := holding.version.testimonies.get(holding.shard)) is not None and testimony.publisher is holding:
-            self._cluster.wake_all(holding.version.starving)  # it cannot say its digests any more: the source's count
+        if (
+            testimony := holding.version.testimonies.get(holding.shard)
+        ) is not None and testimony.publisher is holding:
+            # it cannot say its digests any more: the source's count
+            self._cluster.wake_all(holding.version.starving)
         replica = holding.replica
         self._cluster.note(holding.member, replica)
         if replica.holdings.get(holding.rank) is holding:
@@ -162,7 +197,9 @@ class Holdings:
     def new_replica(self, version: Version, member: Member) -> Replica:
         """What this rank's group holds of the version, or will."""
         group = member.group
-        replica = Replica(self._cluster.new_id(), version, group, member.said.medium, member.said.purpose)
+        replica = Replica(
+            self._cluster.new_id(), version, group, member.said.medium, member.said.purpose
+        )
         group.replicas.append(replica)
         return replica
 
@@ -175,7 +212,9 @@ class Holdings:
         return torn
 
     def make_ready(self, replica: Replica, why: str) -> None:
-        """Every shard of it is complete and counts (G4); it is GONE at once if no memory is left by now."""
+        """Every shard of it is complete and counts (G4); it is GONE at once if no memory is left by
+        now.
+        """
         self._cluster.become(replica, ReplicaState.READY, why)
         self.settle_replica(replica)
         self._cluster.touch(replica.group.model)
@@ -199,10 +238,11 @@ class Withdrawals:
     _retentions: Retentions
 
     def restated(self, member: Member, generation: int | None, filling: Holding | None) -> bool:
-        """After a lost connection the rank says under which generation it holds a version. It holds nothing else (R3).
+        """After a lost connection the rank says under which generation it holds a version. It holds
+        nothing else (R3).
 
-        `filling`: the holding that its running operation fills, which the rank does not restate. Returns whether the rank
-        holds or fills anything.
+        `filling`: the holding that its running operation fills, which the rank does not restate.
+        Returns whether the rank holds or fills anything.
         """
         for holding in member.holdings:
             if holding is filling:
@@ -210,9 +250,13 @@ class Withdrawals:
                 continue
             withdrawal = self._of(holding)
             if withdrawal is not None:
-                if withdrawal.session == member.worker.session and generation in (None, holding.generation):
+                if withdrawal.session == member.worker.session and generation in (
+                    None,
+                    holding.generation,
+                ):
                     continue  # the owner waits for our grant, and the memory is open until then
-                self._forget(withdrawal)  # the owner gave its request up, with the connection or at its deadline
+                # the owner gave its request up, with the connection or at its deadline
+                self._forget(withdrawal)
             if holding.generation == generation and (not holding.leaving or filling is not None):
                 self._tell_again(holding)
                 continue
@@ -220,13 +264,17 @@ class Withdrawals:
         return filling is not None or member.holding is not None
 
     def _tell_again(self, holding: Holding) -> None:
-        """Tell the owner again which readers to cut: the first message may have been lost, or its answer."""
+        """Tell the owner again which readers to cut: the first message may have been lost, or its
+        answer.
+        """
         for lease in holding.readers.values():
             if lease.state is LeaseState.FENCING:
                 self._readers.tell_to_cut(lease)
 
     def ask(self, worker: Worker, message: LeaveRequest) -> None:
-        """The owner wants its memory back. New readers are kept out; running ones are moved, or have their grace."""
+        """The owner wants its memory back. New readers are kept out; running ones are moved, or
+        have their grace.
+        """
         member = worker.members.get(message.registration)
         if member is None:
             self._cluster.send(worker.session, LeaveGranted(message.request))
@@ -239,16 +287,26 @@ class Withdrawals:
             deadline = self._cluster.now + message.timeout_s
             session = member.worker.session
             withdrawal = Withdrawal(
-                message.request, member.holding, session, deadline, message.abandon, message.closes, self._cluster.now
+                message.request,
+                member.holding,
+                session,
+                deadline,
+                message.abandon,
+                message.closes,
+                self._cluster.now,
             )
-            model.withdrawals[member.registration] = model.pressing[member.registration] = withdrawal
+            model.withdrawals[member.registration] = model.pressing[member.registration] = (
+                withdrawal
+            )
             self._cluster.timers.set("withdrawal", member.registration, deadline)
             self._cluster.touch(model)
 
     def due(self, registration: str) -> None:
         """Its deadline, or its readers' grace, is over."""
         member = self._cluster.members.get(registration)
-        withdrawal = member.group.model.withdrawals.get(registration) if member is not None else None
+        withdrawal = (
+            member.group.model.withdrawals.get(registration) if member is not None else None
+        )
         if member is None or withdrawal is None:
             return
         if withdrawal.begun:
@@ -256,7 +314,9 @@ class Withdrawals:
             return
         self._forget(withdrawal)
         member.drop(False)
-        alone = next(self._retentions.alone(withdrawal.holding, _going(withdrawal)), withdrawal.holding)
+        alone = next(
+            self._retentions.alone(withdrawal.holding, _going(withdrawal)), withdrawal.holding
+        )
         error = self._retentions.refusal(alone)
         self._cluster.answer(member.worker.session, withdrawal.request, error)
         self._cluster.touch(member.group.model)  # it stays: perhaps no copy is needed any more
@@ -268,8 +328,8 @@ class Withdrawals:
             self._forget(withdrawal)
 
     def settle(self, model: Model) -> None:
-        """Look at requests again: there may be another holder now, or the last reader may have ended. Very many may wait for
-        their readers: they are not looked at.
+        """Look at requests again: there may be another holder now, or the last reader may have
+        ended. Very many may wait for their readers: they are not looked at.
         """
         for registration, withdrawal in list(model.pressing.items()):
             self._settle_one(withdrawal)
@@ -277,7 +337,9 @@ class Withdrawals:
                 model.pressing.pop(registration, None)
 
     def _settle_one(self, withdrawal: Withdrawal) -> None:
-        """While its version would be lost, it serves as before. Then it takes no readers, and goes with the last."""
+        """While its version would be lost, it serves as before. Then it takes no readers, and goes
+        with the last.
+        """
         holding = withdrawal.holding
         if not withdrawal.begun:
             waits = not (withdrawal.abandon or holding.leaving)
@@ -303,14 +365,20 @@ class Withdrawals:
                 self._readers.move(lease)
 
     def readers_away(self, worker: Worker) -> None:
-        """Its connection has ended. Most often its process has, too: no owner waits for what it reads."""
-        for lease in [lease for member in worker.members.values() for lease in member.reads.values()]:
+        """Its connection has ended. Most often its process has, too: no owner waits for what it
+        reads.
+        """
+        for lease in [
+            lease for member in worker.members.values() for lease in member.reads.values()
+        ]:
             withdrawal = self._of(lease.holding)
             if withdrawal is not None and withdrawal.begun:
                 self._cut_away(lease)
 
     def _cut_away(self, lease: ReadLease) -> None:
-        """A reader without a connection cannot be told to read elsewhere. When it is back, it gets another source."""
+        """A reader without a connection cannot be told to read elsewhere. When it is back, it gets
+        another source.
+        """
         if lease.state is LeaseState.ACTIVE:
             self._readers.cut(lease, "the source leaves, and its reader is away")
 

@@ -1,12 +1,14 @@
-"""What always holds between two steps of a coordinator: the promises that the comments in `entities` make.
+"""What always holds between two steps of a coordinator: the promises that the comments in
+`entities` make.
 
-`check` looks at everything. `check_noted` looks at the entities that the last step has noted as changed (`Cluster.noted`)
-and at their neighbours, so that it costs as much as the step. Each promise is checked for one entity, by looking at that
-entity and at the entities that it names. A reference in both directions is checked from both sides, so that it does not
-matter which of the two entities was noted.
+`check` looks at everything. `check_noted` looks at the entities that the last step has noted as
+changed (`Cluster.noted`) and at their neighbours, so that it costs as much as the step. Each
+promise is checked for one entity, by looking at that entity and at the entities that it names. A
+reference in both directions is checked from both sides, so that it does not matter which of the two
+entities was noted.
 
-`check_counts` compares the counters by which bounds are kept (`limits`) with a count of everything. It is no part of
-`check`, since `check_noted` must find whatever `check` finds.
+`check_counts` compares the counters by which bounds are kept (`limits`) with a count of everything.
+It is no part of `check`, since `check_noted` must find whatever `check` finds.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ def check(cluster: Cluster) -> None:
 
 
 def check_noted(cluster: Cluster) -> None:
-    """`check` for the entities that the last step has noted. An entity that is forgotten by now must be forgotten
-    everywhere.
+    """`check` for the entities that the last step has noted. An entity that is forgotten by now
+    must be forgotten everywhere.
     """
     for about in with_neighbours(cluster.noted):
         match about:
@@ -109,7 +111,8 @@ def with_neighbours(noted: Iterable[Noted]) -> dict[Noted, None]:
             case Operation():
                 found[about.group] = None
                 for part in about.parts.values():
-                    if part.bridges and part.member.holding is not None:  # what it lacks decides whether that is filled
+                    # what it lacks decides whether that is filled
+                    if part.bridges and part.member.holding is not None:
                         found[part.member] = None
             case _:
                 pass
@@ -119,7 +122,11 @@ def with_neighbours(noted: Iterable[Noted]) -> dict[Noted, None]:
 def _worker(cluster: Cluster, worker: Worker) -> None:
     incarnation = worker.incarnation
     if cluster.workers.get(incarnation) is not worker:
-        demand(worker.state is WorkerState.LOST and not worker.members, "only lost workers are forgotten", worker)
+        demand(
+            worker.state is WorkerState.LOST and not worker.members,
+            "only lost workers are forgotten",
+            worker,
+        )
         return
     demand(worker.state is not WorkerState.LOST, "lost workers are forgotten", worker)
     demand(incarnation not in cluster.lost, "a lost incarnation never comes back", worker)
@@ -128,11 +135,23 @@ def _worker(cluster: Cluster, worker: Worker) -> None:
         demand(worker.state is WorkerState.SUSPECT, "a live worker is connected", worker)
     else:
         session = cluster.sessions.get(worker.session)
-        demand(session is not None and session.worker is worker, "a worker's session is its own", worker)
-    demand(not (worker.read_only and worker.host_bytes), "a read-only worker lends no memory", worker)
+        demand(
+            session is not None and session.worker is worker,
+            "a worker's session is its own",
+            worker,
+        )
+    demand(
+        not (worker.read_only and worker.host_bytes), "a read-only worker lends no memory", worker
+    )
     for registration, member in worker.members.items():
-        demand(not (worker.read_only and member.said.serves), "a read-only worker serves nobody", member)
-        demand(cluster.members.get(registration) is member, "a worker's members are members", member)
+        demand(
+            not (worker.read_only and member.said.serves),
+            "a read-only worker serves nobody",
+            member,
+        )
+        demand(
+            cluster.members.get(registration) is member, "a worker's members are members", member
+        )
         demand(member.worker is worker, "a member belongs to its worker", member)
         if member.holding is not None:
             _ordered(member.holding)
@@ -142,22 +161,35 @@ def _worker(cluster: Cluster, worker: Worker) -> None:
 
 def _yields(lease: ReadLease) -> None:
     is_known = lease.yields == yields(lease.part, lease.holding)
-    demand(is_known or lease.state is not LeaseState.ACTIVE, "a reader that yields is known to", lease)
+    demand(
+        is_known or lease.state is not LeaseState.ACTIVE, "a reader that yields is known to", lease
+    )
 
 
 def _member(cluster: Cluster, member: Member) -> None:
     group, registration = member.group, member.registration
     if cluster.members.get(registration) is not member:
-        elsewhere = member.worker.members.get(registration) is member or group.members.get(member.rank) is member
-        demand(not elsewhere and member.holding is None, "who is no member any more is forgotten everywhere", member)
+        elsewhere = (
+            member.worker.members.get(registration) is member
+            or group.members.get(member.rank) is member
+        )
+        demand(
+            not elsewhere and member.holding is None,
+            "who is no member any more is forgotten everywhere",
+            member,
+        )
         return
-    demand(member.worker.members.get(registration) is member, "a member belongs to its worker", member)
+    demand(
+        member.worker.members.get(registration) is member, "a member belongs to its worker", member
+    )
     demand(group.members.get(member.rank) is member, "a member belongs to its group", member)
     demand(group.model.groups.get(group.name) is group, "a member's group exists", member)
     if member.holding is not None:
         version = member.holding.version
         known = any(member.holding.layout is layout for layout in version.layouts)
-        demand(known and member.holding in member.holding.peers, "what is held is a candidate", member)
+        demand(
+            known and member.holding in member.holding.peers, "what is held is a candidate", member
+        )
         _candidate(cluster, version, member.holding.layout, member.shard, member.holding)
         _held(member, member.holding)
     for holding in member.leaving:
@@ -167,7 +199,11 @@ def _member(cluster: Cluster, member: Member) -> None:
     for ident, lease in member.reads.items():
         demand(cluster.leases.get(ident) is lease, "ended leases are forgotten", lease)
     is_copy = group.model.copies.get(registration) is member
-    demand(is_copy == (member.said.purpose is Purpose.RETENTION), "copies that retain a version are known", member)
+    demand(
+        is_copy == (member.said.purpose is Purpose.RETENTION),
+        "copies that retain a version are known",
+        member,
+    )
     withdrawal = group.model.withdrawals.get(registration)
     if withdrawal is not None:
         _withdrawal(cluster, group.model, withdrawal)
@@ -177,41 +213,81 @@ def _is_fed(holding: Holding) -> bool:
     """Whether the holding is complete, or its chain of sources ends at a complete holding."""
     todo, seen = [holding], {holding: None}
     while todo:
-        further = [lease.holding for lease in todo.pop().fillers if not lease.dropping and lease.holding not in seen]
+        further = [
+            lease.holding
+            for lease in todo.pop().fillers
+            if not lease.dropping and lease.holding not in seen
+        ]
         seen.update(dict.fromkeys(further))
         todo.extend(further)
     fed = {each for each in seen if each.verified}
-    while more := [each for each in seen if each not in fed and is_filled_by(each, fed.__contains__)]:
+    while more := [
+        each for each in seen if each not in fed and is_filled_by(each, fed.__contains__)
+    ]:
         fed.update(more)
     return holding in fed
 
 
 def _held(member: Member, holding: Holding) -> None:
-    demand(holding.version.info.model == member.group.model.name, "a model's versions are its own", holding)
+    demand(
+        holding.version.info.model == member.group.model.name,
+        "a model's versions are its own",
+        holding,
+    )
     demand(holding.verified or not holding.complete, "what is complete is verified", holding)
     demand(holding.is_fed == _is_fed(holding), "what is filled is known to be", holding)
     demand(holding.member is member, "a holding is one member's", holding)
-    readers = [lease.part.member.worker for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE]
-    demand(holding.traffic.active_readers == len(readers), "a source's readers are counted", holding)
-    yielding = sum(lease.yields for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE)
-    demand(holding.traffic.yielding == yielding, "a source's readers that yield are counted", holding)
+    readers = [
+        lease.part.member.worker
+        for lease in holding.readers.values()
+        if lease.state is LeaseState.ACTIVE
+    ]
+    demand(
+        holding.traffic.active_readers == len(readers), "a source's readers are counted", holding
+    )
+    yielding = sum(
+        lease.yields for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE
+    )
+    demand(
+        holding.traffic.yielding == yielding, "a source's readers that yield are counted", holding
+    )
     for ident, lease in holding.readers.items():
-        demand(lease.id == ident and lease.holding is holding, "a source's leases are on itself", lease)
-        demand(lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease)
+        demand(
+            lease.id == ident and lease.holding is holding, "a source's leases are on itself", lease
+        )
+        demand(
+            lease.state in (LeaseState.ACTIVE, LeaseState.FENCING),
+            "ended leases are forgotten",
+            lease,
+        )
 
 
 def _model(cluster: Cluster, model: Model) -> None:
     visible = [v.number for v in model.versions.values() if v.visible]
-    demand(not visible or (model.mark or 0) >= max(visible), "no version above the mark is visible", model.name)
-    demand(all(v.lineage <= model.history.lineage for v in model.versions.values()), "lineages only grow", model.name)
+    demand(
+        not visible or (model.mark or 0) >= max(visible),
+        "no version above the mark is visible",
+        model.name,
+    )
+    demand(
+        all(v.lineage <= model.history.lineage for v in model.versions.values()),
+        "lineages only grow",
+        model.name,
+    )
     contents = [v.info.content_id for v in model.versions.values()]
-    demand(len(set(contents)) == len(contents), "two publications never share a content id", model.name)
+    demand(
+        len(set(contents)) == len(contents), "two publications never share a content id", model.name
+    )
     retained = model.retained()
     for number, version in model.versions.items():
         demand(version.number == number, "a version is filed under its number", version)
         _retained(version, retained)
     for registration, member in model.notices.unaware.items():
-        waited_for = member.holding is not None and not member.holding.kept and member.registration == registration
+        waited_for = (
+            member.holding is not None
+            and not member.holding.kept
+            and member.registration == registration
+        )
         demand(waited_for, "only who has to acknowledge is waited for", member)
     for registration, copy in model.copies.items():
         demand(copy.registration == registration, "copies are filed by registration", copy)
@@ -219,27 +295,48 @@ def _model(cluster: Cluster, model: Model) -> None:
     for ident, handover in model.handovers.items():
         demand(handover.copy == ident, "handovers are filed by their copy", model.name)
         demand(("handover", ident) in cluster.timers, "a handover ends", model.name)
-        demand(handover.registered == (ident in model.copies), "a handover knows its copy", model.name)
+        demand(
+            handover.registered == (ident in model.copies), "a handover knows its copy", model.name
+        )
     for pin in model.pins.values():
         pinned = model.versions.get(pin.number)
-        demand(pinned is not None and pinned.info.content_id == pin.content_id, "pinned versions are known", pin)
+        demand(
+            pinned is not None and pinned.info.content_id == pin.content_id,
+            "pinned versions are known",
+            pin,
+        )
         demand(pin.incarnation not in cluster.lost, "a lost worker's pins end with it", pin)
     for registration, withdrawal in model.withdrawals.items():
-        demand(withdrawal.holding.member.registration == registration, "withdrawals are filed by registration", withdrawal)
+        demand(
+            withdrawal.holding.member.registration == registration,
+            "withdrawals are filed by registration",
+            withdrawal,
+        )
         _withdrawal(cluster, model, withdrawal)
 
 
 def _version(cluster: Cluster, version: Version) -> None:
     model = cluster.models.get(version.info.model)
     if model is None or model.versions.get(version.number) is not version:
-        gone = version.state not in KEPT and not any(layout.has_holders for layout in version.layouts)
+        gone = version.state not in KEPT and not any(
+            layout.has_holders for layout in version.layouts
+        )
         demand(gone, "only discarded and retired versions are forgotten", version)
-        demand(not version.bound, "no operation is bound to a version that is no more", version)  # R2
+        # R2
+        demand(not version.bound, "no operation is bound to a version that is no more", version)
         return
     demand(version.state in KEPT, "discarded and retired versions are forgotten", version)
     for operation in version.bound.values():
-        demand(operation.version is version and not operation.decided, "what is bound to it is undecided", operation)
-    demand(not version.visible or version.number <= (model.mark or 0), "no version above the mark is visible", version)
+        demand(
+            operation.version is version and not operation.decided,
+            "what is bound to it is undecided",
+            operation,
+        )
+    demand(
+        not version.visible or version.number <= (model.mark or 0),
+        "no version above the mark is visible",
+        version,
+    )
     demand(version.lineage <= model.history.lineage, "lineages only grow", version)
     if version.state is VersionState.STAGED:
         _staged(cluster, model, version)
@@ -252,9 +349,15 @@ def _version(cluster: Cluster, version: Version) -> None:
     )
     shards = [*range(version.info.world_size)]
     staged = version.state is VersionState.STAGED and not version.holdings
-    demand(staged or [*version.holdings] == shards, "a version has each of its shards, once all ranks published", version)
+    demand(
+        staged or [*version.holdings] == shards,
+        "a version has each of its shards, once all ranks published",
+        version,
+    )
     _retained(version, model.retained())
-    demand(version.holdings.layout_id == version.layout_id, "what is published has a layout", version)
+    demand(
+        version.holdings.layout_id == version.layout_id, "what is published has a layout", version
+    )
     demand(not (staged and version.others), "nobody holds what is not published", version)
     for layout in version.layouts:
         for shard, there in layout.items():
@@ -272,10 +375,18 @@ def _version(cluster: Cluster, version: Version) -> None:
     used = layouts_used(version)
     for key, layout in version.others.items():
         demand(layout.layout_id == key, "layouts are filed by their ids", layout)
-        demand(id(layout) in used, "a layout in which nobody holds or fills a version is forgotten", layout)
+        demand(
+            id(layout) in used,
+            "a layout in which nobody holds or fills a version is forgotten",
+            layout,
+        )
         demand(layout.manifests.keys() <= layout.keys(), "manifests are of shards", layout)
         lie = (layout.parts.get(shard) for shard in layout if layout[shard])
-        demand(all(lie) or not version.is_kept, "where a shard lies is known of who holds it in another layout", layout)
+        demand(
+            all(lie) or not version.is_kept,
+            "where a shard lies is known of who holds it in another layout",
+            layout,
+        )
 
 
 def _staged(cluster: Cluster, model: Model, version: Version) -> None:
@@ -295,13 +406,23 @@ def _available(version: Version) -> None:
     demand(not left, "nobody has left for good what is held", version)  # R12
 
 
-def _candidate(cluster: Cluster, version: Version, layout: LayoutHoldings[Holding], shard: int, holding: Holding) -> None:
+def _candidate(
+    cluster: Cluster,
+    version: Version,
+    layout: LayoutHoldings[Holding],
+    shard: int,
+    holding: Holding,
+) -> None:
     filed = holding.version is version and holding.layout is layout and holding.shard == shard
     demand(filed, "a holding is filed under its version and layout", holding)
     demand(not holding.leaving, "a leaving holding is no candidate", holding)
     demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
     demand(holding.member.holding is holding, "a holding is what its member holds", holding)
-    demand(cluster.members.get(holding.member.registration) is holding.member, "holders are members", holding)
+    demand(
+        cluster.members.get(holding.member.registration) is holding.member,
+        "holders are members",
+        holding,
+    )
     demand(holding.replica.state in LIVING, "torn and gone replicas have no candidates", holding)
     _ordered(holding)
     _told(holding)
@@ -310,9 +431,17 @@ def _candidate(cluster: Cluster, version: Version, layout: LayoutHoldings[Holdin
 def _counted(version: Version, there: Holders[Holding]) -> None:
     """The counts of a shard equal a count of all its holdings."""
     kept = (there.complete, there.sources, there.live_sources)
-    counts = tuple(map(sum, zip(*(holding.counted.counts for holding in there), strict=True))) or (0, 0, 0)
+    counts = tuple(map(sum, zip(*(holding.counted.counts for holding in there), strict=True))) or (
+        0,
+        0,
+        0,
+    )
     demand(kept == counts, f"a shard's holdings are counted: {kept}, {counts}", version)
-    demand(all(holding in there for holding in there.steady), "only those who are there are known", version)
+    demand(
+        all(holding in there for holding in there.steady),
+        "only those who are there are known",
+        version,
+    )
 
 
 def _ordered(holding: Holding) -> None:
@@ -321,7 +450,12 @@ def _ordered(holding: Holding) -> None:
     there = holding.peers
     kept = there.counted(holding)
     demand(kept == (now.counts, of_fed, of_stranded), "sources are kept in order", holding)
-    demand((holding in there.steady) == holding.is_steady, "sources that are not spot are known", holding)  # R4
+    # R4
+    demand(
+        (holding in there.steady) == holding.is_steady,
+        "sources that are not spot are known",
+        holding,
+    )
 
 
 def _retained(version: Version, retained: Collection[int]) -> None:
@@ -334,22 +468,39 @@ def _told(holding: Holding) -> None:
     keep = holding.committed and holding.version.retained and not holding.member.group.spot
     keep = keep and not holding.bridges
     model, registration = holding.member.group.model, holding.member.registration
-    demand(holding.told == keep or holding in model.notices.queue, "who must not leave at will was told so", holding)  # R4
+    # R4
+    demand(
+        holding.told == keep or holding in model.notices.queue,
+        "who must not leave at will was told so",
+        holding,
+    )
     unaware = registration in model.notices.unaware
     demand(unaware != holding.kept, "whose acknowledgement is waited for is known", holding)  # R4
 
 
 def _copy(cluster: Cluster, model: Model, member: Member) -> None:
     registered = cluster.members.get(member.registration) is member and member.group.model is model
-    demand(registered and member.said.purpose is Purpose.RETENTION, "copies are members that retain a version", member)
+    demand(
+        registered and member.said.purpose is Purpose.RETENTION,
+        "copies are members that retain a version",
+        member,
+    )
 
 
 def _group(cluster: Cluster, group: Group) -> None:
     if group.model.groups.get(group.name) is not group:
         demand(not group.members, "a group with members exists", group.name)
-        demand(group.model.serving.get(group.name) is not group, "one that is gone serves nobody", group.name)
+        demand(
+            group.model.serving.get(group.name) is not group,
+            "one that is gone serves nobody",
+            group.name,
+        )
     steady = not group.spot and group.model.serving.get(group.name) is group
-    demand((group.model.steady.get(group.name) is group) == steady, "groups that are not spot are known", group.name)
+    demand(
+        (group.model.steady.get(group.name) is group) == steady,
+        "groups that are not spot are known",
+        group.name,
+    )
     demand(
         group.spot == any(member.said.spot for member in group.members.values()),
         "a group with a spot rank is spot",
@@ -360,7 +511,11 @@ def _group(cluster: Cluster, group: Group) -> None:
         demand(serving, "groups whose memory serves others are known", member)
         demand(member.rank == rank and rank < group.world_size, "ranks are in range", member)
         demand(member.group is group, "a member belongs to its group", member)
-        demand(cluster.members.get(member.registration) is member, "a group's members are members", member)
+        demand(
+            cluster.members.get(member.registration) is member,
+            "a group's members are members",
+            member,
+        )
         if member.holding is not None:
             _told(member.holding)
     demand(group not in cluster.renumbered, "ranks are told their epoch", group.name)
@@ -376,18 +531,30 @@ def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
     version = replica.version
     demand(replica.group is group, "a replica is its group's", replica)
     demand(replica.state is not ReplicaState.GONE, "gone replicas are forgotten", replica)
-    demand(bool(replica.holdings) or replica.state is ReplicaState.TORN, "a replica has memory", replica)
+    demand(
+        bool(replica.holdings) or replica.state is ReplicaState.TORN,
+        "a replica has memory",
+        replica,
+    )
     drains = replica.state is ReplicaState.DRAINING
-    demand(not (drains and replica.is_whole), "a replica that nobody leaves serves again", replica)  # G7
+    # G7
+    demand(not (drains and replica.is_whole), "a replica that nobody leaves serves again", replica)
     if version.visible:
         _available(version)
     for rank, holding in replica.holdings.items():
         demand(holding.rank == rank, "a replica's holdings are filed by rank", replica)
         demand(holding.replica is replica, "a holding is one replica's", holding)
-        demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
+        demand(
+            holding.complete or not holding.committed, "committed holdings are complete", holding
+        )
         if replica.state is ReplicaState.READY:
             demand(holding.committed, "a ready replica's holdings are committed", replica)  # G4
-        demand(holding.leaving or not holding.trust.quarantined, "what is quarantined is no source", holding)  # R8
+        # R8
+        demand(
+            holding.leaving or not holding.trust.quarantined,
+            "what is quarantined is no source",
+            holding,
+        )
         if not holding.leaving:
             demand(replica.state in LIVING, "torn and gone replicas have no candidates", holding)
             demand(holding.member.holding is holding, "a holding is what its member holds", holding)
@@ -397,8 +564,16 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     group, parts = operation.group, operation.parts.values()
     recorded = operation.record is not None and cluster.records.get(operation.record) is operation
     if operation.decided:
-        demand(group.operation is not operation and not recorded, "a decided operation is over", operation)
-        demand(not any(part.leases for part in parts), "nobody reads for a decided operation", operation)
+        demand(
+            group.operation is not operation and not recorded,
+            "a decided operation is over",
+            operation,
+        )
+        demand(
+            not any(part.leases for part in parts),
+            "nobody reads for a decided operation",
+            operation,
+        )
         return
     demand(group.operation is operation, "an undecided operation is its group's", operation)
     demand(operation.key not in group.decided, "no operation is decided twice", operation)
@@ -411,30 +586,62 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     demand(bound, "a version knows the operations that are bound to it", operation)
     if operation.state is OperationState.PREPARED:
         demand(all_voted, "prepared means that every rank voted", operation)
-        demand(recorded and version is not None, "a prepared operation is bound, and being recorded", operation)
+        demand(
+            recorded and version is not None,
+            "a prepared operation is bound, and being recorded",
+            operation,
+        )
     else:
         timed = ("operation", operation.name) in cluster.timers
         demand(timed or all_voted, "every wait ends", operation)
     running = operation.state is OperationState.RUNNING
     if running:
-        demand(operation.version is not None and operation.gathered, "running means bound and gathered", operation)
-    demand(not operation.writing or operation.covers or not must_cover(operation), "who writes reads everything", operation)
+        demand(
+            operation.version is not None and operation.gathered,
+            "running means bound and gathered",
+            operation,
+        )
+    demand(
+        not operation.writing or operation.covers or not must_cover(operation),
+        "who writes reads everything",
+        operation,
+    )
     staged = operation.version is not None and operation.version.state is VersionState.STAGED
-    demand(staged == (operation.kind is OpKind.PUBLISH), "a publish stages a version, others take a visible one", operation)
+    demand(
+        staged == (operation.kind is OpKind.PUBLISH),
+        "a publish stages a version, others take a visible one",
+        operation,
+    )
     if not cluster.is_woken(operation):  # it will be looked at
         filed = [id(each) for each in operation.filed_in]
         demand(filed == [id(each) for each in waits_in(operation)], WAITS, operation)  # G7
-        demand(all(each.get(operation.key) is operation for each in operation.filed_in), WAITS, operation)  # G7
+        # G7
+        demand(
+            all(each.get(operation.key) is operation for each in operation.filed_in),
+            WAITS,
+            operation,
+        )
     for rank, part in operation.parts.items():
-        demand(part.operation is operation and part.rank == rank, "a part is its operation's, filed by rank", operation)
+        demand(
+            part.operation is operation and part.rank == rank,
+            "a part is its operation's, filed by rank",
+            operation,
+        )
         if part.member.holding is not None:
             _ordered(part.member.holding)
         for lease in part.leases.values():
-            demand(lease.state is LeaseState.ACTIVE and lease.part is part, "a part's leases are active", lease)
+            demand(
+                lease.state is LeaseState.ACTIVE and lease.part is part,
+                "a part's leases are active",
+                lease,
+            )
             _yields(lease)
             demand(part.reads, "who has voted reads no more", lease)
             demand(running, "only running operations read", lease)
-            demand(lease.holding.version is operation.version, "a lease is of the bound version", lease)  # G4
+            # G4
+            demand(
+                lease.holding.version is operation.version, "a lease is of the bound version", lease
+            )
         is_one = part.bridges or sum(map(lasts, part.leases.values())) < 2
         demand(is_one, "a reader has one source that brings everything", operation)
 
@@ -442,15 +649,27 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
 def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
     holding = withdrawal.holding
     demand(not withdrawal.granted, "granted withdrawals are over", holding)
-    demand(("withdrawal", holding.member.registration) in cluster.timers, "a withdrawal ends", holding)
+    demand(
+        ("withdrawal", holding.member.registration) in cluster.timers, "a withdrawal ends", holding
+    )
     if withdrawal.begun:
-        demand(holding.leaving and holding.traffic.active_readers > 0, "a withdrawal waits for readers", holding)
+        demand(
+            holding.leaving and holding.traffic.active_readers > 0,
+            "a withdrawal waits for readers",
+            holding,
+        )
     else:
         pressing = model.pressing.get(holding.member.registration) is withdrawal
         demand(pressing, "who waits for another holder is looked at", holding)  # G7
         retained = holding.version.number in model.retained()
-        waits = retained or withdrawal.closes  # a closing handle may wait for the copies of its worker
-        demand(not holding.leaving and waits, "who waits to leave a retained version serves on", holding)  # G5
+        # a closing handle may wait for the copies of its worker
+        waits = retained or withdrawal.closes
+        # G5
+        demand(
+            not holding.leaving and waits,
+            "who waits to leave a retained version serves on",
+            holding,
+        )
 
 
 def _lease(cluster: Cluster, lease: ReadLease) -> None:
@@ -460,13 +679,26 @@ def _lease(cluster: Cluster, lease: ReadLease) -> None:
     if withdrawal is not None and withdrawal.holding is holding:
         _withdrawal(cluster, model, withdrawal)
     if cluster.leases.get(lease.id) is not lease:
-        demand(lease.state in (LeaseState.FENCED, LeaseState.RELEASED), "only ended leases are forgotten", lease)
-        indexes = (holding.readers, holding.member.group.model.leases, part.leases, part.member.reads)
+        demand(
+            lease.state in (LeaseState.FENCED, LeaseState.RELEASED),
+            "only ended leases are forgotten",
+            lease,
+        )
+        indexes = (
+            holding.readers,
+            holding.member.group.model.leases,
+            part.leases,
+            part.member.reads,
+        )
         demand(not any(lease.id in each for each in indexes), "ended leases are forgotten", lease)
         return
-    demand(lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease)
+    demand(
+        lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease
+    )
     demand(holding.readers.get(lease.id) is lease, "a source knows its leases", lease)
-    demand(holding.member.group.model.leases.get(lease.id) is lease, "a model knows its leases", lease)
+    demand(
+        holding.member.group.model.leases.get(lease.id) is lease, "a model knows its leases", lease
+    )
     if lease.state is LeaseState.ACTIVE:
         operation = part.operation
         known = part.leases.get(lease.id) is lease and part.member.reads.get(lease.id) is lease
@@ -480,9 +712,9 @@ def _lease(cluster: Cluster, lease: ReadLease) -> None:
 
 
 def _cyclic(start: Holding) -> bool:
-    """Whether the holding is filled from itself. By partial copies it may be: an owner that lacks a chunk says so, and
-    delays no reader that could have the chunk elsewhere, so that no chunk waits for itself. Through every other lease a
-    reader must get everything.
+    """Whether the holding is filled from itself. By partial copies it may be: an owner that lacks a
+    chunk says so, and delays no reader that could have the chunk elsewhere, so that no chunk waits
+    for itself. Through every other lease a reader must get everything.
     """
     todo, seen = [start], {id(start)}
     while todo:
@@ -508,31 +740,66 @@ def check_counts(cluster: Cluster) -> None:
         for member in cluster.members.values()
         for blob in (member.said.manifest, member.begun, *member.said.parts, *member.arranged)
     ]
-    for version in (version for model in cluster.models.values() for version in model.versions.values()):
+    for version in (
+        version for model in cluster.models.values() for version in model.versions.values()
+    ):
         for layout in version.layouts:
             kept += [*layout.manifests.values(), *chain(*layout.parts.values())]
             kept += [layout.description]
             is_of_known = layout.stored or layout.parts.keys() <= layout.manifests.keys()
             demand(is_of_known, "parts are of known manifests, or durable", version)
         needed = selections_needed(version)
-        demand(version.selections.keys() <= needed, "only selections that somebody needs are known", version)
+        demand(
+            version.selections.keys() <= needed,
+            "only selections that somebody needs are known",
+            version,
+        )
         named = all(
-            layout.described_as == (id_of(layout.description) if layout.description else "") for layout in version.layouts
+            layout.described_as == (id_of(layout.description) if layout.description else "")
+            for layout in version.layouts
         )
         demand(named, "layouts are found by their descriptions", version)
-    demand(cluster.manifests.nbytes == sum(map(len, set(kept))), "manifests are counted", cluster.manifests)
+    demand(
+        cluster.manifests.nbytes == sum(map(len, set(kept))),
+        "manifests are counted",
+        cluster.manifests,
+    )
     list_bytes = sum(testimony.nbytes for testimony in cluster.testimonies)
     demand(cluster.list_bytes == list_bytes, "lists of digests are counted", cluster.list_bytes)
     versions = [version for model in cluster.models.values() for version in model.versions.values()]
-    demand(cluster.selections == sum(len(v.selections) for v in versions), "selections are counted", cluster.selections)
+    demand(
+        cluster.selections == sum(len(v.selections) for v in versions),
+        "selections are counted",
+        cluster.selections,
+    )
     for worker in cluster.workers.values():
-        nbytes = sum(sum(map(len, (m.said.manifest, m.begun, *m.said.parts, *m.arranged))) for m in worker.members.values())
-        demand(cluster.manifest_bytes[worker.incarnation] == nbytes, "a worker's manifests are counted", worker)
-    demand(cluster.manifest_bytes.keys() <= cluster.workers.keys(), "only of those who are there", cluster.manifest_bytes)
-    demand(cluster.model_names == sorted(cluster.models), "models are known by name", cluster.model_names)
-    operations = {operation.name: operation for operation in (*cluster.operations(), *cluster.records.values())}
+        nbytes = sum(
+            sum(map(len, (m.said.manifest, m.begun, *m.said.parts, *m.arranged)))
+            for m in worker.members.values()
+        )
+        demand(
+            cluster.manifest_bytes[worker.incarnation] == nbytes,
+            "a worker's manifests are counted",
+            worker,
+        )
+    demand(
+        cluster.manifest_bytes.keys() <= cluster.workers.keys(),
+        "only of those who are there",
+        cluster.manifest_bytes,
+    )
+    demand(
+        cluster.model_names == sorted(cluster.models),
+        "models are known by name",
+        cluster.model_names,
+    )
+    operations = {
+        operation.name: operation
+        for operation in (*cluster.operations(), *cluster.records.values())
+    }
     demand(cluster.undecided == operations, "operations are known by key", cluster.undecided)
-    pins = Counter(pin.incarnation for model in cluster.models.values() for pin in model.pins.values())
+    pins = Counter(
+        pin.incarnation for model in cluster.models.values() for pin in model.pins.values()
+    )
     demand(cluster.pins == pins, "pins are counted", cluster.pins)
     waiting = [
         *cluster.pending_writes.values(),
@@ -540,23 +807,45 @@ def check_counts(cluster: Cluster) -> None:
     ]
     writes = Counter(write.session for write in waiting if not isinstance(write.message, Rollback))
     for session in cluster.sessions.values():
-        demand(session.pending_writes == writes[session.number], "what a session has asked for is counted", session)
-        watched = {name for name, sessions in cluster.watchers.items() if session.number in sessions}
+        demand(
+            session.pending_writes == writes[session.number],
+            "what a session has asked for is counted",
+            session,
+        )
+        watched = {
+            name for name, sessions in cluster.watchers.items() if session.number in sessions
+        }
         demand(session.watched == watched, "what a session watches is known", session)
     demand(all(cluster.watchers.values()), "what nobody watches is forgotten", cluster.watchers)
     total = sum(map(len, cluster.watchers.values()))
-    demand(cluster.watched == total == sum(len(s.watched) for s in cluster.sessions.values()), "watches are counted", total)
+    demand(
+        cluster.watched == total == sum(len(s.watched) for s in cluster.sessions.values()),
+        "watches are counted",
+        total,
+    )
     read_only = cluster.read_only
     sessions = {session for session in cluster.sessions.values() if session.read_only}
     demand(read_only.sessions.keys() == sessions, "read-only sessions are known", read_only)
-    demand(read_only.watches == sum(len(s.watched) for s in sessions), "their watches are counted", read_only)
+    demand(
+        read_only.watches == sum(len(s.watched) for s in sessions),
+        "their watches are counted",
+        read_only,
+    )
     registrations = sum(member.worker.read_only for member in cluster.members.values())
     demand(read_only.registrations == registrations, "their registrations are counted", read_only)
-    away = {worker for worker in cluster.workers.values() if worker.read_only and worker.session is None}
-    demand(read_only.away.keys() == away, "read-only workers without a session are known", read_only)
-    patches = Counter(
-        lease.holding.peers for lease in cluster.leases.values() if lease.partial and lease.state is LeaseState.ACTIVE
+    away = {
+        worker for worker in cluster.workers.values() if worker.read_only and worker.session is None
+    }
+    demand(
+        read_only.away.keys() == away, "read-only workers without a session are known", read_only
     )
-    for version in (version for model in cluster.models.values() for version in model.versions.values()):
+    patches = Counter(
+        lease.holding.peers
+        for lease in cluster.leases.values()
+        if lease.partial and lease.state is LeaseState.ACTIVE
+    )
+    for version in (
+        version for model in cluster.models.values() for version in model.versions.values()
+    ):
         for there in (there for layout in version.layouts for there in layout.values()):
             demand(there.patches == patches[there], "partial leases are counted", version)

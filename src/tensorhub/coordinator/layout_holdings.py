@@ -1,12 +1,16 @@
-"""The holders of a version in one layout: counted, and in order, so that no step has to look at all of them.
+"""The holders of a version in one layout: counted, and in order, so that no step has to look at all
+of them.
 
-A version has one `LayoutHoldings` for the published layout, and one for each other layout in which a rank fills or holds the
-version. The chunks of such a layout follow from that layout and from the published one.
+A version has one `LayoutHoldings` for the published layout, and one for each other layout in which
+a rank fills or holds the version. The chunks of such a layout follow from that layout and from the
+published one.
 
-`Holders` are the holdings of one shard. `Shards` are the shards of one layout: a changed holding is counted once, before the
-next question, however much of it has changed. `LayoutHoldings` adds the descriptions of the shards.
+`Holders` are the holdings of one shard. `Shards` are the shards of one layout: a changed holding is
+counted once, before the next question, however much of it has changed. `LayoutHoldings` adds the
+descriptions of the shards.
 
-Not responsible for what a holding counts as (`Held.counted`), nor for the layouts that a reader may read (`ways`).
+Not responsible for what a holding counts as (`Held.counted`), nor for the layouts that a reader may
+read (`ways`).
 """
 
 from __future__ import annotations
@@ -60,12 +64,15 @@ class Holders(Generic[H]):
         self.live_sources = 0  # sources with workers that are heard of now
         self.nbytes = 0  # of the shard: the largest that was ever here
         self.chunks = 0  # of the shard: the most that were ever here
-        self.patches = 0  # ACTIVE leases, granted while no holding had the whole shard: only such leases may form cycles
+        # ACTIVE leases, granted while no holding had the whole shard: only such leases may form
+        # cycles
+        self.patches = 0
         self.steady: dict[H, None] = {}  # sources that are not spot
         self._minted = 0
         self._there: list[H] = []  # by number
         self._counts: dict[H, Counts] = {}
-        self._fed: Sources[H] = Sources()  # that can be read, and do not wait for a source themselves
+        # that can be read, and do not wait for a source themselves
+        self._fed: Sources[H] = Sources()
         self._stranded: Sources[H] = Sources()  # that can be read, and lack a source
 
     def __iter__(self) -> Iterator[H]:
@@ -106,7 +113,9 @@ class Holders(Generic[H]):
             self.steady[holding] = None
         else:
             self.steady.pop(holding, None)
-        mine, other = (self._stranded, self._fed) if now.is_stranded else (self._fed, self._stranded)
+        mine, other = (
+            (self._stranded, self._fed) if now.is_stranded else (self._fed, self._stranded)
+        )
         is_new = holding not in self._fed and (not now.is_stranded or holding not in self._stranded)
         other.drop(holding)
         if now.standing is None:
@@ -116,7 +125,9 @@ class Holders(Generic[H]):
         return is_new or counts > before
 
     def counted(self, holding: H) -> tuple[Counts, Standing | None, Standing | None]:
-        """The holding's counts, and its standings: among fed holdings, and among holdings that lack a source."""
+        """The holding's counts, and its standings: among fed holdings, and among holdings that lack
+        a source.
+        """
         return self._counts[holding], self._fed.standing(holding), self._stranded.standing(holding)
 
     def after(self, holding: H | None) -> Iterator[H]:
@@ -150,10 +161,13 @@ class Shards(dict[int, Holders[H]]):
         self.sourceless = self.broken = 0
         # Holdings of which something has changed since they were counted; none between two steps.
         self.uncounted: dict[H, None] = {}
-        self.has_grown = False  # readers have more to read from since the last wake; never so between two steps
+        # readers have more to read from since the last wake; never so between two steps
+        self.has_grown = False
 
     def lay_out(self, world_size: int) -> None:
-        """Every rank has published: make the shards. (Not earlier: a large `world_size` alone must not cost memory.)"""
+        """Every rank has published: make the shards. (Not earlier: a large `world_size` alone must
+        not cost memory.)
+        """
         self.update((shard, Holders()) for shard in range(world_size))
         self.sourceless = self.broken = world_size
 
@@ -212,7 +226,9 @@ class Shards(dict[int, Holders[H]]):
 
     def missing(self) -> list[int]:
         """The shards without a source."""
-        return [] if self.have_sources() else [shard for shard in self if not self.of(shard).sources]
+        return (
+            [] if self.have_sources() else [shard for shard in self if not self.of(shard).sources]
+        )
 
     def copies(self) -> int:
         """How many complete copies can be read now: the least number of live sources of a shard."""
@@ -228,17 +244,20 @@ class LayoutHoldings(Shards[H]):
     def __init__(self, layout_id: str) -> None:
         super().__init__()
         self.layout_id = layout_id
-        self.manifests: dict[int, bytes] = {}  # by shard; of another layout those of the group that was the first to fill
-        # As of `Member`; by shard, where they are known. For another layout: where the published bytes lie in the
-        # readers' memory, as the first reader has said.
+        # by shard; of another layout those of the group that was the first to fill
+        self.manifests: dict[int, bytes] = {}
+        # As of `Member`; by shard, where they are known. For another layout: where the published
+        # bytes lie in the readers' memory, as the first reader has said.
         self.parts: dict[int, tuple[bytes, ...]] = {}
         # What each shard's readers need of published shards, as the first reader has said.
         self.needs: dict[int, tuple[Need, ...]] = {}
-        # Which rank holds which part (`Published`), and its id. Known once a reader of another layout has needed the
-        # description, or the store or a holder of another layout has said it after a restart.
+        # Which rank holds which part (`Published`), and its id. Known once a reader of another
+        # layout has needed the description, or the store or a holder of another layout has said it
+        # after a restart.
         self.description: bytes = b""
         self.described_as = ""
-        self.stored = False  # the description and the parts that it names are durable, or on their way to the store
+        # the description and the parts that it names are durable, or on their way to the store
+        self.stored = False
         self.abandoned = False  # its last source left on purpose, and no source has come since
         self._classes: dict[int, tuple[int, ...]] = {}  # see `classes`; empty: to be made anew
         self._first: dict[int, int] = {}  # of each shard's class, as of `_classes`
@@ -252,14 +271,19 @@ class LayoutHoldings(Shards[H]):
 
     @property
     def classes(self) -> dict[int, tuple[int, ...]]:
-        """Classes by their first shard: shards with equal parts have equal bytes in equal places. A plain shard is alone."""
+        """Classes by their first shard: shards with equal parts have equal bytes in equal places. A
+        plain shard is alone.
+        """
         if not self._classes:
             found: dict[object, list[int]] = {}
             for shard in self:
                 parts = self.parts.get(shard)
-                found.setdefault(parts[-1] if parts else shard, []).append(shard)  # the last part names all parts
+                # the last part names all parts
+                found.setdefault(parts[-1] if parts else shard, []).append(shard)
             self._classes = {shards[0]: tuple(shards) for shards in found.values()}
-            self._first = {shard: first for first, shards in self._classes.items() for shard in shards}
+            self._first = {
+                shard: first for first, shards in self._classes.items() for shard in shards
+            }
         return self._classes
 
     def class_of(self, shard: int) -> int:
@@ -267,21 +291,31 @@ class LayoutHoldings(Shards[H]):
         return self._first[shard] if self.classes else shard
 
     def takes(self, shard: int, parts: tuple[bytes, ...]) -> bool:
-        """Whether a rank with these parts holds the shard as the holders here do. Not for the published layout."""
+        """Whether a rank with these parts holds the shard as the holders here do. Not for the
+        published layout.
+        """
         return len(parts) == PARTS and self.parts.get(shard, parts) == parts
 
     @property
     def is_described(self) -> bool:
         """Whether readers of other layouts can be told which rank holds which part."""
-        return len(self.parts) == len(self) > 0 and (self.described_as != "" or len(self.manifests) == len(self))
+        return len(self.parts) == len(self) > 0 and (
+            self.described_as != "" or len(self.manifests) == len(self)
+        )
 
     def has_each_class(self) -> bool:
-        """Whether each class has a source: a shard that is complete, committed, and in a replica that takes readers."""
-        return self.have_sources() or all(any(self.of(s).sources for s in shards) for shards in self.classes.values())
+        """Whether each class has a source: a shard that is complete, committed, and in a replica
+        that takes readers.
+        """
+        return self.have_sources() or all(
+            any(self.of(s).sources for s in shards) for shards in self.classes.values()
+        )
 
     def can_each_class_be_read(self) -> bool:
         """Whether each class has a source at a worker that is heard of now."""
-        return all(any(self.of(shard).live_sources for shard in shards) for shards in self.classes.values())
+        return all(
+            any(self.of(shard).live_sources for shard in shards) for shards in self.classes.values()
+        )
 
     def is_left(self) -> bool:
         """Whether of each class of shards some shard has a holder."""

@@ -1,7 +1,8 @@
-"""The encoded manifests of registrations and versions, each kept once however many need it, and their bytes in all.
+"""The encoded manifests of registrations and versions, each kept once however many need it, and
+their bytes in all.
 
-All replicas of a shard have equal manifests, so a thousand workers cost as much as one. The parts of layouts
-(`tensorhub.layouts`) are kept here, too: many ranks share most of them.
+All replicas of a shard have equal manifests, so a thousand workers cost as much as one. The parts
+of layouts (`tensorhub.layouts`) are kept here, too: many ranks share most of them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from tensorhub.model.manifest import id_of
 
 
 class Manifests:
-    """A component that needs a manifest calls `keep`, and `release` when it does not need the manifest any more."""
+    """A component that needs a manifest calls `keep`, and `release` when it does not need the
+    manifest any more.
+    """
 
     def __init__(self) -> None:
         self.nbytes = 0  # of all that are kept
-        self._kept: dict[bytes, tuple[bytes, int]] = {}  # by content: the one object, and how many keep it
+        # by content: the one object, and how many keep it
+        self._kept: dict[bytes, tuple[bytes, int]] = {}
         self._ids: dict[bytes, str] = {}  # of those that are kept
         self._by_id: dict[str, bytes] = {}  # the other way round
 
@@ -39,7 +43,8 @@ class Manifests:
         known, count = self._kept.get(manifest, (manifest, 0))
         if not count:
             self.nbytes += len(manifest)
-            self._ids[known] = ident = id_of(known)  # once for all who keep it: a manifest may have 48 MiB
+            # once for all who keep it: a manifest may have 48 MiB
+            self._ids[known] = ident = id_of(known)
             self._by_id[ident] = known
         self._kept[known] = (known, count + 1)
         return known

@@ -1,7 +1,8 @@
-"""Workers, ranks and groups: which workers are live, suspect or lost (G9, R11), and which ranks a group has.
+"""Workers, ranks and groups: which workers are live, suspect or lost (G9, R11), and which ranks a
+group has.
 
-Not responsible for registrations and announcements (`registrations`), nor for the effects of a lost rank on its operation
-(`operations`) and its memory (`holdings`).
+Not responsible for registrations and announcements (`registrations`), nor for the effects of a lost
+rank on its operation (`operations`) and its memory (`holdings`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from tensorhub.coordinator.entities import Group, Member, Worker
 from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.holdings import Holdings, Withdrawals
 from tensorhub.coordinator.operations import Operations
-from tensorhub.coordinator.registrations import Announcements, ManifestQuestions, held_ids, misfit, too_much
+from tensorhub.coordinator.registrations import (
+    Announcements,
+    ManifestQuestions,
+    held_ids,
+    misfit,
+    too_much,
+)
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.testimonies import is_asked
@@ -53,17 +60,26 @@ class Membership:
     _operations: Operations
     _announcements: Announcements
     _manifest_questions: ManifestQuestions
-    _missed: dict[str, None] = field(default_factory=dict, init=False)  # overdue, without a session; may be pending
-    _gone: dict[str, None] = field(default_factory=dict, init=False)  # missed incarnations without a pending connection
-    _asked_in: int = field(default=0, init=False)  # the step that asked last about pending connections
+    # overdue, without a session; may be pending
+    _missed: dict[str, None] = field(default_factory=dict, init=False)
+    # missed incarnations without a pending connection
+    _gone: dict[str, None] = field(default_factory=dict, init=False)
+    # the step that asked last about pending connections
+    _asked_in: int = field(default=0, init=False)
 
     # -- workers
 
     def join(self, session: Session, message: Join) -> None:
-        """A worker introduces itself on a new connection: for the first time, or again within its lease."""
+        """A worker introduces itself on a new connection: for the first time, or again within its
+        lease.
+        """
         cluster = self._cluster
         if session.incarnation in cluster.lost:
-            cluster.dismiss(session.number, "this incarnation was lost; come back as a new one", "lost incarnation")
+            cluster.dismiss(
+                session.number,
+                "this incarnation was lost; come back as a new one",
+                "lost incarnation",
+            )
             return
         worker = cluster.workers.get(session.incarnation)
         if worker is not None and worker.session is not None and worker.session > session.number:
@@ -75,7 +91,10 @@ class Membership:
             return
         known = worker is not None
         if worker is None and len(cluster.workers) >= 2 * cluster.options.sessions_max:
-            text = f"{len(cluster.workers)} workers are there, or were just now (Options.sessions_max): try again soon"
+            text = (
+                f"{len(cluster.workers)} workers are there, or were just now "
+                f"(Options.sessions_max): try again soon"
+            )
             cluster.refuse_session(session.number, CoordinatorUnavailable(text))
             return
         if worker is None:
@@ -86,7 +105,8 @@ class Membership:
                 message.endpoints,
                 session.number,
                 cluster.now,
-                cluster.now,  # it holds nothing yet, and says what it holds only when it has heard the Welcome
+                # it holds nothing yet, and says what it holds only when it has heard the Welcome
+                cluster.now,
                 message.host_bytes,
                 session.read_only,
             )
@@ -110,13 +130,22 @@ class Membership:
         self._set_deadline(worker)
         if known:
             cluster.timers.set("restate", worker.incarnation, cluster.now + cluster.options.lease_s)
-        welcome = Welcome(cluster.id, cluster.epoch, cluster.options.lease_s, known, session.read_only, cluster.now)
+        welcome = Welcome(
+            cluster.id,
+            cluster.epoch,
+            cluster.options.lease_s,
+            known,
+            session.read_only,
+            cluster.now,
+        )
         cluster.send(session.number, welcome)
         if worker.host_bytes:  # else it makes no copies; and there may be very many models
             self._handovers.back(worker)
 
     def _reach_changed(self, worker: Worker) -> None:
-        """The worker is back with other transports: its ranks have other sources, and serve other readers."""
+        """The worker is back with other transports: its ranks have other sources, and serve other
+        readers.
+        """
         cluster = self._cluster
         for member in worker.members.values():
             operation = member.group.operation
@@ -126,8 +155,8 @@ class Membership:
                 cluster.wake_all(member.holding.version.starving)
 
     def heard(self, worker: Worker, answers: float) -> None:
-        """Any message renews the lease. The worker counts only while it answers a word of the coordinator that is younger
-        than a lease.
+        """Any message renews the lease. The worker counts only while it answers a word of the
+        coordinator that is younger than a lease.
 
         `answers`: the time of that word; a time in the future is taken for now.
         """
@@ -156,8 +185,8 @@ class Membership:
             self._cluster.timers.hasten("recovery", "", self._cluster.now)
 
     def disconnected(self, session: Session) -> None:
-        """Its connection has ended, or is about to, and nothing more that comes over it counts. The worker has a lease from
-        now on to come back: how long the end lay unread is not its fault.
+        """Its connection has ended, or is about to, and nothing more that comes over it counts. The
+        worker has a lease from now on to come back: how long the end lay unread is not its fault.
         """
         cluster = self._cluster
         cluster.sessions.pop(session.number, None)
@@ -181,7 +210,9 @@ class Membership:
                 self.lose(next(iter(cluster.read_only.away)), "too many read-only workers are away")
 
     def lease_due(self, incarnation: str) -> None:
-        """Half a lease of silence makes a worker suspect, a whole one lost, unless what it has said lies unread."""
+        """Half a lease of silence makes a worker suspect, a whole one lost, unless what it has said
+        lies unread.
+        """
         worker = self._cluster.workers.get(incarnation)
         if worker is None:
             return
@@ -192,14 +223,21 @@ class Membership:
             self._look_for(worker, "worker")
 
     def restate_due(self, incarnation: str) -> None:
-        """What a worker has not announced again after a lost connection, it has closed meanwhile, unless it lies unread."""
+        """What a worker has not announced again after a lost connection, it has closed meanwhile,
+        unless it lies unread.
+        """
         worker = self._cluster.workers.get(incarnation)
-        if worker is not None and worker.session is not None and next(_unannounced(worker), None) is not None:
+        if (
+            worker is not None
+            and worker.session is not None
+            and next(_unannounced(worker), None) is not None
+        ):
             self._look_for(worker, "restate")
 
     def _look_for(self, worker: Worker, timer: str) -> None:
-        """A timer alone decides nothing: the coordinator may be behind with reading, or with letting in workers that come
-        back. Other connections may delay that, but for a bounded time only.
+        """A timer alone decides nothing: the coordinator may be behind with reading, or with
+        letting in workers that come back. Other connections may delay that, but for a bounded time
+        only.
         """
         cluster, lease_s = self._cluster, self._cluster.options.lease_s
         cluster.timers.set(timer, worker.incarnation, cluster.now + lease_s * LOOKS_APART)
@@ -214,8 +252,9 @@ class Membership:
                 cluster.look_for(DOOR)
 
     def silent(self, sessions: Iterable[int]) -> None:
-        """No message of these sessions lay unread when the shell was asked. A worker that was heard since is not silent.
-        If much ends with the first of them, the shell is asked about the rest again.
+        """No message of these sessions lay unread when the shell was asked. A worker that was heard
+        since is not silent. If much ends with the first of them, the shell is asked about the rest
+        again.
         """
         for number in sessions:
             if self._cluster.has_done_much():
@@ -231,13 +270,20 @@ class Membership:
                 continue
             if self._is_overdue(worker):
                 self._give_up(worker)
-            elif self._cluster.now >= self._listened_since(session.welcomed_at) + self._cluster.options.lease_s:
+            elif (
+                self._cluster.now
+                >= self._listened_since(session.welcomed_at) + self._cluster.options.lease_s
+            ):
                 for member in list(_unannounced(worker)):
-                    self.remove(member, f"rank {member.rank} of group {member.group.name!r} was not announced again")
+                    self.remove(
+                        member,
+                        f"rank {member.rank} of group {member.group.name!r} was not announced "
+                        f"again",
+                    )
 
     def give_up_gone(self) -> None:
-        """No connection was at the door when the shell was asked: the workers that were missed then are lost. Each step
-        handles some of them.
+        """No connection was at the door when the shell was asked: the workers that were missed then
+        are lost. Each step handles some of them.
         """
         while self._gone and not self._cluster.has_done_much():
             incarnation = next(iter(self._gone))
@@ -250,14 +296,21 @@ class Membership:
 
     def _give_up(self, worker: Worker) -> None:
         where = "" if worker.session is not None else " since its connection ended"
-        why = f"worker {worker.name!r} was not heard of for {self._cluster.now - worker.heard_at:.1f} s{where}"
+        why = (
+            f"worker {worker.name!r} was not heard of for "
+            f"{self._cluster.now - worker.heard_at:.1f} s{where}"
+        )
         self._cluster.tell_lost(worker, why)
         self.lose(worker, why)
 
-    # The very sums that timers are set to: a difference, rounded, could fall short of them again and again.
+    # The very sums that timers are set to: a difference, rounded, could fall short of them again
+    # and again.
 
     def _is_overdue(self, worker: Worker) -> bool:
-        return self._cluster.now >= self._listened_since(worker.heard_at) + self._cluster.options.lease_s
+        return (
+            self._cluster.now
+            >= self._listened_since(worker.heard_at) + self._cluster.options.lease_s
+        )
 
     def _suspect_at(self, worker: Worker) -> float:
         """When it counts no more, if it is not heard before."""
@@ -271,7 +324,9 @@ class Membership:
     def _set_deadline(self, worker: Worker) -> None:
         is_live = worker.state is WorkerState.LIVE
         lost_at = self._listened_since(worker.heard_at) + self._cluster.options.lease_s
-        self._cluster.timers.set("worker", worker.incarnation, self._suspect_at(worker) if is_live else lost_at)
+        self._cluster.timers.set(
+            "worker", worker.incarnation, self._suspect_at(worker) if is_live else lost_at
+        )
 
     def _suspect(self, worker: Worker, why: str) -> None:
         """The worker counts no more, if it did."""
@@ -297,7 +352,8 @@ class Membership:
         del cluster.manifest_bytes[worker.incarnation]
         if cluster.hosts.pop(worker.incarnation, None) is not None:
             self._handovers.room_changed()
-        if not worker.read_only:  # one held nothing; and however many come and go, they push no other out of this list
+        # one held nothing; and however many come and go, they push no other out of this list
+        if not worker.read_only:
             cluster.lost[worker.incarnation] = None
         if len(cluster.lost) > LOST_KEPT_MAX:
             del cluster.lost[next(iter(cluster.lost))]
@@ -316,7 +372,9 @@ class Membership:
     # -- ranks
 
     def register(self, worker: Worker, message: Register) -> None:
-        """One rank's memory joins its group, or takes a lost rank's place under a new membership epoch."""
+        """One rank's memory joins its group, or takes a lost rank's place under a new membership
+        epoch.
+        """
         cluster = self._cluster
         whole = self._manifest_questions.with_manifests(message)
         if whole is None:
@@ -330,7 +388,9 @@ class Membership:
             return
         error = misfit(cluster, message) or too_much(cluster, worker, message, parts, held_parts)
         if known is not None:  # G9: what another worker says of it changes nothing
-            error = RegistrationError(f"the registration {known.registration!r} is worker {known.worker.name!r}'s")
+            error = RegistrationError(
+                f"the registration {known.registration!r} is worker {known.worker.name!r}'s"
+            )
         if error is None and worker.read_only:
             error = self._make_room(worker)
         if error is not None:
@@ -339,13 +399,17 @@ class Membership:
         group = cluster.model(message.model).groups.get(message.group) or self._new_group(message)
         before = group.members.get(message.rank)
         if before is not None:
-            self.remove(before, f"rank {before.rank} was replaced by worker {worker.name!r}", new_epoch=True)
+            self.remove(
+                before, f"rank {before.rank} was replaced by worker {worker.name!r}", new_epoch=True
+            )
         self.tell_epochs()  # a rank that comes hears the epoch from `Registered`
         kept = cluster.manifests.keep_all((message.manifest, *parts))
         said = replace(message, manifest=kept[0], parts=kept[1:], part_ids=(), held=None)
         rank = message.registration, worker, group, message.rank, message.shard
         member = Member(*rank, said, worker.session)
-        cluster.manifest_bytes[worker.incarnation] += sum(map(len, (member.said.manifest, *member.said.parts)))
+        cluster.manifest_bytes[worker.incarnation] += sum(
+            map(len, (member.said.manifest, *member.said.parts))
+        )
         cluster.note(member, group.model, worker)
         group.members[member.rank] = cluster.members[member.registration] = member
         cluster.read_only.registrations += worker.read_only
@@ -360,17 +424,29 @@ class Membership:
             cluster.reckon_all_of(worker)
         self._ranks_changed(group)
         cluster.touch(group.model, wakes=member.said.serves)
-        keep = message.held is None or self._announcements.heard(member, message.held, held_parts, message.request)
+        keep = message.held is None or self._announcements.heard(
+            member, message.held, held_parts, message.request
+        )
         self._tell_registered(member, message, keep)
 
     def _new_group(self, message: Register) -> Group:
         """A group begins with its first registration."""
         model = self._cluster.model(message.model)
-        layout_id = None if message.world_size > 1 and message.layout_id.startswith(OWN_LAYOUT) else message.layout_id
-        return Group(model, message.group, message.world_size, layout_id, self._cluster.mint_epoch())
+        layout_id = (
+            None
+            if message.world_size > 1 and message.layout_id.startswith(OWN_LAYOUT)
+            else message.layout_id
+        )
+        return Group(
+            model, message.group, message.world_size, layout_id, self._cluster.mint_epoch()
+        )
 
-    def _register_again(self, member: Member, message: Register, held_parts: tuple[bytes, ...]) -> None:
-        """A rank that was there before says again what it holds. A fill that is under way goes on."""
+    def _register_again(
+        self, member: Member, message: Register, held_parts: tuple[bytes, ...]
+    ) -> None:
+        """A rank that was there before says again what it holds. A fill that is under way goes
+        on.
+        """
         group, held = member.group, message.held
         member.said_in = member.worker.session
         member.wait(0)
@@ -378,8 +454,11 @@ class Membership:
         self._cluster.note(member)
         part = member.part
         filling = part.holding if part is not None else None
-        counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
-        self._cluster.touch(group.model, wakes=member.said.serves)  # it has perhaps not heard what it was asked before
+        counts = self._withdrawals.restated(
+            member, held.generation if held is not None else None, filling
+        )
+        # it has perhaps not heard what it was asked before
+        self._cluster.touch(group.model, wakes=member.said.serves)
         for version in group.model.versions.values() if member.said.serves else ():
             self._cluster.wake_all(version.starving)
         publishes = part is not None and isinstance(part.call, Publish)  # it holds nothing yet
@@ -393,13 +472,22 @@ class Membership:
         if message.held is not None:
             self._manifest_questions.came(message.held.manifest_id, *held_ids(message))
         held = message.held
-        retained = self._retentions.tell_with(member, held.content_id) if held is not None and keep else None
-        if not (member.unheard and self._cluster.is_recovering):  # else it could be let go although that must stay
+        retained = (
+            self._retentions.tell_with(member, held.content_id)
+            if held is not None and keep
+            else None
+        )
+        # else it could be let go although that must stay
+        if not (member.unheard and self._cluster.is_recovering):
             self._confirm(member, message.request, keep, retained)
 
-    def _confirm(self, member: Member, request: int, keep: bool = True, retained: int | None = None) -> None:
+    def _confirm(
+        self, member: Member, request: int, keep: bool = True, retained: int | None = None
+    ) -> None:
         group = member.group
-        answer = Registered(request, member.registration, group.epoch, group.sequence, keep, retained)
+        answer = Registered(
+            request, member.registration, group.epoch, group.sequence, keep, retained
+        )
         self._cluster.tell(member, answer)
 
     @property
@@ -409,14 +497,17 @@ class Membership:
 
     @property
     def recovery_ends_at(self) -> float:
-        """A worker that comes back at the last moment has another lease to announce its holdings: else they would be lost
-        with it.
+        """A worker that comes back at the last moment has another lease to announce its holdings:
+        else they would be lost with it.
         """
-        return self.recovered_at + (self._cluster.options.lease_s if self._cluster.arriving else 0.0)
+        return self.recovered_at + (
+            self._cluster.options.lease_s if self._cluster.arriving else 0.0
+        )
 
     def recovery_over(self) -> None:
-        """Ranks that are not back are waited for no longer. The holding of a rank of their group counts once they are
-        back. A call by selector that waits for a lost source may be bound to another version now.
+        """Ranks that are not back are waited for no longer. The holding of a rank of their group
+        counts once they are back. A call by selector that waits for a lost source may be bound to
+        another version now.
         """
         for member in self._cluster.members.values():
             if member.unheard:
@@ -426,25 +517,42 @@ class Membership:
             self._cluster.wake(operation)
 
     def begun_with(self, worker: Worker, message: BegunWith) -> None:
-        """Keep the manifest of what this memory is filled with. If there is no room, the Fill that names it will fail."""
+        """Keep the manifest of what this memory is filled with. If there is no room, the Fill that
+        names it will fail.
+        """
         member, manifest = worker.members.get(message.registration), message.manifest
         if member is None:
             return
         others = self._cluster.manifest_bytes[worker.incarnation] - len(member.begun)
-        if others + len(manifest) <= limits.MANIFEST_BYTES_OF_WORKER_MAX and self._cluster.manifests.has_room_for(manifest):
+        if others + len(
+            manifest
+        ) <= limits.MANIFEST_BYTES_OF_WORKER_MAX and self._cluster.manifests.has_room_for(manifest):
             self._cluster.keep_begun(member, manifest)
 
     def _make_room(self, worker: Worker) -> TensorHubError | None:
-        """A read-only worker registers. At the cap the worker that was idle longest, of those with registrations, leaves."""
+        """A read-only worker registers. At the cap the worker that was idle longest, of those with
+        registrations, leaves.
+        """
         registrations = self._cluster.read_only.registrations
         if registrations < limits.READ_ONLY_REGISTRATIONS_MAX:
             return None
-        idle = (each for each in self._cluster.read_only.idle_workers() if each.members and each is not worker)
+        idle = (
+            each
+            for each in self._cluster.read_only.idle_workers()
+            if each.members and each is not worker
+        )
         victim = next(idle, None)
         if victim is None:
-            text = f"it has {registrations} fetches under way (READ_ONLY_REGISTRATIONS_MAX): let some of them end first"
-            return RegistrationError(f"worker {worker.name!r} cannot register: {text}", retryable=True)
-        self.leave(victim, "it makes room for another read-only worker (READ_ONLY_REGISTRATIONS_MAX)")
+            text = (
+                f"it has {registrations} fetches under way (READ_ONLY_REGISTRATIONS_MAX): let "
+                f"some of them end first"
+            )
+            return RegistrationError(
+                f"worker {worker.name!r} cannot register: {text}", retryable=True
+            )
+        self.leave(
+            victim, "it makes room for another read-only worker (READ_ONLY_REGISTRATIONS_MAX)"
+        )
         return None
 
     def deregister(self, worker: Worker, message: Deregister) -> None:
@@ -466,7 +574,9 @@ class Membership:
             cluster.keep_begun(member, b"")
             cluster.keep_arranged(member, ())
             cluster.manifests.release(member.said.manifest, *member.said.parts)
-            cluster.manifest_bytes[member.worker.incarnation] -= sum(map(len, (member.said.manifest, *member.said.parts)))
+            cluster.manifest_bytes[member.worker.incarnation] -= sum(
+                map(len, (member.said.manifest, *member.said.parts))
+            )
             cluster.read_only.registrations -= member.worker.read_only
         self._wake_askers(member)
         if group.model.copies.pop(member.registration, None) is not None:
@@ -490,7 +600,9 @@ class Membership:
     def _ranks_changed(self, group: Group) -> None:
         self._retentions.group_changed(group)
         if len(group.members) == group.world_size:
-            group.layout_id = layout_id_together([group.members[rank].said.layout_id for rank in range(group.world_size)])
+            group.layout_id = layout_id_together(
+                [group.members[rank].said.layout_id for rank in range(group.world_size)]
+            )
             for member in group.members.values():
                 if member.unheard:
                     self._cluster.tell(member, RegisterAgain(member.unheard, whole=False))

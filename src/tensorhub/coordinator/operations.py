@@ -1,10 +1,13 @@
-"""Group operations: how the calls of the ranks become one operation, what moves it on (R6), and when its ranks give up.
+"""Group operations: how the calls of the ranks become one operation, what moves it on (R6), and
+when its ranks give up.
 
-All ranks of an operation act on one call and one version (the first half of G4). Each handler of a message records a fact;
-`settle` works out what follows, so that the order in which facts arrive does not matter. `Deadlines` sets the deadline of an
-operation, and finds the error that says what the ranks have waited for in vain.
+All ranks of an operation act on one call and one version (the first half of G4). Each handler of a
+message records a fact; `settle` works out what follows, so that the order in which facts arrive
+does not matter. `Deadlines` sets the deadline of an operation, and finds the error that says what
+the ranks have waited for in vain.
 
-Not responsible for the steps of a publish or a fill (`publishes`, `fills`), nor for how an operation ends (`decisions`).
+Not responsible for the steps of a publish or a fill (`publishes`, `fills`), nor for how an
+operation ends (`decisions`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,15 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.decisions import Decisions, OperationHandler
-from tensorhub.coordinator.entities import Group, Member, Model, Operation, RankPart, Version, Worker
+from tensorhub.coordinator.entities import (
+    Group,
+    Member,
+    Model,
+    Operation,
+    RankPart,
+    Version,
+    Worker,
+)
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.refusals import Blame, damaged, held_text, only_elsewhere
@@ -53,7 +64,8 @@ from tensorhub.messages import (
 )
 from tensorhub.types import OpKey, OpKind, Purpose
 
-LATER_PER_RANK_MAX = 4  # a rank's newest messages about later operations, which wait for one's decision
+# a rank's newest messages about later operations, which wait for one's decision
+LATER_PER_RANK_MAX = 4
 
 
 @dataclass(eq=False, repr=False)
@@ -70,10 +82,13 @@ class Operations:
     _fills: Fills
     _coverage: Coverage
 
-    # ------------------------------------------------------------------------------------------------------- facts
+    # ----------------------------------------------------------------------------------------------
+    # facts
 
     def hear(self, worker: Worker, message: AboutOperation) -> None:
-        """A rank says something about its group's operation. Only the rank's present registration is heard (G9)."""
+        """A rank says something about its group's operation. Only the rank's present registration
+        is heard (G9).
+        """
         key = message.key
         model = self._cluster.models.get(key.model)
         group = model.groups.get(key.group) if model is not None else None
@@ -85,7 +100,11 @@ class Operations:
             case Progress() | ReadyToWrite() | Covered() | Prepared() | ReadFailed() | Compared():
                 part = member.part
                 now = part.operation.key if part is not None else None  # of this group
-                if part is not None and now is not None and (now.epoch, now.sequence) == (key.epoch, key.sequence):
+                if (
+                    part is not None
+                    and now is not None
+                    and (now.epoch, now.sequence) == (key.epoch, key.sequence)
+                ):
                     self._hear_of(part, message)
                 elif isinstance(message, ReadFailed):
                     self._readers.left(member, message.lease)
@@ -99,7 +118,9 @@ class Operations:
                 assert_never(message)
 
     def _hear_of(
-        self, part: RankPart, message: ReadyToWrite | Covered | Prepared | Compared | ReadFailed | Progress
+        self,
+        part: RankPart,
+        message: ReadyToWrite | Covered | Prepared | Compared | ReadFailed | Progress,
     ) -> None:
         """A rank says how its part in the group's undecided operation goes."""
         operation = part.operation
@@ -137,7 +158,9 @@ class Operations:
         if key.epoch != group.epoch or key.sequence < group.sequence:
             if key.epoch == group.epoch and self._decisions.ended_without(member, key):
                 # This rank comes late: its call counts for the present operation of its group.
-                self._cluster.tell(member, EpochChanged(key.model, key.group, group.epoch, group.sequence))
+                self._cluster.tell(
+                    member, EpochChanged(key.model, key.group, group.epoch, group.sequence)
+                )
             else:
                 self._decisions.answer(member, key)
             return
@@ -146,21 +169,34 @@ class Operations:
         if member.rank in operation.parts:
             return  # a retry of a call that is on its way
         part = RankPart(
-            operation, member, call, self._cluster.now + call.timeout_s, self._cluster.now, isinstance(call, Fill)
+            operation,
+            member,
+            call,
+            self._cluster.now + call.timeout_s,
+            self._cluster.now,
+            isinstance(call, Fill),
         )
         operation.parts[member.rank] = part
         operation.story.note(self._cluster.cause, self._cluster.now, "rank", member.rank, "called")
-        blame = self._unlike(operation, part) or self._unfenced(part) or self._handlers[operation.kind].called(part)
+        blame = (
+            self._unlike(operation, part)
+            or self._unfenced(part)
+            or self._handlers[operation.kind].called(part)
+        )
         if blame is not None:
             self._decisions.abort(operation, blame)
         else:
             self._cluster.changed(operation)
 
     def _begin(self, member: Member, key: OpKey, kind: OpKind) -> Operation:
-        """The group's undecided operation of this key. If there is one of an older key, this rank has given it up."""
+        """The group's undecided operation of this key. If there is one of an older key, this rank
+        has given it up.
+        """
         group = member.group
         if group.operation is not None and group.operation.key.sequence < key.sequence:
-            left = GroupAborted(f"rank {member.rank} gave {group.operation.kind} up and called again")
+            left = GroupAborted(
+                f"rank {member.rank} gave {group.operation.kind} up and called again"
+            )
             self._decisions.abort(group.operation, Blame(left, member.rank))
         if group.operation is None:
             operation = Operation(_key_of(group, key), kind, group)
@@ -171,7 +207,9 @@ class Operations:
 
     @staticmethod
     def _unlike(operation: Operation, part: RankPart) -> Blame | None:
-        """The first call binds kind and selector. One that differs ends the operation at once; the error names both."""
+        """The first call binds kind and selector. One that differs ends the operation at once; the
+        error names both.
+        """
         if (operation.kind is OpKind.FETCH) is part.member.said.serves:
             error = StateError(f"{operation.kind}: memory either serves others, or is fetched into")
             return Blame(error, part.rank)
@@ -190,17 +228,25 @@ class Operations:
 
     @staticmethod
     def _unfenced(part: RankPart) -> Blame | None:
-        """A rank reports its fences before it calls again. One that never does leaves more and more generations here."""
+        """A rank reports its fences before it calls again. One that never does leaves more and more
+        generations here.
+        """
         count = len(part.member.leaving)
         if count < limits.LEAVING_OF_RANK_MAX:
             return None
         return Blame(
-            StateError(f"{count} generations of this rank's memory were taken back and never said to be fenced"), part.rank
+            StateError(
+                f"{count} generations of this rank's memory were taken back and never said to be "
+                f"fenced"
+            ),
+            part.rank,
         )
 
     @staticmethod
     def _waits(member: Member, message: Publish | Fill | Abandon | Resolve) -> bool:
-        """Whether this message is for an operation after an operation being recorded: then it waits for the decision."""
+        """Whether this message is for an operation after an operation being recorded: then it waits
+        for the decision.
+        """
         operation, key = member.group.operation, message.key
         if operation is None or operation.state is not OperationState.PREPARED:
             return False
@@ -219,7 +265,11 @@ class Operations:
             return
         if key.epoch == group.epoch and key.sequence >= group.sequence:
             # Even if no rank has called yet. Which call it would be is known only for a host copy.
-            self._begin(member, key, OpKind.PREFETCH if member.said.purpose is Purpose.PREFETCH else OpKind.PUBLISH)
+            self._begin(
+                member,
+                key,
+                OpKind.PREFETCH if member.said.purpose is Purpose.PREFETCH else OpKind.PUBLISH,
+            )
         operation = group.operation
         if operation is None or operation.key != key:
             self._decisions.answer(member, key)
@@ -228,13 +278,19 @@ class Operations:
         filled = part is not None and part.voted and part.needs_bytes
         if operation.state is not OperationState.PREPARED and not filled:
             error = message.error.brief(limits.ERROR_CHARS_MAX).error()
-            is_of_all = part is not None and part.checks != "" and isinstance(error, ManifestMismatch)
-            self._decisions.abort(operation, Blame(error, None if is_of_all else member.rank), also_late=True)
+            is_of_all = (
+                part is not None and part.checks != "" and isinstance(error, ManifestMismatch)
+            )
+            self._decisions.abort(
+                operation, Blame(error, None if is_of_all else member.rank), also_late=True
+            )
             if part is None:
                 self._decisions.answer(member, key)
 
     def _resolve(self, member: Member, message: Resolve) -> None:
-        """This rank may have missed something: tell it the outcome or, while there is none, what it was told before."""
+        """This rank may have missed something: tell it the outcome or, while there is none, what it
+        was told before.
+        """
         operation, key = member.group.operation, message.key
         if self._waits(member, message):
             return
@@ -248,23 +304,40 @@ class Operations:
             self._fills.restate(part)
 
     def member_gone(self, member: Member, why: str) -> None:
-        """A rank is lost, replaced or closed: before the decision, its group's operation is over."""
+        """A rank is lost, replaced or closed: before the decision, its group's operation is
+        over.
+        """
         self._readers.reader_lost(member)
         operation = member.group.operation
         if operation is not None and operation.state is not OperationState.PREPARED:
-            self._decisions.abort(operation, Blame(GroupAborted(why, causes={member.rank: why}), member.rank))
+            self._decisions.abort(
+                operation, Blame(GroupAborted(why, causes={member.rank: why}), member.rank)
+            )
 
     def rolled_back(self, model: Model, to: int) -> None:
-        """A new lineage begins after `to`: operations that fill from a later version, or publish one, are over."""
-        later, left = [version for version in model.versions.values() if version.number > to], held_text(model)
+        """A new lineage begins after `to`: operations that fill from a later version, or publish
+        one, are over.
+        """
+        later, left = (
+            [version for version in model.versions.values() if version.number > to],
+            held_text(model),
+        )
         for operation in [o for version in later for o in version.bound.values()]:
             what = f"version {operation.bound.number} of {model.name!r}"
             if operation.kind is OpKind.PUBLISH:
-                text = f"{what} cannot be published: {model.name!r} was rolled back to {to} meanwhile; take its next number"
+                text = (
+                    f"{what} cannot be published: {model.name!r} was rolled back to {to} "
+                    f"meanwhile; take its next number"
+                )
                 self._decisions.abort(operation, Blame(VersionConflict(text)))
             else:
-                text = f"{what} is no more: {model.name!r} was rolled back to {to}; ask again for a version that is left; "
-                self._decisions.abort(operation, refusals.gone(operation, VersionUnavailable(text + left)))
+                text = (
+                    f"{what} is no more: {model.name!r} was rolled back to {to}; ask again for "
+                    f"a version that is left; "
+                )
+                self._decisions.abort(
+                    operation, refusals.gone(operation, VersionUnavailable(text + left))
+                )
 
     def reconsider(self, model: Model) -> None:
         """What held this model's operations up may be over."""
@@ -273,12 +346,16 @@ class Operations:
                 self._cluster.wake(group.operation)
 
     def written(self, record: int, failure: str | None) -> None:
-        """The store has an entry, or (`failure`) cannot take it. An entry of an operation is its decision; messages about
-        later operations that came meanwhile are handled now.
+        """The store has an entry, or (`failure`) cannot take it. An entry of an operation is its
+        decision; messages about later operations that came meanwhile are handled now.
         """
         self._testimonies.recorded(record, failed=failure is not None)
         self._cluster.described(record, failed=failure is not None)
-        decided = self._decisions.recorded(record) if failure is None else self._decisions.not_recorded(record, failure)
+        decided = (
+            self._decisions.recorded(record)
+            if failure is None
+            else self._decisions.not_recorded(record, failure)
+        )
         for member, message in decided.later if decided is not None else ():
             if member.group.members.get(member.rank) is not member:
                 continue
@@ -306,7 +383,8 @@ class Operations:
         if operation is not None and operation.state is not OperationState.PREPARED:
             self._decisions.abort(operation, self._deadlines.passed(operation))
 
-    # ------------------------------------------------------------------------------------------------ consequences
+    # ----------------------------------------------------------------------------------------------
+    # consequences
 
     def settle(self, operation: Operation) -> None:
         """Do whatever the facts allow now."""
@@ -315,7 +393,11 @@ class Operations:
             blame = handler.advance(operation)
             if blame is not None:
                 self._decisions.abort(operation, blame)
-            elif operation.all_voted and not self._decisions.held_up(operation) and handler.may_commit(operation):
+            elif (
+                operation.all_voted
+                and not self._decisions.held_up(operation)
+                and handler.may_commit(operation)
+            ):
                 self._decisions.prepare(operation)
         if operation.decided:
             return
@@ -324,16 +406,22 @@ class Operations:
 
 
 def _key_of(group: Group, key: OpKey) -> OpKey:
-    """An equal key in the names of the group: the names are kept once, however often a worker says them."""
+    """An equal key in the names of the group: the names are kept once, however often a worker says
+    them.
+    """
     return OpKey(group.model.name, group.name, key.epoch, key.sequence)
 
 
 def _in_names_of(group: Group, call: Publish | Fill) -> Publish | Fill:
-    """The call as it is kept: all keys that it names are of this group, so only their numbers are kept with the call."""
+    """The call as it is kept: all keys that it names are of this group, so only their numbers are
+    kept with the call.
+    """
     if isinstance(call, Publish):
         return replace(call, key=_key_of(group, call.key))
     former = tuple(_key_of(group, key) for key in call.former)
-    resume = None if call.resume is None else replace(call.resume, key=_key_of(group, call.resume.key))
+    resume = (
+        None if call.resume is None else replace(call.resume, key=_key_of(group, call.resume.key))
+    )
     return replace(call, key=_key_of(group, call.key), former=former, resume=resume)
 
 
@@ -383,15 +471,20 @@ class Deadlines:
         group = operation.group
         missing = sorted(set(range(group.world_size)) - set(operation.parts))
         named = missing[:RANKS_TOLD_MAX]
-        ranks = ", ".join(f"{rank}{'' if rank in group.members else ' (not registered)'}" for rank in named)
+        ranks = ", ".join(
+            f"{rank}{'' if rank in group.members else ' (not registered)'}" for rank in named
+        )
         ranks += f" and {len(missing) - len(named)} more" if len(missing) > len(named) else ""
         text = (
-            f"{what}: waited {_rounded(late.call.timeout_s)} s for group {group.name!r}; these ranks did not call: {ranks}"
+            f"{what}: waited {_rounded(late.call.timeout_s)} s for group {group.name!r}; these "
+            f"ranks did not call: {ranks}"
         )
         return Blame(OperationTimeout(text))
 
     def _not_begun(self, operation: Operation, call: Fill, what: str) -> Blame | None:
-        """Nothing was overwritten: because what the ranks hold had to stay, or there was no source to begin with."""
+        """Nothing was overwritten: because what the ranks hold had to stay, or there was no source
+        to begin with.
+        """
         bound = operation.version
         try:
             target = bound or self._fills.target(operation)
@@ -400,11 +493,15 @@ class Deadlines:
         if target is not None and ways.of(target, operation).serves:
             staying = self._fills.staying(operation, target)
             if staying:
-                error = self._retentions.refusal(staying[0], f"{what} to version {target.number}: nothing was written: ")
+                error = self._retentions.refusal(
+                    staying[0], f"{what} to version {target.number}: nothing was written: "
+                )
                 return Blame(error, staying[0].rank, tuple(h.rank for h in staying[1:]))
         if bound is None:
             why = "" if target is None else only_elsewhere(operation, target)
-            why = why or self._versions.waiting_text(operation.group.model, call.selector, call.at_least, operation)
+            why = why or self._versions.waiting_text(
+                operation.group.model, call.selector, call.at_least, operation
+            )
             if operation.resumes is not None and target is not None:
                 why = f"version {target.number} has lost its last source, none came back in time"
                 why += f"; {held_text(operation.group.model, operation)}"
@@ -415,9 +512,14 @@ class Deadlines:
         if lost := only_elsewhere(operation, version):
             return Blame(VersionUnavailable(f"{what}: {lost}"))
         if not ways.serve(operation):
-            text = f"{what}: version {version.number} has lost its last source; none came back in time"
+            text = (
+                f"{what}: version {version.number} has lost its last source; none came back in time"
+            )
         elif self._fills.first_sources(operation) is None:
-            text = f"{what}: no holder of version {version.number} can be reached now (silent, full, or it has just failed)"
+            text = (
+                f"{what}: no holder of version {version.number} can be reached now (silent, "
+                f"full, or it has just failed)"
+            )
         else:
             return None  # a rank's hook takes its time
         return Blame(VersionUnavailable(f"{text}; {held_text(operation.group.model, operation)}"))
@@ -432,25 +534,45 @@ class Deadlines:
                 and part.attempts.faults
                 and all(reason == "corrupt" for reason, _ in part.attempts.faults.values())
             ):
-                return Blame(damaged(operation, part) if part.proof.exonerated else _corrupt(what, part), part.rank)
+                return Blame(
+                    damaged(operation, part) if part.proof.exonerated else _corrupt(what, part),
+                    part.rank,
+                )
         unsure = sorted(part.rank for part in parts if part.state is PartState.CLAIMING)
         if unsure:
-            text = f"{what} is in place on rank(s) {unsure}, but nobody said in time which digests its publisher has made"
+            text = (
+                f"{what} is in place on rank(s) {unsure}, but nobody said in time which digests "
+                f"its publisher has made"
+            )
             return Blame(OperationTimeout(text))
         asked = (
-            sorted(part.rank for part in parts if part.checks and part.rank not in operation.agreed.ranks)
+            sorted(
+                part.rank
+                for part in parts
+                if part.checks and part.rank not in operation.agreed.ranks
+            )
             if operation.kind is OpKind.PUBLISH
             else []
         )
         if asked:
-            text = f"{what}: rank(s) {asked} did not check in time whether the ranks publish one whole version"
+            text = (
+                f"{what}: rank(s) {asked} did not check in time whether the ranks publish one "
+                f"whole version"
+            )
             return Blame(OperationTimeout(text))
         starving = [part for part in parts if needs_source(part)]
         if starving:
             text = f"{what} has lost its last source{_gone(starving)}, none came back in time"
-            return Blame(VersionUnavailable(f"{text}{_faults(starving)}; {held_text(operation.group.model, operation)}"))
+            return Blame(
+                VersionUnavailable(
+                    f"{text}{_faults(starving)}; {held_text(operation.group.model, operation)}"
+                )
+            )
         slow = sorted((part for part in parts if not part.voted), key=lambda part: part.rank)
-        text = f"{what} was not complete after {_rounded(late.call.timeout_s)} s on rank(s) {[part.rank for part in slow]}"
+        text = (
+            f"{what} was not complete after {_rounded(late.call.timeout_s)} s on rank(s) "
+            f"{[part.rank for part in slow]}"
+        )
         return Blame(OperationTimeout(text + _faults(slow)))
 
 
@@ -460,8 +582,9 @@ def _rounded(seconds: float) -> str:
 
 
 def _impatient(operation: Operation) -> list[RankPart]:
-    """The ranks that may still give up: none once the operation is prepared, and in a fill none that has voted (R6). But all
-    of them may, if a staged update waits until its ranks may give up what they hold.
+    """The ranks that may still give up: none once the operation is prepared, and in a fill none
+    that has voted (R6). But all of them may, if a staged update waits until its ranks may give up
+    what they hold.
     """
     if operation.state is OperationState.PREPARED:
         return []
@@ -472,8 +595,10 @@ def _impatient(operation: Operation) -> list[RankPart]:
 
 def _corrupt(what: str, part: RankPart) -> IntegrityError:
     return IntegrityError(
-        f"{what}: every source that rank {part.rank} tried sent bytes that do not have their digest{_faults([part])}. "
-        "Either the source's memory was written after it was published (by a way that torch does not count), or a "
+        f"{what}: every source that rank {part.rank} tried sent bytes that do not have their "
+        f"digest{_faults([part])}. "
+        "Either the source's memory was written after it was published (by a way that torch does "
+        "not count), or a "
         "machine or the way damages bytes: have it published anew, then call again"
     )
 
@@ -484,7 +609,9 @@ def _gone(starving: list[RankPart]) -> str:
     for part in starving:
         if part.bridges and part.needs is not None:
             published = part.operation.bound.holdings
-            shards.update([need.shard for need in part.needs if not published.is_class_whole(need.shard)])
+            shards.update(
+                [need.shard for need in part.needs if not published.is_class_whole(need.shard)]
+            )
         elif not part.layout.is_whole(part.shard):
             shards.add(part.shard)
     ranks = sorted([part.rank for part in starving])[:RANKS_TOLD_MAX]
@@ -495,5 +622,7 @@ def _gone(starving: list[RankPart]) -> str:
 
 def _faults(parts: list[RankPart]) -> str:
     """How these ranks' sources failed last, for an error."""
-    told = list(dict.fromkeys([text for part in parts for _, text in part.attempts.faults.values()]))[:FAULTS_TOLD_MAX]
+    told = list(
+        dict.fromkeys([text for part in parts for _, text in part.attempts.faults.values()])
+    )[:FAULTS_TOLD_MAX]
     return f"; reads that failed: {'; '.join(told)}" if told else ""

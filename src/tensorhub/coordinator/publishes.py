@@ -1,8 +1,9 @@
 """Publish and rollback: how versions come, and how a new lineage begins (R1, R2).
 
-The first call of a publish stages a number, each call is a vote, and the decision makes the version visible. A rollback
-begins a lineage that inherits the versions up to a number; the later versions are retired and fenced. No entry on its way to
-the store is undone, and nothing is recorded into a lineage that is about to end.
+The first call of a publish stages a number, each call is a vote, and the decision makes the version
+visible. A rollback begins a lineage that inherits the versions up to a number; the later versions
+are retired and fenced. No entry on its way to the store is undone, and nothing is recorded into a
+lineage that is about to end.
 
 Not responsible for which number may be published, nor for the meaning of `latest` (`versions`).
 """
@@ -15,14 +16,27 @@ from tensorhub.coordinator import actions
 from tensorhub.coordinator.actions import Publication
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
-from tensorhub.coordinator.entities import FORGOTTEN_KEPT_MAX, Holding, Model, Operation, PendingWrite, RankPart
+from tensorhub.coordinator.entities import (
+    FORGOTTEN_KEPT_MAX,
+    Holding,
+    Model,
+    Operation,
+    PendingWrite,
+    RankPart,
+)
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.refusals import Blame
 from tensorhub.coordinator.states import OperationState, PartState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
-from tensorhub.errors import CoordinatorUnavailable, ManifestMismatch, StateError, TensorHubError, VersionConflict
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    ManifestMismatch,
+    StateError,
+    TensorHubError,
+    VersionConflict,
+)
 from tensorhub.messages import Publish, Rollback
 from tensorhub.model.digests import head_of
 from tensorhub.types import Medium, VersionInfo
@@ -43,7 +57,10 @@ class Publishes:
         operation, call = part.operation, part.call
         assert isinstance(call, Publish)
         if part.member.said.medium is Medium.HOST:
-            return Blame(StateError("publish: a copy in the library's host memory is never published"), part.rank)
+            return Blame(
+                StateError("publish: a copy in the library's host memory is never published"),
+                part.rank,
+            )
         if operation.version is None:
             conflict = self._versions.conflict(operation.group.model, call.version)
             if conflict is not None:
@@ -55,7 +72,9 @@ class Publishes:
         return None
 
     def advance(self, operation: Operation) -> Blame | None:
-        """Every rank has called. The number may have been overtaken since the first one did, or while a rank has checked."""
+        """Every rank has called. The number may have been overtaken since the first one did, or
+        while a rank has checked.
+        """
         if operation.running and not operation.covers:
             return None
         version = operation.bound
@@ -68,10 +87,18 @@ class Publishes:
         version.lay_out(operation.group.layout)
         nbytes = sum(part.member.said.nbytes for part in operation.parts.values())
         info = version.info
-        version.info = VersionInfo(info.model, info.version, info.content_id, nbytes, info.world_size)
+        version.info = VersionInfo(
+            info.model, info.version, info.content_id, nbytes, info.world_size
+        )
         self._cluster.note(version)
         for part in operation.parts.values():
-            self._cluster.learn(version, version.holdings, part.shard, part.member.said.manifest, part.member.said.parts)
+            self._cluster.learn(
+                version,
+                version.holdings,
+                part.shard,
+                part.member.said.manifest,
+                part.member.said.parts,
+            )
         version.manifest_ids = self._cluster.ids_of(version.holdings)
         return _unlike(operation) if any(version.holdings.parts.values()) else None
 
@@ -95,13 +122,19 @@ class Publishes:
         )
 
     def commit(self, operation: Operation) -> None:
-        """The memory of the ranks, but for those lost meanwhile, becomes the first replica. The version is visible now."""
+        """The memory of the ranks, but for those lost meanwhile, becomes the first replica. The
+        version is visible now.
+        """
         cluster, version = self._cluster, operation.bound
-        replica = self._holdings.new_or_torn_replica(version, next(iter(operation.parts.values())).member)
+        replica = self._holdings.new_or_torn_replica(
+            version, next(iter(operation.parts.values())).member
+        )
         for part in operation.parts.values():
             if cluster.members.get(part.member.registration) is part.member:
                 assert isinstance(part.call, Publish)
-                holding = Holding(replica, part.member, part.call.generation, True, True, version.holdings)
+                holding = Holding(
+                    replica, part.member, part.call.generation, True, True, version.holdings
+                )
                 self._holdings.add(holding)
                 self._testimonies.of(version, part.shard).publisher = holding
         self._holdings.make_ready(replica, "committed")
@@ -109,14 +142,16 @@ class Publishes:
         self._testimonies.compare_replicas(version)
 
     def abort(self, operation: Operation) -> None:
-        """The number stays unused. (No replica was made, and the ranks close their memory by themselves.)"""
+        """The number stays unused. (No replica was made, and the ranks close their memory by
+        themselves.)
+        """
         if operation.version is not None:
             self._versions.discard(operation.version, operation.group.model)
 
 
 def _unlike(operation: Operation) -> Blame | None:
-    """A reader across layouts verifies chunks of all ranks in one way. Digests of another kind would look like wrong
-    bytes.
+    """A reader across layouts verifies chunks of all ranks in one way. Digests of another kind
+    would look like wrong bytes.
     """
     kinds: dict[str, int] = {}
     for part in operation.parts.values():
@@ -125,8 +160,10 @@ def _unlike(operation: Operation) -> Blame | None:
         return None
     (one, first), (other, second), *_ = kinds.items()
     text = (
-        f"publish of {operation.group.model.name!r}: rank {first} of group {operation.group.name!r} makes digests of kind "
-        f"{one!r}, and rank {second} of kind {other!r}: connect all ranks with the same Options(digest=, integrity=)"
+        f"publish of {operation.group.model.name!r}: rank {first} of group "
+        f"{operation.group.name!r} makes digests of kind "
+        f"{one!r}, and rank {second} of kind {other!r}: connect all ranks with the same "
+        f"Options(digest=, integrity=)"
     )
     return Blame(ManifestMismatch(text, differences=(text,)))
 
@@ -149,11 +186,16 @@ class Lineages:
         if model is None:
             self._cluster.answer(session, message.request, self._refusal(None, message))
             return
-        known = next((write for write in model.history.rollbacks if _call(write).ident == message.ident), None)
+        known = next(
+            (write for write in model.history.rollbacks if _call(write).ident == message.ident),
+            None,
+        )
         if known is not None:
             known.repeat(replace(message, to=_call(known).to), session)  # the recorded call stays
         elif len(model.history.rollbacks) >= ROLLBACKS_PER_MODEL_MAX:
-            error = CoordinatorUnavailable(f"too many rollbacks of {model.name!r} wait to be recorded; call again")
+            error = CoordinatorUnavailable(
+                f"too many rollbacks of {model.name!r} wait to be recorded; call again"
+            )
             self._cluster.answer(session, message.request, error)
         else:
             model.history.rollbacks.append(PendingWrite(model, message, session, self._cluster.now))
@@ -161,14 +203,23 @@ class Lineages:
 
     def settle(self, model: Model) -> None:
         """Let the first one go on as soon as nothing else of this model is being recorded."""
-        while model.history.rollbacks and model.history.rollbacks[0].record is None and not self._is_recording(model):
+        while (
+            model.history.rollbacks
+            and model.history.rollbacks[0].record is None
+            and not self._is_recording(model)
+        ):
             write = model.history.rollbacks[0]
             message = _call(write)
-            error, done = self._refusal(model, message), message.ident in model.history.rolled_back_by.split("\n")[:-1]
+            error, done = (
+                self._refusal(model, message),
+                message.ident in model.history.rolled_back_by.split("\n")[:-1],
+            )
             if done or error is not None:
                 self._decide(write, None if done else error)
                 continue
-            entry = actions.Rollback(model.name, model.history.lineage + 1, message.to, message.ident)
+            entry = actions.Rollback(
+                model.name, model.history.lineage + 1, message.to, message.ident
+            )
             self._cluster.record(write, entry)
 
     def _is_recording(self, model: Model) -> bool:
@@ -177,10 +228,13 @@ class Lineages:
     @staticmethod
     def _refusal(model: Model | None, message: Rollback) -> VersionConflict | None:
         if model is None or model.mark is None:
-            return VersionConflict(f"{message.model!r} cannot be rolled back: nothing was published under it yet")
+            return VersionConflict(
+                f"{message.model!r} cannot be rolled back: nothing was published under it yet"
+            )
         if message.to > model.mark:
             return VersionConflict(
-                f"{message.model!r} cannot be rolled back to {message.to}: its newest number is {model.mark}; "
+                f"{message.model!r} cannot be rolled back to {message.to}: its newest number is "
+                f"{model.mark}; "
                 f"give {model.mark} or less"
             )
         return None
@@ -190,28 +244,38 @@ class Lineages:
         model, message = write.model, _call(write)
         before = model.history
         self._versions.begin_lineage(
-            model, before.lineage + 1, message.to, actions.rolled_back_by(message.ident, before.rolled_back_by)
+            model,
+            before.lineage + 1,
+            message.to,
+            actions.rolled_back_by(message.ident, before.rolled_back_by),
         )
         self._operations.rolled_back(model, message.to)
         forgotten = [number for number in model.history.forgotten if number <= message.to]
         if len(model.history.forgotten) == FORGOTTEN_KEPT_MAX and not forgotten:
-            forgotten = [message.to]  # so long ago that the decision is forgotten: it may have been published
+            # so long ago that the decision is forgotten: it may have been published
+            forgotten = [message.to]
         model.history.forgotten.clear()
         model.history.forgotten.extend(forgotten)
         model.history.lost = tuple(sorted(forgotten)[-2:])
         reason = f"{model.name!r} was rolled back to {message.to}"
         for version in [v for v in model.versions.values() if v.number > message.to]:
-            for holding in [h for layout in version.layouts for holdings in layout.values() for h in holdings]:
+            for holding in [
+                h for layout in version.layouts for holdings in layout.values() for h in holdings
+            ]:
                 self._holdings.order_out(holding, reason)
             for pin in [pin for pin in model.pins.values() if pin.number == version.number]:
                 self._cluster.remove_pin(model, pin.pin)
             self._versions.retire(version, model, reason)
         self._versions.refresh(model)  # a worker that hears Done has heard of the newest version
-        self._cluster.wake_all(model.waiting.unbound)  # `latest` and `latest-1` may name other versions now
+        # `latest` and `latest-1` may name other versions now
+        self._cluster.wake_all(model.waiting.unbound)
         self._decide(write, None)
 
     def not_recorded(self, write: PendingWrite, reason: str) -> None:
-        text = f"the coordinator cannot make the rollback of {write.model.name!r} durable: {reason}; see its state_dir"
+        text = (
+            f"the coordinator cannot make the rollback of {write.model.name!r} durable: "
+            f"{reason}; see its state_dir"
+        )
         self._decide(write, CoordinatorUnavailable(text))
 
     def _decide(self, write: PendingWrite, error: TensorHubError | None) -> None:

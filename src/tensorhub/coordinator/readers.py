@@ -1,8 +1,9 @@
-"""Read leases: which reader reads from which source, and where a reader goes when its source leaves.
+"""Read leases: which reader reads from which source, and where a reader goes when its source
+leaves.
 
-Leases schedule and count; they protect nothing (R3): only the fence of an owner does. Not responsible for the ranking of
-sources (`source_choice`), for the effects of a missing source (`operations`), nor for the moment at which a source leaves
-(`holdings`).
+Leases schedule and count; they protect nothing (R3): only the fence of an owner does. Not
+responsible for the ranking of sources (`source_choice`), for the effects of a missing source
+(`operations`), nor for the moment at which a source leaves (`holdings`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,25 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Worker
 from tensorhub.coordinator.source_choice import GAIN_S, Feeding, SourceChoice
 from tensorhub.coordinator.states import LeaseState, WorkerState
-from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, Need, Progress, ReaderCut
+from tensorhub.messages import (
+    AddSource,
+    CutReader,
+    DropSource,
+    Flow,
+    Grant,
+    Need,
+    Progress,
+    ReaderCut,
+)
 from tensorhub.scheduler.links import SECONDS_MIN, Distance, distance
 from tensorhub.scheduler.slowness import CLEARLY
 
 RETRY_S_FIRST = 0.05  # before a source that has failed is tried again; doubles each time
 RETRY_S_MAX = 2.0
-REFUSALS_MAX = 5  # of a neighbour, one and a half seconds together, before its reader reads from another site
-FASTER = CLEARLY  # so many times sooner a reader must have the rest elsewhere, to be moved while it reads
+# of a neighbour, one and a half seconds together, before its reader reads from another site
+REFUSALS_MAX = 5
+# so many times sooner a reader must have the rest elsewhere, to be moved while it reads
+FASTER = CLEARLY
 COMPARE_S = 1.0  # how often that is asked, at most
 YIELDING_MAX = 8  # readers of a source, of which some yield; among more readers it matters little
 
@@ -38,20 +50,35 @@ class Readers:
     # -- granting
 
     def grant(self, part: RankPart) -> list[Grant]:
-        """New leases on the best sources for this reader; fewer, where there is no candidate now."""
+        """New leases on the best sources for this reader; fewer, where there is no candidate
+        now.
+        """
         return [self.lend(part, *source) for source in self._choice.sources(part)]
 
     def lend(self, part: RankPart, need: Need | None, holding: Holding) -> Grant:
-        """A new lease on a source that was chosen for this reader. Everything comes through it, or all of this need."""
+        """A new lease on a source that was chosen for this reader. Everything comes through it, or
+        all of this need.
+        """
         grant = self._lend(part, holding, partial=False, need=need)
         if part.holding is not None:
             self.place(part.holding)
         return grant
 
-    def _lend(self, part: RankPart, holding: Holding, *, partial: bool, need: Need | None = None) -> Grant:
+    def _lend(
+        self, part: RankPart, holding: Holding, *, partial: bool, need: Need | None = None
+    ) -> Grant:
         ident = self._cluster.new_id()
         flow, yields = Flow(ident, 0, 0.0), waiting.yields(part, holding)
-        lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=flow, yields=yields, need=need)
+        lease = ReadLease(
+            ident,
+            part,
+            holding,
+            partial,
+            is_of_whole=holding.complete,
+            flow=flow,
+            yields=yields,
+            need=need,
+        )
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
         model = holding.member.group.model
@@ -63,7 +90,9 @@ class Readers:
         self._cluster.reckon(holding)
         if part.holding is not None:
             self._feeding.begun(lease, part.holding)
-        holding.traffic.readers_most = max(readers, holding.traffic.readers_most if readers > 1 else 0)
+        holding.traffic.readers_most = max(
+            readers, holding.traffic.readers_most if readers > 1 else 0
+        )
         self._cluster.note(lease, part.member, part.operation, holding.member, model)
         return self.to_grant(lease)
 
@@ -94,8 +123,8 @@ class Readers:
         self.improve(part)
 
     def _learn(self, part: RankPart, flows: Iterable[Flow]) -> None:
-        """A reader reports what has come from its sources. Nothing is kept of a source that is lost, although it may serve
-        on.
+        """A reader reports what has come from its sources. Nothing is kept of a source that is
+        lost, although it may serve on.
         """
         reader, to_weigh = part.member.worker, dict[Worker, None]()
         for flow in flows:
@@ -107,19 +136,38 @@ class Readers:
                 continue  # or too little yet
             source = lease.holding.member.worker
             apart = distance(reader.location, source.location)
-            sharers = lease.holding.traffic.readers_most if lease.is_of_whole and len(part.leases) == 1 else None
-            self._cluster.links.heard(reader.incarnation, apart, nbytes, seconds, sharers, self._cluster.now)
+            sharers = (
+                lease.holding.traffic.readers_most
+                if lease.is_of_whole and len(part.leases) == 1
+                else None
+            )
+            self._cluster.links.heard(
+                reader.incarnation, apart, nbytes, seconds, sharers, self._cluster.now
+            )
             if lease.is_only and lease.source_had > part.attempts.progress[0]:
                 sharers = lease.holding.traffic.readers_most  # all that came since then was there
             if source.state is not WorkerState.LOST:
-                heard = reader.incarnation, source.incarnation, apart, nbytes, seconds, sharers, self._cluster.now
+                heard = (
+                    reader.incarnation,
+                    source.incarnation,
+                    apart,
+                    nbytes,
+                    seconds,
+                    sharers,
+                    self._cluster.now,
+                )
                 self._cluster.slowness.heard(*heard)
                 rates = self._cluster.links.rates(self._cluster.now)
-                is_slow = sharers is not None and CLEARLY * sharers * nbytes / seconds <= rates[apart]
-                to_weigh.update((each, None) for each in (reader, source) if is_slow or each.slowness)
+                is_slow = (
+                    sharers is not None and CLEARLY * sharers * nbytes / seconds <= rates[apart]
+                )
+                to_weigh.update(
+                    (each, None) for each in (reader, source) if is_slow or each.slowness
+                )
             lease.flow, lease.source_had = flow, lease.holding.chunks_verified
             self._cluster.note(lease)
-        for each in to_weigh:  # once, however much was said: it may have thousands of readers, and read as much
+        # once, however much was said: it may have thousands of readers, and read as much
+        for each in to_weigh:
             self._weigh(each)
 
     def _weigh(self, worker: Worker) -> None:
@@ -131,7 +179,9 @@ class Readers:
         worker.slowness = slowness
         self._cluster.note(worker)
         self._cluster.reckon_all_of(worker)
-        for lease in (lease for member in worker.members.values() for lease in member.reads.values()):
+        for lease in (
+            lease for member in worker.members.values() for lease in member.reads.values()
+        ):
             yields = waiting.yields(lease.part, lease.holding)
             if lease.state is LeaseState.ACTIVE and yields is not lease.yields:
                 lease.holding.traffic.yielding += yields - lease.yields
@@ -140,8 +190,9 @@ class Readers:
                 self._cluster.note(lease, lease.holding.member)
 
     def assign_sources(self, part: RankPart) -> list[Grant]:
-        """New leases for a reader that lacks a source for some chunks: on a source or, while no rank holds the whole
-        shard, on partial copies of other readers. Such readers wait together for the chunks that all of them lack (R9).
+        """New leases for a reader that lacks a source for some chunks: on a source or, while no
+        rank holds the whole shard, on partial copies of other readers. Such readers wait together
+        for the chunks that all of them lack (R9).
         """
         for lease in list(part.leases.values()):
             is_dry = not (lease.holding.is_fed or lease.dropping or lease.partial)
@@ -159,12 +210,21 @@ class Readers:
         return [] if is_fed else self.grant(part)
 
     def _bridge(self, part: RankPart) -> list[Grant]:
-        """`assign_sources` for a reader that bridges: the needs that it lacks of each class, and of its own layout."""
+        """`assign_sources` for a reader that bridges: the needs that it lacks of each class, and of
+        its own layout.
+        """
         lacking, own = _unfed(part), part.layout.of(part.shard)
-        grants = [self.lend(part, *source) for source in self._choice.sources(part, lacking)] if lacking else []
+        grants = (
+            [self.lend(part, *source) for source in self._choice.sources(part, lacking)]
+            if lacking
+            else []
+        )
         if part.is_abandoned or waiting.can_be_whole(part) or not waiting.needs_source(part):
             return grants
-        return grants + [self._lend(part, each, partial=True) for each in self._choice.partial_holdings(part, own)]
+        return grants + [
+            self._lend(part, each, partial=True)
+            for each in self._choice.partial_holdings(part, own)
+        ]
 
     @staticmethod
     def to_grant(lease: ReadLease) -> Grant:
@@ -185,8 +245,8 @@ class Readers:
             self.release(lease, why)
 
     def failed(self, part: RankPart, lease_id: str, reason: str, detail: str) -> ReadLease | None:
-        """The reader gave this source up. It gets another source, or after a while this source again. Returns the lease
-        that is over.
+        """The reader gave this source up. It gets another source, or after a while this source
+        again. Returns the lease that is over.
         """
         lease = part.leases.get(lease_id) or self._cluster.leases.get(lease_id)
         if lease is None or lease.part is not part:
@@ -203,7 +263,9 @@ class Readers:
             self.release(lease, "left after its operation's end")
 
     def avoid(self, part: RankPart, holding: Holding, reason: str, detail: str) -> None:
-        """A read there has failed this reader: the source is tried again after a while, and last."""
+        """A read there has failed this reader: the source is tried again after a while, and
+        last.
+        """
         source, attempts = holding.member.worker, part.attempts
         incarnation = source.incarnation
         text = f"worker {source.name!r}: {detail or reason}"
@@ -224,14 +286,23 @@ class Readers:
 
     def set_retry_timer(self, operation: Operation) -> None:
         """Look again when the first source that has failed a reader may be tried again."""
-        times = [when for part in operation.parts.values() for when in part.attempts.retry_at.values()]
+        times = [
+            when for part in operation.parts.values() for when in part.attempts.retry_at.values()
+        ]
         later = [when for when in times if when > self._cluster.now]
         if later:
             self._cluster.timers.set("retry", operation.name, min(later))
 
     def move_again(self, operation: Operation) -> None:
-        """The readers of a source that leaves may have found no other source then, and may try a failed source now."""
-        for lease in [each for part in operation.parts.values() for each in part.leases.values() if each.holding.leaving]:
+        """The readers of a source that leaves may have found no other source then, and may try a
+        failed source now.
+        """
+        for lease in [
+            each
+            for part in operation.parts.values()
+            for each in part.leases.values()
+            if each.holding.leaving
+        ]:
             self.move(lease)
 
     def fence(self, lease: ReadLease, why: str) -> None:
@@ -254,7 +325,9 @@ class Readers:
             self.confirm_fenced(lease, "the owner has cut its reader off")
 
     def reader_lost(self, member: Member) -> None:
-        """The reader is gone: its sources are told to cut it off, even if the reader itself was told to stop before."""
+        """The reader is gone: its sources are told to cut it off, even if the reader itself was
+        told to stop before.
+        """
         for lease in list(member.reads.values()):
             self.fence(lease, "reader lost")
             owner = lease.holding.member
@@ -264,12 +337,20 @@ class Readers:
                 self.confirm_fenced(lease, "its owner is gone too")
 
     def tell_to_cut(self, lease: ReadLease) -> None:
-        self._cluster.tell(lease.holding.member, CutReader(lease.id, lease.part.member.worker.incarnation))
+        self._cluster.tell(
+            lease.holding.member, CutReader(lease.id, lease.part.member.worker.incarnation)
+        )
 
     def _forget(self, lease: ReadLease) -> None:
         holding, part = lease.holding, lease.part
         model = holding.member.group.model
-        for known in (self._cluster.leases, model.leases, holding.readers, part.leases, part.member.reads):
+        for known in (
+            self._cluster.leases,
+            model.leases,
+            holding.readers,
+            part.leases,
+            part.member.reads,
+        ):
             known.pop(lease.id, None)
         self._cluster.note(model, part.member)
         self._reader_less(lease.holding)
@@ -278,21 +359,28 @@ class Readers:
             self._cluster.wake(lease.part.operation)
 
     def _reader_less(self, holding: Holding) -> None:
-        """A lease counts no more. If it was the last one, the owner may take back the memory that it has asked for."""
+        """A lease counts no more. If it was the last one, the owner may take back the memory that
+        it has asked for.
+        """
         model, registration = holding.member.group.model, holding.member.registration
         withdrawal = model.withdrawals.get(registration)
         if withdrawal is not None and not holding.traffic.active_readers:
             model.pressing[registration] = withdrawal
             self._cluster.touch(model)
         operation = holding.member.group.operation
-        if operation is not None and operation.grace_until is not None and operation.version is None:
+        if (
+            operation is not None
+            and operation.grace_until is not None
+            and operation.version is None
+        ):
             self._cluster.wake(operation)
 
     # -- another source
 
     def move(self, lease: ReadLease) -> None:
-        """Give the reader another source, if there is one, and let it leave this source. A read-only reader is given its
-        source in its turn: there may be many of them, and each looks at all sources.
+        """Give the reader another source, if there is one, and let it leave this source. A
+        read-only reader is given its source in its turn: there may be many of them, and each looks
+        at all sources.
         """
         if lease.part.member.worker.read_only:
             self._cluster.wake(lease.part.operation)
@@ -307,11 +395,14 @@ class Readers:
         is_spare = waiting.is_spare(lease)
         sources = [] if is_spare else self._choice.sources(part, needs)
         if is_spare or (sources and (not part.bridges or ways.are_enough(sources, needs))):
-            self._leave_for(lease, [self.lend(part, *source) for source in sources], "the source leaves")
+            self._leave_for(
+                lease, [self.lend(part, *source) for source in sources], "the source leaves"
+            )
 
     def improve(self, part: RankPart) -> None:
-        """A reader reads on. If its source is slow or shared, the reader may have the rest much earlier from another source.
-        Readers that yield leave the source to this reader, and read at the end of its chain instead.
+        """A reader reads on. If its source is slow or shared, the reader may have the rest much
+        earlier from another source. Readers that yield leave the source to this reader, and read at
+        the end of its chain instead.
 
         Each move costs a new connection, so the question has a minimal interval.
         """
@@ -324,15 +415,22 @@ class Readers:
         if readers > 1 or holding.slowness > own:
             part.attempts.compared_at = now
             self._improve(part, FASTER, GAIN_S)
-        elif not lease.yields and holding.traffic.yielding and holding.traffic.active_readers <= YIELDING_MAX:
+        elif (
+            not lease.yields
+            and holding.traffic.yielding
+            and holding.traffic.active_readers <= YIELDING_MAX
+        ):
             part.attempts.compared_at = now
             for each in list(holding.readers.values()):
                 attempts = each.part.attempts
-                if each.yields and attempts.progress[0] > attempts.moved_with:  # else it loses what is on its way
+                # else it loses what is on its way
+                if each.yields and attempts.progress[0] > attempts.moved_with:
                     self._improve(each.part, 1.0)
 
     def _improve(self, part: RankPart, factor: float, gain_s: float = 0.0) -> None:
-        """The rank moves if another source brings the rest `factor` times sooner, and `gain_s` sooner. (0: it yields.)"""
+        """The rank moves if another source brings the rest `factor` times sooner, and `gain_s`
+        sooner. (0: it yields.)
+        """
         if not part.reads or part.bridges or part.member.worker.read_only:
             return
         if [lease.is_only and lease.holding.is_fed for lease in part.leases.values()] != [True]:
@@ -397,14 +495,25 @@ class Readers:
         self._cluster.note(lease.part.operation, lease.holding.member)
 
 
-def grant_of(holding: Holding, lease: str, complete: bool, selection: str = "", shard: int = 0) -> Grant:
+def grant_of(
+    holding: Holding, lease: str, complete: bool, selection: str = "", shard: int = 0
+) -> Grant:
     """The grant, as its reader is told it."""
     worker, member = holding.member.worker, holding.member
-    where = worker.name, worker.incarnation, member.registration, holding.generation, worker.endpoints, worker.location
+    where = (
+        worker.name,
+        worker.incarnation,
+        member.registration,
+        holding.generation,
+        worker.endpoints,
+        worker.location,
+    )
     return Grant(lease, *where, complete, selection, shard)
 
 
 def _unfed(part: RankPart) -> list[Need]:
     """The needs of a bridging reader that none of its sources is fed with."""
-    fed = [lease.need for lease in part.leases.values() if lease.holding.is_fed and not lease.dropping]
+    fed = [
+        lease.need for lease in part.leases.values() if lease.holding.is_fed and not lease.dropping
+    ]
     return [] if None in fed else [need for need in waiting.lacking(part) if need not in fed]

@@ -1,6 +1,8 @@
-"""Why a fill cannot go on, or never could, and what its ranks are told then; which versions are held, for any error.
+"""Why a fill cannot go on, or never could, and what its ranks are told then; which versions are
+held, for any error.
 
-Responsible for finding that, and for the texts. Not responsible for what becomes of the operation (`fills`, `decisions`).
+Responsible for finding that, and for the texts. Not responsible for what becomes of the operation
+(`fills`, `decisions`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ LEFT = "its last holder has left on purpose"
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Why an operation is aborted. `rank` None: no single rank is to blame, and all get `error` itself."""
+    """Why an operation is aborted. `rank` None: no single rank is to blame, and all get `error`
+    itself.
+    """
 
     error: TensorHubError
     rank: int | None = None
@@ -47,19 +51,25 @@ def misfit(operation: Operation, version: Version) -> Blame | None:
     if one < info.world_size:
         return None
     text = (
-        f"version {info.version} of {info.model!r} has no rank {one}: its world_size is {info.world_size}, "
+        f"version {info.version} of {info.model!r} has no rank {one}: its world_size is "
+        f"{info.world_size}, "
         f"so fetch one of the ranks 0 to {info.world_size - 1}"
     )
     return Blame(ManifestMismatch(text, differences=(text,)))
 
 
 def unnamed(operation: Operation, version: Version) -> Blame | None:
-    """The blame if a rank goes on with a shard, and the coordinator had no room to keep the shard's manifest."""
+    """The blame if a rank goes on with a shard, and the coordinator had no room to keep the shard's
+    manifest.
+    """
     for part in operation.parts.values():
         published = ways.as_published(version, operation)
         known = not published or version.manifests.get(part.shard) or named(part)
         if part.has_written and part.member.said.serves and not known:
-            text = f"{BEGUN}, which has no room for its manifest (MANIFEST_BYTES_MAX); close handles and call again"
+            text = (
+                f"{BEGUN}, which has no room for its manifest (MANIFEST_BYTES_MAX); close "
+                f"handles and call again"
+            )
             return Blame(CoordinatorUnavailable(text), part.rank)
     return None
 
@@ -67,10 +77,14 @@ def unnamed(operation: Operation, version: Version) -> Blame | None:
 def misnamed(operation: Operation, version: Version) -> Blame | None:
     """The blame if a rank goes on with other tensors, or other chunks, than were published."""
     for part in operation.parts.values():
-        is_its = named(part) and ways.as_published(version, operation)  # a rank of another layout names its own manifest
+        # a rank of another layout names its own manifest
+        is_its = named(part) and ways.as_published(version, operation)
         recorded = version.recorded(part.shard) if is_its else None
         if recorded is not None and recorded[0] != part.member.begun_id:
-            text = f"{BEGUN} on rank {part.rank}, with another manifest than version {version.number} was published with"
+            text = (
+                f"{BEGUN} on rank {part.rank}, with another manifest than version "
+                f"{version.number} was published with"
+            )
             return Blame(ManifestMismatch(text, differences=(text,)), part.rank)
     return None
 
@@ -79,52 +93,75 @@ def abandoned(operation: Operation) -> Blame:
     model, version = operation.group.model, operation.bound
     text = (
         f"version {version.number} of {model.name!r}: {LEFT}; "
-        f"ask again for a newer version, or retain versions that late readers need; {held_text(model, operation)}"
+        f"ask again for a newer version, or retain versions that late readers need; "
+        f"{held_text(model, operation)}"
     )
     return Blame(VersionUnavailable(text))
 
 
 def selects_another(operation: Operation, version: Version) -> Blame:
-    """The ranks call again by themselves. (A rank shows this error only if its caller has given up meanwhile.)"""
-    text = f"version {version.number} of {operation.group.model.name!r}: what this call has read is gone; call again"
+    """The ranks call again by themselves. (A rank shows this error only if its caller has given up
+    meanwhile.)
+    """
+    text = (
+        f"version {version.number} of {operation.group.model.name!r}: what this call has read "
+        f"is gone; call again"
+    )
     return Blame(GroupAborted(text), again=True)
 
 
 def gone(operation: Operation, error: VersionUnavailable) -> Blame:
-    """The version of a call is no more. The ranks of a call by selector call again by themselves (R12)."""
+    """The version of a call is no more. The ranks of a call by selector call again by themselves
+    (R12).
+    """
     return Blame(error) if operation.calls_number else Blame(GroupAborted(str(error)), again=True)
 
 
 def outlived(operation: Operation) -> Blame | None:
-    """Whether only this read-only call still keeps its version, and neither reads (as from a lost worker) nor has voted."""
+    """Whether only this read-only call still keeps its version, and neither reads (as from a lost
+    worker) nor has voted.
+    """
     model, version = operation.group.model, operation.version
     assert version is not None
-    if not version.seen.outlived or operation.all_voted or any(part.leases for part in operation.parts.values()):
+    if (
+        not version.seen.outlived
+        or operation.all_voted
+        or any(part.leases for part in operation.parts.values())
+    ):
         return None
-    text = f"version {version.number} of {model.name!r}: nobody holds it any more, and newer ones were published; ask again"
+    text = (
+        f"version {version.number} of {model.name!r}: nobody holds it any more, and newer ones "
+        f"were published; ask again"
+    )
     return gone(operation, VersionUnavailable(f"{text}; {held_text(model, operation)}"))
 
 
 def drifted(part: RankPart) -> tuple[int, int, str] | None:
     """Two shards that are to be equal, are not, and one of them is what this rank reads."""
     known = part.operation.bound.drifted
-    found = (known[first] for first in replicas.needed(part) if first in known) if known else iter(())
+    found = (
+        (known[first] for first in replicas.needed(part) if first in known) if known else iter(())
+    )
     return part.proof.drifted or next(found, None)
 
 
 def not_equal(operation: Operation, one: int, other: int, where: str) -> IntegrityError:
     version = operation.bound
     return IntegrityError(
-        f"{operation.kind} of {operation.group.model.name!r}: version {version.number}: ranks {one} and {other} of group "
-        f"{version.publisher.group!r} have published the same part of the model, and their bytes differ"
-        f"{where and f' ({where})'}: they are no replicas of each other any more. Look at what has drifted there, make them "
+        f"{operation.kind} of {operation.group.model.name!r}: version {version.number}: ranks "
+        f"{one} and {other} of group "
+        f"{version.publisher.group!r} have published the same part of the model, and their bytes "
+        f"differ"
+        f"{where and f' ({where})'}: they are no replicas of each other any more. Look at what has "
+        f"drifted there, make them "
         "equal, and publish again"
     )
 
 
 def condemned(operation: Operation, part: RankPart) -> IntegrityError:
     return IntegrityError(
-        f"{operation.kind} of {operation.group.model.name!r}: worker {part.member.worker.name!r} has served chunks with "
+        f"{operation.kind} of {operation.group.model.name!r}: worker {part.member.worker.name!r} "
+        f"has served chunks with "
         "other digests than were published, and does not say where they came from"
     )
 
@@ -133,9 +170,11 @@ def damaged(operation: Operation, part: RankPart) -> IntegrityError:
     """What several sources have sent this rank arrived with other bytes than the sources have."""
     sources, reader = ", ".join(map(repr, sorted(part.proof.exonerated))), part.member.worker.name
     return IntegrityError(
-        f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number}: what rank {part.rank} got "
+        f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number}: "
+        f"what rank {part.rank} got "
         f"from {sources} does not have its digest, and {UNCHANGED}. The machine "
-        f"of worker {reader!r}, or the way to it, damages bytes: look at its memory and network, or use another one"
+        f"of worker {reader!r}, or the way to it, damages bytes: look at its memory and network, "
+        f"or use another one"
     )
 
 
@@ -146,23 +185,32 @@ def named(part: RankPart) -> bytes:
 
 
 def nothing_available(operation: Operation, least: int, held: int | None) -> VersionUnavailable:
-    """No version from `least` on has a complete copy. `held`: the newest version that a rank of the group holds."""
+    """No version from `least` on has a complete copy. `held`: the newest version that a rank of the
+    group holds.
+    """
     model = operation.group.model
-    what = f"version {least} of {model.name!r} or a newer one" if least else f"a version of {model.name!r}"
+    what = (
+        f"version {least} of {model.name!r} or a newer one"
+        if least
+        else f"a version of {model.name!r}"
+    )
     text = f"nobody holds {what} as a whole, {NOBODY}"
     if held is None or held < least:
         return VersionUnavailable(f"{text}; {held_text(model, operation)}")
-    mine = f"a rank of this group holds version {held}, which 'available' never replaces by an older one"
+    mine = (
+        f"a rank of this group holds version {held}, which 'available' never replaces by an "
+        f"older one"
+    )
     mine += ": call unpublish() on it first, or give the number of that version"
     return VersionUnavailable(f"{text}; {_told(model, operation)}; {mine}")
 
 
 def held_text(model: Model, operation: Operation | None = None) -> str:
-    """For an error: which versions of a model are held, by how many replicas, and which version the selector "available"
-    gets.
+    """For an error: which versions of a model are held, by how many replicas, and which version the
+    selector "available" gets.
 
-    The ranks of `operation` are not told to fetch the version that they hold. Without it, the caller is taken to read any
-    layout.
+    The ranks of `operation` are not told to fetch the version that they hold. Without it, the
+    caller is taken to read any layout.
     """
     told, held = _told(model, operation), _readable(model)
     gets = next((v for v in held if _can_read(v, operation)), None)
@@ -177,7 +225,9 @@ def _told(model: Model, operation: Operation | None) -> str:
         if any(v.visible and v.is_held for v in model.versions.values()):
             return "workers that are not heard of now hold a version of it"
         return f"nobody holds all of a version of it{_lacking(model)}"
-    told = ", ".join(f"version {v.number} by {_replicas(v, operation)}" for v in held[:HELD_TOLD_MAX])
+    told = ", ".join(
+        f"version {v.number} by {_replicas(v, operation)}" for v in held[:HELD_TOLD_MAX]
+    )
     more = f" and {len(held) - HELD_TOLD_MAX} older" if len(held) > HELD_TOLD_MAX else ""
     return f"held now: {told}{more}"
 
@@ -188,8 +238,15 @@ def _lacking(model: Model) -> str:
         for layout in version.layouts:
             missing = [str(shard) for shard in layout if not layout.of(shard).live_sources]
             if len(missing) < len(layout):
-                whose = "the published layout" if layout is version.holdings else "another layout than the published one"
-                return f" (of version {version.number}, in {whose}, nobody has all of the shards of ranks {some(missing)})"
+                whose = (
+                    "the published layout"
+                    if layout is version.holdings
+                    else "another layout than the published one"
+                )
+                return (
+                    f" (of version {version.number}, in {whose}, nobody has all of the shards "
+                    f"of ranks {some(missing)})"
+                )
     return ""
 
 
@@ -210,11 +267,18 @@ def _can_read(version: Version, operation: Operation | None) -> bool:
 
 def _is_own(version: Version, operation: Operation | None) -> bool:
     """Whether the ranks of the group that calls have a whole copy of it themselves."""
-    held = [member.holding for member in operation.group.members.values()] if operation is not None else []
+    held = (
+        [member.holding for member in operation.group.members.values()]
+        if operation is not None
+        else []
+    )
     mine = [
         h
         for h in held
-        if h is not None and h.version is version and h.is_source and h.member.worker.state is WorkerState.LIVE
+        if h is not None
+        and h.version is version
+        and h.is_source
+        and h.member.worker.state is WorkerState.LIVE
     ]
     return bool(mine) and {h.shard for h in mine} == set(mine[0].layout)
 
@@ -224,7 +288,9 @@ def _replicas(version: Version, operation: Operation | None) -> str:
     count = version.copies - own
     if own and not count:
         return "this group itself"
-    told = ("this group and " if own else "") + f"{count} {'other ' if own else ''}replica{'' if count == 1 else 's'}"
+    told = (
+        "this group and " if own else ""
+    ) + f"{count} {'other ' if own else ''}replica{'' if count == 1 else 's'}"
     if version.can_be_read():
         return told
     told = f"{told} of other layouts than the published one"
@@ -232,25 +298,38 @@ def _replicas(version: Version, operation: Operation | None) -> str:
 
 
 def only_elsewhere(operation: Operation, version: Version) -> str:
-    """Which layouts hold a version, if neither the published layout nor that of the call is among them; else empty."""
+    """Which layouts hold a version, if neither the published layout nor that of the call is among
+    them; else empty.
+    """
     way, found = ways.of(version, operation), list[str]()
     if not way.is_known and way.layout is not None and way.layout.have_sources():
         return (
-            f"version {version.number} of {operation.group.model.name!r} is held in the layout of this call only, and no "
-            "worker that is back since the coordinator's restart has said which rank had published what: publish it again. "
+            f"version {version.number} of {operation.group.model.name!r} is held in the layout of "
+            f"this call only, and no "
+            "worker that is back since the coordinator's restart has said which rank had published "
+            "what: publish it again. "
             "A worker that runs `tensorhub seed` keeps the published layout"
         )
     if way.has_holders:
         return ""
     for layout in version.others.values():
-        groups = sorted({holding.member.group.name for there in layout.values() for holding in there if holding.is_source})
+        groups = sorted(
+            {
+                holding.member.group.name
+                for there in layout.values()
+                for holding in there
+                if holding.is_source
+            }
+        )
         if layout.have_sources():
             found.append(f"{layout.layout_id} of {some([f'group {name!r}' for name in groups])}")
     if not found:
         return ""
     reads = "the published layout" if way.published is None else "the published layout or its own"
     return (
-        f"version {version.number} of {operation.group.model.name!r} is held in other layouts only ({some(found)}), and "
-        f"this call reads {reads}: publish it again. A worker that runs `tensorhub seed`, or an archive, keeps the "
+        f"version {version.number} of {operation.group.model.name!r} is held in other layouts only "
+        f"({some(found)}), and "
+        f"this call reads {reads}: publish it again. A worker that runs `tensorhub seed`, or an "
+        f"archive, keeps the "
         "published layout, which readers of every layout can read"
     )

@@ -1,14 +1,18 @@
-"""What a worker registers and announces: whether that fits and has room, and which manifests have to be asked for.
+"""What a worker registers and announces: whether that fits and has room, and which manifests have
+to be asked for.
 
-A Register or a ReadyToWrite may name a manifest by its id. If the coordinator does not know that manifest, it asks one rank,
-and all other ranks wait for that answer. So a coordinator that has restarted is told each manifest once, and not by each of
-a thousand workers that come back at once. No rank is registered, or ready, while it waits: it says the message again. A rank
-that lacks a manifest that another rank was asked for waits for that manifest first, so that it is asked for the rest once.
+A Register or a ReadyToWrite may name a manifest by its id. If the coordinator does not know that
+manifest, it asks one rank, and all other ranks wait for that answer. So a coordinator that has
+restarted is told each manifest once, and not by each of a thousand workers that come back at once.
+No rank is registered, or ready, while it waits: it says the message again. A rank that lacks a
+manifest that another rank was asked for waits for that manifest first, so that it is asked for the
+rest once.
 
-An announcement says what a worker holds after a lost connection or a restart of the coordinator. `Announcements` decides
-whether that counts, and makes a holding of it again.
+An announcement says what a worker holds after a lost connection or a restart of the coordinator.
+`Announcements` decides whether that counts, and makes a holding of it again.
 
-Not responsible for ranks and groups (`membership`), nor for the manifests that are kept (`manifests`).
+Not responsible for ranks and groups (`membership`), nor for the manifests that are kept
+(`manifests`).
 """
 
 from __future__ import annotations
@@ -35,18 +39,27 @@ from tensorhub.types import Medium, Purpose
 def misfit(cluster: Cluster, message: Register) -> TensorHubError | None:
     """Why that memory cannot be a rank of that group, if it cannot."""
     if message.rank >= message.world_size:
-        return RegistrationError(f"rank {message.rank} does not exist in a group of {message.world_size}")
+        return RegistrationError(
+            f"rank {message.rank} does not exist in a group of {message.world_size}"
+        )
     if (message.medium is Medium.HOST) == (message.purpose is Purpose.USE):
-        return RegistrationError(f"memory of medium {message.medium} is not registered for {message.purpose}")
+        return RegistrationError(
+            f"memory of medium {message.medium} is not registered for {message.purpose}"
+        )
     if message.serves and not message.manifest:
         return RegistrationError("memory that serves says with its manifest what it has")
     if len(message.part_ids) not in (0, 3):
-        return RegistrationError("a rank's parts are its catalogue, arrangement and coordinates: name all, or none")
+        return RegistrationError(
+            "a rank's parts are its catalogue, arrangement and coordinates: name all, or none"
+        )
     is_copy = message.purpose in (Purpose.RETENTION, Purpose.SEED)
     any_shard = is_copy or not (message.serves or message.layout_id)
-    if (message.world_size > 1 and (is_copy or not message.serves)) or not (any_shard or message.shard == message.rank):
+    if (message.world_size > 1 and (is_copy or not message.serves)) or not (
+        any_shard or message.shard == message.rank
+    ):
         return RegistrationError(
-            "memory that serves holds its own rank's shard; a fetch, and a copy of one shard, is a group of its own"
+            "memory that serves holds its own rank's shard; a fetch, and a copy of one shard, is a "
+            "group of its own"
         )
     model = cluster.models.get(message.model)
     group = model.groups.get(message.group) if model is not None else None
@@ -54,41 +67,64 @@ def misfit(cluster: Cluster, message: Register) -> TensorHubError | None:
         return None
     if group.world_size != message.world_size:
         return RegistrationError(
-            f"group {group.name!r} of {message.model!r} has {group.world_size} ranks, not {message.world_size}: "
+            f"group {group.name!r} of {message.model!r} has {group.world_size} ranks, not "
+            f"{message.world_size}: "
             "give every rank the same world_size, or take another group name"
         )
     kinds = {(member.said.medium, member.said.purpose) for member in group.members.values()}
     if kinds and kinds != {(message.medium, message.purpose)}:
-        return RegistrationError(f"group {group.name!r} is registered with other memory: all its ranks take one medium")
+        return RegistrationError(
+            f"group {group.name!r} is registered with other memory: all its ranks take one medium"
+        )
     before = group.members.get(message.rank)
     if before is not None and before.worker.session is not None:
         return RegistrationError(
-            f"rank {message.rank} of group {group.name!r} of {message.model!r} is registered by worker "
-            f"{before.worker.name!r}, which is connected: close it first, or take another group name "
+            f"rank {message.rank} of group {group.name!r} of {message.model!r} is registered by "
+            f"worker "
+            f"{before.worker.name!r}, which is connected: close it first, or take another group "
+            f"name "
             "(two sets of one model in one process need two groups)",
             retryable=True,  # it may close, or be found dead
         )
     return None
 
 
-def too_much(cluster: Cluster, worker: Worker, message: Register, *parts: tuple[bytes, ...]) -> TensorHubError | None:
-    """Which bound this registration would exceed. Where it is a bound on all workers, there may soon be room again."""
-    bytes_here = cluster.manifest_bytes[worker.incarnation] + sum(map(len, (message.manifest, *parts[0])))
-    blobs = [message.manifest, *chain(*parts), *([message.held.manifest] if message.held is not None else [])]
+def too_much(
+    cluster: Cluster, worker: Worker, message: Register, *parts: tuple[bytes, ...]
+) -> TensorHubError | None:
+    """Which bound this registration would exceed. Where it is a bound on all workers, there may
+    soon be room again.
+    """
+    bytes_here = cluster.manifest_bytes[worker.incarnation] + sum(
+        map(len, (message.manifest, *parts[0]))
+    )
+    blobs = [
+        message.manifest,
+        *chain(*parts),
+        *([message.held.manifest] if message.held is not None else []),
+    ]
     what, in_all = "", False
     if len(worker.members) >= limits.REGISTRATIONS_OF_WORKER_MAX:
         what = f"it has {len(worker.members)} registrations already (REGISTRATIONS_OF_WORKER_MAX)"
     elif bytes_here > limits.MANIFEST_BYTES_OF_WORKER_MAX:
         what = f"its manifests would have {bytes_here} bytes (MANIFEST_BYTES_OF_WORKER_MAX)"
     elif len(cluster.members) >= limits.REGISTRATIONS_MAX:
-        what, in_all = f"there are {len(cluster.members)} registrations in all (REGISTRATIONS_MAX)", True
+        what, in_all = (
+            f"there are {len(cluster.members)} registrations in all (REGISTRATIONS_MAX)",
+            True,
+        )
     elif not cluster.manifests.has_room_for(*blobs):
-        what, in_all = f"all manifests have {cluster.manifests.nbytes} bytes (MANIFEST_BYTES_MAX)", True
+        what, in_all = (
+            f"all manifests have {cluster.manifests.nbytes} bytes (MANIFEST_BYTES_MAX)",
+            True,
+        )
     elif not cluster.has_room_for(message.model):
         what, in_all = f"there are {limits.MODELS_MAX} models in all (MODELS_MAX)", True
     if not what:
         return None
-    return RegistrationError(f"worker {worker.name!r} cannot register: {what}; close handles first", retryable=in_all)
+    return RegistrationError(
+        f"worker {worker.name!r} cannot register: {what}; close handles first", retryable=in_all
+    )
 
 
 @dataclass(eq=False, repr=False)
@@ -100,10 +136,12 @@ class Announcements:
     _testimonies: Testimonies
 
     def heard(self, member: Member, held: Held, parts: tuple[bytes, ...], request: int) -> bool:
-        """A worker of a former session says what it holds. Content that is not the recorded one is ordered out (R2).
+        """A worker of a former session says what it holds. Content that is not the recorded one is
+        ordered out (R2).
 
-        What the rank has only voted for does not count: it asks how that ended, and then says again what it holds. What it
-        held before does not count either if its vote has committed the group to another content.
+        What the rank has only voted for does not count: it asks how that ended, and then says again
+        what it holds. What it held before does not count either if its vote has committed the group
+        to another content.
         """
         cluster, group, publication = self._cluster, member.group, b""
         if held.publication:
@@ -126,8 +164,11 @@ class Announcements:
         is_publishers = held.published and group.name == version.publisher.group
         testimony = version.testimonies.get(member.shard)
         root = testimony.root if testimony is not None else b""
-        # This rank has the bytes of the published shard, even if no other rank of its group comes back.
-        is_proven = root != b"" and held.root == root and group.world_size == version.info.world_size
+        # This rank has the bytes of the published shard, even if no other rank of its group comes
+        # back.
+        is_proven = (
+            root != b"" and held.root == root and group.world_size == version.info.world_size
+        )
         is_known = not held.publication and (member.fits_any_layout or is_publishers or is_proven)
         if not is_known and group.layout_id is None:
             member.wait(request)
@@ -155,22 +196,36 @@ class Announcements:
         is_described = bool(layout.manifests.get(member.shard)) and member.shard in layout.parts
         if not is_described and not cluster.manifests.has_room_for(held.manifest, *parts):
             return False
-        cluster.learn(version, layout, member.shard, held.manifest, ways.as_known(member, version, parts))
-        replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
+        cluster.learn(
+            version, layout, member.shard, held.manifest, ways.as_known(member, version, parts)
+        )
+        replica = next(
+            (
+                r
+                for r in group.replicas
+                if r.version is version and r.state is not ReplicaState.TORN
+            ),
+            None,
+        )
         if replica is None:
             replica = self._holdings.new_replica(version, member)
         trust = Trust(by_source=not (is_publishers or is_proven))
         holding = Holding(replica, member, held.generation, True, True, layout, trust=trust)
         self._holdings.add(holding)
-        if held.published and group.name == version.publisher.group and member.said.purpose is Purpose.USE:
+        if (
+            held.published
+            and group.name == version.publisher.group
+            and member.said.purpose is Purpose.USE
+        ):
             self._testimonies.publisher_is_back(holding)
-        if replica.state is not ReplicaState.READY and replica.is_whole:  # if DRAINING: the leaving rank has stayed
+        # if DRAINING: the leaving rank has stayed
+        if replica.state is not ReplicaState.READY and replica.is_whole:
             self._holdings.make_ready(replica, "announced again by every rank")
         return True
 
     def _is_published(self, version: Version, publication_id: str, said: bytes) -> bool:
-        """Whether `said` may describe the published version. If so, the description is kept: readers that planned with it
-        go on, also if no holder of the published layout comes back.
+        """Whether `said` may describe the published version. If so, the description is kept:
+        readers that planned with it go on, also if no holder of the published layout comes back.
         """
         published = version.holdings
         if published.is_described:
@@ -182,14 +237,16 @@ class Announcements:
                 return False
             recorded = [version.recorded(shard) for shard in published]
             is_its = len(shards) == len(recorded) and all(
-                known is None or ids[-1] == (known[1] or known[0]) for ids, known in zip(shards, recorded, strict=True)
+                known is None or ids[-1] == (known[1] or known[0])
+                for ids, known in zip(shards, recorded, strict=True)
             )
             if is_its:
                 self._cluster.keep_description(version, published, said)
         return published.described_as == publication_id
 
 
-ANSWER = 1 / 8  # of a lease, within which the asked rank must answer; then all waiting ranks are asked
+# of a lease, within which the asked rank must answer; then all waiting ranks are asked
+ANSWER = 1 / 8
 ANSWER_S_MAX = 5.0  # the longest time for an answer, however long a lease is: callers wait for it
 
 Parts = tuple[bytes, ...]
@@ -201,7 +258,8 @@ class ManifestQuestions:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        # By id that was asked for: (session, its message then, whether the id is a part's) of each waiting rank.
+        # By id that was asked for: (session, its message then, whether the id is a part's) of each
+        # waiting rank.
         self._waiting: dict[str, deque[tuple[int, Again, bool]]] = {}
         self._count = 0  # of all those
 
@@ -209,8 +267,8 @@ class ManifestQuestions:
         return f"<ManifestQuestions: {len(self._waiting)} asked, {self._count} wait>"
 
     def with_manifests(self, message: Register) -> tuple[Register, Parts, Parts] | None:
-        """The message with its manifests, its parts, and the parts of its holding, of which the last describes the origin
-        if the holding has one. None: one of them has to be asked for.
+        """The message with its manifests, its parts, and the parts of its holding, of which the
+        last describes the origin if the holding has one. None: one of them has to be asked for.
         """
         find, held = self._cluster.manifests.find, message.held
         mine = message.manifest or (find(message.manifest_id) if message.manifest_id else b"")
@@ -230,7 +288,9 @@ class ManifestQuestions:
         parts = self._parts(message.parts, message.part_ids)
         if parts is None:
             said = set(map(id_of, message.parts))
-            unknown = [ident for ident in message.part_ids if self._cluster.manifests.find(ident) is None]
+            unknown = [
+                ident for ident in message.part_ids if self._cluster.manifests.find(ident) is None
+            ]
             missing = dict.fromkeys([ident for ident in unknown if ident not in said], True)
             self._ask(session, missing, ReadyAgain(message.key, message.rank, tuple(unknown)))
         return parts
@@ -244,15 +304,30 @@ class ManifestQuestions:
         return tuple([blob for blob in found if blob]) if all(found) else None
 
     def ask(self, session: int, message: Register) -> None:
-        """This Register names a manifest that is not known. Sooner or later the rank is told to say the message again."""
-        named = [each.manifest_id for each in (message, message.held) if each is not None and each.manifest_id]
+        """This Register names a manifest that is not known. Sooner or later the rank is told to say
+        the message again.
+        """
+        named = [
+            each.manifest_id
+            for each in (message, message.held)
+            if each is not None and each.manifest_id
+        ]
         find = self._cluster.manifests.find
-        whole = any(find(ident) is None for ident in named)  # also where it was said now: it is not kept; so below
-        parts = dict.fromkeys(ident for ident in (*message.part_ids, *held_ids(message)) if find(ident) is None)
-        self._ask(session, dict(self._missing(message)), RegisterAgain(message.request, whole, tuple(parts)))
+        # also where it was said now: it is not kept; so below
+        whole = any(find(ident) is None for ident in named)
+        parts = dict.fromkeys(
+            ident for ident in (*message.part_ids, *held_ids(message)) if find(ident) is None
+        )
+        self._ask(
+            session,
+            dict(self._missing(message)),
+            RegisterAgain(message.request, whole, tuple(parts)),
+        )
 
     def _ask(self, session: int, missing: Mapping[str, bool], again: Again) -> None:
-        """Tell it this; or let it wait for one of these ids. Of each it is said whether it is a part's."""
+        """Tell it this; or let it wait for one of these ids. Of each it is said whether it is a
+        part's.
+        """
         cluster = self._cluster
         for ident, is_part in missing.items():
             if ident in self._waiting and self._count < limits.WAIT_FOR_MANIFESTS_MAX:
@@ -262,7 +337,11 @@ class ManifestQuestions:
         for ident in missing:
             if ident not in self._waiting and len(self._waiting) < limits.WAIT_FOR_MANIFESTS_MAX:
                 self._waiting[ident] = deque()
-                cluster.timers.set("manifest", ident, cluster.now + min(cluster.options.lease_s * ANSWER, ANSWER_S_MAX))
+                cluster.timers.set(
+                    "manifest",
+                    ident,
+                    cluster.now + min(cluster.options.lease_s * ANSWER, ANSWER_S_MAX),
+                )
         cluster.send(session, again)
 
     def _missing(self, message: Register) -> Iterator[tuple[str, bool]]:
@@ -277,13 +356,17 @@ class ManifestQuestions:
                     yield ident, True
 
     def came(self, *idents: str) -> None:
-        """A message that names these ids was accepted: the ranks that wait for them need not wait longer."""
+        """A message that names these ids was accepted: the ranks that wait for them need not wait
+        longer.
+        """
         for ident in idents:
             if ident in self._waiting and self._cluster.manifests.find(ident) is not None:
                 self._cluster.timers.set("manifest", ident, self._cluster.now)
 
     def due(self, ident: str) -> None:
-        """The manifest is there, or was waited for long enough. Some ranks are told so, and the rest in the next steps."""
+        """The manifest is there, or was waited for long enough. Some ranks are told so, and the
+        rest in the next steps.
+        """
         waiting, is_known = self._waiting[ident], self._cluster.manifests.find(ident) is not None
         for _ in range(min(len(waiting), limits.WOKEN_PER_STEP)):
             session, again, is_part = waiting.popleft()
@@ -294,7 +377,8 @@ class ManifestQuestions:
                     again = replace(again, whole=not (is_known or is_part))
                 self._cluster.send(session, again)
         if waiting:
-            self._cluster.timers.set("manifest", ident, nextafter(self._cluster.now, inf))  # not within this step
+            # not within this step
+            self._cluster.timers.set("manifest", ident, nextafter(self._cluster.now, inf))
         else:
             del self._waiting[ident]
 
@@ -302,4 +386,6 @@ class ManifestQuestions:
 def held_ids(message: Register) -> tuple[str, ...]:
     """The ids of the parts of what it holds, and of what describes the origin of that."""
     held = message.held
-    return () if held is None else (*held.part_ids, *((held.publication,) if held.publication else ()))
+    return (
+        () if held is None else (*held.part_ids, *((held.publication,) if held.publication else ()))
+    )

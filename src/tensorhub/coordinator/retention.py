@@ -1,8 +1,9 @@
-"""What must stay fetchable (R4, R5, G5): the newest `retain` versions of each model, and pinned ones.
+"""What must stay fetchable (R4, R5, G5): the newest `retain` versions of each model, and pinned
+ones.
 
-Responsible for the policy, for pins, for telling holders which versions are retained, and for the single question whether a
-holder may leave. Not responsible for the consequences of the answer: `holdings` and `fills` let holders wait, `handovers`
-finds successors.
+Responsible for the policy, for pins, for telling holders which versions are retained, and for the
+single question whether a holder may leave. Not responsible for the consequences of the answer:
+`holdings` and `fills` let holders wait, `handovers` finds successors.
 """
 
 from __future__ import annotations
@@ -13,9 +14,23 @@ from dataclasses import dataclass
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Durable, Pinned, Retention, Unpinned
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Group, Holding, Member, Model, PendingWrite, Version, Worker
+from tensorhub.coordinator.entities import (
+    Group,
+    Holding,
+    Member,
+    Model,
+    PendingWrite,
+    Version,
+    Worker,
+)
 from tensorhub.coordinator.refusals import held_text
-from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    RetentionError,
+    StateError,
+    TensorHubError,
+    VersionUnavailable,
+)
 from tensorhub.messages import Pin, Retain, RetainedAck, SetRetained, Unpin
 
 
@@ -28,15 +43,19 @@ class Retentions:
     # -- the question
 
     def must_stay(self, holding: Holding, going: Worker | None = None) -> bool:
-        """Whether a retained version would lose its last reliable copy of some shard with it; see `alone`."""
+        """Whether a retained version would lose its last reliable copy of some shard with it; see
+        `alone`.
+        """
         return next(self.alone(holding, going), None) is not None
 
     def alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
-        """The holdings of its replica without a second reliable copy of the shard, if its version is retained. `going`:
-        its worker, if the worker may end with this leave (R5): then no holding of that worker counts.
+        """The holdings of its replica without a second reliable copy of the shard, if its version
+        is retained. `going`: its worker, if the worker may end with this leave (R5): then no
+        holding of that worker counts.
 
-        Only the published layout keeps a version, because readers of every layout can read it. A replica stops serving
-        when its first rank leaves. A version that has lost another shard cannot be fetched any more: nothing is kept for it.
+        Only the published layout keeps a version, because readers of every layout can read it. A
+        replica stops serving when its first rank leaves. A version that has lost another shard
+        cannot be fetched any more: nothing is kept for it.
         """
         version, replica, group = holding.version, holding.replica, holding.member.group
         if (
@@ -49,60 +68,87 @@ class Retentions:
             return
 
         def stays(other: Holding) -> bool:
-            return other.replica is not replica and other.member.worker is not going and self.is_reliable(other)
+            return (
+                other.replica is not replica
+                and other.member.worker is not going
+                and self.is_reliable(other)
+            )
 
         ours = [h for h in replica.holdings.values() if h.is_source]
         yield from (h for h in ours if not any(map(stays, h.layout.of(h.shard).steady)))
 
     def is_reliable(self, holding: Holding) -> bool:
-        """Whether it counts for retention: it may, and its owner has acknowledged that (`RetainedAck`), as have those of the
-        other ranks, since its replica stops serving when the first of them leaves.
+        """Whether it counts for retention: it may, and its owner has acknowledged that
+        (`RetainedAck`), as have those of the other ranks, since its replica stops serving when the
+        first of them leaves.
 
-        Without the acknowledgement the owner may still give the version up: after a restart, content that was only voted
-        for is announced as held, too.
+        Without the acknowledgement the owner may still give the version up: after a restart,
+        content that was only voted for is announced as held, too.
         """
         group = holding.member.group
         if not (holding.told and holding.kept and self.may_count(holding)):
             return False
-        is_news = bool(group.model.notices.unaware or group.model.notices.queue)  # else all ranks have acknowledged
+        # else all ranks have acknowledged
+        is_news = bool(group.model.notices.unaware or group.model.notices.queue)
         mates = [mate.holding for mate in group.members.values()] if is_news else []
         return all(mate is None or (mate.told and mate.kept) for mate in mates)
 
     def may_count(self, holding: Holding) -> bool:
-        """Whether the holding is a source that stays, in a worker that the coordinator counts on."""
+        """Whether the holding is a source that stays, in a worker that the coordinator counts
+        on.
+        """
         return holding.is_steady and self._cluster.counts_on(holding.member.worker)
 
     def is_lost(self, version: Version) -> bool:
-        """Whether some published shard, and each that is equal, has no holder, and none is expected back."""
+        """Whether some published shard, and each that is equal, has no holder, and none is expected
+        back.
+        """
         return not (self._cluster.is_recovering or version.holdings.is_left())
 
     def refusal(self, holding: Holding, what: str = "") -> RetentionError:
         """Why this holder may not go, for the error of `what`."""
         group, number, worker = holding.member.group, holding.version.number, holding.member.worker
         pins = sum(pin.number == number for pin in group.model.pins.values())
-        why = f"pinned by {pins} block(s)" if pins else f"one of the newest {group.model.retain}, which are retained"
+        why = (
+            f"pinned by {pins} block(s)"
+            if pins
+            else f"one of the newest {group.model.retain}, which are retained"
+        )
         return RetentionError(
-            f"{what}version {number} of {group.model.name!r} must stay: it is {why}, and worker {worker.name!r} (group "
-            f"{group.name!r}, rank {holding.rank}) is among its last reliable holders: let others that are not spot "
-            "replicate it, give workers host_memory_bytes for a copy of it, lower retain() or end the pin, or give it up "
+            f"{what}version {number} of {group.model.name!r} must stay: it is {why}, and worker "
+            f"{worker.name!r} (group "
+            f"{group.name!r}, rank {holding.rank}) is among its last reliable holders: let others "
+            f"that are not spot "
+            "replicate it, give workers host_memory_bytes for a copy of it, lower retain() or end "
+            "the pin, or give it up "
             "with close(abandon=True)"
         )
 
     # -- what holders know
 
     def tell_with(self, member: Member, content_id: str) -> int | None:
-        """What an Outcome or Registered tells a rank that holds this content: the notice's number if it is retained."""
+        """What an Outcome or Registered tells a rank that holds this content: the notice's number
+        if it is retained.
+        """
         holding = member.holding
-        if holding is None or not holding.committed or holding.version.info.content_id != content_id or member.group.spot:
+        if (
+            holding is None
+            or not holding.committed
+            or holding.version.info.content_id != content_id
+            or member.group.spot
+        ):
             return None
         keep = not holding.bridges and holding.version.number in member.group.model.retained()
         if keep is not holding.told:
-            member.retained_seq += 1  # repeated, a notice has the same number: a rank may answer only the first Outcome
+            # repeated, a notice has the same number: a rank may answer only the first Outcome
+            member.retained_seq += 1
         self._to_be_told(holding, keep=keep)
         return member.retained_seq if holding.told else None
 
     def settle(self, model: Model) -> None:
-        """Tell holders which versions are retained from now on. Answer the calls that waited for acknowledgements."""
+        """Tell holders which versions are retained from now on. Answer the calls that waited for
+        acknowledgements.
+        """
         retained = model.retained()
         for version in model.versions.values():
             keep = version.number in retained
@@ -118,7 +164,9 @@ class Retentions:
             model.notices.unanswered.clear()
 
     def group_changed(self, group: Group) -> None:
-        """A group is spot if any rank is. Spot holders may leave at any time: they are not told to stay."""
+        """A group is spot if any rank is. Spot holders may leave at any time: they are not told to
+        stay.
+        """
         before, group.spot = group.spot, any(member.said.spot for member in group.members.values())
         for member in group.members.values() if group.spot is not before else ():
             if member.holding is not None:
@@ -131,7 +179,12 @@ class Retentions:
         if holding.committed and holding.told is not keep:
             self._to_be_told(holding, keep=keep)
             member.retained_seq += 1
-            self._cluster.tell(member, SetRetained(member.registration, version.info.content_id, keep, member.retained_seq))
+            self._cluster.tell(
+                member,
+                SetRetained(
+                    member.registration, version.info.content_id, keep, member.retained_seq
+                ),
+            )
 
     def _to_be_told(self, holding: Holding, *, keep: bool) -> None:
         holding.told, holding.kept = keep, not keep
@@ -143,7 +196,9 @@ class Retentions:
         self._cluster.note(member, member.group.model)
 
     def _tell_some(self, model: Model) -> None:
-        """Tell holders which versions are retained now: in each step a bounded number of holders."""
+        """Tell holders which versions are retained now: in each step a bounded number of
+        holders.
+        """
         for _ in range(min(len(model.notices.queue), limits.NOTICES_PER_STEP)):
             holding = model.notices.queue.popleft()
             if not holding.leaving:
@@ -157,7 +212,9 @@ class Retentions:
             self._cluster.touch(model, wakes=False)
 
     def kept(self, worker: Worker, message: RetainedAck) -> None:
-        """An owner has acknowledged a notice. An older number says nothing: the owner may hear the opposite just now."""
+        """An owner has acknowledged a notice. An older number says nothing: the owner may hear the
+        opposite just now.
+        """
         member = worker.members.get(message.registration)
         holding = member.holding if member is not None else None
         if (
@@ -182,20 +239,33 @@ class Retentions:
             return
         model = self._cluster.model(message.model)
         self._cluster.note(model)
-        self._record(PendingWrite(model, message, session, self._cluster.now), Retention(model.name, message.latest))
+        self._record(
+            PendingWrite(model, message, session, self._cluster.now),
+            Retention(model.name, message.latest),
+        )
 
-    def _too_much(self, session: int | None, message: Retain | Pin | Unpin) -> TensorHubError | None:
+    def _too_much(
+        self, session: int | None, message: Retain | Pin | Unpin
+    ) -> TensorHubError | None:
         cluster, asker = self._cluster, self._cluster.sessions.get(session or 0)
         if asker is not None and asker.pending_writes >= limits.PENDING_WRITES_OF_SESSION_MAX:
-            text = f"{asker.pending_writes} retain and pin calls of this worker are not answered yet"
-            return CoordinatorUnavailable(f"{text} (PENDING_WRITES_OF_SESSION_MAX): wait for some of them")
+            text = (
+                f"{asker.pending_writes} retain and pin calls of this worker are not answered yet"
+            )
+            return CoordinatorUnavailable(
+                f"{text} (PENDING_WRITES_OF_SESSION_MAX): wait for some of them"
+            )
         if not isinstance(message, Retain):
             return None
         if message.latest > limits.RETAINED_MAX:
-            return StateError(f"retain: the newest {limits.RETAINED_MAX} versions of a model at most (RETAINED_MAX)")
+            return StateError(
+                f"retain: the newest {limits.RETAINED_MAX} versions of a model at most "
+                f"(RETAINED_MAX)"
+            )
         if not cluster.has_room_for(message.model):
             return StateError(
-                f"there are {limits.MODELS_MAX} models here already (MODELS_MAX): use the names that there are"
+                f"there are {limits.MODELS_MAX} models here already (MODELS_MAX): use the names "
+                f"that there are"
             )
         return None
 
@@ -204,8 +274,13 @@ class Retentions:
         model = self._cluster.models.get(message.model)
         known = model.pins.get(message.pin) if model is not None else None
         if known is not None and known.incarnation == worker.incarnation:
-            undone = [*self._cluster.pending_writes.values(), *(model.notices.unanswered if model is not None else ())]
-            writes = [o for o in undone if isinstance(o.message, Pin) and o.message.pin == known.pin]
+            undone = [
+                *self._cluster.pending_writes.values(),
+                *(model.notices.unanswered if model is not None else ()),
+            ]
+            writes = [
+                o for o in undone if isinstance(o.message, Pin) and o.message.pin == known.pin
+            ]
             for write in writes:
                 self._begin_again(write, message, worker.session)
             if not writes:
@@ -224,21 +299,31 @@ class Retentions:
         content_id = model.versions[message.version].info.content_id
         pinned = Pinned(message.pin, worker.incarnation, model.name, message.version, content_id)
         self._cluster.touch(model)
-        self._cluster.add_pin(model, pinned)  # it counts at once, so that no holder leaves while the pin is being recorded
+        # it counts at once, so that no holder leaves while the pin is being recorded
+        self._cluster.add_pin(model, pinned)
         self._record(PendingWrite(model, message, worker.session, self._cluster.now), pinned)
 
-    def _pin_error(self, worker: Worker, model: Model | None, message: Pin) -> TensorHubError | None:
+    def _pin_error(
+        self, worker: Worker, model: Model | None, message: Pin
+    ) -> TensorHubError | None:
         version = model.versions.get(message.version) if model is not None else None
         if model is None or version is None or not version.visible:
             return VersionUnavailable(
-                f"version {message.version} of {message.model!r} cannot be pinned: it is not published, or not any more",
+                f"version {message.version} of {message.model!r} cannot be pinned: it is not "
+                f"published, or not any more",
                 retryable=model is None or model.mark is None or message.version > model.mark,
             )
         if not version.is_held:
-            text = f"version {message.version} of {model.name!r} cannot be pinned: nobody holds it now; {held_text(model)}"
+            text = (
+                f"version {message.version} of {model.name!r} cannot be pinned: nobody holds it "
+                f"now; {held_text(model)}"
+            )
             return VersionUnavailable(text)
         if self._cluster.pins[worker.incarnation] >= limits.PINS_OF_WORKER_MAX:
-            text = f"worker {worker.name!r} has {limits.PINS_OF_WORKER_MAX} pins already (PINS_OF_WORKER_MAX)"
+            text = (
+                f"worker {worker.name!r} has {limits.PINS_OF_WORKER_MAX} pins already "
+                f"(PINS_OF_WORKER_MAX)"
+            )
             return StateError(f"{text}: end some first")
         return None
 
@@ -246,10 +331,17 @@ class Retentions:
         model = self._cluster.models.get(message.model)
         known = model.pins.get(message.pin) if model is not None else None
         error = self._too_much(worker.session, message)
-        if model is None or known is None or known.incarnation != worker.incarnation or error is not None:
+        if (
+            model is None
+            or known is None
+            or known.incarnation != worker.incarnation
+            or error is not None
+        ):
             self._cluster.answer(worker.session, message.request, error)
         else:
-            self._record(PendingWrite(model, message, worker.session, self._cluster.now), Unpinned(known.pin))
+            self._record(
+                PendingWrite(model, message, worker.session, self._cluster.now), Unpinned(known.pin)
+            )
 
     def recover(self, durable: Durable) -> None:
         """Pins of a former coordinator count until their workers' leases would have ended."""
@@ -258,7 +350,11 @@ class Retentions:
         for pin in durable.pins:
             model = self._cluster.models.get(pin.model)
             version = model.versions.get(pin.number) if model is not None else None
-            if model is not None and version is not None and version.info.content_id == pin.content_id:
+            if (
+                model is not None
+                and version is not None
+                and version.info.content_id == pin.content_id
+            ):
                 self._cluster.add_pin(model, pin)
             else:
                 self._cluster.persist(Unpinned(pin.pin))
@@ -308,12 +404,16 @@ class Retentions:
             case Unpin():
                 self._cluster.remove_pin(model, message.pin)
             case Pin() if message.pin not in model.pins:
-                error = VersionUnavailable(f"version {message.version} of {model.name!r} was given up in the meantime")
+                error = VersionUnavailable(
+                    f"version {message.version} of {model.name!r} was given up in the meantime"
+                )
             case _:
                 pass
         self._cluster.touch(model)
         if error is None and not isinstance(message, Unpin):
-            model.notices.unanswered = [o for o in model.notices.unanswered if o.session in self._cluster.sessions] + [write]
+            model.notices.unanswered = [
+                o for o in model.notices.unanswered if o.session in self._cluster.sessions
+            ] + [write]
         else:
             self._end(write, error)
 
@@ -323,5 +423,8 @@ class Retentions:
         if isinstance(message, Pin):
             self._cluster.remove_pin(model, message.pin)
         what = type(message).__name__.lower()
-        text = f"the coordinator cannot make {what} of {model.name!r} durable: {reason}; see its state_dir"
+        text = (
+            f"the coordinator cannot make {what} of {model.name!r} durable: {reason}; see its "
+            f"state_dir"
+        )
         self._end(write, CoordinatorUnavailable(text))

@@ -1,13 +1,15 @@
 """Which source a reader gets, and which holdings have a source.
 
-A holding is *fed* if it is complete, or if its chain of sources ends at a complete holding. The source of a reader is fed,
-or the reader waits for another source. Each holding is filled from one other holding, so the holdings downstream of a
-holding that is fed no more are fed no more either. With partial copies and with reads across layouts a holding has several
-sources, which may form a circle. So `Feeding.settle` takes a whole chain for not fed first, and then looks which holdings of
+A holding is *fed* if it is complete, or if its chain of sources ends at a complete holding. The
+source of a reader is fed, or the reader waits for another source. Each holding is filled from one
+other holding, so the holdings downstream of a holding that is fed no more are fed no more either.
+With partial copies and with reads across layouts a holding has several sources, which may form a
+circle. So `Feeding.settle` takes a whole chain for not fed first, and then looks which holdings of
 the chain have a source outside it.
 
-`SourceChoice` ranks the sources that a reader may read by site, load, depth and slowness, and changes nothing. Not
-responsible for leases (`readers`), for which needs a reader has (`ways`), nor for estimates and orders (`scheduler`).
+`SourceChoice` ranks the sources that a reader may read by site, load, depth and slowness, and
+changes nothing. Not responsible for leases (`readers`), for which needs a reader has (`ways`), nor
+for estimates and orders (`scheduler`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Feeding:
     """Changes which holdings are fed; no other component does."""
 
     _cluster: Cluster
-    # Holdings that are fed no more in this step. Holdings downstream of them seem to be fed until `settle`.
+    # Holdings that are fed no more in this step. Holdings downstream of them seem to be fed until
+    # `settle`.
     dry: dict[Holding, None] = field(default_factory=dict, init=False)
 
     def feed(self, holding: Holding | None) -> None:
@@ -53,14 +56,15 @@ class Feeding:
         self._cluster.reckon(filled)
         if not lease.holding.is_fed or not (lease.need is None or is_filled_by(filled, _is_fed)):
             return
-        if lease.partial and self.dry:  # the source may be filled from it: that is not known before all are settled
+        # the source may be filled from it: that is not known before all are settled
+        if lease.partial and self.dry:
             self.dry[filled] = None
         else:
             self._spread(filled)
 
     def settle(self) -> None:
-        """A holding that lost its feed may have found another source by now. If not, its downstream holdings are not fed
-        either.
+        """A holding that lost its feed may have found another source by now. If not, its downstream
+        holdings are not fed either.
         """
         while self.dry:
             holding, _ = self.dry.popitem()
@@ -70,7 +74,8 @@ class Feeding:
             for each in dry:
                 if each.is_fed:
                     self._become_fed(each, is_so=False)
-            for each in dry:  # without other layouts and patches, each of them was filled from another dry holding
+            # without other layouts and patches, each of them was filled from another dry holding
+            for each in dry:
                 if (each.peers.patches or each.bridges) and is_filled_by(each, _is_fed):
                     self._spread(each)
 
@@ -81,11 +86,15 @@ class Feeding:
             each = todo.pop()
             if not each.is_fed:
                 self._become_fed(each, is_so=True)
-                todo += [reader for reader in _filled(each) if not reader.bridges or is_filled_by(reader, _is_fed)]
+                todo += [
+                    reader
+                    for reader in _filled(each)
+                    if not reader.bridges or is_filled_by(reader, _is_fed)
+                ]
 
     def _become_fed(self, holding: Holding, *, is_so: bool) -> None:
-        """The readers of this holding need another source from now on, or need none any more; a reader without a source
-        may read a fed holding.
+        """The readers of this holding need another source from now on, or need none any more; a
+        reader without a source may read a fed holding.
         """
         holding.is_fed = is_so
         if is_so:
@@ -129,7 +138,9 @@ _is_fed = attrgetter("is_fed")
 
 
 def _is_surely_fed(holding: Holding) -> bool:
-    """Partial copies may form cycles: a holding that is fed through them may be fed by the holding in question."""
+    """Partial copies may form cycles: a holding that is fed through them may be fed by the holding
+    in question.
+    """
     return holding.verified or (holding.is_fed and not holding.peers.patches)
 
 
@@ -146,8 +157,8 @@ class SourceChoice:
     _feeding: Feeding
 
     def sources(self, part: RankPart, needs: Sequence[Need] | None = None) -> list[Source]:
-        """The best sources of a reader; if it bridges, for these needs (None: all). Empty: there is no candidate now, or
-        only in other sites, and a neighbour is tried again soon.
+        """The best sources of a reader; if it bridges, for these needs (None: all). Empty: there is
+        no candidate now, or only in other sites, and a neighbour is tried again soon.
         """
         version = part.operation.bound
         if part.bridges:
@@ -157,15 +168,18 @@ class SourceChoice:
             holding = self.choose(part, version)
             found = [] if holding is None else [(None, holding)]
         is_far = any(_is_far(each, part) for _, each in found)
-        is_patient = any(part.attempts.retry_at[each] > self._cluster.now for each in part.attempts.spared)
+        is_patient = any(
+            part.attempts.retry_at[each] > self._cluster.now for each in part.attempts.spared
+        )
         return [] if is_patient and is_far else found
 
     def choose(self, part: RankPart, version: Version, need: Need | None = None) -> Holding | None:
-        """The source from which it would have everything first, or None if there is none now. What has failed it comes after
-        all that have failed less.
+        """The source from which it would have everything first, or None if there is none now. What
+        has failed it comes after all that have failed less.
 
-        The core never assumes that shard k reads shard k; with equal layouts it does. Of equals it is the newest: the
-        publisher, which is the oldest, is chosen last, so that its unpublish is short.
+        The core never assumes that shard k reads shard k; with equal layouts it does. Of equals it
+        is the newest: the publisher, which is the oldest, is chosen last, so that its unpublish is
+        short.
         """
         holders = _holders(part, version, need)
         refuses = self._refusing(part, need)
@@ -176,8 +190,16 @@ class SourceChoice:
             rates = self._cluster.links.rates(self._cluster.now)
             found = min(best, key=lambda h: _estimate(h, part, _wanted(h.peers, need), rates))
         if found is None and part.attempts.failures:
-            workers = (self._cluster.workers.get(incarnation) for incarnation in part.attempts.failures)
-            theirs = [m.holding for w in workers if w is not None for m in w.members.values() if m.holding is not None]
+            workers = (
+                self._cluster.workers.get(incarnation) for incarnation in part.attempts.failures
+            )
+            theirs = [
+                m.holding
+                for w in workers
+                if w is not None
+                for m in w.members.values()
+                if m.holding is not None
+            ]
             failed = [h for h in theirs if any(h in there for there in holders) and not refuses(h)]
             rates = self._cluster.links.rates(self._cluster.now)
             order = lambda h: (  # noqa: E731
@@ -188,7 +210,9 @@ class SourceChoice:
         return found
 
     def _refusing(self, part: RankPart, need: Need | None) -> Callable[[Holding], bool]:
-        """Which sources this reader cannot have for that need, as things stand: none that leaves, or is fed no more."""
+        """Which sources this reader cannot have for that need, as things stand: none that leaves,
+        or is fed no more.
+        """
         below: dict[Holding, None] | None = None
 
         def refuses(holding: Holding) -> bool:
@@ -197,22 +221,35 @@ class SourceChoice:
                 return True
             if need is not None and not holding.complete:
                 return True
-            if holding.complete or need is not None or part.holding is None or not part.holding.readers:
+            if (
+                holding.complete
+                or need is not None
+                or part.holding is None
+                or not part.holding.readers
+            ):
                 return False
-            if not (part.holding.is_fed or holding.peers.patches or part.bridges or self._feeding.dry):
-                return False  # each has one source: a holding that is filled from this reader is no more fed than the reader
+            if not (
+                part.holding.is_fed or holding.peers.patches or part.bridges or self._feeding.dry
+            ):
+                # each has one source: a holding that is filled from this reader is no more fed than
+                # the reader
+                return False
             below = self._below(part.holding) if below is None else below
             return holding in below
 
         return refuses
 
     def faster(self, part: RankPart, factor: float, gain_s: float) -> Holding | None:
-        """A source from which this reader would have the rest so many times sooner, and as much sooner, than from its
-        present source, if one of the first few candidates is. It is at least as near. It has more than the reader, unless
-        the gain may be zero.
+        """A source from which this reader would have the rest so many times sooner, and as much
+        sooner, than from its present source, if one of the first few candidates is. It is at least
+        as near. It has more than the reader, unless the gain may be zero.
         """
         there, own, has = part.layout.of(part.shard), part.holding, part.attempts.progress[0]
-        (lease,), rest, rates = part.leases.values(), _rest(part), self._cluster.links.rates(self._cluster.now)
+        (lease,), rest, rates = (
+            part.leases.values(),
+            _rest(part),
+            self._cluster.links.rates(self._cluster.now),
+        )
         now_s = _estimate(lease.holding, part, rest, rates, lease)[0][1]
         if now_s <= gain_s:
             return None
@@ -224,7 +261,11 @@ class SourceChoice:
             looks += 1
             if looks > LOOKS_MAX:
                 return False
-            if holding in (lease.holding, own) or not holding.is_fed or self._is_out_of_question(holding, part):
+            if (
+                holding in (lease.holding, own)
+                or not holding.is_fed
+                or self._is_out_of_question(holding, part)
+            ):
                 return True
             if holding.complete:
                 return False
@@ -241,30 +282,45 @@ class SourceChoice:
         return found if now_s > factor * then_s and now_s >= then_s + gain_s else None
 
     def _is_out_of_question(self, holding: Holding, part: RankPart) -> bool:
-        """Whether no reader leaves its source for that holding: it is farther, or has failed this reader."""
-        if holding.member.worker.incarnation in part.attempts.failures or not self._reachable(holding, part):
+        """Whether no reader leaves its source for that holding: it is farther, or has failed this
+        reader.
+        """
+        if holding.member.worker.incarnation in part.attempts.failures or not self._reachable(
+            holding, part
+        ):
             return True
         return any(_is_nearer(lease.holding, holding, part) for lease in part.leases.values())
 
     def partial_holdings(self, part: RankPart, there: Holders[Holding]) -> list[Holding]:
-        """Partial copies that the part may read and does not read yet. Every reader reads from the next copy in the list,
-        so that a chunk of one copy comes to all readers; the further copies are the best ones.
+        """Partial copies that the part may read and does not read yet. Every reader reads from the
+        next copy in the list, so that a chunk of one copy comes to all readers; the further copies
+        are the best ones.
         """
         if part.is_abandoned:
             return []  # its last holder left on purpose: no reader waits for it (R12)
         mine = part.holding
-        read = [lease.holding for lease in part.leases.values() if not lease.dropping and lease.need is None]
-        neighbour = next((h for h in there.after(mine) if h is not mine and self._reachable(h, part)), None)
+        read = [
+            lease.holding
+            for lease in part.leases.values()
+            if not lease.dropping and lease.need is None
+        ]
+        neighbour = next(
+            (h for h in there.after(mine) if h is not mine and self._reachable(h, part)), None
+        )
         found = [neighbour] if neighbour is not None and neighbour not in read else []
         rates = self._cluster.links.rates(self._cluster.now)
         while len(read) + len(found) < PATCHES_MAX:
             passed = [neighbour, mine, *read, *found]
             refuses = lambda h, passed=passed: h in passed or not self._reachable(h, part)  # noqa: E731
-            best = [self._best(part, there, refuses, stranded=stranded) for stranded in (False, True)]
+            best = [
+                self._best(part, there, refuses, stranded=stranded) for stranded in (False, True)
+            ]
             candidates = [h for h in best if h is not None]
             if not candidates:
                 break
-            found.append(min(candidates, key=lambda h: _estimate(h, part, _wanted(there, None), rates)))
+            found.append(
+                min(candidates, key=lambda h: _estimate(h, part, _wanted(there, None), rates))
+            )
         return found
 
     def _best(
@@ -278,10 +334,19 @@ class SourceChoice:
     ) -> Holding | None:
         """The holding from which the part would have everything first."""
         reader, rates = part.member.worker, self._cluster.links.rates(self._cluster.now)
-        return there.best(reader.location, reader.transports, _wanted(there, need), rates, refuses, stranded=stranded)
+        return there.best(
+            reader.location,
+            reader.transports,
+            _wanted(there, need),
+            rates,
+            refuses,
+            stranded=stranded,
+        )
 
     def _below(self, holding: Holding) -> dict[Holding, None]:
-        """The downstream holdings. They must not fill this holding: reader and source would wait for each other."""
+        """The downstream holdings. They must not fill this holding: reader and source would wait
+        for each other.
+        """
         return self._feeding.follow(holding)
 
     def _reachable(self, holding: Holding, part: RankPart) -> bool:
@@ -294,7 +359,9 @@ class SourceChoice:
 
 
 def _holders(part: RankPart, version: Version, need: Need | None) -> list[Holders[Holding]]:
-    """The holders from which the part reads this: of its own shard in its own layout, or of the shards of a class."""
+    """The holders from which the part reads this: of its own shard in its own layout, or of the
+    shards of a class.
+    """
     if need is None:
         layout = part.layout if part.bridges else version.holdings
         return [layout.of(part.shard)]
@@ -302,8 +369,8 @@ def _holders(part: RankPart, version: Version, need: Need | None) -> list[Holder
 
 
 def _wanted(there: Holders[Holding], need: Need | None) -> Wanted:
-    """The size of a shard that a reader reads. (The grid is the publisher's; readers of another layout count their own
-    grid.)
+    """The size of a shard that a reader reads. (The grid is the publisher's; readers of another
+    layout count their own grid.)
     """
     if need is not None:
         return Wanted(need.nbytes, need.nbytes / need.chunks)
@@ -311,12 +378,19 @@ def _wanted(there: Holders[Holding], need: Need | None) -> Wanted:
 
 
 def _estimate(
-    holding: Holding, part: RankPart, wanted: Wanted, rates: Sequence[float], lease: ReadLease | None = None
+    holding: Holding,
+    part: RankPart,
+    wanted: Wanted,
+    rates: Sequence[float],
+    lease: ReadLease | None = None,
 ) -> tuple[tuple[bool, float], int]:
-    """When it would have everything from there; the newest comes first of equals. `lease`: its own, if it reads there."""
+    """When it would have everything from there; the newest comes first of equals. `lease`: its own,
+    if it reads there.
+    """
     reader, worker = part.member.worker, holding.member.worker
     load = holding.load_without(lease)
-    if worker.reaches(reader) & SAME_HOST_TRANSPORTS:  # a reader on its host takes no share of its link
+    # a reader on its host takes no share of its link
+    if worker.reaches(reader) & SAME_HOST_TRANSPORTS:
         load = load._replace(readers=0)
     apart = distance(reader.location, worker.location)
     return rank(apart, load, holding.traffic.depth, wanted, rates), -holding.number
@@ -325,7 +399,10 @@ def _estimate(
 def _rest(part: RankPart) -> Wanted:
     """What the part still has to read."""
     there = part.layout.of(part.shard)
-    left, wanted = max(0, there.chunks - part.attempts.progress[0]) / max(1, there.chunks), _wanted(there, None)
+    left, wanted = (
+        max(0, there.chunks - part.attempts.progress[0]) / max(1, there.chunks),
+        _wanted(there, None),
+    )
     return Wanted(round(wanted.nbytes * left), wanted.chunk_bytes)
 
 
@@ -335,12 +412,16 @@ def _is_far(holding: Holding, part: RankPart) -> bool:
 
 
 def _has_failed(holding: Holding, part: RankPart) -> bool:
-    """Whether it has failed that reader, and not only refused it since it may not have heard yet that it may write."""
+    """Whether it has failed that reader, and not only refused it since it may not have heard yet
+    that it may write.
+    """
     incarnation = holding.member.worker.incarnation
     return incarnation in part.attempts.failures and incarnation not in part.attempts.spared
 
 
 def _is_nearer(one: Holding, other: Holding, part: RankPart) -> bool:
     """Whether the first is nearer to that reader."""
-    mine, theirs = (distance(part.member.worker.location, each.member.worker.location) for each in (one, other))
+    mine, theirs = (
+        distance(part.member.worker.location, each.member.worker.location) for each in (one, other)
+    )
     return mine < theirs

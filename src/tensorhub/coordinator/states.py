@@ -1,8 +1,10 @@
-"""The state machines of the coordinator, as tables; `machine.Stateful.become` is the only writer of a state.
+"""The state machines of the coordinator, as tables; `machine.Stateful.become` is the only writer of
+a state.
 
-Theory of operation. Facts arrive as events; each entity below moves along its own table and nothing else. Attempts (a
-read, a withdrawal, a retry) are entities of their own, never extra states of another entity. The diagrams in docs/ are
-generated from these tables, and a test walks every (state, event) pair of each.
+Theory of operation. Facts arrive as events; each entity below moves along its own table and nothing
+else. Attempts (a read, a withdrawal, a retry) are entities of their own, never extra states of
+another entity. The diagrams in docs/ are generated from these tables, and a test walks every
+(state, event) pair of each.
 """
 
 from __future__ import annotations
@@ -32,10 +34,13 @@ class ReplicaState(StrEnum):
 
 
 class LeaseState(StrEnum):
-    """One reader's right to read one holding, for the coordinator's schedule. It protects nothing."""
+    """One reader's right to read one holding, for the coordinator's schedule. It protects
+    nothing.
+    """
 
     ACTIVE = "active"  # the reader may read
-    FENCING = "fencing"  # it must not count any more; the owner has not said yet that its fence stands
+    # it must not count any more; the owner has not said yet that its fence stands
+    FENCING = "fencing"
     FENCED = "fenced"  # the owner's fence stands
     RELEASED = "released"  # the reader reads no more
 
@@ -45,7 +50,9 @@ class WorkerState(StrEnum):
 
     LIVE = "live"  # its lease is valid, and it is heard
     SUSPECT = "suspect"  # silent or disconnected, but its lease still runs: not heard
-    LOST = "lost"  # silent for a lease, with nothing of it unread: it counts no more, and comes back as another incarnation
+    # silent for a lease, with nothing of it unread: it counts no more, and comes back as another
+    # incarnation
+    LOST = "lost"
 
 
 class OperationState(StrEnum):
@@ -64,18 +71,28 @@ class PartState(StrEnum):
     CALLED = "called"  # it has called; it is not ready to write yet
     READY = "ready"  # its ReadyToWrite has come, or is not waited for
     READING = "reading"  # it was told to write, and lacks chunks
-    CLAIMING = "claiming"  # it has every chunk, and has named the roots of its digests: they are not agreed yet
+    # it has every chunk, and has named the roots of its digests: they are not agreed yet
+    CLAIMING = "claiming"
     VOTED = "voted"  # its digests are agreed; or it publishes; or it held the bound content before
 
 
 class CoordinatorState(StrEnum):
     """How far a coordinator knows its cluster."""
 
-    RECOVERING = "recovering"  # a lease after a restart: workers say what they hold; a worker that comes back gets one more
+    # a lease after a restart: workers say what they hold; a worker that comes back gets one more
+    RECOVERING = "recovering"
     SERVING = "serving"  # recovery is over: a version that no worker has announced is lost
 
 
-V, R, L, W, P, K, C = VersionState, ReplicaState, LeaseState, WorkerState, OperationState, PartState, CoordinatorState
+V, R, L, W, P, K, C = (
+    VersionState,
+    ReplicaState,
+    LeaseState,
+    WorkerState,
+    OperationState,
+    PartState,
+    CoordinatorState,
+)
 
 VERSION_TABLE: Mapping[VersionState, frozenset[VersionState]] = {
     V.STAGED: frozenset({V.AVAILABLE, V.DISCARDED}),

@@ -1,19 +1,21 @@
 """What publishers say of their chunks' digests, and whether readers agree (R8).
 
-Theory of operation. A publisher says its digests as it makes them. A reader verifies what it reads against its source, and
-serves it on. Its vote names the root of its own list of digests. The coordinator compares that root with the root of the
-publisher's list. If the roots differ, the reader is sent the publisher's list, page by page. The reader finds the chunks
-that are wrong, says where they came from, and reads them again.
+Theory of operation. A publisher says its digests as it makes them. A reader verifies what it reads
+against its source, and serves it on. Its vote names the root of its own list of digests. The
+coordinator compares that root with the root of the publisher's list. If the roots differ, the
+reader is sent the publisher's list, page by page. The reader finds the chunks that are wrong, says
+where they came from, and reads them again.
 
-A reader of another layout votes with one root for each selection that it reads. The publisher is asked for the digests of
-that selection at the first vote, and the list is kept for the other readers of that layout.
+A reader of another layout votes with one root for each selection that it reads. The publisher is
+asked for the digests of that selection at the first vote, and the list is kept for the other
+readers of that layout.
 
-A publisher may be unable to say its digests: it is lost, silent, or does not know the selection. Then the digests count with
-which the source has sent the bytes: `Proof.by_source`. Once a root is known, no worker has to be trusted: a list from any
-holder is right if the list has that root.
+A publisher may be unable to say its digests: it is lost, silent, or does not know the selection.
+Then the digests count with which the source has sent the bytes: `Proof.by_source`. Once a root is
+known, no worker has to be trusted: a list from any holder is right if the list has that root.
 
-Responsible for lists and roots, for the workers that are asked for lists, and for which votes count. Not responsible for
-blame (`corruption_checks`), nor for what a vote leads to (`operations`).
+Responsible for lists and roots, for the workers that are asked for lists, and for which votes
+count. Not responsible for blame (`corruption_checks`), nor for what a vote leads to (`operations`).
 """
 
 from __future__ import annotations
@@ -25,19 +27,36 @@ from tensorhub.coordinator import limits, replicas
 from tensorhub.coordinator.actions import Digested
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
-from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, Testimony, Version, Worker
+from tensorhub.coordinator.entities import (
+    Holding,
+    Member,
+    Operation,
+    RankPart,
+    Testimony,
+    Version,
+    Worker,
+)
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.refusals import Blame
 from tensorhub.coordinator.states import PartState
 from tensorhub.errors import IntegrityError, StateError
 from tensorhub.layouts.published import Published
-from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, TellDigests, digests_bytes_max
+from tensorhub.messages import (
+    Compare,
+    Compared,
+    Digests,
+    Need,
+    Prepared,
+    TellDigests,
+    digests_bytes_max,
+)
 from tensorhub.model.digests import ROOT_BYTES, WIDTHS, root_of, width_in
 from tensorhub.types import OpKind
 
 ANSWER_S = 5.0  # a worker that has said nothing for twice that is not waited for
-COMPARISONS_MAX = 16  # of one rank in one operation; after that its memory, or its word, is not believed any more
+# of one rank in one operation; after that its memory, or its word, is not believed any more
+COMPARISONS_MAX = 16
 
 
 @dataclass(eq=False, repr=False)
@@ -48,21 +67,29 @@ class Testimonies:
     _readers: Readers
     _holdings: Holdings
     _corruption_checks: CorruptionChecks
-    _recording: dict[int, Version] = field(default_factory=dict, init=False)  # by record: roots on their way to the store
+    # by record: roots on their way to the store
+    _recording: dict[int, Version] = field(default_factory=dict, init=False)
 
     # -- votes
 
     def expect(self, part: RankPart) -> None:
-        """This rank, which bridges, has named its needs. Later it will name a root for each need."""
+        """This rank, which bridges, has named its needs. Later it will name a root for each
+        need.
+        """
         for need in part.needs or ():
             testimony = self.of_need(part, need)
-            if testimony.need != need:  # a read-only worker has said it has other chunks: see `disagreement`
+            # a read-only worker has said it has other chunks: see `disagreement`
+            if testimony.need != need:
                 self._cluster.forget_selection(part.operation.bound, (need.shard, need.selection))
                 testimony = self.of_need(part, need)
-            testimony.needed_by = {each: None for each in testimony.needed_by if not each.operation.decided}
+            testimony.needed_by = {
+                each: None for each in testimony.needed_by if not each.operation.decided
+            }
 
     def claim(self, part: RankPart, message: Prepared) -> None:
-        """This rank has every chunk, reads no more, and names its roots. Its vote counts if the roots agree."""
+        """This rank has every chunk, reads no more, and names its roots. Its vote counts if the
+        roots agree.
+        """
         part.proof.claim, part.proof.rereads = {}, None
         part.move(self._cluster.now)
         if part.reads:
@@ -88,7 +115,9 @@ class Testimonies:
         self._cluster.changed(part.operation, part)
 
     def settle(self, operation: Operation) -> Blame | None:
-        """Count the votes that agree with their publisher. Continue the comparison for each other vote with news."""
+        """Count the votes that agree with their publisher. Continue the comparison for each other
+        vote with news.
+        """
         for part in list(operation.parts.values() if operation.news is None else operation.news):
             if part.state is not PartState.CLAIMING:
                 continue
@@ -105,7 +134,9 @@ class Testimonies:
         testimony, version = self._of(part, need), part.operation.bound
         if need is not None and not self._are_replicas_known(version, need.shard):
             pass  # else the rank might have mixed the bytes of two replicas that have drifted apart
-        elif root == testimony.root and (root or not testimony.width):  # as was published; or there are no digests
+        elif root == testimony.root and (
+            root or not testimony.width
+        ):  # as was published; or there are no digests
             self._agree(part, need, by_source=False)
         elif not testimony.root and not self._is_publisher_awaited(testimony, root):
             if testimony.turned_away:
@@ -126,7 +157,9 @@ class Testimonies:
 
     @staticmethod
     def _agree(part: RankPart, need: Need | None, *, by_source: bool) -> None:
-        """The rank's bytes count: they are the published bytes, or (`by_source`) no publisher says otherwise."""
+        """The rank's bytes count: they are the published bytes, or (`by_source`) no publisher says
+        otherwise.
+        """
         del part.proof.claim[need]
         part.proof.by_source = part.proof.by_source or by_source
         if part.proof.page is not None and part.proof.compares == need:
@@ -146,22 +179,31 @@ class Testimonies:
             self._corruption_checks.trace(part, stray, need)
         if answer.rereads:
             part.proof.page, part.proof.rereads = None, need
-            self._cluster.become(part, PartState.READING, "has found other digests than were published")
+            self._cluster.become(
+                part, PartState.READING, "has found other digests than were published"
+            )
             part.proof.comparisons += 1
             if part.holding is not None:
                 self._holdings.verified(part.holding, is_so=False)
             self._cluster.changed(part.operation)
-        elif not testimony.pages:  # forgotten since, to make room: nothing is agreed by a part of it
+        elif (
+            not testimony.pages
+        ):  # forgotten since, to make room: nothing is agreed by a part of it
             part.proof.page = None
             self._cluster.changed(part.operation)
         elif answer.following >= testimony.chunks and not part.proof.claim[need]:
             self._agree(part, need, by_source=False)
             self._cluster.changed(part.operation)
-        elif answer.following >= testimony.chunks:  # it finds nothing wrong in a list that has another root
+        elif (
+            answer.following >= testimony.chunks
+        ):  # it finds nothing wrong in a list that has another root
             part.proof.page = None
             part.proof.comparisons += 1
             self._cluster.changed(part.operation)
-        elif part.proof.page is not None and answer.following == (part.proof.page + 1) * testimony.page_chunks:
+        elif (
+            part.proof.page is not None
+            and answer.following == (part.proof.page + 1) * testimony.page_chunks
+        ):
             self._send_page(part, testimony, part.proof.page + 1)
 
     def _accept(self, part: RankPart) -> None:
@@ -177,18 +219,32 @@ class Testimonies:
 
     def _send_page(self, part: RankPart, testimony: Testimony, page: int) -> None:
         part.proof.page, part.proof.page_session = page, part.member.worker.session
-        first, values, last = page * testimony.page_chunks, testimony.pages[page], page + 1 == len(testimony.pages)
+        first, values, last = (
+            page * testimony.page_chunks,
+            testimony.pages[page],
+            page + 1 == len(testimony.pages),
+        )
         of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
-        self._cluster.tell(part.member, Compare(part.operation.key, part.rank, first, values, last, *of))
+        self._cluster.tell(
+            part.member, Compare(part.operation.key, part.rank, first, values, last, *of)
+        )
 
     def root_for(self, part: RankPart) -> bytes:
-        """The root that a fetch compares by itself. A fetch is no reader's source, so no other rank depends on its word."""
-        return self._of(part, None).root if part.operation.kind is OpKind.FETCH and not part.bridges else b""
+        """The root that a fetch compares by itself. A fetch is no reader's source, so no other rank
+        depends on its word.
+        """
+        return (
+            self._of(part, None).root
+            if part.operation.kind is OpKind.FETCH and not part.bridges
+            else b""
+        )
 
     # -- asking for digests
 
     def _is_publisher_awaited(self, testimony: Testimony, root: bytes) -> bool:
-        """Whether the publisher may still say the digests. Asks the publisher. `root`: as a reader names it."""
+        """Whether the publisher may still say the digests. Asks the publisher. `root`: as a reader
+        names it.
+        """
         if not testimony.width:
             return bool(root)  # it is not known yet whether the chunks have digests
         publisher = self.publisher(testimony)
@@ -211,7 +267,8 @@ class Testimonies:
         for holding in self._holders(testimony) if not testimony.asked else ():
             member = holding.member
             if member.registration not in testimony.answered and member.worker.session is not None:
-                self._cluster.forget_list(testimony)  # a list never mixes the digests of two workers
+                # a list never mixes the digests of two workers
+                self._cluster.forget_list(testimony)
                 self._ask(testimony, member, holding.generation)
                 return
 
@@ -221,7 +278,9 @@ class Testimonies:
         if publisher is not None and self._can_tell(publisher):
             yield publisher
         if need is None:
-            yield from (each for each in version.holdings.get(testimony.shard, ()) if each.committed)
+            yield from (
+                each for each in version.holdings.get(testimony.shard, ()) if each.committed
+            )
             return
         for layout in version.others.values():
             for shard, needs in layout.needs.items():
@@ -231,7 +290,11 @@ class Testimonies:
     def _ask(self, testimony: Testimony, member: Member, generation: int) -> None:
         registration, session = member.registration, member.worker.session
         known = testimony.asked.get(registration)
-        if session is None or registration in testimony.answered or (known is not None and known[0] == session):
+        if (
+            session is None
+            or registration in testimony.answered
+            or (known is not None and known[0] == session)
+        ):
             return
         testimony.asked[registration] = session, generation
         of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
@@ -243,8 +306,8 @@ class Testimonies:
             self._cluster.timers.set(*due, self._cluster.now + ANSWER_S)
 
     def overdue(self, model_name: str) -> None:
-        """Give up the workers that were silent for two periods. Once every holder of a known root has been asked, all
-        holders are asked again.
+        """Give up the workers that were silent for two periods. Once every holder of a known root
+        has been asked, all holders are asked again.
         """
         model = self._cluster.models.get(model_name)
         for version in model.versions.values() if model is not None else ():
@@ -263,23 +326,33 @@ class Testimonies:
         if testimony.need is None or (known is not None and self._may_know(known, testimony)):
             return known
         shards = version.holdings.classes.get(testimony.shard, ())
-        each = [own.publisher for shard in shards if (own := version.testimonies.get(shard)) is not None]
-        found = next((one for one in each if one is not None and self._may_know(one, testimony)), known)
-        if found is not known and not testimony.root:  # a list never mixes the digests of two workers
+        each = [
+            own.publisher for shard in shards if (own := version.testimonies.get(shard)) is not None
+        ]
+        found = next(
+            (one for one in each if one is not None and self._may_know(one, testimony)), known
+        )
+        # a list never mixes the digests of two workers
+        if found is not known and not testimony.root:
             self._cluster.forget_list(testimony)
             testimony.asked.clear()
             testimony.publisher = found
         return found
 
     def _may_know(self, publisher: Holding, testimony: Testimony) -> bool:
-        """Whether this publisher can be asked now for the selection's digests, and has not denied to know them."""
+        """Whether this publisher can be asked now for the selection's digests, and has not denied
+        to know them.
+        """
         is_aware = publisher.member.registration not in testimony.unaware
         return is_aware and self._can_tell(publisher) and _is_connected(publisher)
 
     def _can_tell(self, holding: Holding) -> bool:
         """Whether the owner still has this holding, with unchanged bytes as far as is known."""
         member = holding.member
-        here = self._cluster.members.get(member.registration) is member and not holding.trust.quarantined
+        here = (
+            self._cluster.members.get(member.registration) is member
+            and not holding.trust.quarantined
+        )
         return here and (member.holding is holding or holding in member.leaving)
 
     @staticmethod
@@ -290,11 +363,15 @@ class Testimonies:
     # -- digests that arrive
 
     def told(self, worker: Worker, message: Digests) -> None:
-        """A worker tells digests. They count from a publisher, and, once a root is known, from the holder that was asked."""
+        """A worker tells digests. They count from a publisher, and, once a root is known, from the
+        holder that was asked.
+        """
         member = worker.members.get(message.registration)
         if member is None:
             return
-        holding = next((each for each in member.holdings if each.generation == message.generation), None)
+        holding = next(
+            (each for each in member.holdings if each.generation == message.generation), None
+        )
         if holding is None:
             self._told_nothing(member, message)
             return
@@ -304,18 +381,23 @@ class Testimonies:
         is_publishers = holding is self.publisher(testimony)
         asked = member.registration in testimony.asked
         if not testimony.width or not (asked if testimony.root else is_publishers):
-            return  # once a root is known, one worker tells all: a mixed list would accuse the worker that completes it
+            # once a root is known, one worker tells all: a mixed list would accuse the worker that
+            # completes it
+            return
         testimony.silent.discard(member.registration)
         if message.last:
             testimony.asked.pop(member.registration, None)
             testimony.answered.add(member.registration)
         if not testimony.is_there and self._take(testimony, message):
             self._complete(testimony, holding)
-        if message.last or testimony.is_there or testimony.turned_away:  # else no waiting rank can go on
+        # else no waiting rank can go on
+        if message.last or testimony.is_there or testimony.turned_away:
             self._bring_on(testimony)
 
     def _bring_on(self, testimony: Testimony) -> None:
-        """Wake the waiting ranks: for a selection only the ranks that need it, of thousands of selections."""
+        """Wake the waiting ranks: for a selection only the ranks that need it, of thousands of
+        selections.
+        """
         if testimony.need is None:
             self._cluster.wake_all(testimony.version.starving)
             return
@@ -328,8 +410,8 @@ class Testimonies:
                 self._cluster.changed(part.operation, part)
 
     def _is_left_as_it_is(self, part: RankPart, testimony: Testimony) -> bool:
-        """Settle this one claim of the rank, if its digests are known. Whether the rank still waits for other claims: there
-        may be thousands.
+        """Settle this one claim of the rank, if its digests are known. Whether the rank still waits
+        for other claims: there may be thousands.
         """
         need, claim = testimony.need, part.proof.claim
         if not claim or need not in claim or not testimony.root:
@@ -349,7 +431,10 @@ class Testimonies:
     def publisher_is_back(self, holding: Holding) -> None:
         """The owner announces this holding again, and that it has published it."""
         testimony = self.of(holding.version, holding.shard)
-        known, member = testimony.publisher.member if testimony.publisher is not None else None, holding.member
+        known, member = (
+            testimony.publisher.member if testimony.publisher is not None else None,
+            holding.member,
+        )
         if known is not None and (known.registration, known.worker.incarnation) != (
             member.registration,
             member.worker.incarnation,
@@ -363,23 +448,37 @@ class Testimonies:
         version = holding.version
         if message.selection:
             return version.selections.get((message.shard, message.selection))
-        return None if holding.bridges else self.of(version, holding.shard, holding.member.said.manifest)
+        return (
+            None
+            if holding.bridges
+            else self.of(version, holding.shard, holding.member.said.manifest)
+        )
 
     def _take(self, testimony: Testimony, message: Digests) -> bool:
         """Enter the digests. Whether the list is complete now."""
         if testimony.need is not None and message.chunks != testimony.need.chunks:
             testimony.unaware.add(message.registration)
             return False  # it does not know that selection: no reader has read the selection there
-        within = all(first >= 0 and count > 0 and first + count <= message.chunks for first, count in message.runs)
-        if not within or len(message.digests) != sum(count for _, count in message.runs) * testimony.width:
+        within = all(
+            first >= 0 and count > 0 and first + count <= message.chunks
+            for first, count in message.runs
+        )
+        if (
+            not within
+            or len(message.digests) != sum(count for _, count in message.runs) * testimony.width
+        ):
             return False
-        if testimony.chunks != message.chunks and (testimony.chunks >= 0 or not self._begin(testimony, message.chunks)):
+        if testimony.chunks != message.chunks and (
+            testimony.chunks >= 0 or not self._begin(testimony, message.chunks)
+        ):
             return False
         testimony.enter(message.runs, message.digests)
         return testimony.is_there
 
     def _begin(self, testimony: Testimony, chunks: int) -> bool:
-        """Make room for a list. Lists whose root is known make room for others: they can be told again."""
+        """Make room for a list. Lists whose root is known make room for others: they can be told
+        again.
+        """
         nbytes = chunks * (testimony.width + 1)
         lists = self._cluster.testimonies
         most = limits.DIGEST_BYTES_MAX - nbytes
@@ -402,7 +501,8 @@ class Testimonies:
 
     def _complete(self, testimony: Testimony, teller: Holding) -> None:
         root, version = root_of(testimony.values), testimony.version
-        if testimony.root and root != testimony.root:  # the teller does not hold the published bytes
+        # the teller does not hold the published bytes
+        if testimony.root and root != testimony.root:
             self._cluster.forget_list(testimony)
             if teller.committed and not self.is_publisher(teller):
                 self._corruption_checks.condemn(teller)
@@ -417,16 +517,24 @@ class Testimonies:
     # -- replicas
 
     def compare_replicas(self, version: Version) -> None:
-        """The version was published: ask all ranks that have published equal parts of the model for their digests."""
+        """The version was published: ask all ranks that have published equal parts of the model for
+        their digests.
+        """
         for first in version.holdings.classes:
             self._are_replicas_known(version, first)
 
     def _are_replicas_known(self, version: Version, first: int) -> bool:
-        """Whether all publishers of a class that can tell have told the digests of their own chunks. They are asked."""
+        """Whether all publishers of a class that can tell have told the digests of their own
+        chunks. They are asked.
+        """
         shards, are_known = version.holdings.classes.get(first, ()), True
         for testimony in [self.of(version, shard) for shard in shards] if len(shards) > 1 else ():
             publisher = testimony.publisher
-            if publisher is None or testimony.root or not (self._can_tell(publisher) and _is_connected(publisher)):
+            if (
+                publisher is None
+                or testimony.root
+                or not (self._can_tell(publisher) and _is_connected(publisher))
+            ):
                 continue
             if testimony.width:
                 self._ask(testimony, publisher.member, publisher.generation)
@@ -463,7 +571,11 @@ class Testimonies:
 
     def _of(self, part: RankPart, need: Need | None) -> Testimony:
         version = part.operation.bound
-        return self.of(version, part.shard, part.member.begun) if need is None else self.of_need(part, need)
+        return (
+            self.of(version, part.shard, part.member.begun)
+            if need is None
+            else self.of_need(part, need)
+        )
 
     def of_need(self, part: RankPart, need: Need) -> Testimony:
         """The testimony of a selection that this rank reads."""
@@ -480,11 +592,15 @@ class Testimonies:
         return testimony
 
     def of(self, version: Version, shard: int, manifest: bytes = b"") -> Testimony:
-        """The testimony of a shard. `manifest`: as the caller knows it, used if the version has no manifest of the shard."""
+        """The testimony of a shard. `manifest`: as the caller knows it, used if the version has no
+        manifest of the shard.
+        """
         testimony = version.testimonies.get(shard)
         if testimony is None:
             page_bytes = digests_bytes_max(self._cluster.options.frame_bytes_max)
-            testimony = version.testimonies[shard] = Testimony(version, shard, page_bytes=page_bytes)
+            testimony = version.testimonies[shard] = Testimony(
+                version, shard, page_bytes=page_bytes
+            )
         if not testimony.width:
             testimony.width = width_in(version.manifests.get(shard) or manifest)
         return testimony
@@ -507,8 +623,10 @@ def _is_connected(holding: Holding) -> bool:
 def _no_room(testimony: Testimony) -> StateError:
     info = testimony.version.info
     return StateError(
-        f"version {info.version} of {info.model!r}: the coordinator has no room for its publisher's digests "
-        f"(DIGEST_BYTES_MAX), without which nothing is committed: publish with a larger chunk_bytes",
+        f"version {info.version} of {info.model!r}: the coordinator has no room for its "
+        f"publisher's digests "
+        f"(DIGEST_BYTES_MAX), without which nothing is committed: publish with a larger "
+        f"chunk_bytes",
         retryable=True,
     )
 
@@ -516,6 +634,8 @@ def _no_room(testimony: Testimony) -> StateError:
 def _unlike(operation: Operation, part: RankPart) -> IntegrityError:
     what = f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number}"
     return IntegrityError(
-        f"{what}: after {part.proof.comparisons} readings rank {part.rank} still has other digests than were published. The "
-        f"machine of worker {part.member.worker.name!r} may damage bytes: look at its memory, or use another one"
+        f"{what}: after {part.proof.comparisons} readings rank {part.rank} still has other digests "
+        f"than were published. The "
+        f"machine of worker {part.member.worker.name!r} may damage bytes: look at its memory, or "
+        f"use another one"
     )

@@ -1,7 +1,7 @@
 """The versions of a model: numbers and marks, visibility, selectors.
 
-Responsible for G3 (the meaning of `latest`) and R1, R2, R12. Not responsible for sources, or for durability itself: a number
-counts as used once its publication is on its way to the store.
+Responsible for G3 (the meaning of `latest`) and R1, R2, R12. Not responsible for sources, or for
+durability itself: a number counts as used once its publication is on its way to the store.
 """
 
 from __future__ import annotations
@@ -32,36 +32,49 @@ class Versions:
         staged = model.versions.get(number)
         if staged is not None and not staged.visible:
             return VersionConflict(
-                f"version {number} of {model.name!r} is being published by group {staged.publisher.group!r}; "
+                f"version {number} of {model.name!r} is being published by group "
+                f"{staged.publisher.group!r}; "
                 "take another number, or try again if that one fails",
                 retryable=True,
             )
         return self.overtaken(model, number)
 
     def overtaken(self, model: Model, number: int) -> VersionConflict | None:
-        """Why `number`, staged or not, is not above all numbers that are recorded or being recorded (R1); None: it is."""
+        """Why `number`, staged or not, is not above all numbers that are recorded or being recorded
+        (R1); None: it is.
+        """
         if model.mark is not None and number <= model.mark:
             return VersionConflict(
-                f"version {number} of {model.name!r} cannot be published: the newest number so far is {model.mark}; publish "
-                f"{model.mark + 1} or more, or go back first: hub.rollback({model.name!r}, to=N), N less than {number}"
+                f"version {number} of {model.name!r} cannot be published: the newest number so far "
+                f"is {model.mark}; publish "
+                f"{model.mark + 1} or more, or go back first: hub.rollback({model.name!r}, to=N), "
+                f"N less than {number}"
             )
         if model.history.rollbacks:
             return VersionConflict(
-                f"version {number} of {model.name!r} cannot be published now: a rollback is being recorded; call again",
+                f"version {number} of {model.name!r} cannot be published now: a rollback is being "
+                f"recorded; call again",
                 retryable=True,
             )
-        recorded = [op for op in self._cluster.records.values() if op.kind is OpKind.PUBLISH and op.group.model is model]
+        recorded = [
+            op
+            for op in self._cluster.records.values()
+            if op.kind is OpKind.PUBLISH and op.group.model is model
+        ]
         newer = [op.bound.number for op in recorded if op.state is OperationState.PREPARED]
         if newer and number <= max(newer):
             return VersionConflict(
-                f"version {number} of {model.name!r} is overtaken: {max(newer)} is being recorded; take a larger number, "
+                f"version {number} of {model.name!r} is overtaken: {max(newer)} is being recorded; "
+                f"take a larger number, "
                 "or try again if that one fails",
                 retryable=True,
             )
         return None
 
     def stage(self, operation: Operation, number: int) -> Version:
-        """The version that this publish will make, invisible until then. Its content id is minted here (R1)."""
+        """The version that this publish will make, invisible until then. Its content id is minted
+        here (R1).
+        """
         group = operation.group
         info = VersionInfo(group.model.name, number, self._cluster.new_id(), 0, group.world_size)
         version = Version(info, group.model.history.lineage, group.layout_id or "", operation.key)
@@ -89,7 +102,9 @@ class Versions:
         del model.versions[version.number]
 
     def recover(self, version: Version, model: Model) -> None:
-        """A version of a former coordinator, from the store: visible, without live memory until holders are back."""
+        """A version of a former coordinator, from the store: visible, without live memory until
+        holders are back.
+        """
         version.lay_out(version.layout_id)
         self._cluster.become(version, VersionState.AVAILABLE, "recovered")
         self._cluster.become(version, VersionState.UNAVAILABLE, "no holder is known yet")
@@ -99,45 +114,62 @@ class Versions:
     @staticmethod
     def begin_lineage(model: Model, lineage: int, mark: int | None, rolled_back_by: str) -> None:
         """That is the lineage of the model from now on, as it is recorded."""
-        model.history.lineage, model.mark, model.history.rolled_back_by = lineage, mark, rolled_back_by
+        model.history.lineage, model.mark, model.history.rolled_back_by = (
+            lineage,
+            mark,
+            rolled_back_by,
+        )
 
     # -- resolving (R12)
 
     def resolve(
-        self, model: Model, selector: Selector, at_least: int | None, operation: Operation | None = None
+        self,
+        model: Model,
+        selector: Selector,
+        at_least: int | None,
+        operation: Operation | None = None,
     ) -> Version | None:
         """The visible version that a selector means; None: the call waits for it.
 
-        Raises VersionUnavailable at once for a number that is not visible, and for an unknown selector. The error says which
-        versions `operation` can have.
+        Raises VersionUnavailable at once for a number that is not visible, and for an unknown
+        selector. The error says which versions `operation` can have.
         """
         if isinstance(selector, int):
             version = model.versions.get(selector)
             if version is None or not version.visible:
                 raise VersionUnavailable(
-                    self._unknown(model, selector, operation), retryable=model.mark is None or selector > model.mark
+                    self._unknown(model, selector, operation),
+                    retryable=model.mark is None or selector > model.mark,
                 )
             return version
         if selector not in (LATEST, PREVIOUS):
-            raise VersionUnavailable(f"{selector!r} is no selector that this coordinator knows", retryable=False)
+            raise VersionUnavailable(
+                f"{selector!r} is no selector that this coordinator knows", retryable=False
+            )
         version = model.newest_visible(skip=0 if selector == LATEST else 1)
         if version is not None and at_least is not None and version.number < at_least:
             return None
         return version
 
     def available(self, operation: Operation, at_least: int | None) -> Version | None:
-        """The newest version of which a complete copy can be read now, and that is not older than the version that a rank
-        holds.
+        """The newest version of which a complete copy can be read now, and that is not older than
+        the version that a rank holds.
 
-        None: the call waits. Nothing was published yet, or a silent worker that has a complete copy may come back. Raises
-        VersionUnavailable at once if there is no complete copy of any published version.
+        None: the call waits. Nothing was published yet, or a silent worker that has a complete copy
+        may come back. Raises VersionUnavailable at once if there is no complete copy of any
+        published version.
         """
         least, held = self._least(operation, at_least)
         version, waits = self._newest_readable(operation, least)
         model = operation.group.model
-        # The ranks of a call that is repeated have lost what they read: they wait for the next version.
-        repeated = any(isinstance(part.call, Fill) and part.call.former for part in operation.parts.values())
-        published = any(number >= least for number in (*model.history.lost, *(v.number for v in model.visible)))
+        # The ranks of a call that is repeated have lost what they read: they wait for the next
+        # version.
+        repeated = any(
+            isinstance(part.call, Fill) and part.call.former for part in operation.parts.values()
+        )
+        published = any(
+            number >= least for number in (*model.history.lost, *(v.number for v in model.visible))
+        )
         if version is not None or waits or repeated or not published:
             return version
         raise nothing_available(operation, least, held)
@@ -149,35 +181,47 @@ class Versions:
 
     @staticmethod
     def _least(operation: Operation, at_least: int | None) -> tuple[int, int | None]:
-        """The oldest version that the ranks may get, and the newest one that a rank holds and has not overwritten."""
-        held = max((holding.version.number for holding in _kept(operation) if holding is not None), default=None)
+        """The oldest version that the ranks may get, and the newest one that a rank holds and has
+        not overwritten.
+        """
+        held = max(
+            (holding.version.number for holding in _kept(operation) if holding is not None),
+            default=None,
+        )
         return max(at_least or 0, held or 0), held
 
     def _newest_readable(self, operation: Operation, least: int) -> tuple[Version | None, bool]:
-        """The newest version from `least` on that all ranks hold or can read now. Without one, whether the call waits for a
-        worker that is silent or, after a restart, not back yet.
+        """The newest version from `least` on that all ranks hold or can read now. Without one,
+        whether the call waits for a worker that is silent or, after a restart, not back yet.
         """
         waits = self._cluster.is_recovering
         for version in operation.group.model.visible:
             if version.number < least:
                 break
-            if all(holding is not None and holding.version is version for holding in _kept(operation)):
+            if all(
+                holding is not None and holding.version is version for holding in _kept(operation)
+            ):
                 return version, False
             way = ways.of(version, operation)
             if way.can_be_read:
                 return version, False
             if self._may_come_back(version):
                 return None, True
-            # After a restart a version may not be described yet: then readers of another layout wait.
+            # After a restart a version may not be described yet: then readers of another layout
+            # wait.
             waits = waits or way.serves or (not way.is_known and version.has_live_source())
         return None, waits
 
     def _may_come_back(self, version: Version) -> bool:
-        """After a restart: whether a group that has recorded a commit of this version is not back with every rank yet."""
+        """After a restart: whether a group that has recorded a commit of this version is not back
+        with every rank yet.
+        """
         if not self._cluster.is_recovering:
             return False
         decisions = self._cluster.decisions.values()
-        return any(d.content_id == version.info.content_id and not self._is_back(d) for d in decisions)
+        return any(
+            d.content_id == version.info.content_id and not self._is_back(d) for d in decisions
+        )
 
     def _is_back(self, decision: Decision) -> bool:
         group = self._cluster.models[decision.model].groups.get(decision.key.group)
@@ -185,46 +229,72 @@ class Versions:
 
     @staticmethod
     def resumed(model: Model, begun: Begun) -> Version:
-        """The very content that a fill had begun. Raises VersionUnavailable if it is not known any more."""
+        """The very content that a fill had begun. Raises VersionUnavailable if it is not known any
+        more.
+        """
         version = model.versions.get(begun.version)
         if version is None or not version.visible or version.info.content_id != begun.content_id:
             raise VersionUnavailable(
-                f"version {begun.version} of {model.name!r}, which this call was fetching when its coordinator restarted, "
+                f"version {begun.version} of {model.name!r}, which this call was fetching when its "
+                f"coordinator restarted, "
                 "is not known any more: it was rolled back, or is old; call again"
             )
         return version
 
     def _unknown(self, model: Model, number: int, operation: Operation | None) -> str:
         if not model.visible:
-            return f"version {number} of {model.name!r} does not exist: nothing was published under that model yet"
+            return (
+                f"version {number} of {model.name!r} does not exist: nothing was published "
+                f"under that model yet"
+            )
         if model.mark is not None and number > model.mark:
             return (
-                f"version {number} of {model.name!r} is not published yet (the newest is {model.mark}); "
+                f"version {number} of {model.name!r} is not published yet (the newest is "
+                f"{model.mark}); "
                 f"wait_for() waits for a version; {held_text(model, operation)}"
             )
-        return f"version {number} of {model.name!r} does not exist any more; {held_text(model, operation)}"
+        return (
+            f"version {number} of {model.name!r} does not exist any more; "
+            f"{held_text(model, operation)}"
+        )
 
     @staticmethod
-    def waiting_text(model: Model, selector: Selector, at_least: int | None, operation: Operation | None = None) -> str:
+    def waiting_text(
+        model: Model, selector: Selector, at_least: int | None, operation: Operation | None = None
+    ) -> str:
         """Why nothing is bound yet, for the error at the deadline."""
         newest = model.newest_visible()
         if newest is None and model.is_newest_lost:
-            lost = f"nobody holds the version of {model.name!r} that a rollback has made the newest again"
+            lost = (
+                f"nobody holds the version of {model.name!r} that a rollback has made the "
+                f"newest again"
+            )
             return f"{lost}; {held_text(model, operation)}"
         if newest is None:
             return f"nothing was published under the model {model.name!r} (is the name right?)"
         if at_least is not None and newest.number < at_least:
-            what = f"version {at_least} of {model.name!r} was not published; the newest is {newest.number}"
+            what = (
+                f"version {at_least} of {model.name!r} was not published; the newest is "
+                f"{newest.number}"
+            )
             return f"{what}; {held_text(model, operation)}"
         if selector == PREVIOUS and model.newest_visible(skip=1) is None:
-            return f"{model.name!r} has one version only; there is no 'latest-1'; {held_text(model, operation)}"
-        what = f"no live worker holds {selector!r} of {model.name!r} (the newest version is {newest.number})"
+            return (
+                f"{model.name!r} has one version only; there is no 'latest-1'; "
+                f"{held_text(model, operation)}"
+            )
+        what = (
+            f"no live worker holds {selector!r} of {model.name!r} (the newest version is "
+            f"{newest.number})"
+        )
         return f"{what}; {held_text(model, operation)}"
 
     # -- consequences
 
     def refresh(self, model: Model) -> None:
-        """Work out which versions are available or retired. Tell the watchers if another version is the newest."""
+        """Work out which versions are available or retired. Tell the watchers if another version is
+        the newest.
+        """
         before = [(version, version.state) for version in model.versions.values()]
         others_changed = self._refresh_others(model)
         for version, _ in before:
@@ -245,13 +315,18 @@ class Versions:
             if version.bound:
                 self._outlive(version, model)
             else:
-                self._cluster.unlearn(version)  # manifests are large, and a holder that comes back tells them again
+                # manifests are large, and a holder that comes back tells them again
+                self._cluster.unlearn(version)
                 if self._is_old(model, version):
                     self.retire(version, model, "old, not retained, held by nobody")
                     model.history.forgotten.append(version.number)
         newest = model.newest_visible()
         info = newest.info if newest is not None else None
-        if others_changed or info != model.history.announced or any(version.state is not state for version, state in before):
+        if (
+            others_changed
+            or info != model.history.announced
+            or any(version.state is not state for version, state in before)
+        ):
             self._cluster.wake_all(model.waiting.unbound)
             for version, _ in before:  # a selector may name another version now
                 self._cluster.wake_all(version.starving)
@@ -264,8 +339,9 @@ class Versions:
                 self._cluster.send(session, Announce(model.name, info))
 
     def _refresh_others(self, model: Model) -> bool:
-        """Forget layouts in which no rank holds the version any more. Whether other groups can read it now, or cannot any
-        more: the state of the version does not tell that while it can be read in another layout or out of one.
+        """Forget layouts in which no rank holds the version any more. Whether other groups can read
+        it now, or cannot any more: the state of the version does not tell that while it can be read
+        in another layout or out of one.
         """
         changed = False
         for version in model.versions.values():
@@ -281,7 +357,9 @@ class Versions:
         return changed
 
     def _outlive(self, version: Version, model: Model) -> None:
-        """Read-only calls that neither read nor answer would keep the version: they are looked at once it is old."""
+        """Read-only calls that neither read nor answer would keep the version: they are looked at
+        once it is old.
+        """
         if not version.seen.outlived and self._is_old(model, version):
             version.seen.outlived = True
             self._cluster.note(version)
@@ -303,4 +381,6 @@ class Versions:
 def _kept(operation: Operation) -> list[Holding | None]:
     """What each rank holds, without what the rank's memory is being filled with."""
     parts = operation.parts.values()
-    return [part.member.holding if part.member.holding is not part.holding else None for part in parts]
+    return [
+        part.member.holding if part.member.holding is not part.holding else None for part in parts
+    ]

@@ -1,11 +1,13 @@
-"""Answers to questions that every peer may ask, joined or not: Describe, GetManifest, GetPart, GetPublication, Check.
+"""Answers to questions that every peer may ask, joined or not: Describe, GetManifest, GetPart,
+GetPublication, Check.
 
-The answers change nothing. (The description of a publication is made when it is first asked for, and kept with the version.)
+The answers change nothing. (The description of a publication is made when it is first asked for,
+and kept with the version.)
 
-`describe` tells a large model in parts, by the names of its workers. Each part has a bounded number of rows, and a part
-costs as much as its rows, however large the model is. (Only to find the next workers, each part looks at all registrations
-of the model.) The counts of a model are made when they are asked for, in one pass over the groups of the model: they cost
-nothing until then.
+`describe` tells a large model in parts, by the names of its workers. Each part has a bounded number
+of rows, and a part costs as much as its rows, however large the model is. (Only to find the next
+workers, each part looks at all registrations of the model.) The counts of a model are made when
+they are asked for, in one pass over the groups of the model: they cost nothing until then.
 """
 
 from __future__ import annotations
@@ -17,7 +19,17 @@ from heapq import heapify, heappop, nlargest, nsmallest
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Member, Model, Operation, RankPart, ReadLease, Replica, Version, Worker
+from tensorhub.coordinator.entities import (
+    Holding,
+    Member,
+    Model,
+    Operation,
+    RankPart,
+    ReadLease,
+    Replica,
+    Version,
+    Worker,
+)
 from tensorhub.coordinator.refusals import held_text
 from tensorhub.coordinator.states import OperationState, PartState, ReplicaState, WorkerState
 from tensorhub.coordinator.versions import Versions
@@ -69,11 +81,15 @@ class Answers:
         if model is None:
             return
         if message.version is not None and message.version not in model.versions:
-            error = VersionUnavailable(f"version {message.version} of {model.name!r} is not known here; {held_text(model)}")
+            error = VersionUnavailable(
+                f"version {message.version} of {model.name!r} is not known here; {held_text(model)}"
+            )
             self._cluster.answer(session, message.request, error)
             return
         after = None if message.after is None else (message.after, message.incarnation)
-        found, is_cut = describe(model, self._cluster.now, message.version, after, message.workers_max)
+        found, is_cut = describe(
+            model, self._cluster.now, message.version, after, message.workers_max
+        )
         self._cluster.send(session, Description(message.request, (found,), is_cut=is_cut))
 
     def _model(self, session: int, message: Describe | GetPublication, name: str) -> Model | None:
@@ -90,7 +106,9 @@ class Answers:
         model = self._cluster.models.get(message.model)
         for version in model.versions.values() if model is not None else ():
             if version.info.content_id == message.content_id and message.shard in version.manifests:
-                self._cluster.send(session, ManifestReply(message.request, version.manifests[message.shard]))
+                self._cluster.send(
+                    session, ManifestReply(message.request, version.manifests[message.shard])
+                )
                 return
         error = VersionUnavailable(f"no manifest of shard {message.shard} of that content is known")
         self._cluster.answer(session, message.request, error)
@@ -99,7 +117,9 @@ class Answers:
         """The part of a layout that is kept under that id."""
         blob = self._cluster.manifests.find(message.part_id)
         if blob is None:
-            error = VersionUnavailable("that part of a layout is not known, or not any more: nobody holds its version")
+            error = VersionUnavailable(
+                "that part of a layout is not known, or not any more: nobody holds its version"
+            )
             self._cluster.answer(session, message.request, error)
         else:
             self._cluster.send(session, ManifestReply(message.request, blob))
@@ -116,19 +136,28 @@ class Answers:
             return
         blob = self._cluster.manifests.find(self._cluster.describe(version, version.holdings))
         assert blob is not None
-        self._cluster.send(session, PublicationReply(message.request, version.info, version.layout_id, blob))
+        self._cluster.send(
+            session, PublicationReply(message.request, version.info, version.layout_id, blob)
+        )
 
     def _resolved(self, model: Model, selector: Selector) -> Version:
-        """A version that can be described. VersionUnavailable: there is none that the selector means now."""
+        """A version that can be described. VersionUnavailable: there is none that the selector
+        means now.
+        """
         version = (
             next((v for v in model.visible if v.copies or self._is_of_classes(v)), None)
             if selector == AVAILABLE
             else self._versions.resolve(model, selector, None)
         )
         if version is None:
-            raise VersionUnavailable(self._versions.waiting_text(model, selector, None), retryable=True)
+            raise VersionUnavailable(
+                self._versions.waiting_text(model, selector, None), retryable=True
+            )
         if not version.holdings.is_described:
-            text = f"nobody who is here now has said what is in version {version.number} of {model.name!r}"
+            text = (
+                f"nobody who is here now has said what is in version {version.number} of "
+                f"{model.name!r}"
+            )
             raise VersionUnavailable(f"{text}; {held_text(model)}", retryable=True)
         return version
 
@@ -149,10 +178,16 @@ Waiting = tuple[str, str, float, str]  # a call, what it waits for, since when, 
 
 
 def summarize(model: Model, now: float) -> tuple[ModelSummary, dict[int, VersionSummary]]:
-    """Its workers, the calls that are under way, and the replicas of its newest versions, by number."""
-    workers = {m.worker.incarnation: m.worker for g in model.groups.values() for m in g.members.values()}
+    """Its workers, the calls that are under way, and the replicas of its newest versions, by
+    number.
+    """
+    workers = {
+        m.worker.incarnation: m.worker for g in model.groups.values() for m in g.members.values()
+    }
     suspects = [worker for worker in workers.values() if worker.state is not WorkerState.LIVE]
-    replicas: dict[Version, _Replicas] = {version: _Replicas() for version in model.versions.values()}
+    replicas: dict[Version, _Replicas] = {
+        version: _Replicas() for version in model.versions.values()
+    }
     for group in model.serving.values():
         for replica in group.replicas:
             if replica.version not in replicas:
@@ -168,10 +203,14 @@ def summarize(model: Model, now: float) -> tuple[ModelSummary, dict[int, Version
         calls=_calls(_waiting(model), now),
         silent=tuple(
             SilentWorker(worker.name, worker.incarnation, max(0.0, now - worker.heard_at))
-            for worker in nsmallest(limits.SUMMARIZED_SILENT_MAX, suspects, key=lambda worker: worker.heard_at)
+            for worker in nsmallest(
+                limits.SUMMARIZED_SILENT_MAX, suspects, key=lambda worker: worker.heard_at
+            )
         ),
     )
-    newest = nlargest(limits.SUMMARIZED_VERSIONS_MAX, model.versions.values(), key=lambda version: version.number)
+    newest = nlargest(
+        limits.SUMMARIZED_VERSIONS_MAX, model.versions.values(), key=lambda version: version.number
+    )
     return summary, {version.number: replicas[version].summary(version) for version in newest}
 
 
@@ -180,7 +219,8 @@ class _Replicas:
     """The replicas of one version, counted."""
 
     states: list[ReplicaState] = field(default_factory=list)  # of each
-    by_layout: dict[str, list[Replica]] = field(default_factory=dict)  # those of which memory is left
+    # those of which memory is left
+    by_layout: dict[str, list[Replica]] = field(default_factory=dict)
     shards: int = 0
     doubtful: int = 0
     quarantined: int = 0
@@ -217,7 +257,10 @@ class _Replicas:
         """Nothing, where there is only the published one."""
         if self.by_layout.keys() <= {version.layout_id}:
             return
-        in_order = sorted(self.by_layout.items(), key=lambda item: (item[0] != version.layout_id, -len(item[1]), item[0]))
+        in_order = sorted(
+            self.by_layout.items(),
+            key=lambda item: (item[0] != version.layout_id, -len(item[1]), item[0]),
+        )
         for layout_id, replicas in in_order[: limits.SUMMARIZED_LAYOUTS_MAX]:
             held = [holding for replica in replicas for holding in replica.holdings.values()]
             yield LayoutSummary(
@@ -225,7 +268,9 @@ class _Replicas:
                 layout_id == version.layout_id,
                 replicas=len(replicas),
                 ready=sum(replica.state is ReplicaState.READY for replica in replicas),
-                bridging=len({id(holding.member.group) for holding in held if reads_across(holding)}),
+                bridging=len(
+                    {id(holding.member.group) for holding in held if reads_across(holding)}
+                ),
                 shards=len(held),
                 chunks=sum(holding.chunks for holding in held),
                 chunks_verified=sum(holding.chunks_verified for holding in held),
@@ -256,7 +301,10 @@ def _waiting(model: Model) -> Iterator[Waiting]:
     for withdrawal in model.withdrawals.values():
         waits_for = "readers" if withdrawal.begun else "successor"
         yield "leave", waits_for, withdrawal.asked_at, withdrawal.holding.member.worker.name
-    for waits_for, writes in (("store", model.history.rollbacks), ("holders", model.notices.unanswered)):
+    for waits_for, writes in (
+        ("store", model.history.rollbacks),
+        ("holders", model.notices.unanswered),
+    ):
         for write in writes:
             yield type(write.message).__name__.lower(), waits_for, write.asked_at, ""
 
@@ -285,13 +333,16 @@ def _waits_for(operation: Operation) -> tuple[str, list[RankPart]]:
     return ("digests", claiming) if claiming else ("store", parts)
 
 
-Place = tuple[str, str | None]  # among workers: a name and an incarnation; None: after all of that name
+# among workers: a name and an incarnation; None: after all of that name
+Place = tuple[str, str | None]
 Found = tuple[ModelInfo, bool]  # a part of a model, and whether the rest is still to be told
 
 
-def page(cluster: Cluster, after: str | None, workers_max: int | None = None) -> tuple[tuple[ModelInfo, ...], bool, bool]:
-    """The models after that name, as many as one answer has room for but one at least; whether there are more; and whether
-    the last of them is told in part.
+def page(
+    cluster: Cluster, after: str | None, workers_max: int | None = None
+) -> tuple[tuple[ModelInfo, ...], bool, bool]:
+    """The models after that name, as many as one answer has room for but one at least; whether
+    there are more; and whether the last of them is told in part.
     """
     models, entries, counted = list[ModelInfo](), 0, 0
     for model in cluster.models_after(after):
@@ -302,20 +353,31 @@ def page(cluster: Cluster, after: str | None, workers_max: int | None = None) ->
         if is_cut:
             return tuple(models), True, True
         shards = sum(len(replica.shards) for replica in info.replicas)
-        entries += 1 + len(info.versions) + len(info.replicas) + shards + len(info.leases) + len(info.workers)
+        entries += (
+            1
+            + len(info.versions)
+            + len(info.replicas)
+            + shards
+            + len(info.leases)
+            + len(info.workers)
+        )
         counted += 0 if info.summary is None else info.summary.groups + info.summary.shards
     return tuple(models), False, False
 
 
 def describe(
-    model: Model, now: float, version: int | None = None, after: Place | None = None, workers_max: int | None = None
+    model: Model,
+    now: float,
+    version: int | None = None,
+    after: Place | None = None,
+    workers_max: int | None = None,
 ) -> Found:
-    """Versions, replicas, leases and workers of one model, each in a stable order. The first part has the counts, too,
-    unless it is a page of so many workers.
+    """Versions, replicas, leases and workers of one model, each in a stable order. The first part
+    has the counts, too, unless it is a page of so many workers.
 
-    With `version`, only what concerns it. Of the workers after a place, the next `workers_max` (None: all; 0: counts only),
-    with what they hold and read; fewer, if there are too many rows. With the last worker come torn replicas of which no
-    memory is left, and leases of lost readers.
+    With `version`, only what concerns it. Of the workers after a place, the next `workers_max`
+    (None: all; 0: counts only), with what they hold and read; fewer, if there are too many rows.
+    With the last worker come torn replicas of which no memory is left, and leases of lost readers.
     """
     rows = _Rows(model, version)
     is_cut = workers_max != 0 and rows.add(after, workers_max)
@@ -339,16 +401,33 @@ class _Rows:
         known = _members(model)
         ahead = [(members[0].worker.name, incarnation) for incarnation, members in known.items()]
         if after is not None:
-            ahead = [place for place in ahead if (place > after if after[1] is not None else place[0] > after[0])]
+            ahead = [
+                place
+                for place in ahead
+                if (place > after if after[1] is not None else place[0] > after[0])
+            ]
         heapify(ahead)
         rows = 0
-        while ahead and rows < limits.DESCRIBED_ROWS_MAX and (workers_max is None or len(self.workers) < workers_max):
+        while (
+            ahead
+            and rows < limits.DESCRIBED_ROWS_MAX
+            and (workers_max is None or len(self.workers) < workers_max)
+        ):
             members = known[heappop(ahead)[1]]
-            replicas = ((replica, member.rank) for member in members for replica in member.group.replicas)
+            replicas = (
+                (replica, member.rank) for member in members for replica in member.group.replicas
+            )
             held = [
-                holding for replica, rank in replicas if (holding := replica.holdings.get(rank)) and _is_of(holding, version)
+                holding
+                for replica, rank in replicas
+                if (holding := replica.holdings.get(rank)) and _is_of(holding, version)
             ]
-            read = [lease for m in members for lease in m.reads.values() if _is_of(lease.holding, version)]
+            read = [
+                lease
+                for m in members
+                for lease in m.reads.values()
+                if _is_of(lease.holding, version)
+            ]
             if version is None or held or read:
                 self.workers.append(members[0].worker)
                 self.leases += read
@@ -356,12 +435,16 @@ class _Rows:
                     self.shards.setdefault(holding.replica, []).append(holding)
                 rows += 1 + len(held) + len(read)
         if not ahead:
-            for replica in (replica for group in model.serving.values() for replica in group.replicas):
+            for replica in (
+                replica for group in model.serving.values() for replica in group.replicas
+            ):
                 if not replica.holdings and version in (None, replica.version.number):
                     self.shards[replica] = []
             for lease in model.leases.values():
                 reader = lease.part.member
-                if reader.group.members.get(reader.rank) is not reader and _is_of(lease.holding, version):
+                if reader.group.members.get(reader.rank) is not reader and _is_of(
+                    lease.holding, version
+                ):
                     self.leases.append(lease)
         return bool(ahead)
 
@@ -379,10 +462,16 @@ def _is_of(holding: Holding, version: int | None) -> bool:
     return version is None or holding.version.number == version
 
 
-def _info(rows: _Rows, counts: tuple[ModelSummary, dict[int, VersionSummary]] | None, *, counts_only: bool) -> ModelInfo:
+def _info(
+    rows: _Rows, counts: tuple[ModelSummary, dict[int, VersionSummary]] | None, *, counts_only: bool
+) -> ModelInfo:
     model, retained = rows.model, rows.model.retained()
     summary, by_version = counts or (None, {})
-    told = [number for number in (by_version if counts_only else model.versions) if rows.version in (None, number)]
+    told = [
+        number
+        for number in (by_version if counts_only else model.versions)
+        if rows.version in (None, number)
+    ]
     versions = tuple(
         VersionView(
             version=v.number,
@@ -398,7 +487,9 @@ def _info(rows: _Rows, counts: tuple[ModelSummary, dict[int, VersionSummary]] | 
         )
         for v in (model.versions[number] for number in sorted(told))
     )
-    in_order = sorted(rows.shards, key=lambda replica: (replica.group.name, replica.version.number, replica.id))
+    in_order = sorted(
+        rows.shards, key=lambda replica: (replica.group.name, replica.version.number, replica.id)
+    )
     return ModelInfo(
         model.name,
         model.history.lineage,
@@ -407,7 +498,10 @@ def _info(rows: _Rows, counts: tuple[ModelSummary, dict[int, VersionSummary]] | 
         versions,
         tuple(_replica(replica, rows.shards[replica]) for replica in in_order),
         tuple(_lease(lease) for lease in rows.leases),
-        tuple(WorkerView(w.name, w.incarnation, w.state.value, w.location, w.endpoints) for w in rows.workers),
+        tuple(
+            WorkerView(w.name, w.incarnation, w.state.value, w.location, w.endpoints)
+            for w in rows.workers
+        ),
         summary,
     )
 
@@ -443,7 +537,9 @@ def _replica(replica: Replica, holdings: list[Holding]) -> ReplicaView:
         state=replica.state.value,
         medium=replica.medium.value,
         purpose=replica.purpose.value,
-        layout_id=next((h.layout.layout_id for h in replica.holdings.values()), group.layout_id or ""),
+        layout_id=next(
+            (h.layout.layout_id for h in replica.holdings.values()), group.layout_id or ""
+        ),
         spot=group.spot,
         shards=shards,
         replica=replica.id,

@@ -1,7 +1,9 @@
-"""What a reader lacks, and what an undecided operation waits for: questions about entities, which change nothing.
+"""What a reader lacks, and what an undecided operation waits for: questions about entities, which
+change nothing.
 
-An operation is found by what it waits for, without a look at all operations. Not responsible for waking operations
-(`Cluster.wake`), for deadlines (`operations`), nor for which source is best (`source_choice`).
+An operation is found by what it waits for, without a look at all operations. Not responsible for
+waking operations (`Cluster.wake`), for deadlines (`operations`), nor for which source is best
+(`source_choice`).
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from tensorhub.types import AVAILABLE, OpKey, OpKind
 
 
 def yields(part: RankPart, holding: Holding) -> bool:
-    """Whether the reader does not count as one that shares the source's uplink. A slow reader takes little of the uplink.
-    A seed or a prefetch in another site stalls no worker, and leaves the source to the readers of the source's site.
+    """Whether the reader does not count as one that shares the source's uplink. A slow reader takes
+    little of the uplink. A seed or a prefetch in another site stalls no worker, and leaves the
+    source to the readers of the source's site.
     """
     reader, source = part.member.worker, holding.member.worker
     is_far = reader.location.site != source.location.site
@@ -37,7 +40,9 @@ def is_spare(lease: ReadLease) -> bool:
 
 
 def lacking(part: RankPart, without: ReadLease | None = None) -> list[Need]:
-    """The part's needs without a source in the published layout. A source of its own layout covers all needs."""
+    """The part's needs without a source in the published layout. A source of its own layout covers
+    all needs.
+    """
     lasting = [lease for lease in part.leases.values() if lasts(lease) and lease is not without]
     if any(lease.need is None for lease in lasting):
         return []
@@ -75,7 +80,9 @@ def can_be_whole(part: RankPart) -> bool:
 
 
 def is_to_move(part: RankPart) -> bool:
-    """Whether a read-only worker reads there from a source that leaves. It gets another source when there is one."""
+    """Whether a read-only worker reads there from a source that leaves. It gets another source when
+    there is one.
+    """
     if not part.member.worker.read_only:
         return False
     return any(lease.holding.leaving and not lease.dropping for lease in part.leases.values())
@@ -87,9 +94,17 @@ def is_filled_by(holding: Holding, trusted: Callable[[Holding], bool]) -> bool:
     if any(lease.need is None and trusted(lease.holding) for lease in lasting):
         return True
     part = holding.member.part
-    if not holding.bridges or part is None or part.holding is not holding or part.needs is None or not part.reads:
+    if (
+        not holding.bridges
+        or part is None
+        or part.holding is not holding
+        or part.needs is None
+        or not part.reads
+    ):
         return False
-    fed = {lease.need.shard for lease in lasting if lease.need is not None and trusted(lease.holding)}
+    fed = {
+        lease.need.shard for lease in lasting if lease.need is not None and trusted(lease.holding)
+    }
     is_idle = holding.leaving and not part.needs  # a part without needs has no lease
     return not is_idle and all(need.shard in fed for need in _reads_now(part))
 
@@ -120,13 +135,27 @@ def waits_in(operation: Operation) -> list[dict[OpKey, Operation]]:
 
 
 def starves(operation: Operation) -> bool:
-    """Whether some rank lacks a source that stays, or agreement on its digests; not yet begun, whether all are ready."""
-    # Of hundreds of ranks mostly one has said something: the results for all other ranks still hold.
-    parts = operation.parts.values() if operation.is_starving or operation.news is None else operation.news
+    """Whether some rank lacks a source that stays, or agreement on its digests; not yet begun,
+    whether all are ready.
+    """
+    # Of hundreds of ranks mostly one has said something: the results for all other ranks still
+    # hold.
+    parts = (
+        operation.parts.values()
+        if operation.is_starving or operation.news is None
+        else operation.news
+    )
     fills = operation.kind is not OpKind.PUBLISH
-    if fills and not operation.writing and not operation.unchanged and all(part.ready for part in operation.parts.values()):
+    if (
+        fills
+        and not operation.writing
+        and not operation.unchanged
+        and all(part.ready for part in operation.parts.values())
+    ):
         return True
-    return any(part.state is PartState.CLAIMING or needs_source(part) or is_to_move(part) for part in parts)
+    return any(
+        part.state is PartState.CLAIMING or needs_source(part) or is_to_move(part) for part in parts
+    )
 
 
 def awaits_agreement(operation: Operation) -> bool:

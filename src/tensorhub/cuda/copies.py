@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from tensorhub.cuda.device import Queue
 
-PIECES_COPIED_APART = 8  # of one call: more go by one kernel, since starting a copy takes some microseconds
+# of one call: more go by one kernel, since starting a copy takes some microseconds
+PIECES_COPIED_APART = 8
 
 Piece = tuple[int, int, int]
 """(to, source, bytes)."""
@@ -23,8 +24,8 @@ def copy_pieces(queue: Queue, pieces: Iterable[Piece], *, by_kernel: bool = True
 
 
 def copy(queue: Queue, to: int, source: int, nbytes: int) -> None:
-    """Queue one copy, in parts where it crosses from one allocation to the next: those of several tensors may be adjacent,
-    and CUDA refuses a copy that is in two of them ("invalid argument").
+    """Queue one copy, in parts where it crosses from one allocation to the next: those of several
+    tensors may be adjacent, and CUDA refuses a copy that is in two of them ("invalid argument").
     """
     while nbytes:
         part = min(nbytes, queue.room(to), queue.room(source))

@@ -1,9 +1,10 @@
 """CUDA devices, through cupy. See `device` for what each call means.
 
-The current device is a thread's own, so each call sets it: a fraction of a microsecond. (In a thread without a current
-device it is device 0, and a call would make a context there, of half a GB.) The library's threads are in relaxed capture
-mode: while a caller captures a CUDA graph, the usual mode forbids all threads to look at events or to allocate, and breaks
-the capture where one does. Calls that may run in a caller's thread restore device and mode. The caller's streams are
+The current device is a thread's own, so each call sets it: a fraction of a microsecond. (In a
+thread without a current device it is device 0, and a call would make a context there, of half a
+GB.) The library's threads are in relaxed capture mode: while a caller captures a CUDA graph, the
+usual mode forbids all threads to look at events or to allocate, and breaks the capture where one
+does. Calls that may run in a caller's thread restore device and mode. The caller's streams are
 torch's.
 """
 
@@ -29,7 +30,10 @@ from tensorhub.cuda.kernels import SOURCE, THREADS, cut_rows, parts_of, straight
 from tensorhub.errors import StateError, TensorHubError, install, text_of
 
 INSTALL = f"{install('cuda')} (cupy-cuda13x; with a driver for CUDA 12 only: cupy-cuda12x)"
-INSTALL_NVRTC = "pip install nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 for cupy-cuda12x), or set CUDA_PATH to a CUDA toolkit"
+INSTALL_NVRTC = (
+    "pip install nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 for cupy-cuda12x), or set "
+    "CUDA_PATH to a CUDA toolkit"
+)
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 _TO_WHEREVER = 4  # cudaMemcpyDefault: both addresses say where they are
 _OUT_OF_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY", "out of memory")
@@ -46,13 +50,18 @@ def fault_here() -> str | None:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # cupy's own kinds, and what a missing library raises
-        return f"no CUDA device can be used: {error}; see `nvidia-smi`, and in a container its --gpus"
+        return (
+            f"no CUDA device can be used: {error}; see `nvidia-smi`, and in a container its --gpus"
+        )
     if not count:
         return "there is no CUDA device; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
     try:
         cupy.cuda.nvrtc.getVersion()
     except Exception as error:
-        return f"NVRTC, by which cupy compiles kernels, is not to be had ({text_of(error).splitlines()[0]}): {INSTALL_NVRTC}"
+        return (
+            f"NVRTC, by which cupy compiles kernels, is not to be had "
+            f"({text_of(error).splitlines()[0]}): {INSTALL_NVRTC}"
+        )
     return None
 
 
@@ -72,16 +81,21 @@ def _why_not(error: Exception) -> str:
     """What stands behind an allocation that has no handle."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
-            return f"it is in an expandable segment of torch: leave expandable_segments out of {name}"
+            return (
+                f"it is in an expandable segment of torch: leave expandable_segments out of {name}"
+            )
     return (
-        f"{error}. Memory of expandable segments, of cudaMallocAsync and managed memory has no handle: allocate these "
+        f"{error}. Memory of expandable segments, of cudaMallocAsync and managed memory has no "
+        f"handle: allocate these "
         "tensors by torch's usual allocator"
     )
 
 
 @lru_cache(maxsize=64)
 def cuda_device(index: int) -> CudaDevice:
-    """The device of that number, as torch and CUDA_VISIBLE_DEVICES count. StateError: there is none."""
+    """The device of that number, as torch and CUDA_VISIBLE_DEVICES count. StateError: there is
+    none.
+    """
     if (fault := fault_here()) is not None:
         raise StateError(fault)
     return CudaDevice(index)
@@ -94,11 +108,18 @@ def failures(what: str, nbytes: int = 0) -> Iterator[None]:
         yield
     except TensorHubError:
         raise
-    except Exception as error:  # cupy's and torch's own kinds: of the runtime, the driver, the compiler
+    except (
+        Exception
+    ) as error:  # cupy's and torch's own kinds: of the runtime, the driver, the compiler
         if isinstance(error, MemoryError) or any(word in str(error) for word in _OUT_OF_MEMORY):
             needed = f" ({nbytes} bytes)" if nbytes else ""
-            advice = "free some: torch.cuda.empty_cache(), a smaller Options.host_memory_bytes or pack_bytes"
-            raise StateError(f"{what}{needed}: out of memory: {advice} [{error}]", retryable=True) from error
+            advice = (
+                "free some: torch.cuda.empty_cache(), a smaller Options.host_memory_bytes or "
+                "pack_bytes"
+            )
+            raise StateError(
+                f"{what}{needed}: out of memory: {advice} [{error}]", retryable=True
+            ) from error
         after = "most CUDA errors leave a process of no use for its GPU: start it anew"
         raise StateError(f"{what}: {error} ({after})") from error
 
@@ -116,7 +137,9 @@ class CudaDevice:
         self.name = f"cuda:{index}"
 
     def use(self) -> None:
-        """Have the calling thread's CUDA calls be about this device. (Of the library's threads: a caller's is torch's.)"""
+        """Have the calling thread's CUDA calls be about this device. (Of the library's threads: a
+        caller's is torch's.)
+        """
         with failures(f"using {self.name}"):
             self._runtime.setDevice(self.index)
             if not getattr(_thread, "is_relaxed", False):
@@ -142,7 +165,8 @@ class CudaDevice:
     def pinned(self, nbytes: int) -> memoryview:
         self.use()
         with failures("taking page-locked host memory", nbytes):
-            memory = self._cupy.cuda.alloc_pinned_memory(nbytes)  # of a pool: giving it back to the driver waits for the GPU
+            # of a pool: giving it back to the driver waits for the GPU
+            memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
         buffer = (ctypes.c_char * nbytes).from_address(memory.ptr)
         buffer.memory = memory  # type: ignore[attr-defined]
         return memoryview(buffer).cast("B")
@@ -160,7 +184,8 @@ class CudaDevice:
 
     def allocate(self, nbytes: int) -> DeviceBytes:
         self.use()
-        with failures(f"taking memory on {self.name}", nbytes), self._stream() as stream:  # not behind the caller's work
+        # not behind the caller's work
+        with failures(f"taking memory on {self.name}", nbytes), self._stream() as stream:
             memory = self._cupy.zeros(nbytes, self._cupy.uint8)
             stream.synchronize()  # the zeros are there, whichever queue comes next
         return DeviceBytes(self, memory.data.ptr, nbytes, memory)
@@ -182,10 +207,13 @@ class CudaDevice:
         steps = {"gathering": gathered, "digesting": digested, "scattering": scattered}
         what = ", ".join([step for step, its in steps.items() if its])
         with failures(f"{what} on {self.name}"), self._stream() as stream:
-            # One table for all: to copy one out of pageable memory waits for whatever is on the stream already.
+            # One table for all: to copy one out of pageable memory waits for whatever is on the
+            # stream already.
             table = self.table(rows)
             ends = accumulate([sum(map(len, some)) for some in (gathered, digested, scattered)])
-            to_gather, to_digest, to_scatter = [table[start:end] for start, end in pairwise((0, *ends))]
+            to_gather, to_digest, to_scatter = [
+                table[start:end] for start, end in pairwise((0, *ends))
+            ]
             made = self._cupy.empty(len(digested), self._cupy.uint64)
             self.move("gather_runs", gathered, to_gather, room)
             if digested:
@@ -205,11 +233,14 @@ class CudaDevice:
     def export(self, address: int) -> Allocation:
         self.use()
         with failures(f"finding an allocation of {self.name}"):
-            base, nbytes = driver.range_of(address)  # torch hands out parts of it, and a handle is of all of it
+            # torch hands out parts of it, and a handle is of all of it
+            base, nbytes = driver.range_of(address)
         try:
             handle: bytes = self._runtime.ipcGetMemHandle(base)
         except self._runtime.CUDARuntimeError as error:
-            raise StateError(f"its memory on {self.name} cannot be opened by other processes: {_why_not(error)}") from error
+            raise StateError(
+                f"its memory on {self.name} cannot be opened by other processes: {_why_not(error)}"
+            ) from error
         return Allocation(base, nbytes, handle)
 
     def open(self, handle: bytes, nbytes: int) -> int:
@@ -217,17 +248,26 @@ class CudaDevice:
         try:
             address = driver.open_handle(handle)
         except driver.DriverError as error:
-            advice = "its process has ended, or that GPU is not visible here (CUDA_VISIBLE_DEVICES), or has no peer access"
-            raise StateError(f"its memory cannot be opened on {self.name}: {error}: {advice}") from error
-        with contextlib.suppress(driver.DriverError):  # where that is not known, the source is believed
+            advice = (
+                "its process has ended, or that GPU is not visible here "
+                "(CUDA_VISIBLE_DEVICES), or has no peer access"
+            )
+            raise StateError(
+                f"its memory cannot be opened on {self.name}: {error}: {advice}"
+            ) from error
+        # where that is not known, the source is believed
+        with contextlib.suppress(driver.DriverError):
             base, size = driver.range_of(address)
             if address + nbytes > base + size:
                 driver.close_handle(address)
-                raise StateError(f"its memory is said to have {nbytes} bytes, and has {base + size - address}")
+                raise StateError(
+                    f"its memory is said to have {nbytes} bytes, and has {base + size - address}"
+                )
         return address
 
     def close(self, address: int) -> None:
-        with failures("closing another process' memory"), self._borrowed():  # it was the last reference, in any thread
+        # it was the last reference, in any thread
+        with failures("closing another process' memory"), self._borrowed():
             driver.close_handle(address)
 
     def settle(self) -> None:
@@ -245,7 +285,8 @@ class CudaDevice:
         self.use()
         if not driver.attribute(self.index, driver.DMA_BUF_SUPPORTED):
             raise StateError(f"{self.name} or its driver knows no dma-buf")
-        start = address - address % mmap.PAGESIZE  # whole pages of the host: an allocation begins and ends with one
+        # whole pages of the host: an allocation begins and ends with one
+        start = address - address % mmap.PAGESIZE
         size = -(-(address + nbytes - start) // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             return driver.dma_buf(start, size), start
@@ -260,13 +301,15 @@ class CudaDevice:
             if is_capturing:
                 advice = "call this before it begins, or when it is over"
                 raise StateError(
-                    f"a CUDA graph is being captured on {self.name}'s present stream, and is not done: {advice}"
+                    f"a CUDA graph is being captured on {self.name}'s present stream, and is not "
+                    f"done: {advice}"
                 )
             event = torch.cuda.Event(blocking=True)
             event.record(torch.cuda.current_stream(self.index))
         return CudaMark(self, event)
 
-    # ------------------------------------------------------------------------------------------------- for queues, too
+    # ----------------------------------------------------------------------------------------------
+    # for queues, too
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[Any]:
@@ -281,7 +324,9 @@ class CudaDevice:
                 self._idle.append(stream)
 
     def table(self, rows: Sequence[Sequence[int]]) -> Any:
-        """These numbers (of 64 bits, some of them signed) on the device, in the order of the current stream."""
+        """These numbers (of 64 bits, some of them signed) on the device, in the order of the
+        current stream.
+        """
         numpy = importlib.import_module("numpy")
         return self._cupy.asarray(numpy.fromiter(chain.from_iterable(rows), numpy.int64))
 
@@ -289,17 +334,25 @@ class CudaDevice:
         """Rows of runs, with their table, on the current stream."""
         if rows:
             parts = parts_of(rows)
-            self.launch(kernel, len(rows) * parts, table, self._cupy.uint64(room), self._cupy.uint32(parts))
+            self.launch(
+                kernel, len(rows) * parts, table, self._cupy.uint64(room), self._cupy.uint32(parts)
+            )
 
     def launch(self, kernel: str, blocks: int, *arguments: Any) -> None:
         """On the current stream."""
         with self._lock:
             if self._module is None:
-                self._module = self._cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=("-std=c++17",))
+                self._module = self._cupy.RawModule(
+                    code=SOURCE.read_text(encoding="utf-8"), options=("-std=c++17",)
+                )
             try:
-                function = self._module.get_function(kernel)  # compiles it, or finds it in cupy's cache
+                # compiles it, or finds it in cupy's cache
+                function = self._module.get_function(kernel)
             except OSError as error:
-                advice = "set CUPY_CACHE_DIR to a directory that can be written, or CUPY_CACHE_IN_MEMORY=1"
+                advice = (
+                    "set CUPY_CACHE_DIR to a directory that can be written, or "
+                    "CUPY_CACHE_IN_MEMORY=1"
+                )
                 raise StateError(f"cupy cannot keep compiled kernels: {error}: {advice}") from error
         function((blocks,), (THREADS,), arguments)
 
@@ -355,7 +408,8 @@ class CudaQueue:
             return
         self._device.use()
         with failures(f"copying {len(rows)} pieces"), self._stream:
-            # (The table's memory may go at once: cupy gives it out again in the order of this stream.)
+            # (The table's memory may go at once: cupy gives it out again in the order of this
+            # stream.)
             self._device.move("gather_runs", rows, self._device.table(rows), 0)
 
     def mark(self) -> Mark:
@@ -369,7 +423,9 @@ class CudaQueue:
 class CudaPacking:
     """See `Kernels`. The table stays on the device."""
 
-    def __init__(self, device: CudaDevice, region: DeviceBytes, rows: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(
+        self, device: CudaDevice, region: DeviceBytes, rows: Sequence[tuple[int, int, int]]
+    ) -> None:
         self._device = device
         self._region = region
         self._count = len(rows)
@@ -392,7 +448,9 @@ class CudaPacking:
             return
         self._device.use()
         with failures(f"{kernel} on {self._device.name}"), self.stream:
-            self._device.launch(kernel, self._count, self._table, self._cupy.uint64(self._region.address))
+            self._device.launch(
+                kernel, self._count, self._table, self._cupy.uint64(self._region.address)
+            )
 
     def _wait(self) -> None:
         self._device.use()

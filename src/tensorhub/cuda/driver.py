@@ -1,5 +1,6 @@
-"""The few calls of CUDA's driver that cupy lacks, or makes with the GIL: these may wait for the GPU, and that perhaps for a
-host function that needs the GIL. They are about the calling thread's present context.
+"""The few calls of CUDA's driver that cupy lacks, or makes with the GIL: these may wait for the
+GPU, and that perhaps for a host function that needs the GIL. They are about the calling thread's
+present context.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ WRITES_ORDERING = 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING: co
 DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 TO_OWNER = 100  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
 _DMA_BUF = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-_WITH_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: of another GPU's memory, by this GPU's kernels
+# CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: of another GPU's memory, by this GPU's kernels
+_WITH_PEERS = 1
 
 
 class DriverError(Exception):
@@ -43,14 +45,26 @@ def _call(name: str, *arguments: object) -> None:
 def range_of(address: int) -> tuple[int, int]:
     """The (address, bytes) of the allocation in which that address is."""
     base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
+    _call(
+        "cuMemGetAddressRange_v2",
+        ctypes.byref(base),
+        ctypes.byref(nbytes),
+        ctypes.c_uint64(address),
+    )
     return base.value, nbytes.value
 
 
 def open_handle(handle: bytes) -> int:
-    """Where another process' allocation is here. One that is open already is where it was, and is closed as often."""
+    """Where another process' allocation is here. One that is open already is where it was, and is
+    closed as often.
+    """
     address = ctypes.c_uint64()
-    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_WITH_PEERS))
+    _call(
+        "cuIpcOpenMemHandle_v2",
+        ctypes.byref(address),
+        _Handle.from_buffer_copy(handle),
+        ctypes.c_uint(_WITH_PEERS),
+    )
     return address.value
 
 
@@ -81,7 +95,12 @@ def dma_buf(address: int, nbytes: int) -> int:
     found = ctypes.c_int(-1)
     size, flags = ctypes.c_size_t(nbytes), ctypes.c_ulonglong(0)
     _call(
-        "cuMemGetHandleForAddressRange", ctypes.byref(found), ctypes.c_uint64(address), size, ctypes.c_int(_DMA_BUF), flags
+        "cuMemGetHandleForAddressRange",
+        ctypes.byref(found),
+        ctypes.c_uint64(address),
+        size,
+        ctypes.c_int(_DMA_BUF),
+        flags,
     )
     return found.value
 

@@ -8,25 +8,33 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 THREADS = 256  # of a thread block; see THREADS_MAX there
-ROW_BYTES = 64 * 2**10  # of a row of a table of pieces: larger ones are cut, so that all of the device takes part
+# of a row of a table of pieces: larger ones are cut, so that all of the device takes part
+ROW_BYTES = 64 * 2**10
 
 
-def cut_rows(pieces: Iterable[tuple[int, int, int]], row_bytes: int = ROW_BYTES) -> Iterator[tuple[int, int, int]]:
-    """(address, offset, bytes) in rows of `row_bytes` at most (a multiple of 16, which keeps alignments); none is empty."""
+def cut_rows(
+    pieces: Iterable[tuple[int, int, int]], row_bytes: int = ROW_BYTES
+) -> Iterator[tuple[int, int, int]]:
+    """(address, offset, bytes) in rows of `row_bytes` at most (a multiple of 16, which keeps
+    alignments); none is empty.
+    """
     for address, offset, nbytes in pieces:
         for at in range(0, nbytes, row_bytes):
             yield address + at, offset + at, min(row_bytes, nbytes - at)
 
 
 LOOPS_MAX = 3  # of a row of a table of runs; see LOOPS there
-SPREAD_BYTES_MAX = 4 * 2**20  # of such a row: all rows of a launch have as many thread blocks, so none is to be much larger
+# of such a row: all rows of a launch have as many thread blocks, so none is to be much larger
+SPREAD_BYTES_MAX = 4 * 2**20
 PART_BYTES = 64 * 2**10  # for each of these thread blocks
 _NO_LOOP = (1, 0)
 
 
-def spread_rows(offset: int, cells: Iterable[int], loops: Sequence[tuple[int, int]], run: int) -> Iterator[tuple[int, ...]]:
-    """Rows of a table of runs: cells that begin at these addresses, each of them loops around runs, which are one behind the
-    other from that offset on. A cell has SPREAD_BYTES_MAX at most.
+def spread_rows(
+    offset: int, cells: Iterable[int], loops: Sequence[tuple[int, int]], run: int
+) -> Iterator[tuple[int, ...]]:
+    """Rows of a table of runs: cells that begin at these addresses, each of them loops around runs,
+    which are one behind the other from that offset on. A cell has SPREAD_BYTES_MAX at most.
     """
     outer, kept = loops[:-LOOPS_MAX], loops[-LOOPS_MAX:]
     flat = [number for loop in (*[_NO_LOOP] * (LOOPS_MAX - len(kept)), *kept) for number in loop]

@@ -1,8 +1,10 @@
-"""The common part of the checkpoint engines of verl and NeMo-RL: the cluster to join, and the number of an update.
+"""The common part of the checkpoint engines of verl and NeMo-RL: the cluster to join, and the
+number of an update.
 
-One process sends: rank 0 of the trainer. Its `prepare()` returns the coordinator's address and the version numbers, and the
-framework takes both to every process. Where no address is configured, the sender runs a coordinator of its own, and
-`prepare()` also returns the token; then each start of the trainer is a new cluster.
+One process sends: rank 0 of the trainer. Its `prepare()` returns the coordinator's address and the
+version numbers, and the framework takes both to every process. Where no address is configured, the
+sender runs a coordinator of its own, and `prepare()` also returns the token; then each start of the
+trainer is a new cluster.
 
 Not responsible for the copies (`streamed`), nor for a framework's own names of these calls.
 """
@@ -23,7 +25,14 @@ import anyio
 import tensorhub
 from tensorhub import sync
 from tensorhub.api.arguments import is_list
-from tensorhub.errors import InvalidType, InvalidValue, StateError, VersionConflict, VersionUnavailable, shown
+from tensorhub.errors import (
+    InvalidType,
+    InvalidValue,
+    StateError,
+    VersionConflict,
+    VersionUnavailable,
+    shown,
+)
 from tensorhub.integrations.streamed import Receiver, Sender
 from tensorhub.logs import get_logger
 from tensorhub.runtime.control.addresses import check_address
@@ -39,8 +48,8 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The sender's message to all processes. `token`: of its own coordinator. `mark`: the newest number that was published
-    before. `held`: the number that the sender serves.
+    """The sender's message to all processes. `token`: of its own coordinator. `mark`: the newest
+    number that was published before. `held`: the number that the sender serves.
     """
 
     address: str
@@ -55,15 +64,18 @@ class Meeting:
 
 
 class Exchange:
-    """One process's part in updates. `prepare` on the process that sends, `join` and then `send` or `receive` on each.
+    """One process's part in updates. `prepare` on the process that sends, `join` and then `send` or
+    `receive` on each.
 
-    `address`: a coordinator's; None takes TENSORHUB_ADDRESS, and without that the sender runs a coordinator, on `host`.
-    `token`: the path of a token file, for a coordinator that is given by its address; see `tensorhub.connect`. `model`: the
-    name under which weights are published; trainers that share a coordinator need different ones. `device`: of the buffers.
-    `timeout_s`: how long an update may take, from this process's call on. `transports`, `options`: as for
+    `address`: a coordinator's; None takes TENSORHUB_ADDRESS, and without that the sender runs a
+    coordinator, on `host`. `token`: the path of a token file, for a coordinator that is given by
+    its address; see `tensorhub.connect`. `model`: the name under which weights are published;
+    trainers that share a coordinator need different ones. `device`: of the buffers. `timeout_s`:
+    how long an update may take, from this process's call on. `transports`, `options`: as for
     `tensorhub.connect`; `options` by name.
 
-    They come from a configuration, perhaps in many processes. So all of it is checked here, before the first update.
+    They come from a configuration, perhaps in many processes. So all of it is checked here, before
+    the first update.
     """
 
     def __init__(
@@ -79,7 +91,11 @@ class Exchange:
         options: Mapping[str, Any] | None = None,
         **unknown: object,
     ) -> None:
-        _check_known("setting", unknown, [name for name in signature(Exchange).parameters if name != "unknown"])
+        _check_known(
+            "setting",
+            unknown,
+            [name for name in signature(Exchange).parameters if name != "unknown"],
+        )
         self._address = address or os.environ.get("TENSORHUB_ADDRESS", "")
         if self._address:
             check_address(self._address)
@@ -87,14 +103,19 @@ class Exchange:
         self._host = host
         self._token = None if token is None else Path(token)
         if str(device).partition(":")[0] not in ("cpu", "cuda"):
-            raise InvalidValue(f"device={shown(device)}: give 'cpu', or 'cuda' for the GPU that the process uses")
+            raise InvalidValue(
+                f"device={shown(device)}: give 'cpu', or 'cuda' for the GPU that the process uses"
+            )
         self._device = device
         self._timeout_s = as_timeout_s(timeout_s, 0.0, "timeout_s")
         if transports is not None and not is_list(transports):
             raise InvalidType(f'transports={shown(transports)}: give a list of names, as ["tcp"]')
         self._transports = None if transports is None else list(transports)
         if not isinstance(options, Mapping | None):
-            raise InvalidType(f'options={shown(options)}: give values by their names, as {{"host_memory_bytes": 2**30}}')
+            raise InvalidType(
+                f'options={shown(options)}: give values by their names, as {{"host_memory_bytes": '
+                f"2**30}}"
+            )
         _check_known("option", options or (), [field.name for field in fields(Options)])
         self._options = Options(**{"op_timeout_s": self._timeout_s, **(options or {})})
         self._coordinator: sync.Coordinator | None = None
@@ -137,9 +158,14 @@ class Exchange:
         return self._hub
 
     def join(self, role: Role, meeting: Mapping[str, Any]) -> Meeting:
-        """Take part in the updates that follow. What an update before has left undone here is given up."""
+        """Take part in the updates that follow. What an update before has left undone here is given
+        up.
+        """
         if KEY not in meeting:
-            raise StateError("the sender's prepare() was not called, or was another backend's: all use backend tensorhub")
+            raise StateError(
+                "the sender's prepare() was not called, or was another backend's: all use backend "
+                "tensorhub"
+            )
         if self._receiving is not None:
             self._receiving.cancel()
         self._role, self._meeting = role, Meeting(**meeting[KEY])
@@ -149,25 +175,49 @@ class Exchange:
 
     def _joined(self, *roles: Role) -> Meeting:
         if self._meeting is None or self._role not in roles:
-            role = "takes no part in updates yet" if self._role is None else f"is {self._role!r} in updates"
-            raise StateError(f"this process {role}: prepare(), build_topology() and init_process_group() come first")
+            role = (
+                "takes no part in updates yet"
+                if self._role is None
+                else f"is {self._role!r} in updates"
+            )
+            raise StateError(
+                f"this process {role}: prepare(), build_topology() and init_process_group() come "
+                f"first"
+            )
         return self._meeting
 
     # -- an update
 
-    def send(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None) -> dict[str, float]:
-        """Publish what the generator yields; a rank that does not send runs through it only. What it took, by name."""
+    def send(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None
+    ) -> dict[str, float]:
+        """Publish what the generator yields; a rank that does not send runs through it only. What
+        it took, by name.
+        """
         meeting = self._joined("sender", "idle")
         if self._role == "idle":
             for _ in weights:
                 pass
             return {}
         if self._sender is None:
-            self._sender = Sender(self._connected(), self.model, device=self._device, timeout_s=self._timeout_s)
+            self._sender = Sender(
+                self._connected(), self.model, device=self._device, timeout_s=self._timeout_s
+            )
         number = meeting.next if version is None else version
         sent = self._sender.send(number, weights)
-        log.info("weights_sent", model=self.model, version=number, nbytes=sent.nbytes, seconds=round(sent.seconds, 4))
-        costs = {"version": sent.version, "bytes": sent.nbytes, "copy_s": sent.copy_s, "seconds": sent.seconds}
+        log.info(
+            "weights_sent",
+            model=self.model,
+            version=number,
+            nbytes=sent.nbytes,
+            seconds=round(sent.seconds, 4),
+        )
+        costs = {
+            "version": sent.version,
+            "bytes": sent.nbytes,
+            "copy_s": sent.copy_s,
+            "seconds": sent.seconds,
+        }
         return {f"tensorhub/{name}": float(value) for name, value in costs.items()}
 
     async def receive(self, version: int | None) -> AsyncIterator[tuple[str, torch.Tensor]]:
@@ -176,25 +226,37 @@ class Exchange:
         number = meeting.next if version is None else version
         if meeting.mark is not None and number <= meeting.mark and number != meeting.held:
             raise VersionConflict(
-                f"version {number} of {self.model!r} is older than this update: {meeting.mark} was published before, "
-                f"perhaps by another trainer. `hub.rollback({self.model!r}, to=N)` takes back what came after N; or give "
+                f"version {number} of {self.model!r} is older than this update: {meeting.mark} was "
+                f"published before, "
+                f"perhaps by another trainer. `hub.rollback({self.model!r}, to=N)` takes back what "
+                f"came after N; or give "
                 "another model="
             )
         with anyio.CancelScope() as scope:
             self._receiving = scope
             try:
-                buffers, report = await (await self._receiver_for(meeting)).receive(number, self._timeout_s)
+                buffers, report = await (await self._receiver_for(meeting)).receive(
+                    number, self._timeout_s
+                )
             finally:
                 self._receiving = None if self._receiving is scope else self._receiving
         if scope.cancelled_caught:
-            raise StateError(f"the update to version {number} was given up here: a later one has begun")
-        log.info("weights_received", model=self.model, version=number, nbytes=report.bytes_read, seconds=report.seconds)
+            raise StateError(
+                f"the update to version {number} was given up here: a later one has begun"
+            )
+        log.info(
+            "weights_received",
+            model=self.model,
+            version=number,
+            nbytes=report.bytes_read,
+            seconds=report.seconds,
+        )
         for name, tensor in buffers.items():
             yield name, tensor
 
     async def _receiver_for(self, meeting: Meeting) -> Receiver:
-        """The receiver in the meeting's cluster. After a restart of the trainer this may be a new one: then the process
-        leaves the old cluster.
+        """The receiver in the meeting's cluster. After a restart of the trainer this may be a new
+        one: then the process leaves the old cluster.
         """
         place = meeting.address, meeting.token
         if self._receiver is None or self._receives_from != place:
@@ -205,7 +267,10 @@ class Exchange:
                 options=self._options,
             )
             await self.leave()
-            self._receiver, self._receives_from = Receiver(hub, self.model, device=self._device), place
+            self._receiver, self._receives_from = (
+                Receiver(hub, self.model, device=self._device),
+                place,
+            )
         return self._receiver
 
     async def leave(self) -> None:
@@ -215,7 +280,9 @@ class Exchange:
             await receiver.close()
 
     def close(self) -> None:
-        """Send nothing any more: the published version is withdrawn, and a coordinator of its own ends."""
+        """Send nothing any more: the published version is withdrawn, and a coordinator of its own
+        ends.
+        """
         self._role = None
         self._leave()
 
@@ -233,7 +300,9 @@ def _check_known(what: str, given: Iterable[str], known: Sequence[str]) -> None:
         if name not in known:
             close = get_close_matches(str(name), known, 1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise InvalidType(f"TensorHub has no {what} {shown(name)}{hint}; there are {', '.join(known)}")
+            raise InvalidType(
+                f"TensorHub has no {what} {shown(name)}{hint}; there are {', '.join(known)}"
+            )
 
 
 def _mark(hub: sync.Hub, model: str) -> int | None:

@@ -1,8 +1,10 @@
-"""A checkpoint engine for NeMo-RL: `refit_transport: "tensorhub.integrations.nemo_rl:TensorHubCheckpointEngine"`.
+"""A checkpoint engine for NeMo-RL: `refit_transport:
+"tensorhub.integrations.nemo_rl:TensorHubCheckpointEngine"`.
 
-NeMo-RL's calls carry no number, and `prepare()` is called once for many updates. So both sides count their calls, from a
-number on that they have agreed on then. The policy's rank 0 copies what it is given into buffers, and publishes these; every
-generation worker fills buffers of its own. The entry of `refit_cfg` has the settings: see `Exchange`.
+NeMo-RL's calls carry no number, and `prepare()` is called once for many updates. So both sides
+count their calls, from a number on that they have agreed on then. The policy's rank 0 copies what
+it is given into buffers, and publishes these; every generation worker fills buffers of its own. The
+entry of `refit_cfg` has the settings: see `Exchange`.
 """
 
 from __future__ import annotations
@@ -28,23 +30,42 @@ class TensorHubCheckpointEngine(CheckpointEngine):
     cleanup_after_load = False  # of torch's cache: the buffers stay
 
     def __init__(
-        self, bucket_size: int, *, host: str | None = None, release_after_refit: bool = False, **settings: Any
+        self,
+        bucket_size: int,
+        *,
+        host: str | None = None,
+        release_after_refit: bool = False,
+        **settings: Any,
     ) -> None:
-        """`release_after_refit` is NeMo-RL's own: then it calls `finalize()` after each update, and `prepare()` before."""
+        """`release_after_refit` is NeMo-RL's own: then it calls `finalize()` after each update, and
+        `prepare()` before.
+        """
         self.bucket_size = bucket_size
-        self._exchange = Exchange(host=host or ray.util.get_node_ip_address().strip("[]"), **settings)
+        self._exchange = Exchange(
+            host=host or ray.util.get_node_ip_address().strip("[]"), **settings
+        )
         self._numbers = count()
 
     def prepare(self) -> dict[str, Any]:
         return self._exchange.prepare()  # on each process: the sender is not known here
 
     def init_policy_process_group(
-        self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[Mapping[str, Any]]
+        self,
+        *,
+        worker_rank: int,
+        train_world_size: int,
+        rollout_world_size: int,
+        metadata: Sequence[Mapping[str, Any]],
     ) -> None:
         self._join("sender" if worker_rank == 0 else "idle", metadata)
 
     def init_rollout_process_group(
-        self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[Mapping[str, Any]]
+        self,
+        *,
+        rollout_rank: int,
+        train_world_size: int,
+        rollout_world_size: int,
+        metadata: Sequence[Mapping[str, Any]],
     ) -> None:
         self._join("receiver", metadata)
 

@@ -1,8 +1,8 @@
-"""Whether a layer's post-processing leaves its tensors as they were loaded. Tried, for equal pointers, shapes and strides
-prove nothing: halves may be swapped where they lie.
+"""Whether a layer's post-processing leaves its tensors as they were loaded. Tried, for equal
+pointers, shapes and strides prove nothing: halves may be swapped where they lie.
 
-Responsible for the trial, on a shallow copy of the layer with random bytes. Not responsible for when a framework
-post-processes, nor for what becomes of layers that do not pass.
+Responsible for the trial, on a shallow copy of the layer with random bytes. Not responsible for
+when a framework post-processes, nor for what becomes of layers that do not pass.
 """
 
 from __future__ import annotations
@@ -20,15 +20,27 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 def own_tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers that are a layer's own."""
-    buffers = {name: each for name, each in layer._buffers.items() if name not in layer._non_persistent_buffers_set}
-    return {name: each for name, each in (*layer._parameters.items(), *buffers.items()) if each is not None}
+    buffers = {
+        name: each
+        for name, each in layer._buffers.items()
+        if name not in layer._non_persistent_buffers_set
+    }
+    return {
+        name: each
+        for name, each in (*layer._parameters.items(), *buffers.items())
+        if each is not None
+    }
 
 
 def leaves_bytes(
-    layer: nn.Module, loaded: Mapping[str, torch.Tensor], process: Callable[[Any], None], *, is_exact: bool = True
+    layer: nn.Module,
+    loaded: Mapping[str, torch.Tensor],
+    process: Callable[[Any], None],
+    *,
+    is_exact: bool = True,
 ) -> bool:
-    """Whether `process`, which is given a copy of the layer, leaves tensors of the shapes, dtypes and attributes of `loaded`
-    as they are. `is_exact`: and derives nothing from them.
+    """Whether `process`, which is given a copy of the layer, leaves tensors of the shapes, dtypes
+    and attributes of `loaded` as they are. `is_exact`: and derives nothing from them.
     """
     live = own_tensors(layer)
     patterns = {name: pattern(each, live[name].device) for name, each in loaded.items()}
@@ -36,18 +48,24 @@ def leaves_bytes(
     before = [(each, {**each.__dict__}) for each in (tried, tried.quant_method)]
     process(tried)
     after = own_tensors(tried)
-    if set(after) != set(live) or any(not same_bytes(after[name], each) for name, each in patterns.items()):
+    if set(after) != set(live) or any(
+        not same_bytes(after[name], each) for name, each in patterns.items()
+    ):
         return False
     return not is_exact or all(
-        each.__dict__[name] is was.get(name) or name.startswith("_") or _is_plain(each.__dict__[name])
+        each.__dict__[name] is was.get(name)
+        or name.startswith("_")
+        or _is_plain(each.__dict__[name])
         for each, was in before
         for name in each.__dict__
     )
 
 
-def trial(layer: nn.Module, loaded: Mapping[str, torch.Tensor], filled: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A shallow copy of a layer, and of its `quant_method`, with copies of the tensors `filled`; those are otherwise as
-    `loaded` ones are.
+def trial(
+    layer: nn.Module, loaded: Mapping[str, torch.Tensor], filled: Mapping[str, torch.Tensor]
+) -> nn.Module:
+    """A shallow copy of a layer, and of its `quant_method`, with copies of the tensors `filled`;
+    those are otherwise as `loaded` ones are.
     """
     tried, method = copy.copy(layer), copy.copy(layer.quant_method)
     for each in (tried, method):
@@ -63,8 +81,8 @@ def trial(layer: nn.Module, loaded: Mapping[str, torch.Tensor], filled: Mapping[
 
 
 def pattern(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Random numbers, so that no two halves are equal; small ones, so that arithmetic with them raises nothing. They are
-    not taken from those that sampling uses.
+    """Random numbers, so that no two halves are equal; small ones, so that arithmetic with them
+    raises nothing. They are not taken from those that sampling uses.
     """
     generator = torch.Generator(device).manual_seed(0)
     if like.dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -77,7 +95,9 @@ def pattern(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.shape, one.dtype, one.stride()) != (other.shape, other.dtype, other.stride()):
         return False
-    return torch.equal(one.data.reshape(-1).view(torch.uint8), other.data.reshape(-1).view(torch.uint8))
+    return torch.equal(
+        one.data.reshape(-1).view(torch.uint8), other.data.reshape(-1).view(torch.uint8)
+    )
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,18 +1,21 @@
-"""Ray Direct Transport over TensorHub: what an actor's method returns, or `ray.put` takes, is fetched by TensorHub.
+"""Ray Direct Transport over TensorHub: what an actor's method returns, or `ray.put` takes, is
+fetched by TensorHub.
 
-    register_transport()  # in the module of the class, before it: so in each process that has the class
+    register_transport()  # in the module of the class, before it: so in each process that has the
+    class
 
     @ray.remote(enable_tensor_transport=True)  # those that get such tensors, too
     class Trainer:
         @ray.method(tensor_transport="tensorhub")
         def weights(self): return list(self.model.parameters())
 
-The tensors of each object are a version: published when the object is made, in place, and closed when Ray frees the object.
-Its metadata carry model and number; each destination fetches them, verified, from the best source. The coordinator is
-that of TENSORHUB_ADDRESS, else "ray-actor://tensorhub".
+The tensors of each object are a version: published when the object is made, in place, and closed
+when Ray frees the object. Its metadata carry model and number; each destination fetches them,
+verified, from the best source. The coordinator is that of TENSORHUB_ADDRESS, else
+"ray-actor://tensorhub".
 
-Responsible for Ray's side of that. Not responsible for weights that change version after version: those are registered
-once, and updated in place (`tensorhub.Hub.register`).
+Responsible for Ray's side of that. Not responsible for weights that change version after version:
+those are registered once, and updated in place (`tensorhub.Hub.register`).
 """
 
 from __future__ import annotations
@@ -47,18 +50,22 @@ from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.runtime.loop_thread import finish_blocking
 
 NAME: Final = "TENSORHUB"
-FETCH_S: Final = 0.75 * RDT_FETCH_FAIL_TIMEOUT_SECONDS  # Ray gives up after all of it, and cannot say why
-SERVED_BYTES_MIN: Final = 2**28  # an object's destinations serve each other while they fill, which costs each some 4 ms
+# Ray gives up after all of it, and cannot say why
+FETCH_S: Final = 0.75 * RDT_FETCH_FAIL_TIMEOUT_SECONDS
+# an object's destinations serve each other while they fill, which costs each some 4 ms
+SERVED_BYTES_MIN: Final = 2**28
 
 log = get_logger("tensorhub.ray")
 
 
 def register_transport() -> None:
-    """Let Ray move tensors by `tensor_transport="tensorhub"`. Once in a process; more often does nothing.
+    """Let Ray move tensors by `tensor_transport="tensorhub"`. Once in a process; more often does
+    nothing.
 
-    Ray takes it to the actors that are made in this process afterwards, but not to one that it restarts. There it is called
-    again by the module of the actor's class, or, where that class is of the driver's own script, in `__init__`.
-    Raises StateError for a release of Ray that this was not made for.
+    Ray takes it to the actors that are made in this process afterwards, but not to one that it
+    restarts. There it is called again by the module of the actor's class, or, where that class is
+    of the driver's own script, in `__init__`. Raises StateError for a release of Ray that this was
+    not made for.
     """
     check_release("ray", ray.__version__, SUPPORTED)
     if NAME not in transport_manager_info:
@@ -85,9 +92,11 @@ class TensorHubTransport(TensorTransportManager):
     """One in each process that makes or gets such objects. Ray calls it from several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of what follows; a number is published before the next one is drawn
+        # of what follows; a number is published before the next one is drawn
+        self._lock = threading.Lock()
         self._joined: sync.Hub | None = None
-        self._published: dict[str, tuple[sync.Weights, PublishedTensors]] = {}  # by object, until Ray frees it
+        # by object, until Ray frees it
+        self._published: dict[str, tuple[sync.Weights, PublishedTensors]] = {}
         self._numbers = itertools.count(1)
         self._memory = ReusedMemory()
 
@@ -100,14 +109,20 @@ class TensorHubTransport(TensorTransportManager):
 
     @staticmethod
     def can_abort_transport() -> bool:
-        """True: the end of one actor blocks no other, so Ray need not kill the actors of a fetch that failed."""
+        """True: the end of one actor blocks no other, so Ray need not kill the actors of a fetch
+        that failed.
+        """
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
         return True
 
-    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: Sequence[torch.Tensor]) -> PublishedTensors:
-        """Publish the tensors of a new object. If Ray asks again after a retried task, return the first answer."""
+    def extract_tensor_transport_metadata(
+        self, obj_id: str, rdt_object: Sequence[torch.Tensor]
+    ) -> PublishedTensors:
+        """Publish the tensors of a new object. If Ray asks again after a retried task, return the
+        first answer.
+        """
         with self._lock:
             if obj_id in self._published:
                 return self._published[obj_id][1]
@@ -127,7 +142,9 @@ class TensorHubTransport(TensorTransportManager):
             self._published[obj_id] = weights, published
             return published
 
-    def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> CommunicatorMetadata:
+    def get_communicator_metadata(
+        self, src_actor: Any, dst_actor: Any, backend: str | None = None
+    ) -> CommunicatorMetadata:
         return CommunicatorMetadata()
 
     def recv_multiple_tensors(
@@ -148,7 +165,11 @@ class TensorHubTransport(TensorTransportManager):
         tensors = {str(place): each for place, each in enumerate(target_buffers)}
         if sum([each.nbytes for each in target_buffers]) < SERVED_BYTES_MIN:
             try:
-                finish_blocking(fetch_into(hub._async, of.model, of.version, RegisteredMemory(tensors), timeout=FETCH_S))
+                finish_blocking(
+                    fetch_into(
+                        hub._async, of.model, of.version, RegisteredMemory(tensors), timeout=FETCH_S
+                    )
+                )
             except TensorHubError as error:
                 error.memory = "torn"  # the memory may be partly written
                 raise
@@ -157,14 +178,18 @@ class TensorHubTransport(TensorTransportManager):
         try:
             weights.replicate(of.version, timeout=FETCH_S)
         finally:
-            with contextlib.suppress(TensorHubError):  # closed in any case, or the error above says more
+            # closed in any case, or the error above says more
+            with contextlib.suppress(TensorHubError):
                 weights.close(abandon=True)
         return list(target_buffers)
 
     def _allocated(self, of: PublishedTensors) -> list[torch.Tensor]:
         if of.tensor_device == "cpu":
             return self._memory.tensors(of.tensor_meta)
-        return [torch.empty(shape, dtype=dtype, device=of.tensor_device) for shape, dtype in of.tensor_meta]
+        return [
+            torch.empty(shape, dtype=dtype, device=of.tensor_device)
+            for shape, dtype in of.tensor_meta
+        ]
 
     def fetch_multiple_tensors(
         self,
@@ -173,8 +198,9 @@ class TensorHubTransport(TensorTransportManager):
         communicator_metadata: CommunicatorMetadata,
         target_buffers: Sequence[torch.Tensor] | None = None,
     ) -> FetchRequest:
-        """Begin to fetch new tensors, so that `ray.get` of several objects fetches them concurrently. A fetch into the
-        caller's tensors ends before this call returns: they are not written once `ray.get` has raised.
+        """Begin to fetch new tensors, so that `ray.get` of several objects fetches them
+        concurrently. A fetch into the caller's tensors ends before this call returns: they are not
+        written once `ray.get` has raised.
         """
         arguments = obj_id, tensor_transport_metadata, communicator_metadata
         if target_buffers is not None:
@@ -196,10 +222,14 @@ class TensorHubTransport(TensorTransportManager):
             return list(fetch_request.tensors)
         return fetch_request.future.result(None if timeout < 0 else timeout)
 
-    def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
+    def send_multiple_tensors(
+        self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any
+    ) -> None:
         raise NotImplementedError("whoever wants the tensors fetches them")
 
-    def garbage_collect(self, obj_id: str, tensor_transport_meta: PublishedTensors, tensors: Sequence[torch.Tensor]) -> None:
+    def garbage_collect(
+        self, obj_id: str, tensor_transport_meta: PublishedTensors, tensors: Sequence[torch.Tensor]
+    ) -> None:
         """Unpublish the object's tensors: they are not read after this."""
         with self._lock:
             weights, published = self._published.pop(obj_id, (None, None))
@@ -207,10 +237,17 @@ class TensorHubTransport(TensorTransportManager):
             try:
                 weights.close(abandon=True)
             except TensorHubError as error:
-                log.warning("object_not_closed_well", object=obj_id, version=str(published), reason=str(error))
+                log.warning(
+                    "object_not_closed_well",
+                    object=obj_id,
+                    version=str(published),
+                    reason=str(error),
+                )
 
     def abort_transport(self, obj_id: str, communicator_metadata: CommunicatorMetadata) -> None:
-        """Do nothing: a fetch ends by itself, at its deadline at the latest, and blocks no other actor."""
+        """Do nothing: a fetch ends by itself, at its deadline at the latest, and blocks no other
+        actor.
+        """
 
     def _hub(self) -> sync.Hub:
         if self._joined is None:

@@ -1,11 +1,14 @@
-"""Records which parts of published tensors a model's `load_weights` copies to which parameters, without any weight.
+"""Records which parts of published tensors a model's `load_weights` copies to which parameters,
+without any weight.
 
-The loader runs on tensors of torch's meta device. Each view of such a tensor still has the storage of the whole tensor,
-an offset and strides, and so has each view of a parameter. So every copy shows which elements go where, whatever chain of
-`narrow`, `chunk`, `view` and `transpose` came before. Such copies are not executed: they are recorded as entries of
-`sources=`. A parameter that is computed (by a cast, a sum, a `contiguous()`) is listed by name, with the reason.
+The loader runs on tensors of torch's meta device. Each view of such a tensor still has the storage
+of the whole tensor, an offset and strides, and so has each view of a parameter. So every copy shows
+which elements go where, whatever chain of `narrow`, `chunk`, `view` and `transpose` came before.
+Such copies are not executed: they are recorded as entries of `sources=`. A parameter that is
+computed (by a cast, a sum, a `contiguous()`) is listed by name, with the reason.
 
-Responsible for that record, for any framework with loaders that copy in torch. Not responsible for executing it.
+Responsible for that record, for any framework with loaders that copy in torch. Not responsible for
+executing it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from tensorhub.layouts.views import Place, View
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 Specs = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype, without "torch.", and shape, by name
-Loops = tuple[tuple[int, int, int], ...]  # length, stride in the parameter, stride in the published tensor
+# length, stride in the parameter, stride in the published tensor
+Loops = tuple[tuple[int, int, int], ...]
 
 ENTRIES_MAX = 100_000  # pairs of a place and a view that one copy may fall into
 REFUSED_MAX = 100  # names in an error
@@ -36,10 +40,11 @@ _aten = torch.ops.aten
 
 @dataclass
 class Recording:
-    """`sources`: an entry for each parameter that consists of copies alone. `filled`: places that the loader fills with a
-    number, such as padding: those come first. `computed`: all other parameters that were written, each with the reason.
-    `needs`: the published tensors that any part of a parameter comes from, also in `computed`. `unread`: published tensors
-    that the loader left alone. `gaps`: parameters of which so many elements were not written.
+    """`sources`: an entry for each parameter that consists of copies alone. `filled`: places that
+    the loader fills with a number, such as padding: those come first. `computed`: all other
+    parameters that were written, each with the reason. `needs`: the published tensors that any part
+    of a parameter comes from, also in `computed`. `unread`: published tensors that the loader left
+    alone. `gaps`: parameters of which so many elements were not written.
     """
 
     sources: dict[str, list[tuple[Place, View]]] = field(default_factory=dict)
@@ -51,10 +56,12 @@ class Recording:
 
 
 def record(load: Loader, parameters: Mapping[str, torch.Tensor], published: Specs) -> Recording:
-    """What `load` does with published tensors of these names, dtypes and shapes. No parameter is written.
+    """What `load` does with published tensors of these names, dtypes and shapes. No parameter is
+    written.
 
-    `parameters`: where the loader writes, on any device, meta included. Raises ManifestMismatch (names
-    that the loader refuses, all listed), RegistrationError (it does what cannot be recorded; the tensor is named).
+    `parameters`: where the loader writes, on any device, meta included. Raises ManifestMismatch
+    (names that the loader refuses, all listed), RegistrationError (it does what cannot be recorded;
+    the tensor is named).
     """
     refused: dict[str, str] = {}
     while True:
@@ -67,9 +74,18 @@ def record(load: Loader, parameters: Mapping[str, torch.Tensor], published: Spec
             raise
         except Exception as error:
             name, said = recorder.current, f"{error}" or type(error).__name__
-            if isinstance(error, NotImplementedError | TypeError) or "meta tensor" in said or name is None:
-                text = f"load_weights cannot be recorded at {shown(name)}: {type(error).__name__}: {said}"
-                raise RegistrationError(f"{text}; does it need values, where there are none?") from error
+            if (
+                isinstance(error, NotImplementedError | TypeError)
+                or "meta tensor" in said
+                or name is None
+            ):
+                text = (
+                    f"load_weights cannot be recorded at {shown(name)}: {type(error).__name__}: "
+                    f"{said}"
+                )
+                raise RegistrationError(
+                    f"{text}; does it need values, where there are none?"
+                ) from error
             if name in refused or said in refused.values() or len(refused) == REFUSED_MAX:
                 break
             refused[name] = said
@@ -77,7 +93,10 @@ def record(load: Loader, parameters: Mapping[str, torch.Tensor], published: Spec
             if not refused:
                 return recorder.finish(parameters, wanted)
             break
-    text = f"load_weights refuses {len(refused)} published tensor(s): {some(list(map(repr, refused)), most=REFUSED_MAX)}"
+    text = (
+        f"load_weights refuses {len(refused)} published tensor(s): "
+        f"{some(list(map(repr, refused)), most=REFUSED_MAX)}"
+    )
     differences = tuple(f"{name!r}: {reason}" for name, reason in refused.items())
     raise ManifestMismatch(f"{text} ({differences[0]})", differences=differences)
 
@@ -108,7 +127,9 @@ class _Root:
 class _Written:
     """The writes to one parameter so far."""
 
-    pairs: list[tuple[tuple[slice | int, ...], str, tuple[slice | int, ...], tuple[int, ...]]] = field(default_factory=list)
+    pairs: list[tuple[tuple[slice | int, ...], str, tuple[slice | int, ...], tuple[int, ...]]] = (
+        field(default_factory=list)
+    )
     fills: list[tuple[tuple[slice | int, ...], float]] = field(default_factory=list)
     needs: dict[str, None] = field(default_factory=dict)
     reason: str = ""
@@ -118,14 +139,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current: str | None = None  # the published tensor that was handed over last
-        self._kept: list[torch.Tensor] = []  # so that no storage is another one under an address that was used
-        self._parameters: dict[int, list[_Root]] = defaultdict(list)  # by storage: several may share one
+        # so that no storage is another one under an address that was used
+        self._kept: list[torch.Tensor] = []
+        # by storage: several may share one
+        self._parameters: dict[int, list[_Root]] = defaultdict(list)
         self._published: dict[int, _Root] = {}
-        self._made_of: dict[int, dict[str, None]] = defaultdict(dict)  # storages that were computed: of which tensors
+        # storages that were computed: of which tensors
+        self._made_of: dict[int, dict[str, None]] = defaultdict(dict)
         self._written: dict[str, _Written] = defaultdict(_Written)
         self._touched: dict[str, None] = {}
         for name, parameter in parameters.items():
-            root = _Root(name, tuple(parameter.shape), int(parameter.storage_offset()), parameter.is_contiguous())
+            root = _Root(
+                name,
+                tuple(parameter.shape),
+                int(parameter.storage_offset()),
+                parameter.is_contiguous(),
+            )
             self._parameters[_storage(parameter)].append(root)
             self._kept.append(parameter)
 
@@ -138,12 +167,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.current = name
             yield name, tensor
 
-    # ------------------------------------------------------------------------------------------------ what the loader does
+    # ----------------------------------------------------------------------------------------------
+    # what the loader does
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schema = func._schema.arguments
-        given = [*zip(schema, args, strict=False), *((each, kwargs[each.name]) for each in schema if each.name in kwargs)]
+        given = [
+            *zip(schema, args, strict=False),
+            *((each, kwargs[each.name]) for each in schema if each.name in kwargs),
+        ]
         written = [
             tensor
             for argument, value in given
@@ -151,7 +184,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in _tensors(value)
         ]
         roots = [root for tensor in written for root in self._roots(tensor)]
-        read = [tensor for argument, value in given for tensor in _tensors(value) if not any(tensor is w for w in written)]
+        read = [
+            tensor
+            for argument, value in given
+            for tensor in _tensors(value)
+            if not any(tensor is w for w in written)
+        ]
         if roots:
             return self._write(func, args, kwargs, written, roots, read)
         result = func(*args, **kwargs)
@@ -164,8 +202,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(found) < 2 or not tensor.numel():
             return found
         first = tensor.storage_offset()
-        last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return [root for root in found if root.offset <= last and first < root.offset + math.prod(root.shape)]
+        last = first + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        return [
+            root
+            for root in found
+            if root.offset <= last and first < root.offset + math.prod(root.shape)
+        ]
 
     def _trace(self, made: list[torch.Tensor], of: list[torch.Tensor]) -> None:
         names = dict.fromkeys(name for tensor in of for name in self._names(tensor))
@@ -185,12 +229,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return [name for root in self._roots(tensor) for name in self._written[root.name].needs]
         return list(self._made_of.get(key, ()))
 
-    def _write(self, func: Any, args: Any, kwargs: Any, written: Any, roots: list[_Root], read: list[torch.Tensor]) -> Any:
+    def _write(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        written: Any,
+        roots: list[_Root],
+        read: list[torch.Tensor],
+    ) -> Any:
         """A parameter is written: noted, and not done."""
         target: torch.Tensor = written[0]
         if len(written) != 1 or not func._schema.returns or func._schema.name.endswith("_out"):
             which = some([repr(root.name) for root in roots])
-            raise _Unrecordable(f"load_weights cannot be recorded at {shown(self.current)}: {func} writes {which}")
+            raise _Unrecordable(
+                f"load_weights cannot be recorded at {shown(self.current)}: {func} writes {which}"
+            )
         if not target.numel():
             return target
         names = dict.fromkeys(name for tensor in read for name in self._names(tensor))
@@ -210,21 +264,29 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             of = list(map(repr, names))
             for root in roots:
                 done = self._written[root.name]
-                done.reason = done.reason or f"{reason}, of {some(of) if of else 'no published tensor'}"
+                done.reason = (
+                    done.reason or f"{reason}, of {some(of) if of else 'no published tensor'}"
+                )
         return target
 
     def _copy(self, parameter: _Root, to: torch.Tensor, of: torch.Tensor) -> str:
         """Note a copy; or why it is not a copy of elements as they are."""
         root = self._published.get(_storage(of))
         if root is None:
-            return "it is computed" if not of.is_floating_point() or self._names(of) else "it is a constant"
+            return (
+                "it is computed"
+                if not of.is_floating_point() or self._names(of)
+                else "it is a constant"
+            )
         if to.dtype != of.dtype:
             return f"cast from {_name(of.dtype)} to {_name(to.dtype)}"
         if to.shape != of.shape:
             try:
                 of = of.expand(to.shape)
             except RuntimeError as error:
-                raise _Unrecordable(f"{root.name!r} does not fit {parameter.name!r}: {error}") from error
+                raise _Unrecordable(
+                    f"{root.name!r} does not fit {parameter.name!r}: {error}"
+                ) from error
         done = self._written[parameter.name]
         loops = tuple(zip(to.shape, to.stride(), of.stride(), strict=True))
         start = int(to.storage_offset()) - parameter.offset, int(of.storage_offset())
@@ -236,11 +298,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return ""
 
     def _fill(self, parameter: _Root, target: torch.Tensor, value: float) -> str:
-        loops = tuple((size, stride, stride) for size, stride in zip(target.shape, target.stride(), strict=True))
+        loops = tuple(
+            (size, stride, stride)
+            for size, stride in zip(target.shape, target.stride(), strict=True)
+        )
         offset = int(target.storage_offset()) - parameter.offset
         done = self._written[parameter.name]
         try:
-            places = [place for (place, _), _ in _boxes(loops, (offset, offset), (parameter, parameter))]
+            places = [
+                place for (place, _), _ in _boxes(loops, (offset, offset), (parameter, parameter))
+            ]
         except _NotABox as reason:
             return f"{reason}"
         if any(_overlap(place, pair[0]) for place in places for pair in done.pairs):
@@ -248,7 +315,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         done.fills += [(place, value) for place in places]
         return ""
 
-    # ------------------------------------------------------------------------------------------------------------ the record
+    # ----------------------------------------------------------------------------------------------
+    # the record
 
     def finish(self, parameters: Mapping[str, torch.Tensor], published: Sequence[str]) -> Recording:
         recording = Recording(unread=tuple(name for name in published if name not in self._touched))
@@ -268,13 +336,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             recording.filled += [(name, place, value) for place, value in done.fills]
             covered = sum(map(_count, places)) + sum(
-                _count(place) for place, _ in done.fills if not any(_overlap(place, other) for other in places)
+                _count(place)
+                for place, _ in done.fills
+                if not any(_overlap(place, other) for other in places)
             )
-            if covered < parameter.numel() and not any(_count(place) == parameter.numel() for place, _ in done.fills):
+            if covered < parameter.numel() and not any(
+                _count(place) == parameter.numel() for place, _ in done.fills
+            ):
                 recording.gaps[name] = parameter.numel() - covered
             if done.pairs:
                 recording.sources[name] = [
-                    (at[place], _view(whole, view, order)) for place, whole, view, order in done.pairs
+                    (at[place], _view(whole, view, order))
+                    for place, whole, view, order in done.pairs
                 ]
         return recording
 
@@ -300,14 +373,20 @@ def _view(name: str, index: tuple[slice | int, ...], order: tuple[int, ...]) -> 
     return view if order == tuple(sorted(order)) else view.permute(*order)
 
 
-# ----------------------------------------------------------------------------------------------- loops, and boxes of tensors
+# -----------------------------------------------------------------------------------------------
+# loops, and boxes of tensors
 
 _Index = tuple[slice | int, ...]
-_Side = tuple[_Index, tuple[int, ...]]  # an index of a tensor; which of its dimensions is each dimension of the place
+# an index of a tensor; which of its dimensions is each dimension of the place
+_Side = tuple[_Index, tuple[int, ...]]
 
 
-def _boxes(loops: Loops, start: tuple[int, int], roots: tuple[_Root, _Root]) -> Iterator[tuple[_Side, _Side]]:
-    """The elements that loops go through in two tensors, as equal boxes of both: a place in one, a view of the other."""
+def _boxes(
+    loops: Loops, start: tuple[int, int], roots: tuple[_Root, _Root]
+) -> Iterator[tuple[_Side, _Side]]:
+    """The elements that loops go through in two tensors, as equal boxes of both: a place in one, a
+    view of the other.
+    """
     split = _split(tuple(loop for loop in loops if loop[0] > 1), start, roots)
     dims = [tuple(_dimension(loop[1 + side], roots[side]) for loop in split) for side in (0, 1)]
     unrolled = _unrolled(split, dims)
@@ -317,7 +396,9 @@ def _boxes(loops: Loops, start: tuple[int, int], roots: tuple[_Root, _Root]) -> 
     for steps in product(*(range(split[each][0]) for each in unrolled)):
         sides = []
         for side, root in enumerate(roots):
-            begin = start[side] + sum(step * split[each][1 + side] for step, each in zip(steps, unrolled, strict=True))
+            begin = start[side] + sum(
+                step * split[each][1 + side] for step, each in zip(steps, unrolled, strict=True)
+            )
             index: list[slice | int] = []
             for dimension, (size, stride) in enumerate(zip(root.shape, root.strides, strict=True)):
                 first, begin = divmod(begin, stride) if size and stride else (0, begin)
@@ -336,7 +417,9 @@ def _boxes(loops: Loops, start: tuple[int, int], roots: tuple[_Root, _Root]) -> 
 
 
 def _split(loops: Loops, start: tuple[int, int], roots: tuple[_Root, _Root]) -> Loops:
-    """`loops`, each within one dimension of either tensor: a loop over several dimensions becomes several."""
+    """`loops`, each within one dimension of either tensor: a loop over several dimensions becomes
+    several.
+    """
     done: list[tuple[int, int, int]] = []
     left = list(loops)
     while left:
@@ -370,7 +453,9 @@ def _dimension(stride: int, root: _Root) -> int:
 
 
 def _unrolled(loops: Loops, dims: Sequence[Sequence[int]]) -> list[int]:
-    """The loops to write out, so that each dimension of either tensor has one loop at most; the shorter ones."""
+    """The loops to write out, so that each dimension of either tensor has one loop at most; the
+    shorter ones.
+    """
     out: list[int] = []
     for side in dims:
         of: dict[int, list[int]] = defaultdict(list)
@@ -383,7 +468,11 @@ def _unrolled(loops: Loops, dims: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _range(item: slice | int) -> range:
-    return range(item.start, item.stop, item.step) if isinstance(item, slice) else range(item, item + 1)
+    return (
+        range(item.start, item.stop, item.step)
+        if isinstance(item, slice)
+        else range(item, item + 1)
+    )
 
 
 def _count(index: _Index) -> int:

@@ -1,9 +1,11 @@
 """Host memory for tensors that come and go: memory that is no longer used is filled again.
 
-Fresh memory has no pages yet, and to get them can take longer than to fill them. Here the memory of some tensors comes back
-once the last of them is gone, with all views of them, and the next ones of as many bytes are made in it.
+Fresh memory has no pages yet, and to get them can take longer than to fill them. Here the memory of
+some tensors comes back once the last of them is gone, with all views of them, and the next ones of
+as many bytes are made in it.
 
-Responsible for that memory. Not responsible for its contents, nor for memory of GPUs, which torch itself keeps.
+Responsible for that memory. Not responsible for its contents, nor for memory of GPUs, which torch
+itself keeps.
 """
 
 from __future__ import annotations
@@ -30,10 +32,13 @@ class ReusedMemory:
     """Any thread may use it; memory comes back on whichever one the last tensor goes."""
 
     def __init__(self) -> None:
-        self._free: deque[Piece] = deque(maxlen=KEPT_MAX)  # its calls are atomic: a piece is taken out by one thread
+        # its calls are atomic: a piece is taken out by one thread
+        self._free: deque[Piece] = deque(maxlen=KEPT_MAX)
 
     def __repr__(self) -> str:
-        return f"<ReusedMemory that keeps {sum(piece.nbytes for piece in list(self._free)):,} bytes>"
+        return (
+            f"<ReusedMemory that keeps {sum(piece.nbytes for piece in list(self._free)):,} bytes>"
+        )
 
     def tensors(self, kinds: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
         """Tensors with any content, of these shapes and dtypes, each with a storage of its own."""
@@ -43,8 +48,14 @@ class ReusedMemory:
             return [torch.empty(tuple(shape), dtype=dtype) for shape, dtype in kinds]
         lent = self._lend(offsets.pop() + ALIGNMENT)
         lent = lent[-lent.ctypes.data % ALIGNMENT :]
-        made = [torch.from_numpy(lent[offset:][:size]) for offset, size in zip(offsets, sizes, strict=True)]
-        return [each.view(dtype).view(tuple(shape)) for each, (shape, dtype) in zip(made, kinds, strict=True)]
+        made = [
+            torch.from_numpy(lent[offset:][:size])
+            for offset, size in zip(offsets, sizes, strict=True)
+        ]
+        return [
+            each.view(dtype).view(tuple(shape))
+            for each, (shape, dtype) in zip(made, kinds, strict=True)
+        ]
 
     def _lend(self, nbytes: int) -> Piece:
         piece = self._taken(nbytes)

@@ -1,9 +1,11 @@
 """SGLang: its engines take a trainer's weights from TensorHub, by a custom weight loader.
 
-`--custom-weight-loader tensorhub.integrations.sglang.load` is all that a server needs to be told. The trainer makes a
-`Trainer`, and calls `send_weights()` after each step; SGLang need not be installed there.
+`--custom-weight-loader tensorhub.integrations.sglang.load` is all that a server needs to be told.
+The trainer makes a `Trainer`, and calls `send_weights()` after each step; SGLang need not be
+installed there.
 
-Responsible for these names. The engine's side is in `sglang_engine`, the trainer's in `sglang_trainer`.
+Responsible for these names. The engine's side is in `sglang_engine`, the trainer's in
+`sglang_trainer`.
 """
 
 from __future__ import annotations

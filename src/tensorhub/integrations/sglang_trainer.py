@@ -1,7 +1,7 @@
 """SGLang: the trainer's side, which publishes weights and has engines take them.
 
-Responsible for the order of calls of an update, and for what becomes of generation when one fails. Not responsible for what
-an engine's ranks do (`sglang_engine`). SGLang need not be installed here.
+Responsible for the order of calls of an update, and for what becomes of generation when one fails.
+Not responsible for what an engine's ranks do (`sglang_engine`). SGLang need not be installed here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ import torch
 
 from tensorhub import sync
 from tensorhub.errors import InvalidType, InvalidValue, StateError, TensorHubError, shown, text_of
-from tensorhub.integrations.sglang_session import LOADER, PREFIX, Order, Outcome, check_loader, check_sglang
+from tensorhub.integrations.sglang_session import (
+    LOADER,
+    PREFIX,
+    Order,
+    Outcome,
+    check_loader,
+    check_sglang,
+)
 from tensorhub.types import Options, VersionInfo
 
 if TYPE_CHECKING:
@@ -34,7 +41,9 @@ MARGIN_S = 30.0  # an engine answers so much later than its own deadline, at mos
 
 
 class Engine(Protocol):
-    """What `Trainer` needs of an engine: SGLang's control calls, by the names that SGLang has for them."""
+    """What `Trainer` needs of an engine: SGLang's control calls, by the names that SGLang has for
+    them.
+    """
 
     ranks: int
 
@@ -50,7 +59,9 @@ class Server:
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
         if not url.startswith(("http://", "https://")):
-            raise InvalidValue(f'{shown(url)} is not the URL of an SGLang server: give "http://HOST:PORT"')
+            raise InvalidValue(
+                f'{shown(url)} is not the URL of an SGLang server: give "http://HOST:PORT"'
+            )
         import requests
 
         self._url, self._timeout_s = url.rstrip("/"), timeout_s + MARGIN_S
@@ -62,7 +73,10 @@ class Server:
             answer.raise_for_status()
             info = answer.json()
         except requests.RequestException as error:
-            text = f"the SGLang server {self._url} does not say what it is: is it up, and is api_key= right? ({error})"
+            text = (
+                f"the SGLang server {self._url} does not say what it is: is it up, and is "
+                f"api_key= right? ({error})"
+            )
             raise StateError(text, retryable=True) from error
         check_sglang(info["version"])
         check_loader(f"the SGLang server {self._url}", info.get("custom_weight_loader"))
@@ -108,18 +122,22 @@ class Offline:
 
 
 class Trainer:
-    """One rank of a trainer. `send_weights` publishes its weights, where they are, and has every engine take them.
+    """One rank of a trainer. `send_weights` publishes its weights, where they are, and has every
+    engine take them.
 
-    `source`: the module that is trained, or its tensors by name, under the names that the engine's model loads (of a
-    DTensor this rank's part). `engines`: a server's URL, an `sglang.Engine`, or several; only rank 0 uses them. `pause`:
-    the fate of requests in an update, "abort", "retract" (they are computed anew with the new weights) or "in_place"
-    (they go on with the cache that they have); None: engines are not paused here. `clear_cache`: drop the cache of the old
-    weights; not with "in_place". `host_memory_bytes`: of each rank of an engine; with enough for its shard, a
-    failed update leaves the old weights whole. `unused`: names of published tensors, with `*`, that the engine's model
-    leaves alone. `api_key`: of the servers. `sources`, `options`: as `Hub.register` and `tensorhub.connect` take them.
+    `source`: the module that is trained, or its tensors by name, under the names that the engine's
+    model loads (of a DTensor this rank's part). `engines`: a server's URL, an `sglang.Engine`, or
+    several; only rank 0 uses them. `pause`: the fate of requests in an update, "abort", "retract"
+    (they are computed anew with the new weights) or "in_place" (they go on with the cache that they
+    have); None: engines are not paused here. `clear_cache`: drop the cache of the old weights; not
+    with "in_place". `host_memory_bytes`: of each rank of an engine; with enough for its shard, a
+    failed update leaves the old weights whole. `unused`: names of published tensors, with `*`, that
+    the engine's model leaves alone. `api_key`: of the servers. `sources`, `options`: as
+    `Hub.register` and `tensorhub.connect` take them.
 
-    Raises StateError: this release of SGLang, or a server's, is not supported, an engine was started without the loader, or
-    a server does not answer; InvalidValue; as `tensorhub.connect` and `Hub.register`.
+    Raises StateError: this release of SGLang, or a server's, is not supported, an engine was
+    started without the loader, or a server does not answer; InvalidValue; as `tensorhub.connect`
+    and `Hub.register`.
     """
 
     def __init__(
@@ -142,14 +160,23 @@ class Trainer:
     ) -> None:
         if pause not in PAUSES:
             raise InvalidValue(f"pause={shown(pause)}: give one of {', '.join(map(repr, PAUSES))}")
-        self._pause, self._flush, self._timeout_s = pause, clear_cache and pause != "in_place", timeout_s
+        self._pause, self._flush, self._timeout_s = (
+            pause,
+            clear_cache and pause != "in_place",
+            timeout_s,
+        )
         self._world_size = world_size
         self._engines: list[tuple[Engine, Order]] = []
         self._hub = sync.connect(address, options=options)
         try:
             mark = next((each.mark for each in self._hub.describe() if each.model == model), None)
             self.version = -1 if mark is None else mark
-            asked: dict[str, Any] = {"sources": sources, "group": "trainer", "rank": rank, "world_size": world_size}
+            asked: dict[str, Any] = {
+                "sources": sources,
+                "group": "trainer",
+                "rank": rank,
+                "world_size": world_size,
+            }
             self._weights = self._hub.register(model, source, **asked)
             for engine in _list(engines) if rank == 0 else []:
                 order = Order(
@@ -167,21 +194,24 @@ class Trainer:
             raise
 
     def send_weights(self, version: int | None = None) -> int:
-        """Publish the present weights, and have the engines take them; called on every rank. When it returns, or raises, the
-        weights may be written again. Returns the version, which is `weight_version` at SGLang. `version`: above every number
-        before; None: the next one.
+        """Publish the present weights, and have the engines take them; called on every rank. When
+        it returns, or raises, the weights may be written again. Returns the version, which is
+        `weight_version` at SGLang. `version`: above every number before; None: the next one.
 
-        Raises what an engine's ranks have met; of several engines, the first one's error, with a note for each other one.
-        An engine is resumed, unless its weights are torn, or may be: then it stays paused, and the next update that succeeds
-        resumes it.
+        Raises what an engine's ranks have met; of several engines, the first one's error, with a
+        note for each other one. An engine is resumed, unless its weights are torn, or may be: then
+        it stays paused, and the next update that succeeds resumes it.
         """
-        info = self._weights.publish(self.version + 1 if version is None else version, self._timeout_s)
+        info = self._weights.publish(
+            self.version + 1 if version is None else version, self._timeout_s
+        )
         self.version = info.version
         try:
             self._update_all(info)
         finally:
             if self._world_size > 1:
-                self._weights.update(info.version, timeout=self._timeout_s)  # all ranks wait for each other, nothing is read
+                # all ranks wait for each other, nothing is read
+                self._weights.update(info.version, timeout=self._timeout_s)
             self._weights.unpublish(self._timeout_s)
         return info.version
 
@@ -197,7 +227,9 @@ class Trainer:
             except Exception as error:
                 errors.append(error)
 
-        with ThreadPoolExecutor(max(1, len(self._engines)), thread_name_prefix="tensorhub-sglang") as threads:
+        with ThreadPoolExecutor(
+            max(1, len(self._engines)), thread_name_prefix="tensorhub-sglang"
+        ) as threads:
             list(threads.map(update, self._engines))
         if errors:
             for other in errors[1:]:
@@ -215,7 +247,10 @@ class Trainer:
                 self._load(engine, order, info)
             except Exception as error:
                 if not isinstance(error, TensorHubError) or error.memory != "intact":
-                    error.add_note("generation stays paused: the engine's weights may be torn; the next update resumes it")
+                    error.add_note(
+                        "generation stays paused: the engine's weights may be torn; the next "
+                        "update resumes it"
+                    )
                     resumes = False
                 with suppress(Exception):  # the first error is reported
                     engine.call("end_weight_update")
@@ -241,7 +276,9 @@ class Trainer:
         def update(tensors: Tensors, **fields: Any) -> tuple[bool, str]:
             given = engine.serialized(tensors)
             asked = {"load_format": LOADER, "selector": "target", **fields}
-            return engine.call("update_weights_from_tensor", serialized_named_tensors=given, **asked)
+            return engine.call(
+                "update_weights_from_tensor", serialized_named_tensors=given, **asked
+            )
 
         tensors = replace(order, version=info.version, content_id=info.content_id).tensors()
         done, said = update(tensors, flush_cache=False)
@@ -257,7 +294,12 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -278,4 +320,7 @@ def _engine(engine: object, api_key: str | None, timeout_s: float) -> Engine:
         return Offline(engine)
     if hasattr(engine, "call") and hasattr(engine, "serialized"):
         return engine  # type: ignore[return-value]
-    raise InvalidType(f"engines={shown(engine)}: give the URL of an SGLang server, an sglang.Engine, or a list of them")
+    raise InvalidType(
+        f"engines={shown(engine)}: give the URL of an SGLang server, an sglang.Engine, or a list "
+        f"of them"
+    )

@@ -1,11 +1,13 @@
 """Buffers for frameworks that hand weights over, and take them, one tensor at a time.
 
-A generator's tensors are gone when it goes on, and are not announced beforehand. So such an interface forces two copies:
-one at the sender, into buffers that are allocated and registered at the first update, and stay; and one at each receiver,
-into buffers that are a replica of its own and a source for further readers. Each has the memory of one full copy of the
-weights. An update is one version, and a tensor is handed over only when all of its version is verified.
+A generator's tensors are gone when it goes on, and are not announced beforehand. So such an
+interface forces two copies: one at the sender, into buffers that are allocated and registered at
+the first update, and stay; and one at each receiver, into buffers that are a replica of its own and
+a source for further readers. Each has the memory of one full copy of the weights. An update is one
+version, and a tensor is handed over only when all of its version is verified.
 
-Responsible for these buffers. Not responsible for messages between processes, which each framework sends in its own way.
+Responsible for these buffers. Not responsible for messages between processes, which each framework
+sends in its own way.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What one update cost its sender. `copy_s`: the generator's own work is in it. `changed`: False where the buffers held
-    that version already.
+    """What one update cost its sender. `copy_s`: the generator's own work is in it. `changed`:
+    False where the buffers held that version already.
     """
 
     version: int
@@ -46,13 +48,18 @@ class Sent:
 
 
 class Sender:
-    """Publishes generators' tensors as versions of one model. Generators run in the caller's thread, which blocks: they
-    may queue work on a GPU or take part in collectives. If an update fails, the generator is still run to its end: other
-    ranks may wait in its collectives.
+    """Publishes generators' tensors as versions of one model. Generators run in the caller's
+    thread, which blocks: they may queue work on a GPU or take part in collectives. If an update
+    fails, the generator is still run to its end: other ranks may wait in its collectives.
     """
 
     def __init__(
-        self, hub: sync.Hub, model: str, *, device: str | torch.device = "cpu", timeout_s: float | None = None
+        self,
+        hub: sync.Hub,
+        model: str,
+        *,
+        device: str | torch.device = "cpu",
+        timeout_s: float | None = None,
     ) -> None:
         self._hub = hub
         self._model = model
@@ -71,18 +78,23 @@ class Sender:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def send(self, version: int, items: Items) -> Sent:
-        """Copy each tensor, then publish all of them. If the generator raises, nothing is published.
+        """Copy each tensor, then publish all of them. If the generator raises, nothing is
+        published.
 
-        A version that is held already is compared with what comes, and stays. Raises RegistrationError (other names, shapes
-        or dtypes than the first time, all listed), VersionConflict (the number was used, for other weights), and as
-        `Weights.mutate`.
+        A version that is held already is compared with what comes, and stays. Raises
+        RegistrationError (other names, shapes or dtypes than the first time, all listed),
+        VersionConflict (the number was used, for other weights), and as `Weights.mutate`.
         """
         left, began = iter(items), time.perf_counter()
         try:
             if self._weights is not None and self._weights.version == version:
                 copied = self._compare(version, left)
                 return Sent(version, self.nbytes, copied - began, copied - began, changed=False)
-            copied = self._first(version, left) if self._weights is None else self._next(self._weights, version, left)
+            copied = (
+                self._first(version, left)
+                if self._weights is None
+                else self._next(self._weights, version, left)
+            )
             return Sent(version, self.nbytes, copied - began, time.perf_counter() - began)
         except Exception:
             with contextlib.suppress(Exception):
@@ -107,7 +119,13 @@ class Sender:
         copied = time.perf_counter()
         weights = self._hub.register(self._model, buffers)
         self._buffers, self._weights = buffers, weights
-        log.info("send_buffers", model=self._model, tensors=len(buffers), nbytes=self.nbytes, device=str(self._device))
+        log.info(
+            "send_buffers",
+            model=self._model,
+            tensors=len(buffers),
+            nbytes=self.nbytes,
+            device=str(self._device),
+        )
         weights.publish(version, self._timeout_s)
         return copied
 
@@ -127,11 +145,16 @@ class Sender:
 
         differences, changed = _Differences(self._buffers), []
         for name, tensor in items:
-            if differences.fits(name, tensor) and not torch.equal(_words(self._buffers[name]), _words(tensor)):
+            if differences.fits(name, tensor) and not torch.equal(
+                _words(self._buffers[name]), _words(tensor)
+            ):
                 changed.append(repr(name))
         differences.check()
         if changed:
-            text = f"version {version} of {self._model!r} is published, with other bytes in {len(changed)} tensor(s)"
+            text = (
+                f"version {version} of {self._model!r} is published, with other bytes in "
+                f"{len(changed)} tensor(s)"
+            )
             raise VersionConflict(f"{text}: {some(changed)}. Give each update a number of its own")
         return time.perf_counter()
 
@@ -165,7 +188,10 @@ class _Differences:
         elif name not in self._missing:
             self._found.append(f"{name!r} came twice")
         elif (tuple(buffer.shape), buffer.dtype) != (tuple(tensor.shape), tensor.dtype):
-            its, was = (f"{each.dtype} {tuple(each.shape)}".removeprefix("torch.") for each in (tensor, buffer))
+            its, was = (
+                f"{each.dtype} {tuple(each.shape)}".removeprefix("torch.")
+                for each in (tensor, buffer)
+            )
             self._found.append(f"{name!r} is {its}, and was {was}")
         else:
             del self._missing[name]
@@ -176,12 +202,17 @@ class _Differences:
     def check(self) -> None:
         found = [*self._found, *[f"{name!r} is missing" for name in self._missing]]
         if found:
-            text = f"{len(found)} tensor(s) are not those of the first update: {some(found, '; ', most=100)}"
+            text = (
+                f"{len(found)} tensor(s) are not those of the first update: "
+                f"{some(found, '; ', most=100)}"
+            )
             raise RegistrationError(f"{text}. Each update has the same names, shapes and dtypes")
 
 
 class Receiver:
-    """Buffers that hold one version of a model, and serve it to readers. Its hub may be used from several event loops."""
+    """Buffers that hold one version of a model, and serve it to readers. Its hub may be used from
+    several event loops.
+    """
 
     def __init__(self, hub: Hub, model: str, *, device: str | torch.device = "cpu") -> None:
         self._hub = hub
@@ -190,11 +221,15 @@ class Receiver:
         self._buffers: dict[str, torch.Tensor] = {}
         self._weights: Weights | None = None
 
-    async def receive(self, version: int, timeout_s: float) -> tuple[dict[str, torch.Tensor], FetchReport]:
-        """Wait for that version, and fill the buffers with it. They must not be written, and hold it until the next call.
+    async def receive(
+        self, version: int, timeout_s: float
+    ) -> tuple[dict[str, torch.Tensor], FetchReport]:
+        """Wait for that version, and fill the buffers with it. They must not be written, and hold
+        it until the next call.
 
-        Raises OperationTimeout (it was not published in time), VersionUnavailable (it is gone already), ManifestMismatch
-        (other names, shapes or dtypes than the first time, all listed), and as `Weights.update`.
+        Raises OperationTimeout (it was not published in time), VersionUnavailable (it is gone
+        already), ManifestMismatch (other names, shapes or dtypes than the first time, all listed),
+        and as `Weights.update`.
         """
         import torch
 
@@ -206,11 +241,20 @@ class Receiver:
         await self._hub.wait_for(self._model, at_least=version, timeout=left_s())
         if self._weights is None:
             kinds = (await published_tensors(self._hub, self._model, version, left_s())).kinds
-            buffers = {name: _empty(shape, getattr(torch, dtype), self._device) for name, (dtype, shape) in kinds.items()}
+            buffers = {
+                name: _empty(shape, getattr(torch, dtype), self._device)
+                for name, (dtype, shape) in kinds.items()
+            }
             self._weights = await self._hub.register(self._model, buffers)
             self._buffers = buffers
             nbytes = sum(buffer.nbytes for buffer in buffers.values())
-            log.info("receive_buffers", model=self._model, tensors=len(buffers), nbytes=nbytes, device=str(self._device))
+            log.info(
+                "receive_buffers",
+                model=self._model,
+                tensors=len(buffers),
+                nbytes=nbytes,
+                device=str(self._device),
+            )
         report = await self._weights.update(version, timeout=left_s())
         return self._buffers, report
 
@@ -228,6 +272,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.devic
     except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
         reason = str(error).partition("\n")[0]
         raise InvalidValue(
-            f"device={shown(str(device))}: a buffer for a tensor of shape {shape} cannot be made there ({reason}). Give "
+            f"device={shown(str(device))}: a buffer for a tensor of shape {shape} cannot be made "
+            f"there ({reason}). Give "
             f"device='cpu', or 'cuda' in a process that has a GPU with room for all weights"
         ) from error

@@ -1,8 +1,10 @@
-"""Weights for TRL's `AsyncGRPOTrainer`: `weight_transfer=WeightTransfer(...)`, and the rollouts' side of it.
+"""Weights for TRL's `AsyncGRPOTrainer`: `weight_transfer=WeightTransfer(...)`, and the rollouts'
+side of it.
 
-TRL hands its weights to rank 0 one tensor at a time. They are copied into buffers, and published as one version. A rollout
-worker that has the model in its own process fills that in place. TRL counts the policy's versions, from 1 before the first
-step. Here they are numbered likewise, after the versions that were published under that name before.
+TRL hands its weights to rank 0 one tensor at a time. They are copied into buffers, and published as
+one version. A rollout worker that has the model in its own process fills that in place. TRL counts
+the policy's versions, from 1 before the first step. Here they are numbered likewise, after the
+versions that were published under that name before.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ SETTINGS = {"address", "token", "model", "before"}  # of a rollout
 class WeightTransfer:
     """The trainer's side: TRL's `WeightTransferProtocol`. TRL itself calls all its methods.
 
-    `settings`: see `Exchange`. Without an address it runs a coordinator of its own on `host`, which only this machine
-    reaches by default. `pause`, `resume`: called before and after each update, to stop an inference server.
+    `settings`: see `Exchange`. Without an address it runs a coordinator of its own on `host`, which
+    only this machine reaches by default. `pause`, `resume`: called before and after each update, to
+    stop an inference server.
     """
 
     def __init__(
@@ -52,10 +55,13 @@ class WeightTransfer:
         self._sent = 0
 
     def rollout_settings(self) -> dict[str, Any]:
-        """What `RolloutWeights` takes, here or in another process; from the beginning of training on."""
+        """What `RolloutWeights` takes, here or in another process; from the beginning of training
+        on.
+        """
         if self._meeting is None:
             raise StateError(
-                "training has not begun, so there is nothing to join yet: TRL calls init_weight_transfer() first"
+                "training has not begun, so there is nothing to join yet: TRL calls "
+                "init_weight_transfer() first"
             )
         meeting = self._meeting
         return {
@@ -80,16 +86,20 @@ class WeightTransfer:
             self._resume()
 
     def destroy(self) -> None:
-        """Called when training ends: the version is unpublished, and a coordinator of its own ends."""
+        """Called when training ends: the version is unpublished, and a coordinator of its own
+        ends.
+        """
         self._exchange.close()
         self._meeting = None
 
 
 class RolloutWeights:
-    """A rollout's policy, which is filled in place with what the trainer sends: its trainable parameters.
+    """A rollout's policy, which is filled in place with what the trainer sends: its trainable
+    parameters.
 
-    `update_model_version` says that there is a new version, from any thread: the rollout worker's method of that name calls
-    it. `refresh` brings it, in the thread that generates, between two generations. Other rollouts read from here.
+    `update_model_version` says that there is a new version, from any thread: the rollout worker's
+    method of that name calls it. `refresh` brings it, in the thread that generates, between two
+    generations. Other rollouts read from here.
     """
 
     def __init__(
@@ -100,8 +110,8 @@ class RolloutWeights:
         timeout_s: float = 300.0,
         options: Options | None = None,
     ) -> None:
-        """`settings`: what `WeightTransfer.rollout_settings()` gives. In the trainer's process it may be that method itself,
-        which the first `refresh` calls.
+        """`settings`: what `WeightTransfer.rollout_settings()` gives. In the trainer's process it
+        may be that method itself, which the first `refresh` calls.
         """
         if not callable(settings):
             _check_settings(settings)
@@ -119,15 +129,19 @@ class RolloutWeights:
     def refresh(self) -> int:
         """The policy's version, once it is at least the newest announced version, or the first.
 
-        Raises ManifestMismatch (other names, shapes or dtypes than the trainer's, all listed), VersionUnavailable (it was
-        not sent in time, or its holders have died, and nothing newer was sent), and as `tensorhub.connect`,
-        `Hub.register` and `Weights.update`. The policy's memory may be torn then, and the next call repairs it.
+        Raises ManifestMismatch (other names, shapes or dtypes than the trainer's, all listed),
+        VersionUnavailable (it was not sent in time, or its holders have died, and nothing newer was
+        sent), and as `tensorhub.connect`, `Hub.register` and `Weights.update`. The policy's memory
+        may be torn then, and the next call repairs it.
         """
         weights, wanted = self._weights or self._joined(), self._wanted
         if wanted > self.version or weights.version is None:
             self.version = 0  # nothing is known of the memory if this fails
             at_least = self._before + wanted
-            self.version = weights.update("latest", at_least=at_least, timeout=self._timeout_s).version - self._before
+            self.version = (
+                weights.update("latest", at_least=at_least, timeout=self._timeout_s).version
+                - self._before
+            )
         return self.version
 
     def _joined(self) -> sync.Weights:
@@ -135,7 +149,9 @@ class RolloutWeights:
         _check_settings(settings)
         self._before = settings["before"]
         if self._hub is None:
-            self._hub = sync.connect(settings["address"], token=settings["token"], options=self._options)
+            self._hub = sync.connect(
+                settings["address"], token=settings["token"], options=self._options
+            )
         sent = {name: each for name, each in self._policy.named_parameters() if each.requires_grad}
         self._weights = self._hub.register(settings["model"], sent)
         return self._weights
@@ -148,8 +164,12 @@ class RolloutWeights:
 
 def _check_settings(settings: object) -> None:
     if not isinstance(settings, Mapping) or not settings.keys() >= SETTINGS:
-        given = sorted(map(str, settings)) if isinstance(settings, Mapping) else type(settings).__name__  # never the token
+        # never the token
+        given = (
+            sorted(map(str, settings)) if isinstance(settings, Mapping) else type(settings).__name__
+        )
         raise InvalidType(
-            f"settings: give the trainer's WeightTransfer.rollout_settings, or what that method has returned there, "
+            f"settings: give the trainer's WeightTransfer.rollout_settings, or what that method "
+            f"has returned there, "
             f"not {given}"
         )

@@ -1,11 +1,12 @@
 """vLLM: the weight-transfer backend `tensorhub`, for its engine and for the trainer that feeds it.
 
-`WeightTransferConfig(backend="tensorhub")` is all that the engine needs to be told: vLLM finds the backend by the entry
-point `vllm.general_plugins`. The trainer makes a `Trainer` by `WeightTransferTrainerFactory.trainer_init(TrainerInit(...),
+`WeightTransferConfig(backend="tensorhub")` is all that the engine needs to be told: vLLM finds the
+backend by the entry point `vllm.general_plugins`. The trainer makes a `Trainer` by
+`WeightTransferTrainerFactory.trainer_init(TrainerInit(...),
 ...)`, and calls `send_weights()` after each step.
 
-Responsible for the trainer's side, and for what both sides say to each other. Not responsible for the engine's side
-(`vllm_engine`).
+Responsible for the trainer's side, and for what both sides say to each other. Not responsible for
+the engine's side (`vllm_engine`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import torch
 from torch import nn
 from vllm import __version__ as VLLM_VERSION
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.factory import (
+    WeightTransferEngineFactory,
+    WeightTransferTrainerFactory,
+)
 
 from tensorhub import shared_empty_like, sync
 from tensorhub.errors import InvalidType, InvalidValue, RegistrationError, shown, some
@@ -35,12 +39,17 @@ __all__ = ["OfflineClient", "Trainer", "TrainerInit", "register"]
 BACKEND = "tensorhub"
 SUPPORTED = ("0.32", "0.33")  # releases of vLLM with the hooks that this module uses
 # In an error's text, over any client:
-INTACT, TORN, OPEN = "the engine's weights are intact", "the engine's weights are torn", "an update is open"
+INTACT, TORN, OPEN = (
+    "the engine's weights are intact",
+    "the engine's weights are torn",
+    "an update is open",
+)
 TORN_VERSION = "torn"  # the engine's `weight_version` where it generates with torn weights
 
 
 def register(release: str = VLLM_VERSION) -> None:
-    """Make the backend known to vLLM. vLLM calls it in each of its processes; a trainer calls it once.
+    """Make the backend known to vLLM. vLLM calls it in each of its processes; a trainer calls it
+    once.
 
     Raises StateError: this release of vLLM is not supported.
     """
@@ -57,13 +66,15 @@ def register(release: str = VLLM_VERSION) -> None:
 class TrainerInit(TrainerInitInfo):
     """The arguments of `trainer_init`.
 
-    `rank`, `world_size`: of this trainer's process; rank 0 talks to the engine. `pause`: the fate of requests during an
-    update, "abort", "wait" (until they are done) or "keep" (they go on with the new weights); None: the engine is not paused
-    here. `clear_cache`: drop the cache of the old weights. `resume_torn`: an engine with weights that are torn, or may be,
-    is resumed as well, under the weight version "torn"; False: it stays paused until an update succeeds.
-    `host_memory_bytes`: of each of the engine's workers; with enough for its shard, the weights are fetched before the
-    engine is paused, and a failed update leaves the old ones whole. `digests`: workers keep digests of tensors that they
-    compute from published tensors, for `check_weights`. `sources`: as `Hub.register` takes it.
+    `rank`, `world_size`: of this trainer's process; rank 0 talks to the engine. `pause`: the fate
+    of requests during an update, "abort", "wait" (until they are done) or "keep" (they go on with
+    the new weights); None: the engine is not paused here. `clear_cache`: drop the cache of the old
+    weights. `resume_torn`: an engine with weights that are torn, or may be, is resumed as well,
+    under the weight version "torn"; False: it stays paused until an update succeeds.
+    `host_memory_bytes`: of each of the engine's workers; with enough for its shard, the weights are
+    fetched before the engine is paused, and a failed update leaves the old ones whole. `digests`:
+    workers keep digests of tensors that they compute from published tensors, for `check_weights`.
+    `sources`: as `Hub.register` takes it.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -113,8 +124,9 @@ class OfflineClient:
 class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-arg, unused-ignore]
     """One rank of a trainer. Made by `WeightTransferTrainerFactory.trainer_init`, on every rank.
 
-    `source`: the module that is trained, or its tensors by name, which are published where they are (of a DTensor this
-    rank's part); or one of vLLM's `WeightSource`s: rank 0 copies its tensors into buffers of its own at each update.
+    `source`: the module that is trained, or its tensors by name, which are published where they are
+    (of a DTensor this rank's part); or one of vLLM's `WeightSource`s: rank 0 copies its tensors
+    into buffers of its own at each update.
     """
 
     init_info_cls = TrainerInit
@@ -127,7 +139,9 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         self._buffers: dict[str, torch.Tensor] | None = None
         self._hub = sync.connect(init_info.address, options=init_info.options)
         try:
-            mark = next((each.mark for each in self._hub.describe() if each.model == init_info.model), None)
+            mark = next(
+                (each.mark for each in self._hub.describe() if each.model == init_info.model), None
+            )
             self._version = -1 if mark is None else mark
             self._weights = self._register(source)
             if self.is_sender:
@@ -148,18 +162,34 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
             return self._hub.register(self._init.model, source, **asked)
         metadata = getattr(source, "metadata", None)
         if metadata is None:
-            raise InvalidType(f"source={shown(source)}: give the module that is trained, or a WeightSource of vLLM's")
+            raise InvalidType(
+                f"source={shown(source)}: give the module that is trained, or a WeightSource of "
+                f"vLLM's"
+            )
         if not self.is_sender:
             return None
-        like = {each.name: torch.empty(each.shape, dtype=each.dtype, device="meta") for each in _called(metadata)}
+        like = {
+            each.name: torch.empty(each.shape, dtype=each.dtype, device="meta")
+            for each in _called(metadata)
+        }
         self._buffers = shared_empty_like(like)
         return self._hub.register(self._init.model, self._buffers, **asked)
 
     def _engine_init(self, **asked: Any) -> dict[str, Any]:
         init = self._init
         address = [init.address] if isinstance(init.address, str) else list(init.address)
-        sent = {"address": address, "model": init.model, "replica": self._replica, "timeout_s": init.timeout_s}
-        return {**sent, "host_memory_bytes": init.host_memory_bytes, "digests": init.digests, **asked}
+        sent = {
+            "address": address,
+            "model": init.model,
+            "replica": self._replica,
+            "timeout_s": init.timeout_s,
+        }
+        return {
+            **sent,
+            "host_memory_bytes": init.host_memory_bytes,
+            "digests": init.digests,
+            **asked,
+        }
 
     def _get_ready(self, version: int | None = None) -> None:
         init = self._engine_init(version=version)
@@ -173,15 +203,20 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
             self.client.init_weight_transfer_engine(init)
 
     def send_weights(self, version: int | None = None) -> None:
-        """Publish the present weights, and have the engine take them; called on every rank. When it returns, or raises, the
-        weights may be written again. `version`: above every number before; None: the next one.
+        """Publish the present weights, and have the engine take them; called on every rank. When it
+        returns, or raises, the weights may be written again. `version`: above every number before;
+        None: the next one.
 
-        Raises what the engine raises, as the client passes it on. A paused engine is resumed, unless its weights are torn,
-        or may be: then its weight version is "torn", and it stays paused (`TrainerInit.resume_torn`) until an update
-        succeeds.
+        Raises what the engine raises, as the client passes it on. A paused engine is resumed,
+        unless its weights are torn, or may be: then its weight version is "torn", and it stays
+        paused (`TrainerInit.resume_torn`) until an update succeeds.
         """
         number = self._version + 1 if version is None else version
-        if self._buffers is not None and self._weights is not None and self._weights.version is not None:
+        if (
+            self._buffers is not None
+            and self._weights is not None
+            and self._weights.version is not None
+        ):
             self._weights.unpublish(self._init.timeout_s)
         self._copy()
         if self._weights is None:
@@ -193,7 +228,8 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
                 self._update(info)
         finally:
             if self._init.world_size > 1 and self._buffers is None:
-                self._weights.update(number, timeout=self._init.timeout_s)  # all ranks wait for each other, nothing is read
+                # all ranks wait for each other, nothing is read
+                self._weights.update(number, timeout=self._init.timeout_s)
             if self._buffers is None:
                 self._weights.unpublish(self._init.timeout_s)
 
@@ -210,21 +246,27 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
                 elif self._buffers is not None:
                     unknown.append(repr(name))
         if left or unknown:
-            text = f"the source has not yielded {len(left)} of its tensors: {some(list(map(repr, left)))}"
+            text = (
+                f"the source has not yielded {len(left)} of its tensors: "
+                f"{some(list(map(repr, left)))}"
+            )
             raise RegistrationError(f"{text}; and {len(unknown)} others: {some(unknown)}")
 
     def check_weights(self) -> None:
-        """Have each of the engine's workers compare its tensors with the version that it serves; called on rank 0. Tensors
-        that are written in place must have the published digests. Computed tensors must have the digests that they had when
-        they were made (`TrainerInit.digests`). Nothing is written, and generation need not be paused.
+        """Have each of the engine's workers compare its tensors with the version that it serves;
+        called on rank 0. Tensors that are written in place must have the published digests.
+        Computed tensors must have the digests that they had when they were made
+        (`TrainerInit.digests`). Nothing is written, and generation need not be paused.
 
-        Raises the engine's errors, as the client passes them on: IntegrityError (it names the tensors that differ; the next
-        update writes all of them), StateError (nothing was updated yet, or there are no digests of computed tensors).
+        Raises the engine's errors, as the client passes them on: IntegrityError (it names the
+        tensors that differ; the next update writes all of them), StateError (nothing was updated
+        yet, or there are no digests of computed tensors).
         """
         self.client.init_weight_transfer_engine(self._engine_init(check=True))
 
     def _update(self, info: VersionInfo) -> None:
-        self._get_ready(info.version)  # it binds, and fetches where it has host memory, while it still generates
+        # it binds, and fetches where it has host memory, while it still generates
+        self._get_ready(info.version)
         controls, is_whole = self._controls or _Controls(), True
         try:
             controls.pause(self._init.pause, self._init.clear_cache)
@@ -234,7 +276,8 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
                 self.client.update_weights({"version": info.version, "content_id": info.content_id})
             except Exception as error:
                 is_whole = INTACT in _text_of(error)
-                with suppress(Exception):  # of several workers only the last one has closed the update
+                # of several workers only the last one has closed the update
+                with suppress(Exception):
                     self.client.finish_weight_update()
                 raise
             self.client.finish_weight_update(weight_version=f"{info.version}")
@@ -248,7 +291,10 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         try:
             if not is_whole:
                 controls.label(TORN_VERSION)
-                error.add_note('the engine\'s weights may be torn: its weight version is "torn" until an update succeeds')
+                error.add_note(
+                    'the engine\'s weights may be torn: its weight version is "torn" until an '
+                    "update succeeds"
+                )
             if is_whole or self._init.resume_torn:
                 controls.resume()
             elif self._init.pause is not None:
@@ -278,7 +324,9 @@ def _text_of(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class _Controls:
-    """How a client's engine is paused, resumed, and told what its weights are: vLLM's clients have no calls for it."""
+    """How a client's engine is paused, resumed, and told what its weights are: vLLM's clients have
+    no calls for it.
+    """
 
     pause: Callable[[Any, bool], object] = _nothing
     resume: Callable[[], object] = _nothing
@@ -289,8 +337,10 @@ def _controls(client: Any, init: TrainerInit) -> _Controls:
     found = _of_client(client)
     if found is None and (init.pause is not None or init.resume_torn):
         raise InvalidValue(
-            f"client={shown(client)} cannot pause its engine: give it pause_generation(mode=, clear_cache=), "
-            "resume_generation() and update_weight_version(new_version), or TrainerInit(pause=None) where nothing is "
+            f"client={shown(client)} cannot pause its engine: give it pause_generation(mode=, "
+            f"clear_cache=), "
+            "resume_generation() and update_weight_version(new_version), or "
+            "TrainerInit(pause=None) where nothing is "
             "generated during an update"
         )
     found = found or _Controls()
@@ -298,7 +348,10 @@ def _controls(client: Any, init: TrainerInit) -> _Controls:
 
 
 def _of_client(client: Any) -> _Controls | None:
-    if all(hasattr(client, name) for name in ("pause_generation", "resume_generation", "update_weight_version")):
+    if all(
+        hasattr(client, name)
+        for name in ("pause_generation", "resume_generation", "update_weight_version")
+    ):
         return _Controls(
             lambda mode, clear: client.pause_generation(mode=mode, clear_cache=clear),
             client.resume_generation,
@@ -306,7 +359,9 @@ def _of_client(client: Any) -> _Controls | None:
         )
     if hasattr(client, "base_url"):
 
-        def post(path: str, query: Mapping[str, str], body: Mapping[str, str] | None = None) -> None:
+        def post(
+            path: str, query: Mapping[str, str], body: Mapping[str, str] | None = None
+        ) -> None:
             import requests
 
             url = f"{client.base_url}/{path}"
@@ -322,7 +377,9 @@ def _of_client(client: Any) -> _Controls | None:
         def call(name: str, *given: Any, **arguments: Any) -> None:
             import ray
 
-            ray.get([getattr(handle, name).remote(*given, **arguments) for handle in client.handles])
+            ray.get(
+                [getattr(handle, name).remote(*given, **arguments) for handle in client.handles]
+            )
 
         return _Controls(
             lambda mode, clear: call("pause_generation", mode=mode, clear_cache=clear),

@@ -1,11 +1,13 @@
-"""vLLM's layers: which parameters may be written where they lie, and how a layer is loaded and processed by itself.
+"""vLLM's layers: which parameters may be written where they lie, and how a layer is loaded and
+processed by itself.
 
-vLLM keeps, for each layer, the form of its tensors before post-processing (its load format). A layer that post-processing
-does not change can be written in place. Any other layer gets tensors in load format, is processed, and the result is
-copied to where the live tensors are, so that captured graphs stay valid.
+vLLM keeps, for each layer, the form of its tensors before post-processing (its load format). A
+layer that post-processing does not change can be written in place. Any other layer gets tensors in
+load format, is processed, and the result is copied to where the live tensors are, so that captured
+graphs stay valid.
 
-This module uses vLLM's `model_executor.model_loader.reload`, which is equal in 0.32 and 0.33, with three of its private
-names.
+This module uses vLLM's `model_executor.model_loader.reload`, which is equal in 0.32 and 0.33, with
+three of its private names.
 """
 
 from __future__ import annotations
@@ -18,14 +20,20 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
     _layerwise_process,
     _place_kernel_tensors,
     get_layerwise_info,
 )
-from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.meta import (
+    materialize_meta_tensor,
+    restore_layer_on_meta,
+)
 
 from tensorhub.errors import StateError
 from tensorhub.integrations.probing import leaves_bytes, own_tensors, pattern, same_bytes, trial
@@ -48,54 +56,75 @@ __all__ = [
 
 @contextlib.contextmanager
 def load_format(model: nn.Module) -> Iterator[None]:
-    """Within it, the model's tensors are as they were before post-processing, on the meta device."""
+    """Within it, the model's tensors are as they were before post-processing, on the meta
+    device.
+    """
     was = [
-        (layer, dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set))
+        (
+            layer,
+            dict(layer._parameters),
+            dict(layer._buffers),
+            set(layer._non_persistent_buffers_set),
+        )
         for layer in model.modules()
     ]
     try:
         for layer, *_ in was:
             restore_layer_on_meta(layer, get_layerwise_info(layer))
             for tensor in own_tensors(layer).values():
-                if hasattr(tensor, "weight_loader"):  # an earlier reload of vLLM's has left its wrapper there
+                # an earlier reload of vLLM's has left its wrapper there
+                if hasattr(tensor, "weight_loader"):
                     tensor.weight_loader = _get_original_loader(tensor)
         yield
     finally:
         for layer, parameters, buffers, non_persistent in was:
-            layer.__dict__.update(_parameters=parameters, _buffers=buffers, _non_persistent_buffers_set=non_persistent)
+            layer.__dict__.update(
+                _parameters=parameters, _buffers=buffers, _non_persistent_buffers_set=non_persistent
+            )
 
 
 def is_unprocessed(layer: nn.Module) -> bool:
-    """Whether post-processing leaves this layer's tensors as they are loaded, and derives nothing from them. Tried with
-    random bytes on a shallow copy of the layer, for equal pointers, shapes and strides would prove nothing.
+    """Whether post-processing leaves this layer's tensors as they are loaded, and derives nothing
+    from them. Tried with random bytes on a shallow copy of the layer, for equal pointers, shapes
+    and strides would prove nothing.
     """
     method = getattr(layer, "quant_method", None)
     metadata = get_layerwise_info(layer).restore_metadata
     loaded, live = {**metadata[0], **metadata[1]}, own_tensors(layer)
     names = [name for name in live if name in loaded]
-    if is_deferred_attention_layer(layer) or any(not _alike(live[name], loaded[name]) for name in names):
+    if is_deferred_attention_layer(layer) or any(
+        not _alike(live[name], loaded[name]) for name in names
+    ):
         return False
     if not isinstance(method, QuantizeMethodBase):
         return True
-    return _can_be_tried(method) and leaves_bytes(layer, {name: loaded[name] for name in names}, _process_trial)
+    return _can_be_tried(method) and leaves_bytes(
+        layer, {name: loaded[name] for name in names}, _process_trial
+    )
 
 
 def acts_once(layer: nn.Module) -> bool:
-    """Whether post-processing does something to the tensors that a layer is loaded with first, and not to later ones: some
-    experts are laid out when their kernel is made, and never again. Tried as `is_unprocessed` is.
+    """Whether post-processing does something to the tensors that a layer is loaded with first, and
+    not to later ones: some experts are laid out when their kernel is made, and never again. Tried
+    as `is_unprocessed` is.
     """
     method = getattr(layer, "quant_method", None)
     if getattr(method, "moe_kernel", None) is None or not _can_be_tried(method):
         return False
     metadata = get_layerwise_info(layer).restore_metadata
     loaded, live = {**metadata[0], **metadata[1]}, own_tensors(layer)
-    patterns = {name: pattern(loaded[name], each.device) for name, each in live.items() if name in loaded}
+    patterns = {
+        name: pattern(loaded[name], each.device) for name, each in live.items() if name in loaded
+    }
     first, later = trial(layer, loaded, patterns), trial(layer, loaded, patterns)
     first.quant_method.moe_kernel = None  # type: ignore[union-attr]
     for tried in (first, later):
         _process_trial(tried)
     then = own_tensors(later)
-    return any(name not in then or not same_bytes(each, then[name]) for name, each in own_tensors(first).items())
+    return any(
+        name not in then or not same_bytes(each, then[name])
+        for name, each in own_tensors(first).items()
+    )
 
 
 def _can_be_tried(method: object) -> bool:
@@ -124,7 +153,11 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 def _alike(live: torch.Tensor, loaded: torch.Tensor) -> bool:
-    return (live.shape, live.dtype, live.stride()) == (loaded.shape, loaded.dtype, loaded.stride()) and live.is_contiguous()
+    return (live.shape, live.dtype, live.stride()) == (
+        loaded.shape,
+        loaded.dtype,
+        loaded.stride(),
+    ) and live.is_contiguous()
 
 
 def allocate(layer: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -136,13 +169,15 @@ def allocate(layer: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
 
 
 def process(layer: nn.Module, filled: Mapping[str, torch.Tensor]) -> None:
-    """Post-process a layer with the tensors in load format `filled`, and copy the result to its live tensors. The layer
-    has its live tensors in the end, also after an error.
+    """Post-process a layer with the tensors in load format `filled`, and copy the result to its
+    live tensors. The layer has its live tensors in the end, also after an error.
     """
     info = get_layerwise_info(layer)
     live = own_tensors(layer)
     info.kernel_tensors = dict(layer._parameters), dict(layer._buffers)
-    info.kernel_tensors = tuple({n: t for n, t in each.items() if t is not None} for each in info.kernel_tensors)
+    info.kernel_tensors = tuple(
+        {n: t for n, t in each.items() if t is not None} for each in info.kernel_tensors
+    )
     info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
     restore_layer_on_meta(layer, info)
     info.load_numel_total = 1
@@ -151,7 +186,10 @@ def process(layer: nn.Module, filled: Mapping[str, torch.Tensor]) -> None:
             if tensor.is_meta:
                 given = filled[name] if name in filled else live[name].data.clone()
                 if given.shape != tensor.shape:
-                    raise StateError(f"{type(layer).__name__}.{name} is not published, and post-processing has reshaped it")
+                    raise StateError(
+                        f"{type(layer).__name__}.{name} is not published, and post-processing has "
+                        f"reshaped it"
+                    )
                 given.__class__, given.__dict__ = tensor.__class__, {**tensor.__dict__}
                 setattr(layer, name, given)
         _layerwise_process(layer, info)

@@ -1,7 +1,8 @@
 """Boxes of indices: which part of a global tensor a piece of memory holds.
 
-A `Span` is some indices of one dimension, equally far apart; a box has a span for each dimension. Parts that a slice with a
-step takes are boxes as well. Boxes are met (intersected) and taken out of one another exactly.
+A `Span` is some indices of one dimension, equally far apart; a box has a span for each dimension.
+Parts that a slice with a step takes are boxes as well. Boxes are met (intersected) and taken out of
+one another exactly.
 
 Responsible for the arithmetic of indices. Not responsible for memory (`pieces`).
 """
@@ -19,8 +20,8 @@ MEETINGS_MAX = 2**23  # of two boxes, in one check or plan: some ten seconds
 
 
 class Span(NamedTuple):
-    """The `size` indices start, start + step, ... of one dimension. The step is positive; that of fewer than two
-    indices is 1.
+    """The `size` indices start, start + step, ... of one dimension. The step is positive; that of
+    fewer than two indices is 1.
     """
 
     start: int
@@ -63,7 +64,8 @@ def _slice(each: Span) -> str:
     return f"{each.start}:{each.last + 1}" + (f":{each.step}" if each.step != 1 else "")
 
 
-# ----------------------------------------------------------------------------------------------------- meeting
+# --------------------------------------------------------------------------------------------------
+# meeting
 
 
 def meet(one: Box, other: Box) -> Box | None:
@@ -86,13 +88,17 @@ def _meet(a: Span, b: Span) -> Span | None:
         return Span(start, size) if size > 0 else None
     if not (a.size and b.size):
         return None
-    # The first number that is both a.start modulo a.step and b.start modulo b.step (the Chinese remainder theorem).
+    # The first number that is both a.start modulo a.step and b.start modulo b.step (the Chinese
+    # remainder theorem).
     common = gcd(a.step, b.step)
     if (b.start - a.start) % common:
         return None
     modulus = b.step // common
     step = a.step * modulus
-    first = a.start + (b.start - a.start) // common * pow(a.step // common, -1, modulus) % modulus * a.step
+    first = (
+        a.start
+        + (b.start - a.start) // common * pow(a.step // common, -1, modulus) % modulus * a.step
+    )
     least = max(a.start, b.start)
     if first < least:
         first += -(-(least - first) // step) * step
@@ -100,7 +106,8 @@ def _meet(a: Span, b: Span) -> Span | None:
     return span(first, size, step) if size > 0 else None
 
 
-# -------------------------------------------------------------------------------------------------- taking out
+# --------------------------------------------------------------------------------------------------
+# taking out
 
 
 def without(box: Box, inner: Box) -> Iterator[Box]:
@@ -116,7 +123,8 @@ def _without(outer: Span, inner: Span) -> Iterator[Span]:
         yield span(outer.start, before, step)
     if after := (outer.last - inner.last) // step:
         yield span(inner.last + step, after, step)
-    skipped = inner.step // step - 1 if inner.size > 1 else 0  # of the outer indices, between two of the inner ones
+    # of the outer indices, between two of the inner ones
+    skipped = inner.step // step - 1 if inner.size > 1 else 0
     gaps = inner.size - 1
     if min(skipped, gaps) > FRAGMENTS_MAX:
         raise _too_many()
@@ -129,8 +137,8 @@ def _without(outer: Span, inner: Span) -> Iterator[Span]:
 
 
 class Meetings:
-    """How many pairs of boxes one check or plan may compare. A publisher decides how boxes are cut, and a reader's
-    thread would compare all pairs of 2**16 boxes for hours.
+    """How many pairs of boxes one check or plan may compare. A publisher decides how boxes are cut,
+    and a reader's thread would compare all pairs of 2**16 boxes for hours.
     """
 
     def __init__(self) -> None:
@@ -140,12 +148,15 @@ class Meetings:
         """ManifestMismatch: there are no more."""
         self._left -= count
         if self._left < 0:
-            raise ManifestMismatch(f"the tensors are cut so that more than {MEETINGS_MAX} pairs of parts would be compared")
+            raise ManifestMismatch(
+                f"the tensors are cut so that more than {MEETINGS_MAX} pairs of parts would be "
+                f"compared"
+            )
 
 
 def taken_out(left: Sequence[Box], box: Box, meetings: Meetings) -> tuple[list[Box], list[Box]]:
-    """The parts of `left` within `box`, and the rest of `left`. ManifestMismatch: too many fragments, or too many
-    meetings.
+    """The parts of `left` within `box`, and the rest of `left`. ManifestMismatch: too many
+    fragments, or too many meetings.
     """
     meetings.spend(len(left))
     taken: list[Box] = []
@@ -174,12 +185,14 @@ def left_over(box: Box, taken: Iterable[Box], meetings: Meetings | None = None) 
 
 
 def _too_many() -> ManifestMismatch:
-    return ManifestMismatch(f"a tensor is cut into more than {FRAGMENTS_MAX} fragments; use slices with smaller steps")
+    return ManifestMismatch(
+        f"a tensor is cut into more than {FRAGMENTS_MAX} fragments; use slices with smaller steps"
+    )
 
 
 def overlapping(boxes: Sequence[Box], meetings: Meetings | None = None) -> tuple[int, int] | None:
-    """The numbers of two boxes that share an element, if any do. All are of one tensor. ManifestMismatch: that would be too
-    many meetings.
+    """The numbers of two boxes that share an element, if any do. All are of one tensor.
+    ManifestMismatch: that would be too many meetings.
     """
     meetings = meetings or Meetings()
     if len(boxes) < 2:
@@ -188,7 +201,9 @@ def overlapping(boxes: Sequence[Box], meetings: Meetings | None = None) -> tuple
     if by is None:
         return 0, 1
     open_boxes: list[int] = []  # with indices of dimension `by` that may go on
-    for number in sorted((n for n, box in enumerate(boxes) if volume(box)), key=lambda n: boxes[n][by].start):
+    for number in sorted(
+        (n for n, box in enumerate(boxes) if volume(box)), key=lambda n: boxes[n][by].start
+    ):
         start = boxes[number][by].start
         meetings.spend(len(open_boxes))
         open_boxes = [each for each in open_boxes if boxes[each][by].last >= start]

@@ -1,12 +1,15 @@
-"""Columns of numbers, and their one encoding: few bytes where the numbers follow a rule, and cheap to read.
+"""Columns of numbers, and their one encoding: few bytes where the numbers follow a rule, and cheap
+to read.
 
 A column is an array of numbers from 0 to 2**63 - 1. It is encoded as whichever is shorter:
 
-    raw     a byte that says how many bytes a number takes (1, 2, 4 or 8: the fewest that all fit), then the numbers
-    runs    a byte 0, then for each run its first number, its step and its length, 8 bytes each
+    raw     a byte that says how many bytes a number takes (1, 2, 4 or 8: the fewest that all fit),
+    then the numbers runs    a byte 0, then for each run its first number, its step and its length,
+    8 bytes each
 
-Responsible for that, for reading nothing but the one encoding, and for hostile columns: how many numbers one says, and their
-sum, can be known before memory is taken. Not responsible for what the numbers mean.
+Responsible for that, for reading nothing but the one encoding, and for hostile columns: how many
+numbers one says, and their sum, can be known before memory is taken. Not responsible for what the
+numbers mean.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ def _width(numbers: Sequence[int]) -> int:
 
 
 def stretches(steps: Iterable[object], count: int) -> Iterator[tuple[int, int]]:
-    """Of `count` things, which are so far apart: those at one distance, from which one to which. Each stretch is as long as
-    it can be, from the first on.
+    """Of `count` things, which are so far apart: those at one distance, from which one to which.
+    Each stretch is as long as it can be, from the first on.
     """
     first, end = 0, 1
     for _, equal in groupby(steps):
@@ -58,7 +61,8 @@ def stretches(steps: Iterable[object], count: int) -> Iterator[tuple[int, int]]:
         yield first, count
 
 
-# --------------------------------------------------------------------------------------------------- encoding
+# --------------------------------------------------------------------------------------------------
+# encoding
 
 
 def pack(numbers: Iterable[int]) -> bytes:
@@ -87,11 +91,14 @@ def _little(numbers: Column) -> Column:
     return numbers
 
 
-# --------------------------------------------------------------------------------------------------- decoding
+# --------------------------------------------------------------------------------------------------
+# decoding
 
 
 def unpack(what: str, data: bytes, count_max: int) -> Column:
-    """The numbers, of which there may be so many. ProtocolError: `data` does not say so many, or is no column."""
+    """The numbers, of which there may be so many. ProtocolError: `data` does not say so many, or is
+    no column.
+    """
     width = data[0] if data else -1
     if width == 0:
         return _unpack_runs(what, data, count_max)
@@ -101,7 +108,9 @@ def unpack(what: str, data: bytes, count_max: int) -> Column:
     numbers = _raw(data)
     most = max(numbers, default=0)
     expect(most <= INT_MAX, what, "a number is above 2**63 - 1")
-    is_shortest = _width([most]) == width and not _runs(numbers, (1 + width * len(numbers)) // _RUN.size)
+    is_shortest = _width([most]) == width and not _runs(
+        numbers, (1 + width * len(numbers)) // _RUN.size
+    )
     expect(is_shortest, what, NOT_THE_ONE)
     return numbers
 
@@ -118,10 +127,14 @@ def _unpack_runs(what: str, data: bytes, count_max: int) -> Column:
     in_all = sum([count for _, _, count in runs])
     expect(in_all <= count_max, what, f"it has more than {count_max} numbers")
     for first, step, count in runs:
-        expect(count > 0 and 0 <= first <= INT_MAX, what, "a run is empty, or begins above 2**63 - 1")
+        expect(
+            count > 0 and 0 <= first <= INT_MAX, what, "a run is empty, or begins above 2**63 - 1"
+        )
         expect(0 <= first + step * (count - 1) <= INT_MAX, what, "a run ends beyond 0 or 2**63 - 1")
     width = _width([max(first, first + step * (count - 1)) for first, step, count in runs])
-    expect(0 < len(runs) < (1 + width * in_all) // _RUN.size and _are_longest(runs), what, NOT_THE_ONE)
+    expect(
+        0 < len(runs) < (1 + width * in_all) // _RUN.size and _are_longest(runs), what, NOT_THE_ONE
+    )
     numbers = array(_CODES[width])
     for first, step, count in runs:
         numbers.extend(range(first, first + step * count, step) if step else repeat(first, count))
@@ -131,14 +144,23 @@ def _unpack_runs(what: str, data: bytes, count_max: int) -> Column:
 def _are_longest(runs: Sequence[tuple[int, int, int]]) -> bool:
     """Whether `_runs` would find these runs."""
     _, step, count = runs[-1]
-    goes_on = (after[0] == first + step * count or count == 1 for (first, step, count), after in pairwise(runs))
+    goes_on = (
+        after[0] == first + step * count or count == 1
+        for (first, step, count), after in pairwise(runs)
+    )
     return (count > 1 or not step) and not any(goes_on)
 
 
 def count_and_sum(what: str, data: bytes) -> tuple[int, int]:
-    """Of the numbers that it says, at no more cost than its bytes. Whether they may be so is left to `unpack`."""
+    """Of the numbers that it says, at no more cost than its bytes. Whether they may be so is left
+    to `unpack`.
+    """
     width = data[0] if data else -1
-    expect(width in (0, *_CODES) and (len(data) - 1) % (width or _RUN.size) == 0, what, "it is no column")
+    expect(
+        width in (0, *_CODES) and (len(data) - 1) % (width or _RUN.size) == 0,
+        what,
+        "it is no column",
+    )
     if width:
         numbers = _raw(data)
         return len(numbers), sum(numbers)
@@ -152,12 +174,13 @@ def expect(holds: bool, what: str, otherwise: str) -> None:
         raise ProtocolError(f"bad {what}: {otherwise}")
 
 
-# ------------------------------------------------------------------------------------------- several, in one blob
+# -------------------------------------------------------------------------------------------
+# several, in one blob
 
 
 def pack_all(form: int, scalars: Sequence[str], columns: Iterable[Iterable[int] | bytes]) -> bytes:
-    """One flat array of MessagePack: the form, which says what the rest is, then strings, then columns: numbers, or packed
-    already.
+    """One flat array of MessagePack: the form, which says what the rest is, then strings, then
+    columns: numbers, or packed already.
     """
     packed = [each if isinstance(each, bytes) else pack(each) for each in columns]
     blob: bytes = msgpack.packb([form, *scalars, *packed])
@@ -165,13 +188,23 @@ def pack_all(form: int, scalars: Sequence[str], columns: Iterable[Iterable[int] 
 
 
 def unpack_all(
-    what: str, form: int, strings: int, columns: Sequence[str], blob: bytes, *, bytes_max: int, count_max: int
+    what: str,
+    form: int,
+    strings: int,
+    columns: Sequence[str],
+    blob: bytes,
+    *,
+    bytes_max: int,
+    count_max: int,
 ) -> tuple[list[str], list[Column]]:
-    """The strings and the columns that `pack_all` has packed, of at most `count_max` numbers each. ProtocolError, naming
-    the fault, for anything else, also for another encoding of equal numbers.
+    """The strings and the columns that `pack_all` has packed, of at most `count_max` numbers each.
+    ProtocolError, naming the fault, for anything else, also for another encoding of equal numbers.
     """
     texts, packed = split_all(what, form, strings, columns, blob, bytes_max=bytes_max)
-    return texts, [unpack(f"{what}: column {name!r}", data, count_max) for name, data in zip(columns, packed, strict=True)]
+    return texts, [
+        unpack(f"{what}: column {name!r}", data, count_max)
+        for name, data in zip(columns, packed, strict=True)
+    ]
 
 
 def split_all(

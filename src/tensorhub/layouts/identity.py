@@ -1,8 +1,10 @@
-"""The layout id of a rank: says which part of which tensors it has, and not in which region or order.
+"""The layout id of a rank: says which part of which tensors it has, and not in which region or
+order.
 
-Plain tensors are "world/N": equal ranks of all groups of N ranks have like tensors. Where the caller describes more
-(DTensors, `sources=`) or less (`partial=`), the id is a hash of the description, in one form: "own/" and 32 hex digits. It
-needs no publication, so views count as they were written.
+Plain tensors are "world/N": equal ranks of all groups of N ranks have like tensors. Where the
+caller describes more (DTensors, `sources=`) or less (`partial=`), the id is a hash of the
+description, in one form: "own/" and 32 hex digits. It needs no publication, so views count as they
+were written.
 
 Responsible for that form, which does not depend on the process.
 """
@@ -45,7 +47,10 @@ def _said(tensor: TensorSpec, declared: Declaration) -> list[Any]:
     """What the caller has said of this tensor; nothing if it is plain."""
     entry = declared.sources.get(tensor.name)
     if entry is not None:
-        return ["sources", [[repr(place), view.name, view.shape, repr(view)] for place, view in entry]]
+        return [
+            "sources",
+            [[repr(place), view.name, view.shape, repr(view)] for place, view in entry],
+        ]
     if tensor.name not in declared.shardings:
         return []
     sharding = declared.shardings[tensor.name]

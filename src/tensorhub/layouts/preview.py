@@ -1,4 +1,5 @@
-"""The preview of a transfer plan: the reader's own plan, counted by source, before anything is read.
+"""The preview of a transfer plan: the reader's own plan, counted by source, before anything is
+read.
 
 Responsible for counting. `reading_for` makes the plan, as it does for a fill.
 """
@@ -22,7 +23,9 @@ from tensorhub.types import ModelInfo, ReplicaView, VersionInfo
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Of a version. `layout_id`: in which it was published. `parts`: of `published`, by id. `info`: its holders."""
+    """Of a version. `layout_id`: in which it was published. `parts`: of `published`, by id. `info`:
+    its holders.
+    """
 
     version: VersionInfo
     layout_id: str
@@ -39,27 +42,38 @@ def preview_whole(known: Known, names: tuple[str, ...] | None) -> ReadPlan:
     publication = publication_of(known.published, known.parts)
     manifest = whole_manifest(known.published, publication, names)
     declared = Declaration(partial=names is not None)
-    return _counted(known, publication, reading_for(known.published, publication, manifest, declared), declared)
+    return _counted(
+        known, publication, reading_for(known.published, publication, manifest, declared), declared
+    )
 
 
 def preview_ranks(known: Known, readers: Sequence[tuple[Manifest, Declaration]]) -> list[ReadPlan]:
     """What each of these ranks of one group would read of that version.
 
-    Raises as `publication_of` and `reading_for`; also, if they are all ranks of their group, if they leave bytes unread.
-    Takes up to seconds.
+    Raises as `publication_of` and `reading_for`; also, if they are all ranks of their group, if
+    they leave bytes unread. Takes up to seconds.
     """
     publication = publication_of(known.published, known.parts)
     made = [reading_for(known.published, publication, *reader) for reader in readers]
     if len(readers) == readers[0][1].world_size:
         is_partial = all(declared.partial for _, declared in readers)
-        publication.check_readers([each.lies for each in made if each.lies is not None], partial=is_partial)
-    return [_counted(known, publication, each, declared) for each, (_, declared) in zip(made, readers, strict=True)]
+        publication.check_readers(
+            [each.lies for each in made if each.lies is not None], partial=is_partial
+        )
+    return [
+        _counted(known, publication, each, declared)
+        for each, (_, declared) in zip(made, readers, strict=True)
+    ]
 
 
-def _counted(known: Known, publication: Publication, made: ReshardedManifest, declared: Declaration) -> ReadPlan:
+def _counted(
+    known: Known, publication: Publication, made: ReshardedManifest, declared: Declaration
+) -> ReadPlan:
     shards = {each.ranks[0]: each.coordinates for each in publication.classes}
     as_published = [view for view in known.info.replicas if view.layout_id == known.layout_id]
-    mine = [view for view in known.info.replicas if made.layout_id == view.layout_id != known.layout_id]
+    mine = [
+        view for view in known.info.replicas if made.layout_id == view.layout_id != known.layout_id
+    ]
     sources = [_source(part, made.reading, shards[part.shard], as_published) for part in made.parts]
     return ReadPlan(
         known.version,
@@ -72,7 +86,9 @@ def _counted(known: Known, publication: Publication, made: ReshardedManifest, de
     )
 
 
-def _source(part: Part, reading: Reading, shard: Coordinates, replicas: Iterable[ReplicaView]) -> PlannedSource:
+def _source(
+    part: Part, reading: Reading, shard: Coordinates, replicas: Iterable[ReplicaView]
+) -> PlannedSource:
     return PlannedSource(
         part.ranks,
         _holders(replicas, part.ranks),
@@ -87,12 +103,19 @@ def _source(part: Part, reading: Reading, shard: Coordinates, replicas: Iterable
 def _holders(replicas: Iterable[ReplicaView], ranks: Sequence[int]) -> tuple[str, ...]:
     """The workers that can be read."""
     ready = (shard for view in replicas if view.state == "ready" for shard in view.shards)
-    return tuple(sorted({shard.worker for shard in ready if shard.rank in ranks and shard.state == "complete"}))
+    return tuple(
+        sorted(
+            {shard.worker for shard in ready if shard.rank in ranks and shard.state == "complete"}
+        )
+    )
 
 
 def _nbytes(reader: Coordinates) -> int:
     """Of the memory that its pieces are in."""
     sizes = reader.form_sizes
     its = reader.arrangement
-    places = {(region, offset, sizes[f]) for region, offset, f in zip(its.regions, its.offsets, its.form_of, strict=True)}
+    places = {
+        (region, offset, sizes[f])
+        for region, offset, f in zip(its.regions, its.offsets, its.form_of, strict=True)
+    }
     return sum(size for _, _, size in places)

@@ -1,8 +1,9 @@
-"""What a version's publisher has published, so that a reader of another layout can find all of it: ids of every rank's
-parts.
+"""What a version's publisher has published, so that a reader of another layout can find all of it:
+ids of every rank's parts.
 
-`Start.publication` is the id of this value's encoding. A reader asks for it, then for the parts that it does not know
-yet. Most ranks share their catalogue and their arrangement, so each id is in the encoding once.
+`Start.publication` is the id of this value's encoding. A reader asks for it, then for the parts
+that it does not know yet. Most ranks share their catalogue and their arrangement, so each id is in
+the encoding once.
 
 Responsible for the value and its one encoding. Not responsible for what the parts say (`joining`).
 """
@@ -21,7 +22,8 @@ from tensorhub.layouts.columns import expect, pack_all, unpack_all
 from tensorhub.model.manifest import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Digest, id_of
 
 FORM = 1
-GRID = 5  # grows with each change of readings, so that workers with other readings have another grid
+# grows with each change of readings, so that workers with other readings have another grid
+GRID = 5
 SHARDS_MAX = 2**20
 PUBLISHED_BYTES_MAX = 2**24
 ID_MAX = 64  # characters
@@ -30,8 +32,8 @@ _COLUMNS = ("chunk_bytes", "id lengths", "ids of a shard", "ids")
 
 @dataclass(frozen=True)
 class Published:
-    """`shards[i]`: of rank i, the ids of its catalogue, arrangement and coordinates; or only that of its manifest, if its
-    tensors are plain: whole ones of one rank, rank-local ones of several.
+    """`shards[i]`: of rank i, the ids of its catalogue, arrangement and coordinates; or only that
+    of its manifest, if its tensors are plain: whole ones of one rank, rank-local ones of several.
     """
 
     digest: Digest
@@ -64,20 +66,34 @@ class Published:
 
     @classmethod
     def decode(cls, blob: bytes, shards_max: int = SHARDS_MAX) -> Published:
-        """The value that `blob` encodes; ProtocolError, naming the fault, for anything else. Few bytes may hold many
-        shards.
+        """The value that `blob` encodes; ProtocolError, naming the fault, for anything else. Few
+        bytes may hold many shards.
         """
         what = "publication"
         (digest, text), (sizes, lengths, counts, numbers) = unpack_all(
             what, FORM, 2, _COLUMNS, blob, bytes_max=PUBLISHED_BYTES_MAX, count_max=3 * shards_max
         )
-        expect(digest in get_args(Digest), what, f"digest {digest[:64]!r} is unknown to this version of TensorHub")
-        expect(len(sizes) == 1 and CHUNK_BYTES_MIN <= sizes[0] <= CHUNK_BYTES_MAX, what, "its chunk_bytes is no such size")
+        expect(
+            digest in get_args(Digest),
+            what,
+            f"digest {digest[:64]!r} is unknown to this version of TensorHub",
+        )
+        expect(
+            len(sizes) == 1 and CHUNK_BYTES_MIN <= sizes[0] <= CHUNK_BYTES_MAX,
+            what,
+            "its chunk_bytes is no such size",
+        )
         expect(0 < len(counts) <= shards_max, what, f"it has no shard, or more than {shards_max}")
-        expect(all(count in (1, 3) for count in counts), what, "a shard has neither one id nor three")
+        expect(
+            all(count in (1, 3) for count in counts), what, "a shard has neither one id nor three"
+        )
         expect(sum(counts) == len(numbers), what, "the shards' ids do not add up")
         expect(bool(lengths) and sum(lengths) == len(text), what, "the ids' lengths do not add up")
-        expect(0 < min(lengths) <= max(lengths) <= ID_MAX, what, f"an id does not have 1 to {ID_MAX} characters")
+        expect(
+            0 < min(lengths) <= max(lengths) <= ID_MAX,
+            what,
+            f"an id does not have 1 to {ID_MAX} characters",
+        )
         expect(text.isprintable(), what, "an id is not printable")
         expect(max(numbers) < len(lengths), what, "an id is not there")
         ends = list(accumulate(lengths, initial=0))
@@ -89,11 +105,15 @@ class Published:
 
 
 def grid_id(publication_id: str, coordinates_id: str, rank: int) -> str:
-    """The name of the chunk grid in which the rank with these coordinates reads that publication."""
+    """The name of the chunk grid in which the rank with these coordinates reads that
+    publication.
+    """
     return id_of(msgpack.packb([GRID, publication_id, coordinates_id, rank]))
 
 
-def _shards(ids: Sequence[str], counts: Sequence[int], numbers: Sequence[int]) -> Iterator[tuple[str, ...]]:
+def _shards(
+    ids: Sequence[str], counts: Sequence[int], numbers: Sequence[int]
+) -> Iterator[tuple[str, ...]]:
     at = 0
     for count in counts:
         yield tuple([ids[number] for number in numbers[at : at + count]])

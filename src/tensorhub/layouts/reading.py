@@ -1,22 +1,24 @@
-"""A reading: the reader's chunks, and which strips of which published shards hold the bytes of each.
+"""A reading: the reader's chunks, and which strips of which published shards hold the bytes of
+each.
 
     Reading                chunk 0: strips of the reader's regions          places[0]
-                           chunk 1: ...                                     places[1]
-      Part of class 0      its chunks 0, 1, 4 of the reader's grid          chunks = (0, 1, 4)
-        Selection          chunk 0: strips of the published regions         its bytes, in the selection's order
-                           chunk 1: ...
+                           chunk 1: ...                                     places[1] Part of class
+                           0      its chunks 0, 1, 4 of the reader's grid          chunks = (0, 1,
+                           4) Selection          chunk 0: strips of the published regions
+                           its bytes, in the selection's order chunk 1: ...
       Part of class 2      ...
 
-A chunk has bytes of one shard class only. It is made of whole cells where they fit; cells that are longer are cut at
-rows, or else within a run. Small cells share a chunk. Chunks are numbered in the order of their first byte in the
-reader's memory. All this follows from the publication and the reader's coordinates alone, so all holders of one layout have
-equal numbers.
+A chunk has bytes of one shard class only. It is made of whole cells where they fit; cells that are
+longer are cut at rows, or else within a run. Small cells share a chunk. Chunks are numbered in the
+order of their first byte in the reader's memory. All this follows from the publication and the
+reader's coordinates alone, so all holders of one layout have equal numbers.
 
-A selection is a request to a source: it names bytes of one published shard, and nothing of the reader. So versions of
-equal layouts, and readers of one part, have equal selections. Its name is a hash of its canonical encoding.
+A selection is a request to a source: it names bytes of one published shard, and nothing of the
+reader. So versions of equal layouts, and readers of one part, have equal selections. Its name is a
+hash of its canonical encoding.
 
-Responsible for these values, for the encoding, and for reading hostile selections at no more cost than their bounds
-allow. Not responsible for transfer plans (`plan`), nor for moving bytes.
+Responsible for these values, for the encoding, and for reading hostile selections at no more cost
+than their bounds allow. Not responsible for transfer plans (`plan`), nor for moving bytes.
 """
 
 from __future__ import annotations
@@ -31,12 +33,30 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tensorhub.errors import ProtocolError, RegistrationError
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.columns import Column, column, count_and_sum, expect, pack, pack_all, split_all, unpack_all
+from tensorhub.layouts.columns import (
+    Column,
+    column,
+    count_and_sum,
+    expect,
+    pack,
+    pack_all,
+    split_all,
+    unpack_all,
+)
 from tensorhub.layouts.plan import STILL, Loops, Row, plan
 from tensorhub.layouts.publication import Publication, ShardClass
 from tensorhub.layouts.published import ID_MAX, Published
 from tensorhub.messages.reading import SELECTION_BYTES_MAX
-from tensorhub.model.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, DIMENSIONS_MAX, Chunk, Digest, Manifest, TensorSpec, id_of
+from tensorhub.model.manifest import (
+    CHUNK_BYTES_MAX,
+    CHUNKS_MAX,
+    DIMENSIONS_MAX,
+    Chunk,
+    Digest,
+    Manifest,
+    TensorSpec,
+    id_of,
+)
 from tensorhub.model.strips import Around, Strip, beyond, shortest
 
 FORM = 1
@@ -59,11 +79,14 @@ _COLUMNS = (
 )
 
 
-_Row: TypeAlias = tuple[int, int, int, int, int, Around, int]  # a strip, at less cost for the garbage collector
+# a strip, at less cost for the garbage collector
+_Row: TypeAlias = tuple[int, int, int, int, int, Around, int]
 
 
 class _Chunks(Sequence[tuple[Strip, ...]]):
-    """The chunks that columns tell of, each made when it is asked for: as tuples they would take far more memory."""
+    """The chunks that columns tell of, each made when it is asked for: as tuples they would take
+    far more memory.
+    """
 
     def __init__(self, found: Sequence[Column]) -> None:
         self.columns = found
@@ -106,10 +129,22 @@ class _Chunks(Sequence[tuple[Strip, ...]]):
         return tuple(map(self._strip, range(self._first[chunk], self._first[chunk + 1])))
 
     def _strip(self, number: int) -> Strip:
-        region, offset, region_step, offset_step, length, loops = [each[number] for each in self._per_strip]
+        region, offset, region_step, offset_step, length, loops = [
+            each[number] for each in self._per_strip
+        ]
         first = self._first_loop[number]
-        around = tuple([(self._times[loop], self._apart[loop]) for loop in range(first, first + loops)])
-        return Strip(region, offset, _signed(region_step), _signed(offset_step), length, around, self._runs[number])
+        around = tuple(
+            [(self._times[loop], self._apart[loop]) for loop in range(first, first + loops)]
+        )
+        return Strip(
+            region,
+            offset,
+            _signed(region_step),
+            _signed(offset_step),
+            length,
+            around,
+            self._runs[number],
+        )
 
     def __iter__(self) -> Iterator[tuple[Strip, ...]]:
         regions, offsets, region_steps, offset_steps, lengths, loop_counts = self._per_strip
@@ -128,10 +163,11 @@ class _Chunks(Sequence[tuple[Strip, ...]]):
 
 @dataclass(frozen=True)
 class Selection:
-    """What a reader of another layout takes of one published shard. `chunks[i]`: the strips of chunk i, in the order of the
-    reader's memory.
+    """What a reader of another layout takes of one published shard. `chunks[i]`: the strips of
+    chunk i, in the order of the reader's memory.
 
-    `of`: the id of that shard's coordinates. Without it, what one reader takes of two shards would often have one id.
+    `of`: the id of that shard's coordinates. Without it, what one reader takes of two shards would
+    often have one id.
     """
 
     chunks: Sequence[tuple[Strip, ...]]
@@ -161,8 +197,12 @@ class Selection:
     def decode(cls, blob: bytes) -> Selection:
         """The selection that `blob` encodes; ProtocolError, naming the fault, for anything else."""
         count_max = 4 * STRIPS_MAX  # loops are the most
-        (of,), found = unpack_all(_WHAT, FORM, 1, _COLUMNS, blob, bytes_max=SELECTION_BYTES_MAX, count_max=count_max)
-        expect(len(of) <= ID_MAX and of.isprintable(), _WHAT, "it is of a shard that has no such name")
+        (of,), found = unpack_all(
+            _WHAT, FORM, 1, _COLUMNS, blob, bytes_max=SELECTION_BYTES_MAX, count_max=count_max
+        )
+        expect(
+            len(of) <= ID_MAX and of.isprintable(), _WHAT, "it is of a shard that has no such name"
+        )
         sizes = tuple(_checked_sizes(found))
         made = cls(_Chunks(found), of)
         made.__dict__.update(_encoded=blob, sizes=sizes)
@@ -170,12 +210,16 @@ class Selection:
 
     @staticmethod
     def parts_said(blob: bytes) -> int:
-        """How many strips, cells and loops it says, before memory is taken: what `decode` and `fault` cost grows with them.
-        ProtocolError: it says nothing of the kind.
+        """How many strips, cells and loops it says, before memory is taken: what `decode` and
+        `fault` cost grows with them. ProtocolError: it says nothing of the kind.
         """
         _, packed = split_all(_WHAT, FORM, 1, _COLUMNS, blob, bytes_max=SELECTION_BYTES_MAX)
-        counts = {name: count_and_sum(_WHAT, data) for name, data in zip(_COLUMNS, packed, strict=True)}
-        return max([count for count, _ in counts.values()]) + counts["lengths"][1] + counts["times"][0]
+        counts = {
+            name: count_and_sum(_WHAT, data) for name, data in zip(_COLUMNS, packed, strict=True)
+        }
+        return (
+            max([count for count, _ in counts.values()]) + counts["lengths"][1] + counts["times"][0]
+        )
 
     def fault(self, region_sizes: Sequence[int]) -> str | None:
         """The first thing that is not within regions of these sizes. Nothing is expanded."""
@@ -187,7 +231,8 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The reads of one shard class. The chunks of `selection` are number `chunks[0]`, `chunks[1]`, ... of the reader.
+    """The reads of one shard class. The chunks of `selection` are number `chunks[0]`, `chunks[1]`,
+    ... of the reader.
 
     `shard`: the first of the class' `ranks`, which names it.
     """
@@ -200,8 +245,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Reading:
-    """`places[i]`: the reader's chunk i, in its own regions. `sizes[i]`: its bytes. `counts[i]`: of how many cells it is
-    made, and of how many runs, each of which is contiguous at both ends. Each chunk is in one part.
+    """`places[i]`: the reader's chunk i, in its own regions. `sizes[i]`: its bytes. `counts[i]`: of
+    how many cells it is made, and of how many runs, each of which is contiguous at both ends. Each
+    chunk is in one part.
     """
 
     places: Sequence[tuple[Strip, ...]]
@@ -219,14 +265,16 @@ NOTHING = Reading((), (), ())
 
 @dataclass(frozen=True)
 class ReshardedManifest(Manifest):
-    """A manifest with the chunks of a reading: a rank of a layout other than the published one fills and holds it.
+    """A manifest with the chunks of a reading: a rank of a layout other than the published one
+    fills and holds it.
 
-    Its tensors and regions are those of the rank's own manifest, or of the manifest of the first group of its layout, so
-    that all holders of that layout agree on the regions. Its chunks are those of the reading, and their digests are made by
-    the publisher's algorithm. Memory, pulls and the machines of a worker take either manifest.
+    Its tensors and regions are those of the rank's own manifest, or of the manifest of the first
+    group of its layout, so that all holders of that layout agree on the regions. Its chunks are
+    those of the reading, and their digests are made by the publisher's algorithm. Memory, pulls and
+    the machines of a worker take either manifest.
 
-    `grid`: names the publication (`of`), the rank and where its pieces lie (`lies`), from all of which the reading
-    follows.
+    `grid`: names the publication (`of`), the rank and where its pieces lie (`lies`), from all of
+    which the reading follows.
     """
 
     reading: Reading = NOTHING
@@ -240,8 +288,14 @@ class ReshardedManifest(Manifest):
         return self.reading.parts
 
     def chunks_of(self, shard: int, selection_id: str) -> tuple[int, ...] | None:
-        """Which chunks those of that selection of that class are here, in its order. None: nothing is read so."""
-        found = (part for part in self.parts if (part.shard, part.selection.selection_id) == (shard, selection_id))
+        """Which chunks those of that selection of that class are here, in its order. None: nothing
+        is read so.
+        """
+        found = (
+            part
+            for part in self.parts
+            if (part.shard, part.selection.selection_id) == (shard, selection_id)
+        )
         return next((part.chunks for part in found), None)
 
     @cached_property
@@ -275,8 +329,17 @@ class ReshardedManifest(Manifest):
         for region in dict.fromkeys(region for strip in strips for region, _ in strip.cells()):
             tensors: Sequence[TensorSpec] = self.by_region[region]
             if len({tensor.offset for tensor in tensors}) > 1:  # tiny tensors, packed
-                runs = [(at, at + strip.run) for strip in strips for of, at in strip.places() if of == region]
-                tensors = [t for t in tensors if any(at < t.offset + t.nbytes and t.offset < end for at, end in runs)]
+                runs = [
+                    (at, at + strip.run)
+                    for strip in strips
+                    for of, at in strip.places()
+                    if of == region
+                ]
+                tensors = [
+                    t
+                    for t in tensors
+                    if any(at < t.offset + t.nbytes and t.offset < end for at, end in runs)
+                ]
             found += [tensor.name for tensor in tensors]
         return tuple(found)
 
@@ -287,7 +350,9 @@ def parts_of(manifest: Manifest) -> tuple[Part, ...]:
 
 
 def counts_of(manifest: Manifest) -> Sequence[tuple[int, int]]:
-    """Of how many cells and runs each chunk is made; nothing, where the layout is the published one."""
+    """Of how many cells and runs each chunk is made; nothing, where the layout is the published
+    one.
+    """
     return manifest.reading.counts if isinstance(manifest, ReshardedManifest) else ()
 
 
@@ -301,7 +366,14 @@ def resharded(
     of: Published | None = None,
 ) -> ReshardedManifest:
     """This manifest's tensors and regions, in the chunks of this reading."""
-    own = manifest.tensors, manifest.regions, chunk_bytes, digest, manifest.layout_id, manifest.metadata
+    own = (
+        manifest.tensors,
+        manifest.regions,
+        chunk_bytes,
+        digest,
+        manifest.layout_id,
+        manifest.metadata,
+    )
     return ReshardedManifest(*own, reading, grid, lies, of)
 
 
@@ -311,9 +383,11 @@ def publication_in(manifest: Manifest) -> Published | None:
 
 
 def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: int) -> Reading:
-    """This reader's reading, in chunks of at most `chunk_bytes`. Readers of equal coordinates have equal readings.
+    """This reader's reading, in chunks of at most `chunk_bytes`. Readers of equal coordinates have
+    equal readings.
 
-    ManifestMismatch: it wants bytes that were not published. RegistrationError: that would be too many chunks or strips.
+    ManifestMismatch: it wants bytes that were not published. RegistrationError: that would be too
+    many chunks or strips.
     """
     classes = publication.classes
     made = plan(reader, [each.coordinates for each in classes], turn=reader.turn)
@@ -324,21 +398,29 @@ def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: in
         batches = sorted(_batches(made.rows(source), chunk_bytes), key=_first_byte)
         its, numbers = classes[source], list[int]()
         taken = tuple([batch.taken for batch in batches])
-        if (theirs := known.get(taken)) is None:  # else equal to another shard's, as where like tensors are cut alike
+        # else equal to another shard's, as where like tensors are cut alike
+        if (theirs := known.get(taken)) is None:
             theirs = known[taken] = _Chunks.of(taken)
         selection = Selection(theirs, its.coordinates.coordinates_id)
         _refuse_too_long(selection)
         found.append((its, selection, numbers))
         chunks += [(batch._replace(taken=()), numbers) for batch in batches]
     if len(chunks) > CHUNKS_MAX:
-        raise RegistrationError(f"{len(chunks)} chunks are more than {CHUNKS_MAX}; a larger chunk_bytes makes fewer")
+        raise RegistrationError(
+            f"{len(chunks)} chunks are more than {CHUNKS_MAX}; a larger chunk_bytes makes fewer"
+        )
     chunks.sort(key=lambda chunk: _first_byte(chunk[0]))
     for number, (_, numbers) in enumerate(chunks):
         numbers.append(number)
     return Reading(
         _Chunks.of([batch.places for batch, _ in chunks]),
         tuple([batch.nbytes for batch, _ in chunks]),
-        tuple([Part(its.ranks[0], its.ranks, selection, tuple(numbers)) for its, selection, numbers in found]),
+        tuple(
+            [
+                Part(its.ranks[0], its.ranks, selection, tuple(numbers))
+                for its, selection, numbers in found
+            ]
+        ),
         tuple([(batch.cells, batch.runs) for batch, _ in chunks]),
     )
 
@@ -348,17 +430,19 @@ def _refuse_too_long(selection: Selection) -> None:
     most = max(len(strips), len(loops) // 4) > STRIPS_MAX or sum(lengths) > CELLS_MAX
     if most or len(selection.encode()) > SELECTION_BYTES_MAX:
         raise RegistrationError(
-            f"what is read of one rank has {len(strips)} patterns of {sum(lengths)} parts, which is more than one request "
+            f"what is read of one rank has {len(strips)} patterns of {sum(lengths)} parts, which "
+            f"is more than one request "
             "can say: register fewer tensors together, or tensors that are cut more alike"
         )
 
 
-# ------------------------------------------------------------------------------------------------------- batches
+# --------------------------------------------------------------------------------------------------
+# batches
 
 
 class _Form(NamedTuple):
-    """What cells have in common that differ in where they begin only. Loops and run at either end: as few and as long as can
-    be.
+    """What cells have in common that differ in where they begin only. Loops and run at either end:
+    as few and as long as can be.
     """
 
     nbytes: int
@@ -370,9 +454,15 @@ class _Form(NamedTuple):
 @lru_cache(maxsize=1024)
 def _form(loops: Loops, run: int) -> _Form:
     around = [loop[0] for loop in loops]
-    reader = shortest(Strip(0, 0, 0, 0, 1, tuple([(times, apart) for times, _, apart in loops]), run))
-    source = shortest(Strip(0, 0, 0, 0, 1, tuple([(times, apart) for times, apart, _ in loops]), run))
-    return _Form(prod(around) * run, prod(around), (reader.loops, reader.run), (source.loops, source.run))
+    reader = shortest(
+        Strip(0, 0, 0, 0, 1, tuple([(times, apart) for times, _, apart in loops]), run)
+    )
+    source = shortest(
+        Strip(0, 0, 0, 0, 1, tuple([(times, apart) for times, apart, _ in loops]), run)
+    )
+    return _Form(
+        prod(around) * run, prod(around), (reader.loops, reader.run), (source.loops, source.run)
+    )
 
 
 class _Batch(NamedTuple):
@@ -403,8 +493,24 @@ def _batches(families: Iterable[Row], chunk_bytes: int) -> Iterator[_Batch]:
                 yield _in_order(batch, chunk_bytes - room, CHUNK_CELLS_MAX - cells, RUNS_MAX - runs)
                 batch, room, runs, cells = [], chunk_bytes, RUNS_MAX, CHUNK_CELLS_MAX
                 continue
-            place = _row(mine + at * my_step, at_reader + at * reader_step, my_step, reader_step, count, my_loops, my_run)
-            taken = _row(its + at * its_step, at_source + at * source_step, its_step, source_step, count, its_loops, its_run)
+            place = _row(
+                mine + at * my_step,
+                at_reader + at * reader_step,
+                my_step,
+                reader_step,
+                count,
+                my_loops,
+                my_run,
+            )
+            taken = _row(
+                its + at * its_step,
+                at_source + at * source_step,
+                its_step,
+                source_step,
+                count,
+                its_loops,
+                its_run,
+            )
             batch.append((place, taken))
             room -= count * cell_bytes
             runs -= count * cell_runs
@@ -415,27 +521,48 @@ def _batches(families: Iterable[Row], chunk_bytes: int) -> Iterator[_Batch]:
 
 
 def _in_order(batch: list[tuple[_Row, _Row]], nbytes: int, cells: int, runs: int) -> _Batch:
-    if len(batch) > 1 and batch[0][0][:2] > batch[1][0][:2]:  # the rest of a family that began in the chunk before
+    # the rest of a family that began in the chunk before
+    if len(batch) > 1 and batch[0][0][:2] > batch[1][0][:2]:
         batch.sort(key=lambda both: both[0][:2])
-    return _Batch(tuple([place for place, _ in batch]), tuple([taken for _, taken in batch]), nbytes, cells, runs)
+    return _Batch(
+        tuple([place for place, _ in batch]),
+        tuple([taken for _, taken in batch]),
+        nbytes,
+        cells,
+        runs,
+    )
 
 
 def _short(rows: Iterable[Row], chunk_bytes: int) -> Iterator[Row]:
     """The blocks of `rows` in rows with blocks that fit a chunk."""
     for row in rows:
-        mine, at_reader, its, at_source, length, (its_step, source_step, my_step, reader_step), loops, run = row
+        (
+            mine,
+            at_reader,
+            its,
+            at_source,
+            length,
+            (its_step, source_step, my_step, reader_step),
+            loops,
+            run,
+        ) = row
         form = _form(loops, run)
         if form.nbytes <= chunk_bytes and form.runs <= RUNS_MAX:
             yield row
             continue
         for n in range(length):
-            begin = mine + n * my_step, at_reader + n * reader_step, its + n * its_step, at_source + n * source_step
+            begin = (
+                mine + n * my_step,
+                at_reader + n * reader_step,
+                its + n * its_step,
+                at_source + n * source_step,
+            )
             yield from _cut((*begin, 1, STILL, loops, run), min(chunk_bytes, RUNS_MAX * run))
 
 
 def _cut(row: Row, nbytes_max: int) -> Iterator[Row]:
-    """The bytes of one block in order, in blocks of at most `nbytes_max`: of whole runs where those fit, else of parts of a
-    run.
+    """The bytes of one block in order, in blocks of at most `nbytes_max`: of whole runs where those
+    fit, else of parts of a run.
     """
     mine, at_reader, its, at_source, _, _, loops, run = row
     nbytes = prod([times for times, _, _ in loops]) * run
@@ -454,17 +581,28 @@ def _cut(row: Row, nbytes_max: int) -> Iterator[Row]:
             yield from _cut((*begin, 1, STILL, around, run), nbytes_max)
 
 
-def _row(region: int, offset: int, region_step: int, offset_step: int, length: int, loops: Around, run: int) -> _Row:
+def _row(
+    region: int,
+    offset: int,
+    region_step: int,
+    offset_step: int,
+    length: int,
+    loops: Around,
+    run: int,
+) -> _Row:
     """The shortest strip. `loops`: which are the fewest."""
     if length == 1:
         return region, offset, 0, 0, 1, loops, run
     if region_step:
         return region, offset, region_step, offset_step, length, loops, run
-    region, offset, _, offset_step, length, loops, run = shortest(Strip(region, offset, 0, offset_step, length, loops, run))
+    region, offset, _, offset_step, length, loops, run = shortest(
+        Strip(region, offset, 0, offset_step, length, loops, run)
+    )
     return region, offset, 0, offset_step, length, loops, run
 
 
-# ------------------------------------------------------------------------------------------------------ encoding
+# --------------------------------------------------------------------------------------------------
+# encoding
 
 
 def _unsigned(steps: Iterable[int]) -> list[int]:
@@ -477,21 +615,52 @@ def _signed(number: int) -> int:
 
 
 def _checked_sizes(found: Sequence[Column]) -> list[int]:
-    """Bytes of the chunks that these columns tell of. ProtocolError: they are none, of whatever memory."""
-    counts, regions, offsets, region_steps, offset_steps, lengths, loop_counts, runs, times, apart = found
+    """Bytes of the chunks that these columns tell of. ProtocolError: they are none, of whatever
+    memory.
+    """
+    (
+        counts,
+        regions,
+        offsets,
+        region_steps,
+        offset_steps,
+        lengths,
+        loop_counts,
+        runs,
+        times,
+        apart,
+    ) = found
     per_strip = (regions, offsets, region_steps, offset_steps, lengths, loop_counts, runs)
-    expect(len({len(each) for each in per_strip}) == 1, _WHAT, "the columns tell of different strips")
+    expect(
+        len({len(each) for each in per_strip}) == 1, _WHAT, "the columns tell of different strips"
+    )
     expect(len(regions) <= STRIPS_MAX, _WHAT, f"it has more than {STRIPS_MAX} strips")
-    expect(min(counts, default=1) > 0 and sum(counts) == len(regions), _WHAT, "the chunks' strips do not add up")
+    expect(
+        min(counts, default=1) > 0 and sum(counts) == len(regions),
+        _WHAT,
+        "the chunks' strips do not add up",
+    )
     expect(len(times) == len(apart) == sum(loop_counts), _WHAT, "the loops do not add up")
-    expect(max(loop_counts, default=0) <= DIMENSIONS_MAX, _WHAT, f"a strip has more than {DIMENSIONS_MAX} loops")
+    expect(
+        max(loop_counts, default=0) <= DIMENSIONS_MAX,
+        _WHAT,
+        f"a strip has more than {DIMENSIONS_MAX} loops",
+    )
     expect(min(min(lengths, default=1), min(runs, default=1)) > 0, _WHAT, "a strip is empty")
     expect(min(times, default=2) > 1, _WHAT, "a loop goes round less than twice")
     expect(sum(lengths) <= CELLS_MAX, _WHAT, f"it has more than {CELLS_MAX} cells")
     steps = zip(lengths, region_steps, offset_steps, strict=True)
-    expect(not any(length == 1 and (r or o) for length, r, o in steps), _WHAT, "a strip of one cell has a step")
+    expect(
+        not any(length == 1 and (r or o) for length, r, o in steps),
+        _WHAT,
+        "a strip of one cell has a step",
+    )
     rest = iter(times)
-    runs_of = list(map(mul, lengths, [prod(islice(rest, count)) for count in loop_counts])) if times else lengths
+    runs_of = (
+        list(map(mul, lengths, [prod(islice(rest, count)) for count in loop_counts]))
+        if times
+        else lengths
+    )
     sizes = _summed(counts, map(mul, runs_of, runs))
     for what, found_max, most in (
         ("bytes", sizes, CHUNK_BYTES_MAX),

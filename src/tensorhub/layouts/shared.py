@@ -1,11 +1,13 @@
 """Bytes that ranks of several shards publish: norms of tensor-parallel ranks, key-value heads.
 
-Readers of other layouts take such bytes from any of these ranks. So they must be equal. Each rank digests what it shares,
-in the order of the tensor's indices, which does not depend on where that lies in memory. A `Share` has one number on all
-ranks that have it, and its digest is compared by that.
+Readers of other layouts take such bytes from any of these ranks. So they must be equal. Each rank
+digests what it shares, in the order of the tensor's indices, which does not depend on where that
+lies in memory. A `Share` has one number on all ranks that have it, and its digest is compared by
+that.
 
-Responsible for the shared boxes, and for where they lie on one rank. Not responsible for digests, nor for comparing them.
-Replicas of one shard (`Publication.classes`) are compared by their chunks instead.
+Responsible for the shared boxes, and for where they lie on one rank. Not responsible for digests,
+nor for comparing them. Replicas of one shard (`Publication.classes`) are compared by their chunks
+instead.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ CHUNK_BYTES = 4 * 2**20  # that are digested at once
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """`what`: for an error. `chunks`: where its bytes lie on this rank, cut at equal indices on all ranks."""
+    """`what`: for an error. `chunks`: where its bytes lie on this rank, cut at equal indices on all
+    ranks.
+    """
 
     number: int
     what: str
@@ -42,11 +46,14 @@ def shares_of(publication: Publication, rank: int) -> tuple[Share, ...] | None:
         together.setdefault(holders, []).append((tensor, box))
     at_once = -(-len(overlaps) // SHARES_MAX)
     groups = [
-        (holders, parts[at : at + at_once]) for holders, parts in together.items() for at in range(0, len(parts), at_once)
+        (holders, parts[at : at + at_once])
+        for holders, parts in together.items()
+        for at in range(0, len(parts), at_once)
     ]
     coordinates = publication.classes[mine].coordinates
     shared = {tensor for tensor, _, _ in overlaps}
-    pieces: dict[int, list[tuple[int, int, int]]] = {}  # by tensor: region, offset and form of each piece of this rank
+    # by tensor: region, offset and form of each piece of this rank
+    pieces: dict[int, list[tuple[int, int, int]]] = {}
     for tensor, *place in places(coordinates, publication.catalogue):
         if tensor in shared:
             pieces.setdefault(tensor, []).append((place[0], place[1], place[2]))

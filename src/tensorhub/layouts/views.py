@@ -2,15 +2,16 @@
 
     q, k, v = (source(f"layers.0.{n}_proj.weight") for n in "qkv")
     sources = {
-        "layers.0.qkv": [q[0:2048], k[0:512], v[0:512]],                 # a list concatenates along dimension 0
-        "embed": [(at[0:128256], source("embed_tokens.weight"))],        # padding behind it stays as it is
-        "experts.w13": [(at[e, 0:1408], source(f"experts.{e}.gate.weight")) for e in range(8)],
+        "layers.0.qkv": [q[0:2048], k[0:512], v[0:512]],                 # a list concatenates along
+        dimension 0 "embed": [(at[0:128256], source("embed_tokens.weight"))],        # padding
+        behind it stays as it is "experts.w13": [(at[e, 0:1408], source(f"experts.{e}.gate.weight"))
+        for e in range(8)],
     }
 
-A view takes integer indices, slices with positive steps, and permutations: what it takes is a box of the global tensor,
-with its dimensions in some order. Nothing is clamped: an index that does not exist is an error. The shape of the global
-tensor may be unknown when a view is made. Then indices are kept as they were written, and are looked at when the shape
-is known.
+A view takes integer indices, slices with positive steps, and permutations: what it takes is a box
+of the global tensor, with its dimensions in some order. Nothing is clamped: an index that does not
+exist is an error. The shape of the global tensor may be unknown when a view is made. Then indices
+are kept as they were written, and are looked at when the shape is known.
 
 Entries of `sources=` are read once, when tensors are registered (`entries_of`).
 
@@ -40,7 +41,9 @@ class _Slice(NamedTuple):
     step: int
 
     def __repr__(self) -> str:
-        ends = f"{'' if self.start is None else self.start}:{'' if self.stop is None else self.stop}"
+        ends = (
+            f"{'' if self.start is None else self.start}:{'' if self.stop is None else self.stop}"
+        )
         return ends if self.step == 1 else f"{ends}:{self.step}"
 
 
@@ -56,11 +59,15 @@ class _Permutation:
     dimensions: tuple[int, ...] | None  # None: `.T`
 
     def __repr__(self) -> str:
-        return ".T" if self.dimensions is None else f".permute({', '.join(map(str, self.dimensions))})"
+        return (
+            ".T" if self.dimensions is None else f".permute({', '.join(map(str, self.dimensions))})"
+        )
 
 
 class Taken(NamedTuple):
-    """A box of a tensor, and the tensor's dimensions in the view, in its order. All other dimensions have one index."""
+    """A box of a tensor, and the tensor's dimensions in the view, in its order. All other
+    dimensions have one index.
+    """
 
     box: Box
     order: tuple[int, ...]
@@ -72,7 +79,9 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A part of the global tensor `name`; made by `source`. `shape`: of that whole tensor, None if it is not known yet."""
+    """A part of the global tensor `name`; made by `source`. `shape`: of that whole tensor, None if
+    it is not known yet.
+    """
 
     name: str
     shape: tuple[int, ...] | None = None
@@ -87,7 +96,9 @@ class View:
         """Its dimensions in another order, as torch's `permute`."""
         given = tuple([as_integer(each) for each in dimensions])
         if any(each is None for each in given):
-            raise RegistrationError(f"{self}.permute: give the numbers of dimensions, e.g. `.permute(1, 0)`")
+            raise RegistrationError(
+                f"{self}.permute: give the numbers of dimensions, e.g. `.permute(1, 0)`"
+            )
         return self._then(_Permutation(tuple([each for each in given if each is not None])))
 
     @property
@@ -107,11 +118,17 @@ class View:
         return self.shape, self._steps
 
     def select(self, shape: Sequence[int]) -> Taken:
-        """The view's box of a tensor of this shape. RegistrationError, with advice, if that is impossible."""
+        """The view's box of a tensor of this shape. RegistrationError, with advice, if that is
+        impossible.
+        """
         selection = Taken(whole(shape), tuple(range(len(shape))))
         for number, step in enumerate(self._steps):
             so_far = View(self.name, None, self._steps[:number])
-            selection = _take(selection, step, so_far) if isinstance(step, _Index) else _permute(selection, step, so_far)
+            selection = (
+                _take(selection, step, so_far)
+                if isinstance(step, _Index)
+                else _permute(selection, step, so_far)
+            )
         return selection
 
     def __repr__(self) -> str:
@@ -121,8 +138,9 @@ class View:
 def source(name: str, shape: Sequence[int] | None = None) -> View:
     """The whole global tensor of this name, to take parts of.
 
-    `shape`: of the global tensor. A reader need not give it, since the publication says it. A publisher gives it, to
-    say what part of which tensor its memory holds. RegistrationError: this is no name, or no shape.
+    `shape`: of the global tensor. A reader need not give it, since the publication says it. A
+    publisher gives it, to say what part of which tensor its memory holds. RegistrationError: this
+    is no name, or no shape.
     """
     if fault := name_fault(name):
         raise RegistrationError(f"source({errors.shown(name)}): {fault}")
@@ -134,13 +152,15 @@ def source(name: str, shape: Sequence[int] | None = None) -> View:
         sizes = (-1,)
     if len(sizes) > DIMENSIONS_MAX or any(not 0 <= size <= INT_MAX for size in sizes):
         raise RegistrationError(
-            f"source({errors.shown(name)}, shape={errors.shown(shape)}): a shape is up to {DIMENSIONS_MAX} sizes, each from "
+            f"source({errors.shown(name)}, shape={errors.shown(shape)}): a shape is up to "
+            f"{DIMENSIONS_MAX} sizes, each from "
             "0 to 2**63 - 1"
         )
     return View(name, sizes)
 
 
-# ----------------------------------------------------------------------------------------------------- places
+# --------------------------------------------------------------------------------------------------
+# places
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +170,9 @@ class Place:
     _index: _Index
 
     def select(self, shape: Sequence[int]) -> Taken:
-        """Which part of a tensor of this shape it is. RegistrationError, with what to write, if there is no such part."""
+        """Which part of a tensor of this shape it is. RegistrationError, with what to write, if
+        there is no such part.
+        """
         return _take(Taken(whole(shape), tuple(range(len(shape)))), self._index, at)
 
     def __repr__(self) -> str:
@@ -168,16 +190,18 @@ class _At:
 at: Final = _At()
 
 
-# ---------------------------------------------------------------------------------------------- entries of sources=
+# ----------------------------------------------------------------------------------------------
+# entries of sources=
 
-# A place of a registered tensor, and the view that it holds. Without places, the views follow each other along dimension 0.
+# A place of a registered tensor, and the view that it holds. Without places, the views follow each
+# other along dimension 0.
 Entry: TypeAlias = tuple[tuple[Place | None, View], ...]
 Sources: TypeAlias = Mapping[str, object] | Callable[[str], object]  # as a caller gives them
 
 
 def entries_of(names: Iterable[str], sources: Sources | None) -> tuple[dict[str, Entry], list[str]]:
-    """The present entries of the tensors of these names, and all their faults. A callable is called once for each name:
-    it may be the caller's code.
+    """The present entries of the tensors of these names, and all their faults. A callable is called
+    once for each name: it may be the caller's code.
     """
     found: dict[str, Entry] = {}
     faults: list[str] = []
@@ -191,12 +215,17 @@ def entries_of(names: Iterable[str], sources: Sources | None) -> tuple[dict[str,
         entry = _entry(given)
         if entry is None:
             faults.append(
-                f"sources of {errors.shown(name)}: give a view (`source(...)`), a list of views, which are concatenated "
-                f"along dimension 0, or a list of pairs `[(at[0:2048], view), ...]`, not {errors.shown(given)}"
+                f"sources of {errors.shown(name)}: give a view (`source(...)`), a list of views, "
+                f"which are concatenated "
+                f"along dimension 0, or a list of pairs `[(at[0:2048], view), ...]`, not "
+                f"{errors.shown(given)}"
             )
         else:
             found[name] = entry
-    faults += [f"sources names {errors.shown(name)}, and no tensor of that name is registered" for name in unknown]
+    faults += [
+        f"sources names {errors.shown(name)}, and no tensor of that name is registered"
+        for name in unknown
+    ]
     return found, faults
 
 
@@ -208,13 +237,17 @@ def _entry(given: object) -> Entry | None:
     if all(isinstance(each, View) for each in given):
         return tuple([(None, view) for view in given])
     pairs = [each for each in given if isinstance(each, tuple | list) and len(each) == 2]
-    if len(pairs) < len(given) or not all(isinstance(p, Place) and isinstance(v, View) for p, v in pairs):
+    if len(pairs) < len(given) or not all(
+        isinstance(p, Place) and isinstance(v, View) for p, v in pairs
+    ):
         return None
     return tuple([(place, view) for place, view in pairs])
 
 
 def without_shape(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """The tensors that have a view without a global shape, each with the name of the viewed tensor."""
+    """The tensors that have a view without a global shape, each with the name of the viewed
+    tensor.
+    """
     found: dict[str, str] = {}
     for name, entry in entries.items():
         for _, view in entry:
@@ -223,7 +256,8 @@ def without_shape(entries: Mapping[str, Entry]) -> dict[str, str]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------- indexing
+# --------------------------------------------------------------------------------------------------
+# indexing
 
 
 def _refused(what: object, given: object) -> str:
@@ -231,29 +265,41 @@ def _refused(what: object, given: object) -> str:
 
     def written(item: object) -> str:
         if isinstance(item, slice):
-            ends = (item.start, item.stop) if item.step is None else (item.start, item.stop, item.step)
+            ends = (
+                (item.start, item.stop) if item.step is None else (item.start, item.stop, item.step)
+            )
             return ":".join("" if each is None else errors.shown(each) for each in ends)
         return "..." if item is ... else errors.shown(item)
 
-    return f"{what}[{', '.join(map(written, given[:DIMENSIONS_MAX] if isinstance(given, tuple) else (given,)))}]"
+    items = given[:DIMENSIONS_MAX] if isinstance(given, tuple) else (given,)
+    return f"{what}[{', '.join(map(written, items))}]"
 
 
 def _index(given: object, what: object) -> _Index:
     items: list[int | _Slice | EllipsisType] = []
     for item in given if isinstance(given, tuple) else (given,):
         if isinstance(item, slice):
-            start, stop, step = (None if each is None else as_integer(each) for each in (item.start, item.stop, item.step))
+            start, stop, step = (
+                None if each is None else as_integer(each)
+                for each in (item.start, item.stop, item.step)
+            )
             if (start is None) != (item.start is None) or (stop is None) != (item.stop is None):
-                raise RegistrationError(f"{_refused(what, given)}: a slice is of integers; {_SLICES}")
+                raise RegistrationError(
+                    f"{_refused(what, given)}: a slice is of integers; {_SLICES}"
+                )
             if item.step is not None and (step is None or step < 1):
-                raise RegistrationError(f"{_refused(what, given)}: its step is {errors.shown(item.step)}; {_SLICES}")
+                raise RegistrationError(
+                    f"{_refused(what, given)}: its step is {errors.shown(item.step)}; {_SLICES}"
+                )
             items.append(_Slice(start, stop, step or 1))
         elif item is ...:
             items.append(item)
         elif (number := as_integer(item)) is not None:
             items.append(number)
         else:
-            raise RegistrationError(f"{_refused(what, given)}: {errors.shown(item)} is no index here; {_SLICES}")
+            raise RegistrationError(
+                f"{_refused(what, given)}: {errors.shown(item)} is no index here; {_SLICES}"
+            )
     if sum(item is ... for item in items) > 1:
         raise RegistrationError(f"{_refused(what, given)}: `...` can stand there once")
     return _Index(tuple(items))
@@ -264,7 +310,8 @@ def _take(selection: Taken, index: _Index, so_far: View | _At) -> Taken:
     missing = len(selection.order) - given
     if missing < 0:
         raise RegistrationError(
-            f"{so_far}{index!r}: {given} indices, where there are {len(selection.order)} dimensions "
+            f"{so_far}{index!r}: {given} indices, where there are {len(selection.order)} "
+            f"dimensions "
             f"(shape {selection.shape}); leave out {-missing}"
         )
     items: list[int | _Slice] = []
@@ -286,13 +333,16 @@ def _one(item: int | _Slice, size: int, so_far: View | _At, index: _Index) -> Sp
     """The positions that an index takes, of so many."""
     if isinstance(item, int):
         if not -size <= item < size:
-            raise RegistrationError(f"{so_far}{index!r}: index {item} is out of range; the size there is {size}")
+            raise RegistrationError(
+                f"{so_far}{index!r}: index {item} is out of range; the size there is {size}"
+            )
         return Span(item % size, 1)
     start, stop = 0 if item.start is None else item.start, size if item.stop is None else item.stop
     start, stop = start + size * (start < 0), stop + size * (stop < 0)
     if not 0 <= start <= stop <= size:
         raise RegistrationError(
-            f"{so_far}{index!r}: slice {item!r} is not within the size there, {size}; write at most 0:{size}"
+            f"{so_far}{index!r}: slice {item!r} is not within the size there, {size}; write at "
+            f"most 0:{size}"
         )
     return span(start, -(-(stop - start) // item.step), item.step)
 
@@ -302,9 +352,13 @@ def _permute(selection: Taken, step: _Permutation, so_far: View | _At) -> Taken:
     dimensions = step.dimensions
     if dimensions is None:
         if count != 2:
-            raise RegistrationError(f"{so_far}.T: it has {count} dimensions, not 2; write `.permute(...)`")
+            raise RegistrationError(
+                f"{so_far}.T: it has {count} dimensions, not 2; write `.permute(...)`"
+            )
         dimensions = (1, 0)
     positive = [each + count * (each < 0) for each in dimensions]
     if sorted(positive) != list(range(count)):
-        raise RegistrationError(f"{so_far}{step!r}: name each of its {count} dimensions (0 to {count - 1}) once")
+        raise RegistrationError(
+            f"{so_far}{step!r}: name each of its {count} dimensions (0 to {count - 1}) once"
+        )
     return Taken(selection.box, tuple([selection.order[each] for each in positive]))

@@ -1,6 +1,8 @@
-"""Bytes where they lie, in host memory or a GPU's: views of them, their addresses, and copies from one place to another.
+"""Bytes where they lie, in host memory or a GPU's: views of them, their addresses, and copies from
+one place to another.
 
-Not responsible for what the bytes are of (`tensors`, `regions`), nor for bytes that follow strips (`strided`).
+Not responsible for what the bytes are of (`tensors`, `regions`), nor for bytes that follow strips
+(`strided`).
 """
 
 from __future__ import annotations
@@ -34,14 +36,15 @@ def copy_bytes(source: Bytes, target: Bytes) -> None:
             queue.copy(_pointer(target), _pointer(source), source.nbytes)
             queue.mark().wait()
             return
-    # ctypes lets go of the GIL meanwhile; a slice assignment of gigabytes would stop the heartbeats.
+    # ctypes lets go of the GIL meanwhile; a slice assignment of gigabytes would stop the
+    # heartbeats.
     ctypes.memmove(_pointer(target), _pointer(source), source.nbytes)
 
 
 def guarded_pieces(view: memoryview, piece_bytes: int) -> Iterator[memoryview]:
-    """The bytes of a view, copied by the kernel into a buffer that each piece overwrites. OSError (EFAULT): some of them are
-    not mapped any more; a direct access would end the process with SIGSEGV. Without a descriptor for the buffer, the pieces
-    are views of the bytes themselves.
+    """The bytes of a view, copied by the kernel into a buffer that each piece overwrites. OSError
+    (EFAULT): some of them are not mapped any more; a direct access would end the process with
+    SIGSEGV. Without a descriptor for the buffer, the pieces are views of the bytes themselves.
     """
     nbytes = min(piece_bytes, view.nbytes)
     try:
@@ -63,7 +66,9 @@ def guarded_pieces(view: memoryview, piece_bytes: int) -> Iterator[memoryview]:
 
 
 class PyBuffer(ctypes.Structure):
-    """Python's Py_buffer: ctypes has no address of memory that cannot be written, and Python no view with any strides."""
+    """Python's Py_buffer: ctypes has no address of memory that cannot be written, and Python no
+    view with any strides.
+    """
 
     _fields_ = (
         ("address", ctypes.c_void_p),
@@ -92,4 +97,8 @@ def address_of(view: Bytes) -> int:
 
 
 def _pointer(view: Bytes) -> int:
-    return view.address if isinstance(view, DeviceBytes) else ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return (
+        view.address
+        if isinstance(view, DeviceBytes)
+        else ctypes.addressof(ctypes.c_char.from_buffer(view))
+    )

@@ -1,7 +1,9 @@
-"""Tensors that are allocated when a version is known: what `Hub.fetch` fills and gives to its caller.
+"""Tensors that are allocated when a version is known: what `Hub.fetch` fills and gives to its
+caller.
 
-Responsible for choosing tensors by name, for allocating them, and for bringing them to a device. Tensors that are tied at
-the publisher are tied here. torch is imported when the first such memory is made.
+Responsible for choosing tensors by name, for allocating them, and for bringing them to a device.
+Tensors that are tied at the publisher are tied here. torch is imported when the first such memory
+is made.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ def _place(tensor: TensorSpec) -> _Place:
 class AllocatedMemory(FilledMemory):
     """See `Memory`; for one fetch. It is never published.
 
-    `names`: a tensor's name or a glob over names (`layers.0.*`), or several; None: all tensors. `device`: where the
-    tensors are in the end. Bytes arrive, and are verified, there, if it is a CUDA device and there is cupy; else in host
-    memory, from which they are moved.
+    `names`: a tensor's name or a glob over names (`layers.0.*`), or several; None: all tensors.
+    `device`: where the tensors are in the end. Bytes arrive, and are verified, there, if it is a
+    CUDA device and there is cupy; else in host memory, from which they are moved.
 
     Raises StateError (names that are none, no torch, a device that cannot be used).
     """
@@ -63,15 +65,20 @@ class AllocatedMemory(FilledMemory):
         try:
             made: torch.device = self._torch.empty(1, dtype=self._torch.uint8, device=device).device
         except Exception as error:  # each backend has its own way of saying no
-            raise InvalidValue(f"device={shown(device)} cannot be used: {_first_line(error)}") from error
+            raise InvalidValue(
+                f"device={shown(device)} cannot be used: {_first_line(error)}"
+            ) from error
         if made.type == "meta":
-            raise InvalidValue("device='meta': there are no bytes there; take 'cpu' or an accelerator")
+            raise InvalidValue(
+                "device='meta': there are no bytes there; take 'cpu' or an accelerator"
+            )
         return made
 
     def map(self, manifest: Manifest) -> MappedRegions:
         """Allocate the wanted tensors of this manifest, anew each time.
 
-        Raises ManifestMismatch (a name that no tensor has, a dtype that this torch lacks), StateError (no memory).
+        Raises ManifestMismatch (a name that no tensor has, a dtype that this torch lacks),
+        StateError (no memory).
         """
         self._chosen = tuple(choose(self.patterns, manifest))
         for tensor in self._chosen:
@@ -80,11 +87,13 @@ class AllocatedMemory(FilledMemory):
         nbytes = sum(place.nbytes for place in places)
         try:
             self._bytes = {place: self._allocate(place.nbytes) for place in places}
-            if self._gpu is not None:  # torch gives memory out again before it is quiet, in the order of this stream
+            # torch gives memory out again before it is quiet, in the order of this stream
+            if self._gpu is not None:
                 self._gpu.stream_sync().wait()
         except (RuntimeError, MemoryError) as error:
             text = (
-                f"{nbytes} bytes of {'host memory' if self._gpu is None else self._gpu.name} cannot be allocated "
+                f"{nbytes} bytes of {'host memory' if self._gpu is None else self._gpu.name} "
+                f"cannot be allocated "
                 f"({_first_line(error)}): free some, or fetch fewer names"
             )
             raise StateError(text, retryable=self._gpu is not None) from error
@@ -108,7 +117,10 @@ class AllocatedMemory(FilledMemory):
 
     def _check_supported(self, tensor: TensorSpec) -> None:
         if not isinstance(getattr(self._torch, tensor.dtype, None), self._torch.dtype):
-            text = f"tensor {tensor.name!r} is {tensor.dtype}, which torch {self._torch.__version__} lacks"
+            text = (
+                f"tensor {tensor.name!r} is {tensor.dtype}, which torch "
+                f"{self._torch.__version__} lacks"
+            )
             raise ManifestMismatch(text, differences=(text,))
 
     def _move(self) -> None:
@@ -119,7 +131,9 @@ class AllocatedMemory(FilledMemory):
             if self._device.type == "cuda":
                 self._torch.cuda.synchronize(self._device)
         except (RuntimeError, MemoryError) as error:
-            raise StateError(f"the tensors cannot be brought to {self._device}: {_first_line(error)}") from error
+            raise StateError(
+                f"the tensors cannot be brought to {self._device}: {_first_line(error)}"
+            ) from error
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that were mapped last, by name, in the order of the manifest."""
@@ -139,16 +153,22 @@ class AllocatedMemory(FilledMemory):
         dtype = getattr(self._torch, tensor.dtype)
         if tensor.quantization is None:
             return self._torch.empty(0, dtype=dtype, device=self._device)
-        return self._torch.quantize_per_tensor(self._torch.empty(0, device=self._device), *tensor.quantization, dtype)
+        return self._torch.quantize_per_tensor(
+            self._torch.empty(0, device=self._device), *tensor.quantization, dtype
+        )
 
 
 def patterns(names: object) -> tuple[str, ...] | None:
     """What `choose` takes. StateError for what names nothing."""
     if names is None:
         return None
-    found = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
+    found = (
+        (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
+    )
     if not found or not all(isinstance(pattern, str) for pattern in found):
-        raise InvalidType(f"names={shown(names)}: give a name, a glob, several of them, or None for all tensors")
+        raise InvalidType(
+            f"names={shown(names)}: give a name, a glob, several of them, or None for all tensors"
+        )
     return found
 
 
@@ -156,7 +176,9 @@ def _import_torch() -> Any:
     try:
         return importlib.import_module("torch")
     except ImportError as error:
-        raise StateError(f"fetch makes torch tensors, and torch is not installed: {install('torch')}") from error
+        raise StateError(
+            f"fetch makes torch tensors, and torch is not installed: {install('torch')}"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,8 +1,9 @@
 """The files that a version was published from, as its manifest's metadata describes them.
 
-Responsible for finding a model's files, for checking that a sharded model's index agrees with them, and for one encoding of
-both, from which a fetch of everything writes byte-equal files. What comes out of a manifest is hostile: a name must be a
-plain file name, and a header is read like that of an unknown file.
+Responsible for finding a model's files, for checking that a sharded model's index agrees with them,
+and for one encoding of both, from which a fetch of everything writes byte-equal files. What comes
+out of a manifest is hostile: a name must be a plain file name, and a header is read like that of an
+unknown file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from tensorhub.memory.json_pieces import Pieces
 from tensorhub.memory.safetensors import Header, open_file, parse_header
 from tensorhub.model.manifest import TENSORS_MAX
 
-FORMAT = b"safetensors/2\n"  # what the metadata of a version that was published from files begins with
+# what the metadata of a version that was published from files begins with
+FORMAT = b"safetensors/2\n"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
 INDEX_BYTES_MAX = 32 * 2**20
@@ -35,7 +37,9 @@ FILE_NAME_BYTES_MAX = 255  # what the usual filesystems take
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A sharded model's index: which tensor is in which file. `text` is exactly what the file holds."""
+    """A sharded model's index: which tensor is in which file. `text` is exactly what the file
+    holds.
+    """
 
     name: str
     text: bytes
@@ -44,7 +48,9 @@ class Index:
 
     @classmethod
     def parse(cls, name: str, text: bytes) -> Index:
-        """ValueError, with the reason, if it is not an index of safetensors files, names a file elsewhere, or says more."""
+        """ValueError, with the reason, if it is not an index of safetensors files, names a file
+        elsewhere, or says more.
+        """
         if len(text) > INDEX_BYTES_MAX:
             raise ValueError(f"it has more than {INDEX_BYTES_MAX} bytes")
         if not text.lstrip().startswith(b"{"):
@@ -57,7 +63,8 @@ class Index:
                 metadata = pieces.value(INDEX_METADATA_BYTES_MAX)
             else:
                 raise ValueError(
-                    f"it says {said[:64]!r}: an index has a weight_map and metadata, both objects, and nothing else"
+                    f"it says {said[:64]!r}: an index has a weight_map and metadata, both objects, "
+                    f"and nothing else"
                 )
         pieces.end()
         if not weight_map:
@@ -95,7 +102,9 @@ class Checkpoint:
         for name, header in self.headers.items():
             for entry in header.entries:
                 if entry.name in there:
-                    raise ValueError(f"tensor {entry.name!r} is in {there[entry.name]} and in {name}")
+                    raise ValueError(
+                        f"tensor {entry.name!r} is in {there[entry.name]} and in {name}"
+                    )
                 there[entry.name] = name
         if self.index is not None:
             if self.index.name in self.headers:
@@ -103,7 +112,9 @@ class Checkpoint:
             self.index.check(self.headers)
 
     def encode(self) -> bytes:
-        """As a manifest's metadata: MessagePack texts one after the other, each as it is in its file."""
+        """As a manifest's metadata: MessagePack texts one after the other, each as it is in its
+        file.
+        """
         said = [self.index.name, self.index.text] if self.index is not None else ["", b""]
         for name, header in self.headers.items():
             said += [name, header.text]
@@ -111,17 +122,23 @@ class Checkpoint:
 
     @classmethod
     def decode(cls, metadata: bytes) -> Checkpoint | None:
-        """What the publisher's files were; None if it had none. ValueError, with the reason, for what no publisher says."""
+        """What the publisher's files were; None if it had none. ValueError, with the reason, for
+        what no publisher says.
+        """
         if not metadata.startswith(FORMAT):
             return None
-        unpacker = msgpack.Unpacker(max_buffer_size=len(metadata), max_array_len=0, max_map_len=0, max_ext_len=0)
+        unpacker = msgpack.Unpacker(
+            max_buffer_size=len(metadata), max_array_len=0, max_map_len=0, max_ext_len=0
+        )
         unpacker.feed(metadata[len(FORMAT) :])
         try:
             index_name, index_text, *said = itertools.islice(unpacker, 2 + 2 * (FILES_MAX + 1))
             files = dict(zip(said[::2], said[1::2], strict=True))
         except (ValueError, TypeError, UnpackException) as error:
             raise ValueError("it does not tell of files as it should") from error
-        are_texts = all(isinstance(name, str) and isinstance(text, bytes) for name, text in files.items())
+        are_texts = all(
+            isinstance(name, str) and isinstance(text, bytes) for name, text in files.items()
+        )
         if len(files) != len(said) // 2 or not are_texts or not isinstance(index_text, bytes):
             raise ValueError("it tells of a file twice, or of one without a name or a header")
         headers = {name: parse_header(text) for name, text in files.items()}
@@ -147,26 +164,37 @@ def _weight_map(pieces: Pieces) -> dict[str, str]:
 def file_name_fault(name: object, suffix: str) -> str | None:
     """Why a publisher's file cannot have this name in a reader's directory; None if it can.
 
-    Only this suffix will do, so that a publisher of weights cannot replace other files, such as a model's tokenizer.
+    Only this suffix will do, so that a publisher of weights cannot replace other files, such as a
+    model's tokenizer.
     """
     if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\\" in name:
         return "only a plain file name, without a directory, will do"
     if not name.isprintable() or len(name.encode()) > FILE_NAME_BYTES_MAX or name.startswith("."):
-        return f"give 1 to {FILE_NAME_BYTES_MAX} bytes of printable text that does not begin with a dot"
+        return (
+            f"give 1 to {FILE_NAME_BYTES_MAX} bytes of printable text that does not begin with "
+            f"a dot"
+        )
     if not name.endswith(suffix):
         return f"give a name that ends in {suffix}"
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------- finding
+# --------------------------------------------------------------------------------------------------
+# finding
 
 
 def find_files(path: Path) -> tuple[Sequence[Path], Index | None]:
-    """A model's files: those of a file, a directory, or an index. ValueError, saying what to give; OSError."""
+    """A model's files: those of a file, a directory, or an index. ValueError, saying what to give;
+    OSError.
+    """
     if path.is_dir():
         if (index := _index_in(path)) is not None:
             return _indexed(index)
-        files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIX) and not file.name.startswith("."))
+        files = sorted(
+            file
+            for file in path.iterdir()
+            if file.name.endswith(SUFFIX) and not file.name.startswith(".")
+        )
         if not files:
             raise ValueError(f"{path} has no *{SUFFIX} and no *{INDEX_SUFFIX}")
         return files, None
@@ -179,7 +207,10 @@ def _index_in(directory: Path) -> Path | None:
     # Beside it, a model may have the index of its pickled form.
     found = ours or [file for file in found if not file.name.endswith(".bin" + INDEX_SUFFIX)]
     if len(found) > 1:
-        raise ValueError(f"{directory} has several indexes ({', '.join(file.name for file in found)}): give one of them")
+        raise ValueError(
+            f"{directory} has several indexes ({', '.join(file.name for file in found)}): give one "
+            f"of them"
+        )
     return found[0] if found else None
 
 
@@ -187,7 +218,9 @@ def _indexed(path: Path) -> tuple[Sequence[Path], Index]:
     descriptor = open_file(path)  # which never waits, as it would for a writer of a pipe
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{path} is not an index of safetensors files: it is not a file at all")
+            raise ValueError(
+                f"{path} is not an index of safetensors files: it is not a file at all"
+            )
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             text = file.read(INDEX_BYTES_MAX + 1)
     finally:
@@ -203,12 +236,15 @@ def _indexed(path: Path) -> tuple[Sequence[Path], Index]:
 
 
 def rewritten(index: Index, files: Mapping[str, Header]) -> bytes:
-    """The text of an index of these files only, which hold some of its tensors. ValueError if its metadata is too deep: some
-    Pythons read what they cannot write.
+    """The text of an index of these files only, which hold some of its tensors. ValueError if its
+    metadata is too deep: some Pythons read what they cannot write.
     """
     weight_map = {entry.name: name for name, header in files.items() for entry in header.entries}
     total = sum(entry.nbytes for header in files.values() for entry in header.entries)
-    said = {"metadata": {**index.metadata, "total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    said = {
+        "metadata": {**index.metadata, "total_size": total},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     try:
         return (json.dumps(said, indent=2) + "\n").encode()
     except RecursionError as error:
@@ -218,7 +254,9 @@ def rewritten(index: Index, files: Mapping[str, Header]) -> bytes:
 def agreed(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """What every one of several files says, and all alike."""
     first, *others = metadata
-    return {key: text for key, text in first.items() if all(other.get(key) == text for other in others)}
+    return {
+        key: text for key, text in first.items() if all(other.get(key) == text for other in others)
+    }
 
 
 def sync_directory(path: Path) -> None:

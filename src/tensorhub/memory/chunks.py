@@ -1,7 +1,8 @@
 """A manifest's chunks as pieces of this process' memory, and their digests.
 
-A chunk of a manifest is one contiguous range of a region. A chunk of another grid over the same regions, which a reader of
-another layout has, is made of strips: then the memory `is_strided`, and has no view of a whole chunk.
+A chunk of a manifest is one contiguous range of a region. A chunk of another grid over the same
+regions, which a reader of another layout has, is made of strips: then the memory `is_strided`, and
+has no view of a whole chunk.
 """
 
 from __future__ import annotations
@@ -28,24 +29,29 @@ from tensorhub.model.strips import Strip
 
 Strips: TypeAlias = "Sequence[tuple[Strip, ...]]"  # of each chunk
 
-SELECTED_CHUNK_BYTES_MAX = 64 * 2**20  # of a selection, or 16 of the shard's own: it is gathered in memory of the device
+# of a selection, or 16 of the shard's own: it is gathered in memory of the device
+SELECTED_CHUNK_BYTES_MAX = 64 * 2**20
 REPEATS_MAX = 16  # a selection has at most so many times a shard's bytes: all of it is digested
-PARTS_MIN, PART_BYTES = 2**14, 64  # a selection may say so many parts, and one more for so many bytes of a shard
+# a selection may say so many parts, and one more for so many bytes of a shard
+PARTS_MIN, PART_BYTES = 2**14, 64
 GUARDED_BYTES = 256 * 2**10  # that the kernel copies at a time: they stay in a core's cache
 GUARDED_BYTES_MIN = 4096  # less is read directly: torch's allocator keeps its page mapped
 SPAN_BYTES = 64 * 2**20  # of memory that a device registers at a time
 
 
 class ChunkMemory:
-    """Where each chunk of one content is: views into the regions, made on demand. Nothing is copied.
+    """Where each chunk of one content is: views into the regions, made on demand. Nothing is
+    copied.
 
-    The CPU has no views of a GPU's chunks. What it sends or receives of them goes through `transport.staging`. Chunks of
-    strips have no view either: see `outgoing` and `incoming`.
+    The CPU has no views of a GPU's chunks. What it sends or receives of them goes through
+    `transport.staging`. Chunks of strips have no view either: see `outgoing` and `incoming`.
     """
 
-    def __init__(self, manifest: Manifest, regions: Sequence[Bytes], unwanted: frozenset[int] = frozenset()) -> None:
-        """`regions`: one contiguous view per region of the manifest, of its size; writable if chunks are to
-        be filled. `unwanted`: regions that are not read here, and may be empty.
+    def __init__(
+        self, manifest: Manifest, regions: Sequence[Bytes], unwanted: frozenset[int] = frozenset()
+    ) -> None:
+        """`regions`: one contiguous view per region of the manifest, of its size; writable if
+        chunks are to be filled. `unwanted`: regions that are not read here, and may be empty.
         """
         for index, (region, spec) in enumerate(zip(regions, manifest.regions, strict=True)):
             if region.nbytes != spec.nbytes and index not in unwanted:
@@ -53,37 +59,57 @@ class ChunkMemory:
         self.manifest = manifest  # of the regions
         self._regions: tuple[Bytes, ...] = tuple([_flat(region) for region in regions])
         self._addresses = tuple([address_of(region) for region in self._regions])
-        self.device = next((region.device for region in self._regions if isinstance(region, DeviceBytes)), None)
+        self.device = next(
+            (region.device for region in self._regions if isinstance(region, DeviceBytes)), None
+        )
         if isinstance(manifest, ReshardedManifest):
             self._lie((), manifest.reading.places, manifest.sizes)
         else:
             self._lie(manifest.chunks)
         self.unwanted: tuple[int, ...] = tuple(self._chunks_in(unwanted)) if unwanted else ()
-        self.is_digested: bool = manifest.digest == "xxh3-64"  # fast enough to digest each piece as it passes
+        # fast enough to digest each piece as it passes
+        self.is_digested: bool = manifest.digest == "xxh3-64"
         self.width: int = WIDTHS[manifest.digest]  # bytes of one digest; 0: chunks have none
         if self.device is not None and self.width and not self.is_digested:
             raise StateError(
-                f"digests of the kind {manifest.digest!r} are made by the CPU, and these tensors are on {self.device.name}: "
-                "publish with Options(digest='xxh3-64'), or fetch into host memory (device='cpu') and copy from there"
+                f"digests of the kind {manifest.digest!r} are made by the CPU, and these tensors "
+                f"are on {self.device.name}: "
+                "publish with Options(digest='xxh3-64'), or fetch into host memory (device='cpu') "
+                "and copy from there"
             )
 
-    def _lie(self, chunks: Sequence[Chunk], strips: Strips | None = None, sizes: Sequence[int] | None = None) -> None:
+    def _lie(
+        self,
+        chunks: Sequence[Chunk],
+        strips: Strips | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
         """Its chunks are these; or they are of `strips`, with these sizes."""
         self._chunks = chunks
         self._strips = strips
         self._strided: Strided | None = None
         if strips is not None and self.device is None:
-            self._strided = Strided([region for region in self._regions if isinstance(region, memoryview)], self._addresses)
-        self.sizes: Sequence[int] = tuple([chunk.nbytes for chunk in chunks]) if sizes is None else sizes
+            self._strided = Strided(
+                [region for region in self._regions if isinstance(region, memoryview)],
+                self._addresses,
+            )
+        self.sizes: Sequence[int] = (
+            tuple([chunk.nbytes for chunk in chunks]) if sizes is None else sizes
+        )
         self._spans: tuple[tuple[int, int], ...] | None = None
 
     def _chunks_in(self, regions: frozenset[int]) -> Iterator[int]:
         if self._strips is None:
             return (number for number, chunk in enumerate(self._chunks) if chunk.region in regions)
-        within = (any(region in regions for strip in strips for region, _ in strip.cells()) for strips in self._strips)
+        within = (
+            any(region in regions for strip in strips for region, _ in strip.cells())
+            for strips in self._strips
+        )
         return (number for number, is_within in enumerate(within) if is_within)
 
-    def _other(self, chunks: Sequence[Chunk], strips: Strips | None, sizes: Sequence[int] | None) -> ChunkMemory:
+    def _other(
+        self, chunks: Sequence[Chunk], strips: Strips | None, sizes: Sequence[int] | None
+    ) -> ChunkMemory:
         """A memory of these regions with other chunks."""
         made = object.__new__(ChunkMemory)
         made._regions, made._addresses, made.device = self._regions, self._addresses, self.device
@@ -105,7 +131,9 @@ class ChunkMemory:
 
     @property
     def parts_max(self) -> int:
-        """The most parts of a selection of this memory (`Selection.parts_said`): no real layout has more parts per byte."""
+        """The most parts of a selection of this memory (`Selection.parts_said`): no real layout has
+        more parts per byte.
+        """
         return PARTS_MIN + sum([region.nbytes for region in self._regions]) // PART_BYTES
 
     def fault(self, selection: Selection) -> str:
@@ -115,7 +143,9 @@ class ChunkMemory:
             return fault
         if selection.nbytes > REPEATS_MAX * sum(sizes):
             return f"it has the shard's bytes more than {REPEATS_MAX} times"
-        if max(selection.sizes, default=0) > (most := max(SELECTED_CHUNK_BYTES_MAX, 16 * self.manifest.chunk_bytes)):
+        if max(selection.sizes, default=0) > (
+            most := max(SELECTED_CHUNK_BYTES_MAX, 16 * self.manifest.chunk_bytes)
+        ):
             return f"a chunk of it has more than {most} bytes: use a smaller chunk_bytes"
         return ""
 
@@ -128,7 +158,12 @@ class ChunkMemory:
         """The regions that these chunks have bytes of."""
         if self._strips is None:
             return {self._chunks[chunk].region for chunk in chunks}
-        return {region for chunk in chunks for strip in self._strips[chunk] for region, _ in strip.cells()}
+        return {
+            region
+            for chunk in chunks
+            for strip in self._strips[chunk]
+            for region, _ in strip.cells()
+        }
 
     @property
     def is_strided(self) -> bool:
@@ -152,10 +187,14 @@ class ChunkMemory:
         _device_of(self).relay(to, gathered=self._rows(chunks))
 
     def scatter(self, chunks: Sequence[int], source: int) -> None:
-        """Copy the bytes at that address of the device to where these chunks of strided memory are. Waits."""
+        """Copy the bytes at that address of the device to where these chunks of strided memory are.
+        Waits.
+        """
         _device_of(self).relay(source, scattered=self._rows(chunks))
 
-    def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> dict[int, int]:
+    def take_in(
+        self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()
+    ) -> dict[int, int]:
         """See `transport.base.Destination`."""
         digested = strided_device.together(chunks, self.sizes, at) if self.is_digested else []
         made = _device_of(self).relay(at, gathered, digested, self._rows(chunks))
@@ -170,7 +209,9 @@ class ChunkMemory:
         place = self._chunks[chunk]
         region = self._regions[place.region]
         if isinstance(region, DeviceBytes):
-            raise StateError(f"chunk {chunk} is on {region.device.name}, where the CPU has no view of it")
+            raise StateError(
+                f"chunk {chunk} is on {region.device.name}, where the CPU has no view of it"
+            )
         return region[place.offset : place.offset + place.nbytes]
 
     def address(self, chunk: int) -> int:
@@ -182,11 +223,17 @@ class ChunkMemory:
     def places(self) -> list[tuple[int, int]]:
         """Each region's (address, bytes) in this process; of those that have any."""
         sizes = [region.nbytes for region in self._regions]
-        return [(address, nbytes) for address, nbytes in zip(self._addresses, sizes, strict=True) if nbytes]
+        return [
+            (address, nbytes)
+            for address, nbytes in zip(self._addresses, sizes, strict=True)
+            if nbytes
+        ]
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Its (address, bytes) as neighbouring chunks together, at most SPAN_BYTES where a chunk has no more; ascending."""
+        """Its (address, bytes) as neighbouring chunks together, at most SPAN_BYTES where a chunk
+        has no more; ascending.
+        """
         if self._spans is None:
             found: list[tuple[int, int]] = []
             last = -1
@@ -207,12 +254,14 @@ class ChunkMemory:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether any of it cannot be written: it is of a file, which another process may truncate."""
+        """Whether any of it cannot be written: it is of a file, which another process may
+        truncate.
+        """
         return any(isinstance(region, memoryview) and region.readonly for region in self._regions)
 
     def digest(self, chunk: int) -> int:
-        """Make the chunk's digest from its bytes; the GIL is released meanwhile. 0 if the manifest wants
-        none.
+        """Make the chunk's digest from its bytes; the GIL is released meanwhile. 0 if the manifest
+        wants none.
         """
         return self.digests([chunk])[0]
 
@@ -223,27 +272,40 @@ class ChunkMemory:
         if self.device is not None and self.is_strided:
             return self._digests_on_device(self.device, chunks)
         if self.device is not None:
-            return self.device.digests([(self.address(chunk), self.sizes[chunk]) for chunk in chunks])
+            return self.device.digests(
+                [(self.address(chunk), self.sizes[chunk]) for chunk in chunks]
+            )
         if self.is_strided:
             return [self._digest_of_strips(chunk) for chunk in chunks]
         if not self.is_digested:
-            return [int.from_bytes(hashlib.sha256(self.buffer(chunk)).digest(), "big") for chunk in chunks]
+            return [
+                int.from_bytes(hashlib.sha256(self.buffer(chunk)).digest(), "big")
+                for chunk in chunks
+            ]
         return [xxhash.xxh3_64_intdigest(self.buffer(chunk)) for chunk in chunks]
 
     def guarded_digest(self, chunk: int) -> int:
-        """As `digest`, of host memory that its owner may free meanwhile. OSError (EFAULT): it is not mapped any more."""
+        """As `digest`, of host memory that its owner may free meanwhile. OSError (EFAULT): it is
+        not mapped any more.
+        """
         if not self.width:
             return 0
         made = hasher(self.manifest.digest)
-        views = chain.from_iterable(self.outgoing(chunk)) if self.is_strided else [self.buffer(chunk)]
+        views = (
+            chain.from_iterable(self.outgoing(chunk)) if self.is_strided else [self.buffer(chunk)]
+        )
         for view in views:
-            for piece in guarded_pieces(view, GUARDED_BYTES) if view.nbytes >= GUARDED_BYTES_MIN else [view]:
+            for piece in (
+                guarded_pieces(view, GUARDED_BYTES) if view.nbytes >= GUARDED_BYTES_MIN else [view]
+            ):
                 made.update(piece)
         return int.from_bytes(made.digest(), "big")
 
     def _digests_on_device(self, device: Device, chunks: Sequence[int]) -> list[int]:
         """The chunks are gathered first: a device digests contiguous bytes."""
-        room = device.allocate(strided_device.batch_bytes_max([self.sizes[chunk] for chunk in chunks]))
+        room = device.allocate(
+            strided_device.batch_bytes_max([self.sizes[chunk] for chunk in chunks])
+        )
         found: list[int] = []
         for batch in strided_device.batches(chunks, self.sizes):
             digested = strided_device.together(batch, self.sizes, room.address)
@@ -276,7 +338,9 @@ def _device_of(memory: ChunkMemory) -> Device:
 
 def _strided_of(memory: ChunkMemory) -> Strided:
     if memory._strided is None:
-        raise StateError("its chunks are contiguous, or on a device, where the CPU has no view of them")
+        raise StateError(
+            "its chunks are contiguous, or on a device, where the CPU has no view of them"
+        )
     return memory._strided
 
 
@@ -301,10 +365,16 @@ def move_chunks(source: ChunkMemory, destination: ChunkMemory, chunks: Sequence[
     queue.mark().wait()
 
 
-def _move_strips_on_devices(source: ChunkMemory, destination: ChunkMemory, chunks: Sequence[int]) -> None:
-    """Each chunk is contiguous on a device in between. Both memories have one content, and so equal chunks."""
+def _move_strips_on_devices(
+    source: ChunkMemory, destination: ChunkMemory, chunks: Sequence[int]
+) -> None:
+    """Each chunk is contiguous on a device in between. Both memories have one content, and so equal
+    chunks.
+    """
     sizes = [source.sizes[chunk] for chunk in chunks]
-    room = _device_of(source if source.device is not None else destination).allocate(max(sizes, default=0))
+    room = _device_of(source if source.device is not None else destination).allocate(
+        max(sizes, default=0)
+    )
     for chunk, nbytes in zip(chunks, sizes, strict=True):
         if source.device is not None:
             source.gather([chunk], room.address)
@@ -322,7 +392,9 @@ def _move_strips_on_devices(source: ChunkMemory, destination: ChunkMemory, chunk
 
 
 def _copy_each(room: DeviceBytes, calls: Iterable[list[memoryview]], *, into_room: bool) -> None:
-    """Copy the host's views, in order, to or from a room on a device. Waits before it asks for the next ones."""
+    """Copy the host's views, in order, to or from a room on a device. Waits before it asks for the
+    next ones.
+    """
     queue, at = room.device.queue(), room.address
     for views in calls:
         for view in views:
@@ -333,7 +405,9 @@ def _copy_each(room: DeviceBytes, calls: Iterable[list[memoryview]], *, into_roo
 
 
 def _move_strips(source: ChunkMemory, destination: ChunkMemory, chunk: int) -> None:
-    """Both memories have one content, so their strips are equal, and one list of calls serves both."""
+    """Both memories have one content, so their strips are equal, and one list of calls serves
+    both.
+    """
     with closing(destination.incoming(chunk)) as incoming:
         for theirs, mine in zip(source.outgoing(chunk), incoming, strict=True):
             for view, other in zip(theirs, mine, strict=True):

@@ -1,12 +1,13 @@
-"""Which registrations of this process share memory, also of several hubs: a fill of one must not change another.
+"""Which registrations of this process share memory, also of several hubs: a fill of one must not
+change another.
 
-Memory may be registered more than once, as the trunk that two models share, and published under both. But a fill writes: it
-would change bytes that another registration has promised, or is filling. So a fill is refused while another registration
-of these bytes holds a version, and a publish while another registration is filled. (The caller's own writes are found as
-ever, R15.)
+Memory may be registered more than once, as the trunk that two models share, and published under
+both. But a fill writes: it would change bytes that another registration has promised, or is
+filling. So a fill is refused while another registration of these bytes holds a version, and a
+publish while another registration is filled. (The caller's own writes are found as ever, R15.)
 
-Not responsible for tied tensors of one registration, for tensors with padded rows (their padding may be of other tensors),
-nor for other processes.
+Not responsible for tied tensors of one registration, for tensors with padded rows (their padding
+may be of other tensors), nor for other processes.
 """
 
 from __future__ import annotations
@@ -37,28 +38,39 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 class Claim:
     """One registration's memory. It counts as long as something refers to it.
 
-    `title`: the registration's, for errors. `held`: which version it holds or may hold, as a text; empty: none.
+    `title`: the registration's, for errors. `held`: which version it holds or may hold, as a text;
+    empty: none.
     """
 
-    def __init__(self, title: str, tensors: Iterable[TensorDescription], held: Callable[[], str]) -> None:
+    def __init__(
+        self, title: str, tensors: Iterable[TensorDescription], held: Callable[[], str]
+    ) -> None:
         self._title = title
         self._held = held
         places = {
-            (each.address, each.address + each.nbytes): each.name for each in tensors if each.nbytes and not each.strides
+            (each.address, each.address + each.nbytes): each.name
+            for each in tensors
+            if each.nbytes and not each.strides
         }
         self._spans = sorted(places.items())
         self._starts = [start for (start, _), _ in self._spans]
         self._fills = self._publishes = 0  # that run now
         with _lock:
             # With the names of two tensors that share bytes, its own first.
-            self._sharing = [(weakref.ref(each), both) for each in _claims if (both := self._shared(each)) is not None]
+            self._sharing = [
+                (weakref.ref(each), both)
+                for each in _claims
+                if (both := self._shared(each)) is not None
+            ]
             for other, (mine, theirs) in self._sharing:
                 if (there := other()) is not None:
                     there._sharing.append((weakref.ref(self), (theirs, mine)))
             _claims.add(self)
 
     def _shared(self, other: Claim) -> tuple[str, str] | None:
-        """The names of a tensor of each claim that share bytes. (Tensors of one claim are equal or apart.)"""
+        """The names of a tensor of each claim that share bytes. (Tensors of one claim are equal or
+        apart.)
+        """
         if not self._spans or not other._spans:
             return None
         if self._spans[-1][0][1] <= other._starts[0] or other._spans[-1][0][1] <= self._starts[0]:
@@ -73,7 +85,9 @@ class Claim:
         return None
 
     def check_fill(self) -> None:
-        """StateError: another registration of this memory holds a version, or is filled or published now."""
+        """StateError: another registration of this memory holds a version, or is filled or
+        published now.
+        """
         with _lock:
             self._check_fill()
 
@@ -93,18 +107,25 @@ class Claim:
         for other, both in self._others():
             if what := other._held() or other._running:
                 raise StateError(
-                    f"{self._same(other, both)}, and that registration {what}: a fill of this one would overwrite it. "
-                    "Unpublish or close that one first, or register a copy here. (An engine that runs on the trainer's own "
+                    f"{self._same(other, both)}, and that registration {what}: a fill of this one "
+                    f"would overwrite it. "
+                    "Unpublish or close that one first, or register a copy here. (An engine that "
+                    "runs on the trainer's own "
                     "tensors has each version as it is made, and needs no registration.)"
                 )
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """Within the block its memory is published. StateError: another registration of it is being filled."""
+        """Within the block its memory is published. StateError: another registration of it is being
+        filled.
+        """
         with _lock:
             for other, both in self._others():
                 if other._fills:
-                    raise StateError(f"{self._same(other, both)}, and that registration is being filled: wait for its end")
+                    raise StateError(
+                        f"{self._same(other, both)}, and that registration is being filled: wait "
+                        f"for its end"
+                    )
             self._publishes += 1
         try:
             yield
@@ -120,7 +141,9 @@ class Claim:
         return ((there, both) for each, both in self._sharing if (there := each()) is not None)
 
     def _same(self, other: Claim, both: tuple[str, str]) -> str:
-        return f"tensor {both[0]!r} of {self._title} shares memory with {both[1]!r} of {other._title}"
+        return (
+            f"tensor {both[0]!r} of {self._title} shares memory with {both[1]!r} of {other._title}"
+        )
 
 
 NO_CLAIM = Claim("", (), str)

@@ -1,7 +1,7 @@
 """Describes tensors, and says which cannot be registered. A DTensor is its local part, in place.
 
-Responsible for naming the obstacle and the remedy. Not responsible for which tensors there are (`resolving`), nor for
-their bytes (`tensors`).
+Responsible for naming the obstacle and the remedy. Not responsible for which tensors there are
+(`resolving`), nor for their bytes (`tensors`).
 
 torch and numpy are never imported here. A caller with a tensor has imported its library already.
 """
@@ -29,11 +29,14 @@ def is_numpy(value: object) -> bool:
     return isinstance(value, getattr(sys.modules.get("numpy"), "ndarray", ()))
 
 
-def describe(tensors: Mapping[str, Any], *, also_wrong: Sequence[str] = ()) -> tuple[TensorDescription, ...]:
-    """These, in the mapping's order: torch's tensors, on the CPU or on one GPU, or numpy arrays, in place.
+def describe(
+    tensors: Mapping[str, Any], *, also_wrong: Sequence[str] = ()
+) -> tuple[TensorDescription, ...]:
+    """These, in the mapping's order: torch's tensors, on the CPU or on one GPU, or numpy arrays, in
+    place.
 
-    One RegistrationError names every tensor that cannot be used, why, and the remedy. `also_wrong`: further faults of the
-    caller's tensors.
+    One RegistrationError names every tensor that cannot be used, why, and the remedy. `also_wrong`:
+    further faults of the caller's tensors.
     """
     found, faults = [], []
     places = dict[str, str]()  # each device, with the first tensor's name there
@@ -47,32 +50,43 @@ def describe(tensors: Mapping[str, Any], *, also_wrong: Sequence[str] = ()) -> t
             places.setdefault(_place(local), name)
     faults += also_wrong
     if faults:
-        raise RegistrationError(f"{len(faults)} tensor(s) cannot be registered:\n  " + "\n  ".join(faults))
+        raise RegistrationError(
+            f"{len(faults)} tensor(s) cannot be registered:\n  " + "\n  ".join(faults)
+        )
     if len(places) > 1:
         where = ", ".join(f"{name!r} is on {place}" for place, name in places.items())
         raise RegistrationError(
-            f"the tensors are in {len(places)} memories: {where}. Register those of each device by themselves, as a model "
+            f"the tensors are in {len(places)} memories: {where}. Register those of each device by "
+            f"themselves, as a model "
             "name of their own, or move them to one device before"
         )
     return tuple(found)
 
 
 def check_any(tensors: Collection[object], world_size: int) -> None:
-    """RegistrationError: there are none, and no other rank either. (A rank of several may have none: a pipeline's stage
-    without an adapter.)
+    """RegistrationError: there are none, and no other rank either. (A rank of several may have
+    none: a pipeline's stage without an adapter.)
     """
     if not tensors and world_size == 1:
-        raise RegistrationError("tensors: there are none; give at least one (only a rank of several may have none)")
+        raise RegistrationError(
+            "tensors: there are none; give at least one (only a rank of several may have none)"
+        )
 
 
 def local_of(tensor: Any) -> Any:
-    """What this process has of it, in place: of a DTensor its local part, of any other tensor all of it."""
+    """What this process has of it, in place: of a DTensor its local part, of any other tensor all
+    of it.
+    """
     # Not `to_local()`: of a parameter that is a new object each time.
     return tensor._local_tensor if is_torch(tensor) and is_dtensor(tensor) else tensor
 
 
-def shardings_of(tensors: Mapping[str, Any], said: Collection[str]) -> tuple[dict[str, Sharding | None], list[str]]:
-    """How the DTensors among these are cut, but for those of which something else is `said`; and why some cannot be used."""
+def shardings_of(
+    tensors: Mapping[str, Any], said: Collection[str]
+) -> tuple[dict[str, Sharding | None], list[str]]:
+    """How the DTensors among these are cut, but for those of which something else is `said`; and
+    why some cannot be used.
+    """
     found: dict[str, Sharding | None] = {}
     faults = []
     for name, tensor in tensors.items():
@@ -99,7 +113,9 @@ def description_of(name: str, tensor: Any, address: int) -> TensorDescription:
     dtype, shape = dtype_of(tensor), tuple(tensor.shape)
     quantization = quantization_of(tensor) if is_torch(tensor) else None
     strides = () if _is_contiguous(tensor) else row_pitch(shape, _strides(tensor), ITEMSIZE[dtype])
-    return TensorDescription(name, dtype, shape, address, prod(shape) * ITEMSIZE[dtype], quantization, strides or ())
+    return TensorDescription(
+        name, dtype, shape, address, prod(shape) * ITEMSIZE[dtype], quantization, strides or ()
+    )
 
 
 def _is_contiguous(tensor: Any) -> bool:
@@ -113,9 +129,12 @@ def _strides(tensor: Any) -> tuple[int, ...]:
     return tuple(tensor.strides)
 
 
-def row_pitch(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, ...] | None:
-    """These strides, in bytes, if rows are whole and merely padded: those of a dimension of one index as if it were packed.
-    None: they are something else, as of a transposed or an expanded tensor.
+def row_pitch(
+    shape: Sequence[int], strides: Sequence[int], itemsize: int
+) -> tuple[int, ...] | None:
+    """These strides, in bytes, if rows are whole and merely padded: those of a dimension of one
+    index as if it were packed. None: they are something else, as of a transposed or an expanded
+    tensor.
     """
     found, packed = list[int](), itemsize  # the innermost first; the least that the next one can be
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
@@ -151,7 +170,9 @@ def fault_of(tensor: Any) -> str | None:
             return _torch_fault(local_of(tensor))
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             # Lazy, functional and wrapper tensors refuse the questions themselves.
-            return f"a {kind_of(tensor)} has no memory to look at ({str(error).splitlines()[0]:.200})"
+            return (
+                f"a {kind_of(tensor)} has no memory to look at ({str(error).splitlines()[0]:.200})"
+            )
     if is_numpy(tensor):
         return _numpy_fault(tensor)
     return f"a {kind_of(tensor)} is neither a torch.Tensor nor a numpy.ndarray"
@@ -159,13 +180,18 @@ def fault_of(tensor: Any) -> str | None:
 
 def _torch_fault(tensor: Any) -> str | None:
     if tensor.is_meta:
-        return "it is on the meta device and has no bytes; materialize it first (`.to_empty(device='cpu')`)"
+        return (
+            "it is on the meta device and has no bytes; materialize it first "
+            "(`.to_empty(device='cpu')`)"
+        )
     if tensor.device.type == "cuda" and (fault := fault_here()) is not None:
         return f"it is on {tensor.device}, and {fault}"
     if tensor.device.type not in ("cpu", "cuda"):
         return f"it is on {tensor.device}; tensors on the CPU and on CUDA devices can be registered"
     if str(tensor.layout) != "torch.strided" or tensor.is_nested:
-        return "it is sparse, nested or of another special layout; register `.to_dense()` or its parts"
+        return (
+            "it is sparse, nested or of another special layout; register `.to_dense()` or its parts"
+        )
     if tensor.is_conj():
         return "its conjugation is still to be done; register `.resolve_conj()`"
     if tensor.is_neg():
@@ -178,7 +204,10 @@ def _torch_fault(tensor: Any) -> str | None:
         return fault
     nbytes = description_of("", tensor, 0).extent
     if tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.element_size() + nbytes:
-        return "its storage was freed or is smaller than its shape; register it while it has its memory"
+        return (
+            "its storage was freed or is smaller than its shape; register it while it has its "
+            "memory"
+        )
     if nbytes and not tensor.data_ptr():
         return f"a {kind_of(tensor)} has no memory of its own; register the tensors that it wraps"
     return None
@@ -198,14 +227,19 @@ def _quantized_fault(tensor: Any) -> str | None:
     """Only one scale and one zero point, of all elements, are carried along with the bytes."""
     dtype = dtype_of(tensor)
     if dtype not in QUANTIZED:
-        return f"{dtype} packs several elements into a byte in torch's own way; register `.int_repr()`"
+        return (
+            f"{dtype} packs several elements into a byte in torch's own way; register `.int_repr()`"
+        )
     try:
         scheme = str(tensor.qscheme())
     except RuntimeError:
         return "it is quantized and has no scale; make it with `torch.quantize_per_tensor`"
     if scheme != "torch.per_tensor_affine":
         parts = "`.int_repr()`, `.q_per_channel_scales()` and `.q_per_channel_zero_points()`"
-        return f"its scheme is {scheme}, and only per_tensor_affine is carried along; register {parts} as tensors"
+        return (
+            f"its scheme is {scheme}, and only per_tensor_affine is carried along; register "
+            f"{parts} as tensors"
+        )
     return quantization_fault(dtype, quantization_of(tensor))
 
 
@@ -214,7 +248,10 @@ def _numpy_fault(array: Any) -> str | None:
         return "it is masked, and its mask would stay behind; register `.data` and `.mask`"
     if array.dtype.name not in ITEMSIZE or not array.dtype.isnative:
         return f"dtype {array.dtype} is not one of torch's; convert it (`.astype(...)`)"
-    if not array.flags.c_contiguous and row_pitch(array.shape, array.strides, array.itemsize) is None:
+    if (
+        not array.flags.c_contiguous
+        and row_pitch(array.shape, array.strides, array.itemsize) is None
+    ):
         return f"it is not C-contiguous (shape {array.shape}); use `numpy.ascontiguousarray(...)`"
     if not array.flags.writeable:
         return "it cannot be written to; register a copy (`.copy()`)"

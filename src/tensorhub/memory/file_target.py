@@ -1,8 +1,10 @@
-"""Safetensors files that a fetch fills: planned when the version is known, filled in place, renamed when whole.
+"""Safetensors files that a fetch fills: planned when the version is known, filled in place, renamed
+when whole.
 
-Everything is made in a temporary directory beside the output, on the output's filesystem. All blocks of the files are
-allocated before the first byte arrives. So a full disk is an error, and never a SIGBUS in a lane that writes a mapping.
-After an interruption the arrived bytes stay there, and the next fetch to that output goes on (`unfinished`).
+Everything is made in a temporary directory beside the output, on the output's filesystem. All
+blocks of the files are allocated before the first byte arrives. So a full disk is an error, and
+never a SIGBUS in a lane that writes a mapping. After an interruption the arrived bytes stay there,
+and the next fetch to that output goes on (`unfinished`).
 
 Responsible for the contents of the files, for their place, and for leaving nothing else behind.
 """
@@ -31,7 +33,8 @@ from tensorhub.model.manifest import Manifest, TensorSpec
 
 ONE_FILE = "model" + SUFFIX  # of a directory, where the publisher had no file names
 
-# ---------------------------------------------------------------------------------------------------------- planning
+# --------------------------------------------------------------------------------------------------
+# planning
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +50,11 @@ class Plan:
 
 
 def plan(manifest: Manifest, wanted: Sequence[TensorSpec], name: str | None) -> Plan:
-    """The files that hold the `wanted` tensors: one called `name`, or (None) the publisher's, else one.
+    """The files that hold the `wanted` tensors: one called `name`, or (None) the publisher's, else
+    one.
 
-    A file of which everything is wanted is as it was published. ManifestMismatch if the format cannot hold a tensor, or for
-    metadata that is not what a publisher says of these tensors.
+    A file of which everything is wanted is as it was published. ManifestMismatch if the format
+    cannot hold a tensor, or for metadata that is not what a publisher says of these tensors.
     """
     if not wanted:
         raise mismatch("this version holds no tensor: there is nothing to write")
@@ -61,7 +65,11 @@ def plan(manifest: Manifest, wanted: Sequence[TensorSpec], name: str | None) -> 
         _check(source, manifest)
         chosen = {tensor.name: tensor for tensor in wanted}
         whole = len(chosen) == len(manifest.tensors)
-        headers = {file: _part(header, chosen) for file, header in source.headers.items() if whole or _has(header, chosen)}
+        headers = {
+            file: _part(header, chosen)
+            for file, header in source.headers.items()
+            if whole or _has(header, chosen)
+        }
         if name is None and source.index is not None:
             text = source.index.text if whole else rewritten(source.index, headers)
             return Plan(headers, (source.index.name, text))
@@ -69,7 +77,11 @@ def plan(manifest: Manifest, wanted: Sequence[TensorSpec], name: str | None) -> 
         raise mismatch(f"this version cannot be written as safetensors files: {error}") from error
     if name is not None:
         (first, *others) = headers.values()
-        merged = _header(wanted, agreed(header.metadata for header in headers.values())) if others else first
+        merged = (
+            _header(wanted, agreed(header.metadata for header in headers.values()))
+            if others
+            else first
+        )
         return Plan({name: merged})
     return Plan(headers)
 
@@ -83,40 +95,59 @@ def _has(header: Header, chosen: Mapping[str, TensorSpec]) -> bool:
 
 
 def _part(header: Header, chosen: Mapping[str, TensorSpec]) -> Header:
-    """The header for the chosen tensors of a file: the file's own, to the byte, if all are chosen."""
+    """The header for the chosen tensors of a file: the file's own, to the byte, if all are
+    chosen.
+    """
     entries = [entry for entry in header.entries if entry.name in chosen]
-    return header if len(entries) == len(header.entries) else _header([chosen[e.name] for e in entries], header.metadata)
+    return (
+        header
+        if len(entries) == len(header.entries)
+        else _header([chosen[e.name] for e in entries], header.metadata)
+    )
 
 
 def _check(source: Checkpoint, manifest: Manifest) -> None:
     """ValueError unless the publisher's files hold this manifest's tensors."""
-    said = {entry.name: (entry.dtype, entry.shape) for header in source.headers.values() for entry in header.entries}
+    said = {
+        entry.name: (entry.dtype, entry.shape)
+        for header in source.headers.values()
+        for entry in header.entries
+    }
     there = {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.tensors}
     if said != there:
         differs = sorted(name for name in {*said, *there} if said.get(name) != there.get(name))
-        raise ValueError(f"what its publisher says of its files is not true of tensor {differs[0]!r}")
+        raise ValueError(
+            f"what its publisher says of its files is not true of tensor {differs[0]!r}"
+        )
 
 
-# ----------------------------------------------------------------------------------------------------------- writing
+# --------------------------------------------------------------------------------------------------
+# writing
 
 
 class FileTarget(FilledMemory):
-    """The output of a fetch, as memory that is made when the version is known. See `Memory`; it is never published.
+    """The output of a fetch, as memory that is made when the version is known. See `Memory`; it is
+    never published.
 
-    `out`: one file if it ends in .safetensors, else a directory. `names`: as `Hub.fetch` takes them. `force`: replace an
-    existing output. Use as a context manager: at its end uncommitted files are kept for the next fetch to that output, or
-    removed if nothing has arrived. Raises StateError, before anything is fetched, if the output exists or cannot be made,
-    or another fetch writes there.
+    `out`: one file if it ends in .safetensors, else a directory. `names`: as `Hub.fetch` takes
+    them. `force`: replace an existing output. Use as a context manager: at its end uncommitted
+    files are kept for the next fetch to that output, or removed if nothing has arrived. Raises
+    StateError, before anything is fetched, if the output exists or cannot be made, or another fetch
+    writes there.
     """
 
-    def __init__(self, out: Path, names: str | Sequence[str] | None = None, *, force: bool = False) -> None:
+    def __init__(
+        self, out: Path, names: str | Sequence[str] | None = None, *, force: bool = False
+    ) -> None:
         self._is_file = out.name.endswith(SUFFIX)
         self._out = Path(os.path.abspath(out) if self._is_file else os.path.realpath(out))
         self._force = force
         self.patterns = patterns(names)
         self._check_free()
         self._in_place = self._is_kept()
-        place, other = (self._out, self._out.parent) if self._in_place else (self._out.parent, self._out)
+        place, other = (
+            (self._out, self._out.parent) if self._in_place else (self._out.parent, self._out)
+        )
         self._plan = Plan({})
         self._mappings: dict[str, mmap.mmap] = {}
         with _explained(f"nothing can be written in {place}"):
@@ -124,7 +155,8 @@ class FileTarget(FilledMemory):
         self._temporary = self._unfinished.directory
         try:
             with _explained(f"{other} cannot be cleared"):
-                if Unfinished.is_in(other, self._out.name):  # left by a fetch that found the output otherwise
+                # left by a fetch that found the output otherwise
+                if Unfinished.is_in(other, self._out.name):
                     Unfinished(other, self._out.name).remove()
         except BaseException:
             self._unfinished.keep()
@@ -146,16 +178,23 @@ class FileTarget(FilledMemory):
             except FileNotFoundError:
                 return
             if self._is_file and self._out.is_dir():
-                raise StateError(f"{self._out} is a directory: a name that ends in {SUFFIX} is one file")
+                raise StateError(
+                    f"{self._out} is a directory: a name that ends in {SUFFIX} is one file"
+                )
             if not self._is_file and not self._out.is_dir():
-                raise StateError(f"{self._out} is not a directory: give one, or a name that ends in {SUFFIX} for one file")
+                raise StateError(
+                    f"{self._out} is not a directory: give one, or a name that ends in {SUFFIX} "
+                    f"for one file"
+                )
             if not self._force and (self._is_file or self._holds_something()):
                 what = "exists" if self._is_file else "exists and is not empty"
-                raise StateError(f"{self._out} {what}: take another place, or replace what is there (--force)")
+                raise StateError(
+                    f"{self._out} {what}: take another place, or replace what is there (--force)"
+                )
 
     def _is_kept(self) -> bool:
-        """Whether the output is a directory that cannot be replaced as a whole: it has something in it, is of a filesystem
-        of its own, or is a process' working directory.
+        """Whether the output is a directory that cannot be replaced as a whole: it has something in
+        it, is of a filesystem of its own, or is a process' working directory.
         """
         if self._is_file or not self._out.is_dir():
             return False
@@ -165,13 +204,14 @@ class FileTarget(FilledMemory):
         stem = stem_of(self._out.name)
         return any(not path.name.startswith(stem) for path in self._out.iterdir())
 
-    # ------------------------------------------------------------------------------------------------- as memory
+    # ----------------------------------------------------------------------------------------------
+    # as memory
 
     def map(self, manifest: Manifest) -> MappedRegions:
         """Make the files, with all their blocks, and find the wanted tensors' regions in them.
 
-        Raises ManifestMismatch (a name that no tensor has; what the format cannot hold), StateError (no room, naming the
-        bytes that are needed and that are free).
+        Raises ManifestMismatch (a name that no tensor has; what the format cannot hold), StateError
+        (no room, naming the bytes that are needed and that are free).
         """
         wanted = choose(self.patterns, manifest)
         self._plan = plan(manifest, wanted, self._out.name if self._is_file else None)
@@ -179,7 +219,9 @@ class FileTarget(FilledMemory):
         with _explained(f"{self._temporary} cannot be cleared"):
             for path in self._temporary.iterdir():  # of another version, perhaps
                 if path.name not in self._plan.headers:
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                    shutil.rmtree(
+                        path
+                    ) if path.is_dir() and not path.is_symlink() else path.unlink()
         for name, header in self._plan.headers.items():
             self._mappings[name] = self._allocate(self._temporary / name, header)
         views = {
@@ -188,10 +230,15 @@ class FileTarget(FilledMemory):
             for at in [self._plan.headers[name].data_at]
             for entry in self._plan.headers[name].entries
         }
-        return mapped(manifest, lambda tensors: [views[tensor.name] for tensor in tensors if tensor.name in views])
+        return mapped(
+            manifest,
+            lambda tensors: [views[tensor.name] for tensor in tensors if tensor.name in views],
+        )
 
     def _allocate(self, path: Path, header: Header) -> mmap.mmap:
-        """The file, mapped. Bytes of an existing file stay: each is overwritten, or digested again."""
+        """The file, mapped. Bytes of an existing file stay: each is overwritten, or digested
+        again.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             descriptor = os.open(path, flags, 0o666)
@@ -203,7 +250,10 @@ class FileTarget(FilledMemory):
                 os.close(descriptor)
         except OSError as error:
             free = os.statvfs(self._temporary)
-            rooms = f"{self._plan.nbytes} bytes are needed, {free.f_bavail * free.f_frsize} are free there"
+            rooms = (
+                f"{self._plan.nbytes} bytes are needed, {free.f_bavail * free.f_frsize} are "
+                f"free there"
+            )
             raise StateError(f"{self._out} cannot be made: {rooms} ({error.strerror})") from error
         begin = header.encode()
         mapping[: len(begin)] = begin
@@ -214,14 +264,17 @@ class FileTarget(FilledMemory):
         if manifest.digest == "none":
             return None
         headers = [(name, header.encode()) for name, header in self._plan.headers.items()]
-        key = sha256(repr((content_id, manifest.grid_id, manifest.digest, headers)).encode()).digest()
+        key = sha256(
+            repr((content_id, manifest.grid_id, manifest.digest, headers)).encode()
+        ).digest()
         return self._unfinished.recall(key, manifest.chunk_count, WIDTHS[manifest.digest])
 
     def note(self, digests: Sequence[int | None]) -> None:
         """See `FilledMemory`."""
         self._unfinished.note(digests)
 
-    # ----------------------------------------------------------------------------------------------------- ending
+    # ----------------------------------------------------------------------------------------------
+    # ending
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -237,7 +290,9 @@ class FileTarget(FilledMemory):
         return self._plan.nbytes
 
     def commit(self) -> None:
-        """Make everything durable and put it where it belongs. StateError if that cannot be done."""
+        """Make everything durable and put it where it belongs. StateError if that cannot be
+        done.
+        """
         self._mappings.clear()
         with _explained(f"{self._out} cannot be written"):
             if self._plan.index is not None:
@@ -257,13 +312,17 @@ class FileTarget(FilledMemory):
             self._unfinished.remove()
 
     def close(self) -> Path | None:
-        """Leave nothing behind but committed files, or arrived bytes: then the place of these is returned."""
+        """Leave nothing behind but committed files, or arrived bytes: then the place of these is
+        returned.
+        """
         self._mappings.clear()
         return self._temporary if self._unfinished.keep() else None
 
 
 def _sync(path: Path) -> None:
-    """Bring a file to the disk, also writes through its mapping: Linux keeps both in one set of pages."""
+    """Bring a file to the disk, also writes through its mapping: Linux keeps both in one set of
+    pages.
+    """
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

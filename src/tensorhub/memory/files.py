@@ -1,11 +1,14 @@
-"""Safetensors files as published memory: mapped, and served where they are. Without torch, and without a copy.
+"""Safetensors files as published memory: mapped, and served where they are. Without torch, and
+without a copy.
 
-Nothing that serves this memory reads the mapping in user space, because that would end the process with SIGBUS if the file
-was truncated. A send call from the mapping only fails, with EFAULT, and costs its reader a retry. Digests are made by
-reading the file, all of them before the publish. If a file is changed while it is served, its readers fail (a digest does
-not fit, or the source is lost), but no reader gets other bytes.
+Nothing that serves this memory reads the mapping in user space, because that would end the process
+with SIGBUS if the file was truncated. A send call from the mapping only fails, with EFAULT, and
+costs its reader a retry. Digests are made by reading the file, all of them before the publish. If a
+file is changed while it is served, its readers fail (a digest does not fit, or the source is lost),
+but no reader gets other bytes.
 
-Responsible for opening files, for their digests, and for noticing that they were written. Not responsible for their format.
+Responsible for opening files, for their digests, and for noticing that they were written. Not
+responsible for their format.
 """
 
 from __future__ import annotations
@@ -55,22 +58,26 @@ class _OpenFile:
 
 
 def _stamp(descriptor: int) -> tuple[int, int]:
-    """What every write changes. Not the ctime: a rename over the path leaves this file intact, and changes its ctime."""
+    """What every write changes. Not the ctime: a rename over the path leaves this file intact, and
+    changes its ctime.
+    """
     now = os.fstat(descriptor)
     return now.st_size, now.st_mtime_ns
 
 
 class FileMemory(CallersMemory):
-    """The tensors of a safetensors file, a directory of them, or an index, as memory that can be published.
+    """The tensors of a safetensors file, a directory of them, or an index, as memory that can be
+    published.
 
-    OSError for an unreadable file; ValueError, naming file and reason, for files that are not one whole model. Close it
-    after the hub that serves it.
+    OSError for an unreadable file; ValueError, naming file and reason, for files that are not one
+    whole model. Close it after the hub that serves it.
     """
 
     digests_first = True
 
     def __init__(self, path: Path) -> None:
-        self.progress: Progress = lambda done, total: None  # told of the digests, by the thread that makes them
+        # told of the digests, by the thread that makes them
+        self.progress: Progress = lambda done, total: None
         self._files: list[_OpenFile] = []
         self._digests: tuple[str, list[int]] | None = None  # of this manifest
         try:
@@ -82,16 +89,22 @@ class FileMemory(CallersMemory):
             checkpoint = Checkpoint({file.path.name: file.header for file in self._files}, index)
         except ValueError as error:
             self.close()
-            raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+            raise ValueError(
+                str(error) if str(path) in str(error) else f"{path}: {error}"
+            ) from error
         except BaseException:
             self.close()
             raise
         self.metadata = checkpoint.encode()
-        self._places = {entry.name: (file, entry) for file in self._files for entry in file.header.entries}
+        self._places = {
+            entry.name: (file, entry) for file in self._files for entry in file.header.entries
+        }
         if not self._places:
             self.close()
             raise ValueError(f"{path} holds no tensor")
-        self.descriptions = tuple([_described(file, entry) for file, entry in self._places.values()])
+        self.descriptions = tuple(
+            [_described(file, entry) for file, entry in self._places.values()]
+        )
 
     def __repr__(self) -> str:
         return f"<FileMemory of {len(self._files)} files, {len(self.descriptions)} tensors>"
@@ -112,15 +125,19 @@ class FileMemory(CallersMemory):
         """The files, as they were opened."""
         return tuple([file.path for file in self._files])
 
-    # ----------------------------------------------------------------------------------------------------- changes
+    # ----------------------------------------------------------------------------------------------
+    # changes
 
     def changed(self) -> str | None:
-        """Which file was written since it was opened, as a sentence; None if none was. A file that was renamed, removed or
-        replaced stays open here, and does not count.
+        """Which file was written since it was opened, as a sentence; None if none was. A file that
+        was renamed, removed or replaced stays open here, and does not count.
         """
         for file in self._files:
             if file.is_changed():
-                return f"{file.path} was written since it was opened; its readers may have failed, none has other bytes"
+                return (
+                    f"{file.path} was written since it was opened; its readers may have failed, "
+                    f"none has other bytes"
+                )
         return None
 
     def check_unreplaced(self) -> None:
@@ -134,10 +151,12 @@ class FileMemory(CallersMemory):
         counts = [times[file.path] for file, _ in self._places.values()]
         return tuple(counts if tensors is None else [counts[number] for number in tensors])
 
-    # ----------------------------------------------------------------------------------------------------- digests
+    # ----------------------------------------------------------------------------------------------
+    # digests
 
     def digests(self, manifest: Manifest, check: Callable[[], object]) -> Sequence[int] | None:
-        """Every chunk's digest, by reading the files. `check` is called between two reads, and ends it by raising.
+        """Every chunk's digest, by reading the files. `check` is called between two reads, and ends
+        it by raising.
 
         RegistrationError if a file changes meanwhile.
         """
@@ -165,14 +184,18 @@ class FileMemory(CallersMemory):
         self.progress(done, manifest.nbytes)
 
     def digest(self, manifest: Manifest, chunk: int) -> int | None:
-        """A chunk's digest as the file is now, by reading it. None if it cannot be read (any more)."""
+        """A chunk's digest as the file is now, by reading it. None if it cannot be read (any
+        more).
+        """
         buffer = memoryview(bytearray(READ_BYTES))
         try:
             return self._read_digest(manifest, manifest.chunks[chunk], buffer, lambda count: None)
         except RegistrationError:
             return None
 
-    def _read_digest(self, manifest: Manifest, chunk: Chunk, buffer: memoryview, went_on: Callable[[int], object]) -> int:
+    def _read_digest(
+        self, manifest: Manifest, chunk: Chunk, buffer: memoryview, went_on: Callable[[int], object]
+    ) -> int:
         file, at = self._place(manifest.by_region[chunk.region][0].name)
         digest = hasher(manifest.digest)
         for part in _read(file, at + chunk.offset, chunk.nbytes, buffer):
@@ -184,14 +207,19 @@ class FileMemory(CallersMemory):
         file, entry = self._places[tensor]
         return file, file.header.data_at + entry.offset
 
-    # ----------------------------------------------------------------------------------------------------- mapping
+    # ----------------------------------------------------------------------------------------------
+    # mapping
 
     def map(self, manifest: Manifest) -> MappedRegions:
-        """The regions, which cannot be written. ManifestMismatch for any manifest but this memory's own."""
+        """The regions, which cannot be written. ManifestMismatch for any manifest but this memory's
+        own.
+        """
         regions = []
         for region, tensors in zip(manifest.regions, manifest.by_region, strict=True):
             if len(tensors) != 1 or tensors[0].name not in self._places:
-                raise ManifestMismatch(f"{self!r} is not what tensor {tensors[0].name!r} is in, and cannot be filled")
+                raise ManifestMismatch(
+                    f"{self!r} is not what tensor {tensors[0].name!r} is in, and cannot be filled"
+                )
             file, at = self._place(tensors[0].name)
             regions.append(file.mapping[at : at + region.nbytes])
         return MappedRegions(tuple(regions), ())
@@ -205,7 +233,9 @@ def _read(file: _OpenFile, at: int, nbytes: int, buffer: memoryview) -> Iterator
         except OSError as error:
             raise RegistrationError(f"{file.path} cannot be read: {error.strerror}") from error
         if not count:
-            raise RegistrationError(f"{file.path} became shorter while it was read. Publish it again")
+            raise RegistrationError(
+                f"{file.path} became shorter while it was read. Publish it again"
+            )
         yield buffer[:count]
         at, nbytes = at + count, nbytes - count
 

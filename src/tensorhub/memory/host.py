@@ -1,8 +1,10 @@
-"""Host memory that the library allocates for one shard of one version: a prefetched, retained or staged copy.
+"""Host memory that the library allocates for one shard of one version: a prefetched, retained or
+staged copy.
 
-Responsible for taking that memory from the system and for giving it back. Each copy is anonymous memory of its own, so what
-is freed goes back to the system at once. Not responsible for how much there may be: `reserve` (`worker.budget`) is called
-before anything is taken, and raises if there is no room.
+Responsible for taking that memory from the system and for giving it back. Each copy is anonymous
+memory of its own, so what is freed goes back to the system at once. Not responsible for how much
+there may be: `reserve` (`worker.budget`) is called before anything is taken, and raises if there is
+no room.
 """
 
 from __future__ import annotations
@@ -21,9 +23,13 @@ Pin = Callable[[memoryview], Callable[[], None]]
 
 
 class HostMemory(FilledMemory):
-    """See `Memory`. It has no tensors: its regions are those of whichever manifest it is mapped for."""
+    """See `Memory`. It has no tensors: its regions are those of whichever manifest it is mapped
+    for.
+    """
 
-    def __init__(self, reserve: Callable[[int], None] | None = None, pin: Pin | None = None) -> None:
+    def __init__(
+        self, reserve: Callable[[int], None] | None = None, pin: Pin | None = None
+    ) -> None:
         """`pin`: for memory that a GPU copies from and to."""
         self.nbytes = 0  # allocated now
         self._reserve = reserve
@@ -35,7 +41,9 @@ class HostMemory(FilledMemory):
         return f"<HostMemory of {self.nbytes} bytes>"
 
     def map(self, manifest: Manifest) -> MappedRegions:
-        """Allocate all regions of this manifest, in place of those before. StateError: no room, or no memory."""
+        """Allocate all regions of this manifest, in place of those before. StateError: no room, or
+        no memory.
+        """
         self.free()
         sizes = [region.nbytes for region in manifest.regions]
         nbytes, ends = sum(sizes), list(accumulate(sizes))
@@ -45,12 +53,16 @@ class HostMemory(FilledMemory):
             try:
                 self._bytes = mmap.mmap(-1, nbytes)
             except (OSError, MemoryError, ValueError, OverflowError) as error:
-                raise StateError(f"{nbytes} bytes of host memory cannot be allocated ({error}): free some") from error
+                raise StateError(
+                    f"{nbytes} bytes of host memory cannot be allocated ({error}): free some"
+                ) from error
         self.nbytes = nbytes
         whole = memoryview(self._bytes if self._bytes is not None else bytearray())
         if nbytes and self._pin is not None:
             self._unpin = self._pin(whole)
-        return MappedRegions(tuple(whole[end - size : end] for size, end in zip(sizes, ends, strict=True)), ())
+        return MappedRegions(
+            tuple(whole[end - size : end] for size, end in zip(sizes, ends, strict=True)), ()
+        )
 
     def free(self) -> None:
         """Give it back to the system, at once or (while a view exists) with the last view.
@@ -63,4 +75,5 @@ class HostMemory(FilledMemory):
             self._unpin = None
         if mapping is not None:
             with contextlib.suppress(BufferError):
-                mapping.close()  # it lets go of the GIL, which the end of the last reference would not
+                # it lets go of the GIL, which the end of the last reference would not
+                mapping.close()

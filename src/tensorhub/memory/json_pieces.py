@@ -1,7 +1,8 @@
-"""Reads untrusted JSON piece by piece, so that the cost of a hostile text is bounded by its contents.
+"""Reads untrusted JSON piece by piece, so that the cost of a hostile text is bounded by its
+contents.
 
-`json.loads` makes objects of a whole text before a caller can look at it: `"":{},` costs 26 times its bytes. Here a caller
-takes one name and one value at a time, and stops at the first fault.
+`json.loads` makes objects of a whole text before a caller can look at it: `"":{},` costs 26 times
+its bytes. Here a caller takes one name and one value at a time, and stops at the first fault.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"it says {name[:64]!r} twice")  # where a dict would silently keep the last
+            # where a dict would silently keep the last
+            raise ValueError(f"it says {name[:64]!r} twice")
         found[name] = value
     return found
 
@@ -33,7 +35,9 @@ _DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no
 
 
 class Pieces:
-    """A place in a JSON text. Whatever is not JSON, or is there twice, is a ValueError that begins with `what`."""
+    """A place in a JSON text. Whatever is not JSON, or is there twice, is a ValueError that begins
+    with `what`.
+    """
 
     def __init__(self, text: bytes, what: str) -> None:
         self._text = text
@@ -46,7 +50,9 @@ class Pieces:
         return self._text.startswith(sign, self._at)
 
     def members(self) -> Iterator[str]:
-        """The names in the object that comes next. The caller takes each one's value before he asks for the next name."""
+        """The names in the object that comes next. The caller takes each one's value before he asks
+        for the next name.
+        """
         self._take(b"{")
         seen = set[str]()
         while seen or not self.next_is(b"}"):
@@ -76,7 +82,8 @@ class Pieces:
     def value(self, bytes_max: int) -> Any:
         """The value that comes next, which has so many bytes at most."""
         self._at = self._end_of_space()
-        text = self._text[self._at : self._at + bytes_max].decode(errors="surrogateescape")  # it may end within a character
+        # it may end within a character
+        text = self._text[self._at : self._at + bytes_max].decode(errors="surrogateescape")
         try:
             value, end = _DECODER.raw_decode(text)
             self._at += end if text.isascii() else len(text[:end].encode())
@@ -100,4 +107,6 @@ class Pieces:
         self._at += len(sign)
 
     def _fault(self, why: str) -> ValueError:
-        return ValueError(f"{self._what} is not JSON, or not as it has to be ({why[:200]}, at byte {self._at})")
+        return ValueError(
+            f"{self._what} is not JSON, or not as it has to be ({why[:200]}, at byte {self._at})"
+        )

@@ -1,7 +1,9 @@
-"""A module's state besides its parameters and buffers: extra state, state that its class saves itself, quantization.
+"""A module's state besides its parameters and buffers: extra state, state that its class saves
+itself, quantization.
 
-A tensor that a module saves in place, one object each time, is carried as a parameter is. Everything else stays behind,
-and can only be named. Not responsible for the walk through modules (`resolving`), nor for warning the caller (`hub`).
+A tensor that a module saves in place, one object each time, is carried as a parameter is.
+Everything else stays behind, and can only be named. Not responsible for the walk through modules
+(`resolving`), nor for warning the caller (`hub`).
 
 torch is never imported here. A caller with a module has imported it already.
 """
@@ -23,20 +25,29 @@ QUANTIZATION = ("quant_state", "SCB")  # what bitsandbytes keeps at a parameter
 def saves_more(kind: type) -> bool:
     """Whether modules of this class may save more than their parameters and buffers."""
     base = sys.modules["torch"].nn.Module
-    return any(getattr(kind, name) is not getattr(base, name) for name in ("get_extra_state", "_save_to_state_dict"))
+    return any(
+        getattr(kind, name) is not getattr(base, name)
+        for name in ("get_extra_state", "_save_to_state_dict")
+    )
 
 
 def saved_beside(module: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """What such a module saves besides its parameters and buffers, by name: the tensors that are carried; and why each
-    other thing is left out. Runs the module's code, and none of its hooks.
+    """What such a module saves besides its parameters and buffers, by name: the tensors that are
+    carried; and why each other thing is left out. Runs the module's code, and none of its hooks.
     """
     try:
         saved, again = dict[str, Any](), dict[str, Any]()
         module._save_to_state_dict(saved, "", True)
         module._save_to_state_dict(again, "", True)
     except Exception as error:
-        return {}, {"_extra_state": f"{kind_of(module)} cannot tell its state: {text_of(error):.200}"}
-    known = [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+        return {}, {
+            "_extra_state": f"{kind_of(module)} cannot tell its state: {text_of(error):.200}"
+        }
+    known = [
+        each
+        for each in (*module._parameters.values(), *module._buffers.values())
+        if each is not None
+    ]
     places, carried, left_out = {_place(each) for each in known}, dict[str, Any](), dict[str, str]()
     for name, value in saved.items():
         if name in module._parameters or name in module._buffers or _is_nothing(value):
@@ -53,7 +64,9 @@ def saved_beside(module: Any) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def kept_at_parameters(module: Any) -> Iterator[tuple[str, str]]:
-    """What there is at packed parameters of this module that is needed to make sense of them, by name, with what it is."""
+    """What there is at packed parameters of this module that is needed to make sense of them, by
+    name, with what it is.
+    """
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
@@ -70,7 +83,9 @@ def plain_tensors(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_derived(module: Any, name: str, tensor: Any) -> bool:
-    """Whether this attribute follows from other state: of weight_norm and pruning, of buffers, of a cache or a graph."""
+    """Whether this attribute follows from other state: of weight_norm and pruning, of buffers, of a
+    cache or a graph.
+    """
     follows = any(f"{name}{ending}" in module._parameters for ending in ("_orig", "_g", "_v"))
     is_copy = name.removeprefix("original_") in module._buffers
     is_private = name.startswith("_") or "cache" in name.lower()

@@ -1,7 +1,8 @@
-"""What memory of one registration is to the rest of the library, and where the regions of a manifest are in it.
+"""What memory of one registration is to the rest of the library, and where the regions of a
+manifest are in it.
 
-Not responsible for any kind of it: a caller's tensors (`tensors`), files (`files`, `file_target`), host memory (`host`),
-what a fetch allocates (`allocated`).
+Not responsible for any kind of it: a caller's tensors (`tensors`), files (`files`, `file_target`),
+host memory (`host`), what a fetch allocates (`allocated`).
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ Pieces = tuple[tuple[int, Bytes], ...]
 class MappedRegions:
     """Where a manifest's regions are in this process.
 
-    `regions`: one view per region, writable if they are to be filled. `copies`: (from, to) for tensors that share bytes at
-    the source and are apart here. `unwanted`: regions that are not read here; their views are empty. `then`: a last step
-    with the verified bytes; it runs in a thread, and raises TensorHubErrors. `scattered`: packed regions with tensors that
-    are apart here; their views are empty until `packs` are made of them.
+    `regions`: one view per region, writable if they are to be filled. `copies`: (from, to) for
+    tensors that share bytes at the source and are apart here. `unwanted`: regions that are not read
+    here; their views are empty. `then`: a last step with the verified bytes; it runs in a thread,
+    and raises TensorHubErrors. `scattered`: packed regions with tensors that are apart here; their
+    views are empty until `packs` are made of them.
     """
 
     regions: tuple[Bytes, ...]
@@ -61,7 +63,9 @@ class MappedRegions:
         return not self.packs and not self.copies and self.then is None
 
     def unpack(self) -> None:
-        """Copy the regions' bytes to the other tensors that hold them: when all is verified, before READY."""
+        """Copy the regions' bytes to the other tensors that hold them: when all is verified, before
+        READY.
+        """
         for pack in self.packs:
             pack.unpack()
         for source, target in self.copies:
@@ -71,9 +75,12 @@ class MappedRegions:
 
 
 class Memory:
-    """The memory of one registration: the caller's tensors, a file's bytes, or memory that a fill allocates."""
+    """The memory of one registration: the caller's tensors, a file's bytes, or memory that a fill
+    allocates.
+    """
 
-    descriptions: tuple[TensorDescription, ...] = ()  # as this memory would be published; empty where it never is
+    # as this memory would be published; empty where it never is
+    descriptions: tuple[TensorDescription, ...] = ()
     metadata = b""  # see `Manifest.metadata`
     digests_first = False  # `digests` makes every chunk's digest, before anything is promised
     device: Device | None = None  # that has the memory; None: the CPU can address it
@@ -83,19 +90,19 @@ class Memory:
         """RegistrationError if this is not the memory that was registered any more."""
 
     def check_writable(self, *, again: bool = False) -> None:
-        """RegistrationError, naming each tensor that is to be filled and cannot be written. Tensors that were writable
-        once are checked only `again`.
+        """RegistrationError, naming each tensor that is to be filled and cannot be written. Tensors
+        that were writable once are checked only `again`.
         """
 
     def versions(self, tensors: Iterable[int] | None = None) -> tuple[int, ...]:
-        """Counts of writes, of each tensor or of those with these numbers. If they are equal before and after, no write was
-        seen in between.
+        """Counts of writes, of each tensor or of those with these numbers. If they are equal before
+        and after, no write was seen in between.
         """
         return ()
 
     def moved(self, tensors: Iterable[int] | None = None) -> list[int]:
-        """The numbers of tensors (of all, or of these) with memory that was replaced, freed or resized since it was
-        registered: it must not be touched. Any thread may ask.
+        """The numbers of tensors (of all, or of these) with memory that was replaced, freed or
+        resized since it was registered: it must not be touched. Any thread may ask.
         """
         return []
 
@@ -105,13 +112,16 @@ class Memory:
     def digests(self, manifest: Manifest, check: Callable[[], object]) -> Sequence[int] | None:
         """Every chunk's digest; None: each is made when it is first sent, or a fill brings it.
 
-        Blocks. `check` is called every few MiB, and ends the call by raising. Memory that makes its digests here is never
-        digested by its views, which may be of a file that is truncated meanwhile.
+        Blocks. `check` is called every few MiB, and ends the call by raising. Memory that makes its
+        digests here is never digested by its views, which may be of a file that is truncated
+        meanwhile.
         """
         return None
 
     def map(self, manifest: Manifest) -> MappedRegions:
-        """Find the regions of a manifest, its own or a compatible source's. ManifestMismatch if they are not here."""
+        """Find the regions of a manifest, its own or a compatible source's. ManifestMismatch if
+        they are not here.
+        """
         raise NotImplementedError
 
 
@@ -121,32 +131,43 @@ class FilledMemory(Memory):
     patterns: tuple[str, ...] | None = None  # of the names of the tensors that it takes; None: all
 
     def recall(self, content_id: str, manifest: Manifest) -> Sequence[int | None] | None:
-        """The chunks of this content that may have arrived before, in an earlier process: their digests, to be compared with
-        the bytes. Called after `map`.
+        """The chunks of this content that may have arrived before, in an earlier process: their
+        digests, to be compared with the bytes. Called after `map`.
         """
         return None
 
     def note(self, digests: Sequence[int | None]) -> None:
-        """The digests of the chunks that have arrived, for `recall`. Called while it is filled, now and then."""
+        """The digests of the chunks that have arrived, for `recall`. Called while it is filled, now
+        and then.
+        """
 
 
 class CallersMemory(Memory):
-    """What a caller has registered, and may replace or write. These methods are called in the caller's own thread."""
+    """What a caller has registered, and may replace or write. These methods are called in the
+    caller's own thread.
+    """
 
     def check_current(self) -> None:
-        """RegistrationError, naming each tensor, if what he has under these names is not the memory that was registered."""
+        """RegistrationError, naming each tensor, if what he has under these names is not the memory
+        that was registered.
+        """
         self.check_unreplaced()
 
     def watch(self) -> Callable[[], bool] | None:
-        """A function to call later: True if no write was seen since now. None: writes cannot be seen."""
+        """A function to call later: True if no write was seen since now. None: writes cannot be
+        seen.
+        """
         return None
 
 
 def mapped(
-    manifest: Manifest, find: Callable[[Sequence[TensorSpec]], Sequence[Bytes]], padded: Container[int] = ()
+    manifest: Manifest,
+    find: Callable[[Sequence[TensorSpec]], Sequence[Bytes]],
+    padded: Container[int] = (),
 ) -> MappedRegions:
-    """The manifest's regions, where `find` has the bytes of an alias class: once for each place that they have here, or
-    nowhere, where they are not wanted. `padded`: regions of tensors with padded rows, which are as they are.
+    """The manifest's regions, where `find` has the bytes of an alias class: once for each place
+    that they have here, or nowhere, where they are not wanted. `padded`: regions of tensors with
+    padded rows, which are as they are.
     """
     regions, copies = list[Bytes](), list[tuple[Bytes, Bytes]]()
     scattered, unwanted = dict[int, Pieces](), set[int]()
@@ -181,10 +202,15 @@ def alias_classes(manifest: Manifest, region: int) -> Iterable[Sequence[TensorSp
 
 
 def check_padding(manifest: Manifest, region: int) -> None:
-    """ManifestMismatch if there is more between a region's tensors than packing leaves: a holder makes room for it."""
+    """ManifestMismatch if there is more between a region's tensors than packing leaves: a holder
+    makes room for it.
+    """
     nbytes = sum(tensors[0].nbytes for tensors in alias_classes(manifest, region))
     if manifest.regions[region].nbytes - nbytes > PADDING_MAX * len(manifest.by_region[region]):
-        raise mismatch(f"region {region} has {manifest.regions[region].nbytes} bytes, of which only {nbytes} are of tensors")
+        raise mismatch(
+            f"region {region} has {manifest.regions[region].nbytes} bytes, of which only {nbytes} "
+            f"are of tensors"
+        )
 
 
 def mismatch(difference: str) -> ManifestMismatch:

@@ -1,8 +1,9 @@
-"""The safetensors format: headers of files, read as hostile input, and written. Without torch, and without the weights.
+"""The safetensors format: headers of files, read as hostile input, and written. Without torch, and
+without the weights.
 
-Format: https://huggingface.co/docs/safetensors/index (8 bytes little-endian length, JSON, data). All checks of the format's
-own library are made: sizes agree with dtype and shape, and the tensors fill the data without holes or overlaps. So a header
-and its tensors' bytes are the whole file.
+Format: https://huggingface.co/docs/safetensors/index (8 bytes little-endian length, JSON, data).
+All checks of the format's own library are made: sizes agree with dtype and shape, and the tensors
+fill the data without holes or overlaps. So a header and its tensors' bytes are the whole file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ METADATA_MAX = 2**16  # things that `__metadata__` says
 LENGTH_BYTES = 8
 METADATA = "__metadata__"
 
-# The format's name of a dtype: torch's. In the reverse of the order in which its library lays tensors out.
+# The format's name of a dtype: torch's. In the reverse of the order in which its library lays
+# tensors out.
 TORCH_NAMES: Mapping[str, str] = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -55,7 +57,9 @@ _PLACES = {torch_name: place for place, torch_name in enumerate(TORCH_NAMES.valu
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: `dtype` under torch's name, `nbytes` from `offset` on, counted from the begin of the data."""
+    """One tensor of a file: `dtype` under torch's name, `nbytes` from `offset` on, counted from the
+    begin of the data.
+    """
 
     name: str
     dtype: str
@@ -66,7 +70,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file begins with. `text` is exactly what it says; `entries` are in the order of their bytes."""
+    """What a file begins with. `text` is exactly what it says; `entries` are in the order of their
+    bytes.
+    """
 
     text: bytes
     metadata: Mapping[str, str]
@@ -87,7 +93,8 @@ class Header:
         return len(self.text).to_bytes(LENGTH_BYTES, "little") + self.text
 
 
-# ---------------------------------------------------------------------------------------------------------- reading
+# --------------------------------------------------------------------------------------------------
+# reading
 
 
 def read_header(path: Path) -> Header:
@@ -100,12 +107,16 @@ def read_header(path: Path) -> Header:
 
 
 def open_file(path: Path) -> int:
-    """A descriptor to read the file by. Never waits, as it would for a writer of a pipe. OSError."""
+    """A descriptor to read the file by. Never waits, as it would for a writer of a pipe.
+    OSError.
+    """
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def read_from(descriptor: int, path: Path) -> Header:
-    """The header of an open file. ValueError, naming file and reason, if it is not one whole safetensors file."""
+    """The header of an open file. ValueError, naming file and reason, if it is not one whole
+    safetensors file.
+    """
     status = os.fstat(descriptor)
     size = status.st_size
     if not stat.S_ISREG(status.st_mode):
@@ -124,7 +135,9 @@ def read_from(descriptor: int, path: Path) -> Header:
 
 
 def parse_header(text: bytes) -> Header:
-    """What a header says. ValueError, with the reason, for any text that is not one; it costs what it truly holds."""
+    """What a header says. ValueError, with the reason, for any text that is not one; it costs what
+    it truly holds.
+    """
     if not text.startswith(b"{"):
         raise ValueError("its header is not a JSON object")
     pieces, metadata, entries = Pieces(text, "its header"), dict[str, str](), list[Entry]()
@@ -141,7 +154,9 @@ def parse_header(text: bytes) -> Header:
     end = 0
     for entry in entries:
         if entry.offset != end:
-            raise ValueError(f"tensor {entry.name!r} begins at byte {entry.offset} of the data, and not at {end}")
+            raise ValueError(
+                f"tensor {entry.name!r} begins at byte {entry.offset} of the data, and not at {end}"
+            )
         end += entry.nbytes
     return Header(text, metadata, tuple(entries))
 
@@ -177,7 +192,9 @@ def _entry(name: str, value: object) -> Entry:
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     torch_name = TORCH_NAMES.get(dtype) if isinstance(dtype, str) else None
     if torch_name is None:
-        raise ValueError(f"{what} has dtype {str(dtype)[:64]!r}; known are {', '.join(TORCH_NAMES)}")
+        raise ValueError(
+            f"{what} has dtype {str(dtype)[:64]!r}; known are {', '.join(TORCH_NAMES)}"
+        )
     if not _are_sizes(shape) or len(shape) > DIMENSIONS_MAX:
         raise ValueError(f"{what} has a shape that is none")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -191,14 +208,20 @@ def _entry(name: str, value: object) -> Entry:
 
 
 def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size <= INT_MAX for size in value)
+    return isinstance(value, list) and all(
+        type(size) is int and 0 <= size <= INT_MAX for size in value
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- writing
+# --------------------------------------------------------------------------------------------------
+# writing
 
 
-def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:
-    """The header that the format's own library writes for (name, torch's dtype, shape), equal to the byte.
+def make_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> Header:
+    """The header that the format's own library writes for (name, torch's dtype, shape), equal to
+    the byte.
 
     ValueError, naming each tensor that the format cannot hold.
     """
@@ -215,9 +238,16 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: M
     said: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     for entry in entries:
         offsets = [entry.offset, entry.offset + entry.nbytes]
-        said[entry.name] = {"dtype": FILE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        said[entry.name] = {
+            "dtype": FILE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": offsets,
+        }
     text = json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)  # the data is aligned
     if len(text) > HEADER_BYTES_MAX:
-        raise ValueError(f"the safetensors format has headers of at most {HEADER_BYTES_MAX} bytes; this one has {len(text)}")
+        raise ValueError(
+            f"the safetensors format has headers of at most {HEADER_BYTES_MAX} bytes; this one has "
+            f"{len(text)}"
+        )
     return Header(text, metadata, tuple(entries))

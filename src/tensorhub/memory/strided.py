@@ -1,13 +1,16 @@
 """Bytes that follow strips, moved between strided memory and one contiguous buffer.
 
-    long runs      are moved from or to where they are: a view of each goes into the call that sends or receives
-    short runs     go through a buffer that stays in the core's own cache: one call copies thousands of them
+    long runs      are moved from or to where they are: a view of each goes into the call that sends
+    or receives short runs     go through a buffer that stays in the core's own cache: one call
+    copies thousands of them
 
-Python's own code for strided buffers copies short runs, so nothing need be installed, and the price hardly depends on how
-short they are. It keeps the GIL, so it copies BLOCK_BYTES at a time, which takes some 30 microseconds.
+Python's own code for strided buffers copies short runs, so nothing need be installed, and the price
+hardly depends on how short they are. It keeps the GIL, so it copies BLOCK_BYTES at a time, which
+takes some 30 microseconds.
 
-A file's mapping is not touched here: if the file was truncated, that would end the process with SIGBUS. All of its runs go
-through a buffer that the kernel fills, for which a missing page is an error.
+A file's mapping is not touched here: if the file was truncated, that would end the process with
+SIGBUS. All of its runs go through a buffer that the kernel fills, for which a missing page is an
+error.
 
 Responsible for host memory. Not responsible for errors about it, nor for digests.
 """
@@ -30,7 +33,8 @@ from tensorhub.errors import StateError
 from tensorhub.memory.addresses import PyBuffer, address_of
 from tensorhub.model.strips import Around, Strip
 
-LONG_RUN_BYTES: Final = 16 * 2**10  # and longer: what a view of it costs is small beside what moving it does
+# and longer: what a view of it costs is small beside what moving it does
+LONG_RUN_BYTES: Final = 16 * 2**10
 BUFFER_BYTES: Final = 2**20  # a server's core has that in its own cache
 BLOCK_BYTES: Final = 2**18  # that are copied in one call, with the GIL
 BUFFERS_KEPT_MAX: Final = 16
@@ -46,14 +50,20 @@ class Block(NamedTuple):
     nbytes: int
 
 
-def blocks(strips: Iterable[Strip], addresses: Sequence[int], nbytes_max: int = BLOCK_BYTES) -> Iterator[Block]:
-    """The bytes of these strips, in order, in blocks of at most so many. `addresses`: of the regions."""
+def blocks(
+    strips: Iterable[Strip], addresses: Sequence[int], nbytes_max: int = BLOCK_BYTES
+) -> Iterator[Block]:
+    """The bytes of these strips, in order, in blocks of at most so many. `addresses`: of the
+    regions.
+    """
     for region, offset, region_step, offset_step, length, around, run in strips:
         loops = tuple([loop for loop in around if loop[0] > 1])
         start = addresses[region] + offset
         if length > 1 and region_step:
             numbers = range(length)
-            cells = [addresses[region + n * region_step] + offset + n * offset_step for n in numbers]
+            cells = [
+                addresses[region + n * region_step] + offset + n * offset_step for n in numbers
+            ]
         else:
             cells = [start]
             if length > 1:
@@ -83,12 +93,19 @@ def _cut(cell: int, loops: Around, run: int, nbytes: int, nbytes_max: int) -> It
         count = max(1, nbytes_max // each)
         for at in range(0, times, count):
             some = min(count, times - at)
-            yield from _cut(cell + at * apart, ((some, apart), *inner) if some > 1 else inner, run, some * each, nbytes_max)
+            yield from _cut(
+                cell + at * apart,
+                ((some, apart), *inner) if some > 1 else inner,
+                run,
+                some * each,
+                nbytes_max,
+            )
 
 
 def runs(block: Block) -> Sequence[int]:
     """Where each of its runs begins."""
-    if len(block.cells) == len(block.loops) == 1 and block.loops[0][1]:  # a list would cost more than short runs do
+    # a list would cost more than short runs do
+    if len(block.cells) == len(block.loops) == 1 and block.loops[0][1]:
         ((times, apart),), (cell,) = block.loops, block.cells
         return range(cell, cell + times * apart, apart)
     found = list(block.cells)
@@ -100,7 +117,9 @@ def runs(block: Block) -> Sequence[int]:
 def bounds(block: Block) -> tuple[int, int]:
     """How far its bytes reach from where a cell begins: backward (0 or less), and forward."""
     reaches = [(times - 1) * apart for times, apart in block.loops]
-    return sum([each for each in reaches if each < 0]), sum([each for each in reaches if each > 0]) + block.run
+    return sum([each for each in reaches if each < 0]), sum(
+        [each for each in reaches if each > 0]
+    ) + block.run
 
 
 class Stream:
@@ -132,7 +151,9 @@ def _split(block: Block, nbytes: int) -> tuple[list[Block], list[Block]]:
     cells, loops, run, total = block
     if len(cells) == 1 and not loops:
         (cell,) = cells
-        return [Block(cells, (), nbytes, nbytes)], [Block((cell + nbytes,), (), total - nbytes, total - nbytes)]
+        return [Block(cells, (), nbytes, nbytes)], [
+            Block((cell + nbytes,), (), total - nbytes, total - nbytes)
+        ]
     if len(cells) > 1:
         each, inner = total // len(cells), loops
     else:
@@ -144,7 +165,14 @@ def _split(block: Block, nbytes: int) -> tuple[list[Block], list[Block]]:
             return []
         if len(cells) > 1:
             return [Block(cells[first : first + count], inner, run, count * each)]
-        return [Block((cells[0] + first * apart,), ((count, apart), *inner) if count > 1 else inner, run, count * each)]
+        return [
+            Block(
+                (cells[0] + first * apart,),
+                ((count, apart), *inner) if count > 1 else inner,
+                run,
+                count * each,
+            )
+        ]
 
     count, left = divmod(nbytes, each)
     after = total // each - count
@@ -154,13 +182,24 @@ def _split(block: Block, nbytes: int) -> tuple[list[Block], list[Block]]:
     return part(0, count) + first, second + part(count + 1, after - 1)
 
 
-# --------------------------------------------------------------------------------------------------------- copying
+# --------------------------------------------------------------------------------------------------
+# copying
 
 
 _to_contiguous = ctypes.pythonapi.PyBuffer_ToContiguous
-_to_contiguous.argtypes = (ctypes.c_void_p, ctypes.POINTER(PyBuffer), ctypes.c_ssize_t, ctypes.c_char)
+_to_contiguous.argtypes = (
+    ctypes.c_void_p,
+    ctypes.POINTER(PyBuffer),
+    ctypes.c_ssize_t,
+    ctypes.c_char,
+)
 _from_contiguous = ctypes.pythonapi.PyBuffer_FromContiguous
-_from_contiguous.argtypes = (ctypes.POINTER(PyBuffer), ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_char)
+_from_contiguous.argtypes = (
+    ctypes.POINTER(PyBuffer),
+    ctypes.c_void_p,
+    ctypes.c_ssize_t,
+    ctypes.c_char,
+)
 
 
 def gather(block: Block, to: int) -> None:
@@ -174,7 +213,19 @@ def gather(block: Block, to: int) -> None:
     each, dimensions = nbytes // len(cells), len(loops) + 1
     shape = (ctypes.c_ssize_t * dimensions)(*[times for times, _ in loops], run)
     strides = (ctypes.c_ssize_t * dimensions)(*[apart for _, apart in loops], 1)
-    view = PyBuffer(0, None, each, 1, 0, dimensions, b"B", ctypes.addressof(shape), ctypes.addressof(strides), None, None)
+    view = PyBuffer(
+        0,
+        None,
+        each,
+        1,
+        0,
+        dimensions,
+        b"B",
+        ctypes.addressof(shape),
+        ctypes.addressof(strides),
+        None,
+        None,
+    )
     for cell in cells:
         view.address = cell
         _to_contiguous(to, view, each, b"C")
@@ -192,7 +243,19 @@ def scatter(block: Block, source: int) -> None:
     each, dimensions = nbytes // len(cells), len(loops)
     shape = (ctypes.c_ssize_t * dimensions)(*[times for times, _ in loops])
     strides = (ctypes.c_ssize_t * dimensions)(*[apart for _, apart in loops])
-    view = PyBuffer(0, None, each, run, 0, dimensions, b"B", ctypes.addressof(shape), ctypes.addressof(strides), None, None)
+    view = PyBuffer(
+        0,
+        None,
+        each,
+        run,
+        0,
+        dimensions,
+        b"B",
+        ctypes.addressof(shape),
+        ctypes.addressof(strides),
+        None,
+        None,
+    )
     for cell in cells:
         view.address = cell
         _from_contiguous(view, source, each, b"C")
@@ -227,7 +290,10 @@ class _KernelsBuffer(_Buffer):
             some = starts[first : first + CALL_RUNS_MAX]
             places = array("Q", [number for start in some for number in (start, block.run)])
             at, count = ctypes.c_void_p(places.buffer_info()[0]), ctypes.c_int(len(some))
-            if _pwritev(self._descriptor, at, count, ctypes.c_int64(offset)) != len(some) * block.run:
+            if (
+                _pwritev(self._descriptor, at, count, ctypes.c_int64(offset))
+                != len(some) * block.run
+            ):
                 raise StateError("the file that it is in was made shorter: publish it again")
             offset += len(some) * block.run
 
@@ -259,9 +325,11 @@ class Strided:
         self._is_file = any(region.readonly for region in regions)
         self._long_run_bytes = sys.maxsize if self._is_file else LONG_RUN_BYTES
 
-    def outgoing(self, strips: Sequence[Strip], call_bytes: int = BUFFER_BYTES) -> Iterator[list[memoryview]]:
-        """Their bytes, in order, in views for one call each, of some `call_bytes` at most. Each list is good until the next
-        one is asked for. StateError: they cannot be read.
+    def outgoing(
+        self, strips: Sequence[Strip], call_bytes: int = BUFFER_BYTES
+    ) -> Iterator[list[memoryview]]:
+        """Their bytes, in order, in views for one call each, of some `call_bytes` at most. Each
+        list is good until the next one is asked for. StateError: they cannot be read.
         """
         # A kernel's buffer has descriptors, and is not kept.
         with nullcontext(_KernelsBuffer()) if self._is_file else _buffer() as buffer:
@@ -270,9 +338,12 @@ class Strided:
                     buffer.gather(block, offset)
                 yield views
 
-    def incoming(self, strips: Sequence[Strip], call_bytes: int = BUFFER_BYTES) -> Generator[list[memoryview]]:
-        """Room for their bytes, in order. The caller fills all views of a list before it asks for the next one; then they go
-        where they belong. Once the generator is closed, nothing is written.
+    def incoming(
+        self, strips: Sequence[Strip], call_bytes: int = BUFFER_BYTES
+    ) -> Generator[list[memoryview]]:
+        """Room for their bytes, in order. The caller fills all views of a list before it asks for
+        the next one; then they go where they belong. Once the generator is closed, nothing is
+        written.
         """
         with _buffer() as buffer:
             for views, moves in self._calls(strips, buffer.view, call_bytes):

@@ -1,7 +1,7 @@
 """Bytes that follow strips, moved within a device between strided and contiguous memory.
 
-All of them go by one launch of a kernel, which knows loops: so neither a run nor a chunk costs a call, and the CPU's work
-is per strip. Not responsible for getting bytes to or from the host.
+All of them go by one launch of a kernel, which knows loops: so neither a run nor a chunk costs a
+call, and the CPU's work is per strip. Not responsible for getting bytes to or from the host.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from tensorhub.cuda.device import Spread
 from tensorhub.cuda.kernels import spread_rows
 from tensorhub.memory.strided import Block
 
-BATCH_BYTES = 64 * 2**20  # of chunks that go at a time: to start them and wait for them costs as much as 100 MiB do
+# of chunks that go at a time: to start them and wait for them costs as much as 100 MiB do
+BATCH_BYTES = 64 * 2**20
 
 
 def rows_of_blocks(made: Iterable[Block]) -> list[Spread]:
-    """The bytes of these blocks, in order, for `Device.relay`; none of the blocks is larger than SPREAD_BYTES_MAX."""
+    """The bytes of these blocks, in order, for `Device.relay`; none of the blocks is larger than
+    SPREAD_BYTES_MAX.
+    """
     rows: list[Spread] = []
     offset = 0
     for cells, loops, run, nbytes in made:

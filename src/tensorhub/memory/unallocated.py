@@ -1,6 +1,8 @@
-"""Tensors of which only shapes and dtypes count, as those on torch's meta device: to plan with, and never to read or fill.
+"""Tensors of which only shapes and dtypes count, as those on torch's meta device: to plan with, and
+never to read or fill.
 
-Responsible for describing them, those that have memory among them as a registration would. Not responsible for plans.
+Responsible for describing them, those that have memory among them as a registration would. Not
+responsible for plans.
 """
 
 from __future__ import annotations
@@ -27,16 +29,25 @@ Described = tuple[tuple[TensorDescription, ...], Declaration]
 FIRST_ADDRESS = 2**62  # of what has none: where no process has memory
 
 
-def described(given: Any, rank: int, world_size: int, sources: Sources | None, partial: bool) -> Described:
-    """What `Hub.register` would be told of these. RegistrationError as there, but for a lack of memory."""
+def described(
+    given: Any, rank: int, world_size: int, sources: Sources | None, partial: bool
+) -> Described:
+    """What `Hub.register` would be told of these. RegistrationError as there, but for a lack of
+    memory.
+    """
     tensors = resolve_all(given).tensors
     check_any(tensors, world_size)
     entries, wrong_entries = entries_of(tensors, sources)
     shardings, wrong_shardings = shardings_of(tensors, entries)
     there = {name: tensor for name, tensor in tensors.items() if not _is_meta(tensor)}
-    faults = {name: stride_fault(local_of(tensor)) for name, tensor in tensors.items() if _is_meta(tensor)}
+    faults = {
+        name: stride_fault(local_of(tensor)) for name, tensor in tensors.items() if _is_meta(tensor)
+    }
     wrong = [f"{name!r}: {fault}" for name, fault in faults.items() if fault is not None]
-    found = {each.name: each for each in describe(there, also_wrong=[*wrong, *wrong_shardings, *wrong_entries])}
+    found = {
+        each.name: each
+        for each in describe(there, also_wrong=[*wrong, *wrong_shardings, *wrong_entries])
+    }
     places = dict[object, int]()  # by a storage and an offset in it: tied tensors have one
     address = FIRST_ADDRESS
     for name, tensor in tensors.items():

@@ -6,8 +6,9 @@ annotations are its validation. There is a module for each speaker, and everythi
 here. The messages of a single transport are in its directory. Not responsible for bytes, sockets or
 order.
 
-Ids: the asking worker mints a `request`, which comes back on the answer. An `OpKey` names a group operation. A message about
-an operation that is decided is answered with its outcome, so that a retry is not a second call.
+Ids: the asking worker mints a `request`, which comes back on the answer. An `OpKey` names a group
+operation. A message about an operation that is decided is answered with its outcome, so that a
+retry is not a second call.
 """
 
 from __future__ import annotations

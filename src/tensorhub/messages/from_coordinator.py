@@ -23,10 +23,12 @@ NO_REQUEST = 0  # of a Refused that is about the whole session, which ends; requ
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Answer to Join. `epoch`: the coordinator's. `cluster` names its durable state. `known` False: a new incarnation.
-    `said_at`: now, by the coordinator's clock; it means nothing to the worker, which repeats it in its heartbeats.
+    """Answer to Join. `epoch`: the coordinator's. `cluster` names its durable state. `known` False:
+    a new incarnation. `said_at`: now, by the coordinator's clock; it means nothing to the worker,
+    which repeats it in its heartbeats.
 
-    `read_only`: this worker has a read-only token. It may fetch and look; everything else is refused.
+    `read_only`: this worker has a read-only token. It may fetch and look; everything else is
+    refused.
     """
 
     cluster: Id
@@ -54,9 +56,11 @@ class HeartbeatAck:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """Answer to Register. `sequence`: the group's next operation. `keep` False: the rank must give up what it holds (R2).
+    """Answer to Register. `sequence`: the group's next operation. `keep` False: the rank must give
+    up what it holds (R2).
 
-    `retained`: what the rank holds is retained (see SetRetained), under this number. None: it is not.
+    `retained`: what the rank holds is retained (see SetRetained), under this number. None: it is
+    not.
     """
 
     request: U64
@@ -94,7 +98,9 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class EpochChanged:
-    """The group's next operation. Operations of older epochs are aborted. A call that is in none of them is made again."""
+    """The group's next operation. Operations of older epochs are aborted. A call that is in none of
+    them is made again.
+    """
 
     model: Name
     group: Name
@@ -104,7 +110,8 @@ class EpochChanged:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The operation is bound. `write`: overwrite at once, because no rank holds it back. Otherwise wait for Write.
+    """The operation is bound. `write`: overwrite at once, because no rank holds it back. Otherwise
+    wait for Write.
 
     `root`: for a fetch, the root of the publisher's digests. The fetch is over as soon as its own
     root is equal. Empty: wait for the Outcome. `part_ids`: with `manifest_id`, what the memory will
@@ -126,7 +133,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class ReadyAgain:
-    """Answer to a ReadyToWrite that names parts which were not known. The rank says it again, as things are then.
+    """Answer to a ReadyToWrite that names parts which were not known. The rank says it again, as
+    things are then.
 
     `part_ids`: with these parts, which are not known yet.
     """
@@ -167,7 +175,9 @@ class AddSource:
 
 @dataclass(frozen=True, slots=True)
 class DropSource:
-    """This lease is over: the source leaves, or another one is better. Verified chunks stay verified."""
+    """This lease is over: the source leaves, or another one is better. Verified chunks stay
+    verified.
+    """
 
     key: OpKey
     rank: Rank
@@ -177,15 +187,17 @@ class DropSource:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The decision. `version` is set if committed; `changed` False: the rank held that content already.
+    """The decision. `version` is set if committed; `changed` False: the rank held that content
+    already.
 
     `retained`: the rank's content is retained (see SetRetained), under this number. None: it is
     not. `unknown`: this coordinator has no record of that operation, a former one's, and none can
     come: no rank has committed it, and a rank may go on with its call under a new key. `again`:
-    aborted for all ranks, since their sources are gone, and the selector names another version: the ranks repeat the call
-    under the next key.
+    aborted for all ranks, since their sources are gone, and the selector names another version: the
+    ranks repeat the call under the next key.
 
-    `by_source`: no publisher has confirmed all that the rank holds now; the digests of those that it has read count.
+    `by_source`: no publisher has confirmed all that the rank holds now; the digests of those that
+    it has read count.
     """
 
     key: OpKey
@@ -202,7 +214,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class LeaveGranted:
-    """No lease counts on this memory now, or the grace is over: fence the memory and take it back."""
+    """No lease counts on this memory now, or the grace is over: fence the memory and take it
+    back.
+    """
 
     request: U64
 
@@ -218,8 +232,9 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class MakeCopy:
-    """Keep this shard in host memory: register it as `copy`, with `medium` HOST and `purpose` RETENTION, and fill it by a
-    replicate call. It is done when the coordinator counts the copy. Or CopyRefused answers.
+    """Keep this shard in host memory: register it as `copy`, with `medium` HOST and `purpose`
+    RETENTION, and fill it by a replicate call. It is done when the coordinator counts the copy. Or
+    CopyRefused answers.
     """
 
     copy: Id
@@ -236,9 +251,10 @@ class DropCopy:
 
 @dataclass(frozen=True, slots=True)
 class SetRetained:
-    """Whether what this registration holds is retained (R4). If so, the coordinator may count on it, and the owner asks
-    before it takes the memory back. RetainedAck answers this, and also an Outcome or a Registered with `retained`. `seq`
-    numbers these messages for one registration and comes back with the answer. An answer to an earlier one does not count.
+    """Whether what this registration holds is retained (R4). If so, the coordinator may count on
+    it, and the owner asks before it takes the memory back. RetainedAck answers this, and also an
+    Outcome or a Registered with `retained`. `seq` numbers these messages for one registration and
+    comes back with the answer. An answer to an earlier one does not count.
     """
 
     registration: Id
@@ -249,7 +265,9 @@ class SetRetained:
 
 @dataclass(frozen=True, slots=True)
 class DigestAgain:
-    """A reader got this chunk with a wrong digest. Has the memory changed? Answered by DigestedAgain."""
+    """A reader got this chunk with a wrong digest. Has the memory changed? Answered by
+    DigestedAgain.
+    """
 
     inquiry: Id
     registration: Id
@@ -261,8 +279,9 @@ class DigestAgain:
 
 @dataclass(frozen=True, slots=True)
 class TellDigests:
-    """Which digests do the chunks of this memory have? Answered by Digests, until one is the last. A publisher makes those
-    that are missing. `selection`: of the chunks of that selection; a publisher that does not know it tells none.
+    """Which digests do the chunks of this memory have? Answered by Digests, until one is the last.
+    A publisher makes those that are missing. `selection`: of the chunks of that selection; a
+    publisher that does not know it tells none.
     """
 
     registration: Id
@@ -273,8 +292,8 @@ class TellDigests:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """This rank's vote differs from the publisher's digests. These are a page of them, from chunk `first` on. `last`: there
-    is no further page. Answered by Compared.
+    """This rank's vote differs from the publisher's digests. These are a page of them, from chunk
+    `first` on. `last`: there is no further page. Answered by Compared.
     """
 
     key: OpKey

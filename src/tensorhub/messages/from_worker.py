@@ -30,7 +30,21 @@ from tensorhub.messages.values import (
     Stray,
     WorldSize,
 )
-from tensorhub.types import U64, Endpoint, Id, Length, Location, Medium, Name, OpKey, OpKind, Purpose, Range, Seconds, Text
+from tensorhub.types import (
+    U64,
+    Endpoint,
+    Id,
+    Length,
+    Location,
+    Medium,
+    Name,
+    OpKey,
+    OpKind,
+    Purpose,
+    Range,
+    Seconds,
+    Text,
+)
 
 WATCHES_MAX = 4096  # models that one session follows
 
@@ -48,9 +62,11 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """`answers`: the `said_at` of the newest Welcome or HeartbeatAck that came over this connection.
+    """`answers`: the `said_at` of the newest Welcome or HeartbeatAck that came over this
+    connection.
 
-    So however long a heartbeat lies unread, it proves no more than that its worker was there when that was said.
+    So however long a heartbeat lies unread, it proves no more than that its worker was there when
+    that was said.
     """
 
     sequence: U64
@@ -66,18 +82,18 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """One rank's memory. `manifest` is encoded under the worker's own options, used when this rank publishes. If it is empty
-    and has an id, the coordinator knows it by that, or asks for it (RegisterAgain), and the whole message comes again. So
-    with that of `held`.
+    """One rank's memory. `manifest` is encoded under the worker's own options, used when this rank
+    publishes. If it is empty and has an id, the coordinator knows it by that, or asks for it
+    (RegisterAgain), and the whole message comes again. So with that of `held`.
 
     `shard`: which shard of a version this memory holds. `serves` False: a fetch. No worker reads
     its memory. It is a group of its own, has no manifest, reads any `shard`, and is deregistered at
     its end. `medium` HOST: a copy in the library's own memory, which is never published. With
     `purpose` RETENTION or SEED it is a group of its own, of any `shard`.
 
-    `layout_id`: which part of which tensors this rank has; those of all ranks together are the group's layout. `part_ids`
-    name it in detail where the tensors are parts, and `parts` are those of them that RegisterAgain has asked for. `partial`:
-    the group may leave published bytes unread.
+    `layout_id`: which part of which tensors this rank has; those of all ranks together are the
+    group's layout. `part_ids` name it in detail where the tensors are parts, and `parts` are those
+    of them that RegisterAgain has asked for. `partial`: the group may leave published bytes unread.
     """
 
     request: U64
@@ -111,7 +127,9 @@ class Deregister:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """This rank's call of publish, and its vote: the memory is immutable under `generation` from now on."""
+    """This rank's call of publish, and its vote: the memory is immutable under `generation` from
+    now on.
+    """
 
     key: OpKey
     rank: Rank
@@ -147,7 +165,9 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class BegunWith:
-    """The manifest that this rank's next Fill names in `resume`. If the coordinator has no room for it, that Fill fails."""
+    """The manifest that this rank's next Fill names in `resume`. If the coordinator has no room for
+    it, that Fill fails.
+    """
 
     registration: Id
     manifest: ManifestBlob
@@ -170,8 +190,9 @@ class ReadyToWrite:
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """Answer to CheckCoverage, which has named these `readers`: they read, or publish, every byte. `shared`: what this rank
-    publishes and ranks of other shards do, too. `shares`: whether any rank has such bytes, with digests.
+    """Answer to CheckCoverage, which has named these `readers`: they read, or publish, every byte.
+    `shared`: what this rank publishes and ranks of other shards do, too. `shares`: whether any rank
+    has such bytes, with digests.
     """
 
     key: OpKey
@@ -185,8 +206,8 @@ class Covered:
 class Prepared:
     """This rank's vote: every chunk is there, and verified against its source.
 
-    `root`: of all its chunks' digests. Empty: chunks have none, or not all chunks are here (a fetch by name). `roots`: of
-    each selection instead, where its layout is not the published one.
+    `root`: of all its chunks' digests. Empty: chunks have none, or not all chunks are here (a fetch
+    by name). `roots`: of each selection instead, where its layout is not the published one.
     """
 
     key: OpKey
@@ -219,7 +240,8 @@ class ReadFailed:
     key: OpKey
     rank: Rank
     lease: Id
-    reason: Name  # "lost" | "stalled" | "refused" | "starved" | "corrupt" | "unreachable" | "dropped"
+    # "lost" | "stalled" | "refused" | "starved" | "corrupt" | "unreachable" | "dropped"
+    reason: Name
     detail: Text
     chunk: U64 | None = None  # that came without its digest, if that is the reason
 
@@ -238,7 +260,8 @@ class DigestedAgain:
     registration: Id
     changed: bool | None
     digest: Annotated[bytes, Length(32)] = b""  # that is sent with the chunk
-    origin: Origin | None = None  # where the chunk was read; None: its publisher's, or not known any more
+    # where the chunk was read; None: its publisher's, or not known any more
+    origin: Origin | None = None
     generation: U64 = 0
 
 
@@ -247,8 +270,8 @@ class Digests:
     """Digests of chunks of this memory. A publisher sends them as it makes them; a replica, in
     answer to TellDigests.
 
-    `runs`: (first, count) of chunks, whose digests lie back to back. `chunks`: of the whole content, or of this `selection`
-    of it. `last`: there are no more.
+    `runs`: (first, count) of chunks, whose digests lie back to back. `chunks`: of the whole
+    content, or of this `selection` of it. `last`: there are no more.
     """
 
     registration: Id
@@ -263,8 +286,9 @@ class Digests:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Answer to Compare. `following`: the first chunk that was not compared yet. `strays`: one chunk of each source that
-    sent chunks with other digests. `rereads`: all is compared; this rank's vote is void, and it reads those chunks again.
+    """Answer to Compare. `following`: the first chunk that was not compared yet. `strays`: one
+    chunk of each source that sent chunks with other digests. `rereads`: all is compared; this
+    rank's vote is void, and it reads those chunks again.
     """
 
     key: OpKey
@@ -292,9 +316,10 @@ class LeaveRequest:
     """This rank wants its published memory back. It gets no new readers. LeaveGranted answers when
     its present readers are gone.
 
-    While that would lose a retained version, nothing happens, until the deadline: Refused (RetentionError). `abandon`: lose
-    the version. `closes`: the worker may close altogether, so that none of its registrations counts as another holder.
-    A new request takes the place of the one before it, which is not answered any more.
+    While that would lose a retained version, nothing happens, until the deadline: Refused
+    (RetentionError). `abandon`: lose the version. `closes`: the worker may close altogether, so
+    that none of its registrations counts as another holder. A new request takes the place of the
+    one before it, which is not answered any more.
     """
 
     request: U64
@@ -307,7 +332,9 @@ class LeaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """The generation was changed and the owner's own accesses have ended (also sent after a local fence)."""
+    """The generation was changed and the owner's own accesses have ended (also sent after a local
+    fence).
+    """
 
     registration: Id
     generation: U64
@@ -323,7 +350,9 @@ class CopyRefused:
 
 @dataclass(frozen=True, slots=True)
 class RetainedAck:
-    """The rank has taken note of a SetRetained, and remembers it if the connection is lost. `seq`: of that message."""
+    """The rank has taken note of a SetRetained, and remembers it if the connection is lost. `seq`:
+    of that message.
+    """
 
     registration: Id
     content_id: Id
@@ -348,8 +377,8 @@ class GetManifest:
 
 @dataclass(frozen=True, slots=True)
 class GetPart:
-    """Ask for what Start names: a publication's description, a catalogue, an arrangement, coordinates, or a manifest.
-    Answered by ManifestReply or Refused.
+    """Ask for what Start names: a publication's description, a catalogue, an arrangement,
+    coordinates, or a manifest. Answered by ManifestReply or Refused.
     """
 
     request: U64
@@ -383,7 +412,9 @@ class Unwatch:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Could `version` be published under this model now? Answered by Done or Refused (mutate checks first)."""
+    """Could `version` be published under this model now? Answered by Done or Refused (mutate checks
+    first).
+    """
 
     request: U64
     model: Name
@@ -410,7 +441,9 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """Begin a new lineage of `model` whose mark is `to`. A retry carries its `ident`. Answered by Done or Refused."""
+    """Begin a new lineage of `model` whose mark is `to`. A retry carries its `ident`. Answered by
+    Done or Refused.
+    """
 
     request: U64
     ident: Id
@@ -451,9 +484,22 @@ class Unpin:
     model: Name
 
 
-FromAnybody = Join | Heartbeat | Watch | Unwatch | Describe | GetManifest | GetPart | GetPublication | Check
+FromAnybody = (
+    Join | Heartbeat | Watch | Unwatch | Describe | GetManifest | GetPart | GetPublication | Check
+)
 """What a session may say before a worker has joined over it, too."""
-AboutOperation = Publish | Fill | ReadyToWrite | Covered | Prepared | Compared | Abandon | Resolve | ReadFailed | Progress
+AboutOperation = (
+    Publish
+    | Fill
+    | ReadyToWrite
+    | Covered
+    | Prepared
+    | Compared
+    | Abandon
+    | Resolve
+    | ReadFailed
+    | Progress
+)
 """What a rank says of the operation that it takes part in."""
 FromJoined = (
     AboutOperation

@@ -1,4 +1,6 @@
-"""The handshake: on every kind of connection, a hello from each side, and then a proof from each."""
+"""The handshake: on every kind of connection, a hello from each side, and then a proof from
+each.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ Address = Annotated[int, Range(0, 2**62)]  # or a size: what is added to it stay
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Chunks of an owner, as (first, count) runs. `request` numbers the requests of one connection."""
+    """Chunks of an owner, as (first, count) runs. `request` numbers the requests of one
+    connection.
+    """
 
     request: U64
     lease: Id
@@ -40,7 +42,8 @@ class Read(_Wanted):
 class Select:
     """The next requests name this selection of that memory. Answered by Selected or ReadRefused.
 
-    `blob`: the next bytes of its encoding, from `offset` on of `total`; at first none, since the owner may know it.
+    `blob`: the next bytes of its encoding, from `offset` on of `total`; at first none, since the
+    owner may know it.
     """
 
     request: U64
@@ -54,7 +57,9 @@ class Select:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """`following`: the first byte of the selection's encoding that the owner lacks; `total`: none, it can be read."""
+    """`following`: the first byte of the selection's encoding that the owner lacks; `total`: none,
+    it can be read.
+    """
 
     request: U64
     following: Annotated[int, Range(0, SELECTION_BYTES_MAX)]
@@ -62,7 +67,9 @@ class Selected:
 
 @dataclass(frozen=True, slots=True)
 class ChunksFollow:
-    """The bytes of these chunks follow this frame, back to back. Digests are 0 where the manifest says "none"."""
+    """The bytes of these chunks follow this frame, back to back. Digests are 0 where the manifest
+    says "none".
+    """
 
     request: U64
     chunks: Annotated[tuple[tuple[int, Digest], ...], Length(1024)]  # (index, digest)
@@ -70,7 +77,9 @@ class ChunksFollow:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFollows:
-    """The bytes of this chunk follow this frame, and ChunkDigest follows the bytes: the digest is made meanwhile."""
+    """The bytes of this chunk follow this frame, and ChunkDigest follows the bytes: the digest is
+    made meanwhile.
+    """
 
     request: U64
     chunk: U64
@@ -86,7 +95,9 @@ class ChunkDigest:
 
 @dataclass(frozen=True, slots=True)
 class NotThisWay:
-    """The owner cannot be read by that transport. `is_usual`: only this registration cannot, and nothing is wrong."""
+    """The owner cannot be read by that transport. `is_usual`: only this registration cannot, and
+    nothing is wrong.
+    """
 
     request: U64
     reason: Text
@@ -95,7 +106,9 @@ class NotThisWay:
 
 @dataclass(frozen=True, slots=True)
 class Locate(_Wanted):
-    """As Read, but the bytes take that transport's way. ChunksLie, or a TransportReply, says where they are."""
+    """As Read, but the bytes take that transport's way. ChunksLie, or a TransportReply, says where
+    they are.
+    """
 
     transport: Id
     selection: Id = ""  # as in Read
@@ -103,8 +116,8 @@ class Locate(_Wanted):
 
 @dataclass(frozen=True, slots=True)
 class TransportRequest:
-    """A message that only readers by this transport send (see `transport.dialect`). Mostly answered by TransportReply,
-    NotThisWay or ReadRefused.
+    """A message that only readers by this transport send (see `transport.dialect`). Mostly answered
+    by TransportReply, NotThisWay or ReadRefused.
     """
 
     request: U64
@@ -134,9 +147,11 @@ class ChunksLie:
 
 @dataclass(frozen=True, slots=True)
 class StillWaiting:
-    """The request is over. The owner is alive, and lacks the chunks that are left: ask again, here or elsewhere.
+    """The request is over. The owner is alive, and lacks the chunks that are left: ask again, here
+    or elsewhere.
 
-    `has`: ascending (first, count) runs of chunks that it has verified, perhaps not all of them (R9).
+    `has`: ascending (first, count) runs of chunks that it has verified, perhaps not all of them
+    (R9).
     """
 
     request: U64

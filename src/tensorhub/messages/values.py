@@ -6,7 +6,20 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tensorhub import errors
-from tensorhub.types import U64, VERSION_MAX, Endpoint, Id, Length, Location, Name, OpKey, Range, Seconds, Text, printable
+from tensorhub.types import (
+    U64,
+    VERSION_MAX,
+    Endpoint,
+    Id,
+    Length,
+    Location,
+    Name,
+    OpKey,
+    Range,
+    Seconds,
+    Text,
+    printable,
+)
 
 Rank = Annotated[int, Range(0, 2**20)]
 Number = Annotated[int, Range(0, VERSION_MAX)]
@@ -20,13 +33,15 @@ STRAYS_MAX = 64  # of one Compared
 DigestList = Annotated[bytes, Length(DIGESTS_BYTES_MAX)]
 Root = Annotated[bytes, Length(32)]
 PartIds = Annotated[tuple[Id, ...], Length(3)]
-"""The ids of a rank's catalogue, arrangement and coordinates (`tensorhub.layouts`). Empty: whole or rank-local tensors, as
-its manifest says. Of what was read from another layout they are always there, and its catalogue is that of the publication.
+"""The ids of a rank's catalogue, arrangement and coordinates (`tensorhub.layouts`). Empty: whole or
+rank-local tensors, as its manifest says. Of what was read from another layout they are always
+there, and its catalogue is that of the publication.
 """
 SHARED_MAX = 4096  # parts that one rank's shard has in common with others
 NEEDS_MAX = 4096  # shard classes of which one rank reads something
 DIFFERENCES_TOLD_MAX = 64  # between tensors, that one rank tells the others of its group
-PARTS_ASKED_MAX = 7  # of one Register: of what is registered, and of what is held; and what describes its origin
+# of one Register: of what is registered, and of what is held; and what describes its origin
+PARTS_ASKED_MAX = 7
 
 
 def digests_bytes_max(frame_bytes_max: int) -> int:
@@ -46,22 +61,31 @@ class ErrorInfo:
 
     @classmethod
     def of(cls, error: errors.TensorHubError) -> ErrorInfo:
-        causes = tuple(sorted(error.causes.items())) if isinstance(error, errors.GroupAborted) else ()
+        causes = (
+            tuple(sorted(error.causes.items())) if isinstance(error, errors.GroupAborted) else ()
+        )
         differences = error.differences if isinstance(error, errors.ManifestMismatch) else ()
-        # An error may tell of anything, also of text that UTF-8 cannot say: of a file's name, for example.
+        # An error may tell of anything, also of text that UTF-8 cannot say: of a file's name, for
+        # example.
         text = str(error).encode(errors="backslashreplace").decode()
-        return cls(type(error).__name__, text[:16_000], error.retryable, causes[:4096], differences[:1024])
+        return cls(
+            type(error).__name__, text[:16_000], error.retryable, causes[:4096], differences[:1024]
+        )
 
     def brief(self, chars_max: int) -> ErrorInfo:
         """A copy with at most so many characters of text, and of the texts for ranks and tensors
         the first few.
         """
         causes = tuple((rank, text[: chars_max // 8]) for rank, text in self.causes[:8])
-        differences = tuple(text[: chars_max // 8] for text in self.differences[:DIFFERENCES_TOLD_MAX])
+        differences = tuple(
+            text[: chars_max // 8] for text in self.differences[:DIFFERENCES_TOLD_MAX]
+        )
         return ErrorInfo(self.kind, self.message[:chars_max], self.retryable, causes, differences)
 
     def error(self, memory: errors.Memory = "intact") -> errors.TensorHubError:
-        """The exception that this describes, in printable words; an unknown kind becomes a ProtocolError."""
+        """The exception that this describes, in printable words; an unknown kind becomes a
+        ProtocolError.
+        """
         kind, message = errors.BY_NAME.get(self.kind, errors.ProtocolError), printable(self.message)
         if issubclass(kind, errors.GroupAborted):
             causes = {rank: printable(text) for rank, text in self.causes}
@@ -84,13 +108,18 @@ class Grant:
     endpoints: Annotated[tuple[Endpoint, ...], Length(16)]
     location: Location
     complete: bool  # False: the source is still filling; the reader waits there for what it lacks
-    selection: Id = ""  # of another layout: that selection is read there; "": chunks of the reader's own grid
-    shard: Rank = 0  # whose selection it is: of the class that the reader's `Need` names so; equal ones have equal ids
+    # of another layout: that selection is read there; "": chunks of the reader's own grid
+    selection: Id = ""
+    # whose selection it is: of the class that the reader's `Need` names so; equal ones have equal
+    # ids
+    shard: Rank = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What has come under one lease since its first bytes were there, and in how much time up to the last ones."""
+    """What has come under one lease since its first bytes were there, and in how much time up to
+    the last ones.
+    """
 
     lease: Id
     nbytes: U64
@@ -107,7 +136,9 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """A chunk that has another digest than its publisher's, and where it came from; None: that is not known any more."""
+    """A chunk that has another digest than its publisher's, and where it came from; None: that is
+    not known any more.
+    """
 
     chunk: U64
     origin: Origin | None
@@ -133,14 +164,16 @@ class Held:
     root: Root = b""
     manifest_id: Id = ""
     part_ids: PartIds = ()
-    publication: Id = ""  # from which its grid follows (`Start`); "": it has that of what was published
+    # from which its grid follows (`Start`); "": it has that of what was published
+    publication: Id = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a rank reads of the shards of one class, where its layout is not the published one.
 
-    `shard`: the first shard of the class. `chunks`: of the selection, which have so many bytes together.
+    `shard`: the first shard of the class. `chunks`: of the selection, which have so many bytes
+    together.
     """
 
     shard: Rank
@@ -151,7 +184,9 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class SelectionRoot:
-    """The root of the digests of a selection's chunks, of the class that the reader's `Need` names so."""
+    """The root of the digests of a selection's chunks, of the class that the reader's `Need` names
+    so.
+    """
 
     selection: Id
     root: Root
@@ -174,9 +209,10 @@ class Begun:
     """How far a rank came with a fill that goes on in another operation: its coordinator has no
     record of the first operation (it is a new one).
 
-    `key`: the operation in which all ranks were bound to that content. `manifest_id`: of its manifest, which a rank that
-    serves others has said before (BegunWith). `written`: its memory is being filled with that, or is complete; else not a
-    byte of it has changed yet. `publication`: as the rank has planned with it (Start).
+    `key`: the operation in which all ranks were bound to that content. `manifest_id`: of its
+    manifest, which a rank that serves others has said before (BegunWith). `written`: its memory is
+    being filled with that, or is complete; else not a byte of it has changed yet. `publication`: as
+    the rank has planned with it (Start).
     """
 
     key: OpKey

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 
 from tensorhub.types import RegistrationId
 
-CHUNKS_PER_ACCESS_MAX = 1024  # a ChunksFollow frame names no more, and one gather call takes no more buffers
+# a ChunksFollow frame names no more, and one gather call takes no more buffers
+CHUNKS_PER_ACCESS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The right to touch these chunks' memory until `end`. A digest that is not yet known is None."""
+    """The right to touch these chunks' memory until `end`. A digest that is not yet known is
+    None.
+    """
 
     number: int  # never used twice by one Owner
     registration: RegistrationId

@@ -10,13 +10,15 @@ from collections.abc import Collection, Iterable, Mapping
 from tensorhub.errors import ManifestMismatch, shown, some
 from tensorhub.model.manifest import Manifest, TensorSpec
 
-WRAPPERS_PREFIXES = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")  # torch.compile's, DDP's, FSDP's
+# torch.compile's, DDP's, FSDP's
+WRAPPERS_PREFIXES = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")
 
 
 def differences(source: Manifest, reader: Manifest) -> tuple[str, ...]:
     """Why the reader's tensors cannot hold the source's version, a sentence each; none if they can.
 
-    Chunk size, digest, order, region numbers, offsets and metadata are the publisher's affair and make no difference.
+    Chunk size, digest, order, region numbers, offsets and metadata are the publisher's affair and
+    make no difference.
     """
     found = []
     if source.layout_id != reader.layout_id:
@@ -38,7 +40,9 @@ def _tensor_differences(source: TensorSpec, reader: TensorSpec) -> list[str]:
         dtypes = f"{source.dtype} at the source and {reader.dtype} at the reader"
         found.append(f"tensor {source.name!r} is {dtypes}")
     elif source.quantization != reader.quantization:
-        quantizations = f"{source.quantization} at the source and {reader.quantization} at the reader"
+        quantizations = (
+            f"{source.quantization} at the source and {reader.quantization} at the reader"
+        )
         found.append(f"tensor {source.name!r} has (scale, zero point) {quantizations}")
     if source.global_shape != reader.global_shape:
         shapes = f"{source.global_shape} at the source and {reader.global_shape} at the reader"
@@ -54,7 +58,9 @@ def _brackets(tensor: TensorSpec) -> str:
 
 
 def _tie_differences(source: Mapping[str, TensorSpec], reader: Manifest) -> list[str]:
-    """R13: what shares memory at the reader only would be overwritten there with two tensors' bytes."""
+    """R13: what shares memory at the reader only would be overwritten there with two tensors'
+    bytes.
+    """
     found = []
     first_at: dict[tuple[int, int], TensorSpec] = {}
     for tensor in reader.tensors:
@@ -63,27 +69,43 @@ def _tie_differences(source: Mapping[str, TensorSpec], reader: Manifest) -> list
         first = first_at.setdefault((tensor.region, tensor.offset), tensor)
         one, other = source[first.name], source[tensor.name]
         if (one.region, one.offset) != (other.region, other.offset):
-            found.append(f"tensors {first.name!r} and {tensor.name!r} share memory at the reader only")
+            found.append(
+                f"tensors {first.name!r} and {tensor.name!r} share memory at the reader only"
+            )
     return found
 
 
 def check_compatible(source: Manifest, reader: Manifest) -> None:
-    """Raise ManifestMismatch, with every difference, unless the reader can hold the source's version."""
+    """Raise ManifestMismatch, with every difference, unless the reader can hold the source's
+    version.
+    """
     if found := differences(source, reader):
-        theirs, mine = ({tensor.name: tensor.dtype for tensor in manifest.tensors} for manifest in (source, reader))
-        advice = _prefix_advice(source, reader) or missing_advice(theirs.keys() - mine, mine.keys() - theirs)
+        theirs, mine = (
+            {tensor.name: tensor.dtype for tensor in manifest.tensors}
+            for manifest in (source, reader)
+        )
+        advice = _prefix_advice(source, reader) or missing_advice(
+            theirs.keys() - mine, mine.keys() - theirs
+        )
         advice += dtype_advice((theirs.get(name, dtype), dtype) for name, dtype in mine.items())
         text = f"{len(found)} difference(s): {some(found, '; ')}{advice}"
         raise ManifestMismatch(text, differences=found)
 
 
 def missing_advice(unread: Collection[str], unknown: Collection[str]) -> str:
-    """What to do where the reader leaves out published tensors, or registers tensors that are not published."""
+    """What to do where the reader leaves out published tensors, or registers tensors that are not
+    published.
+    """
     advice = ""
     if unread:
-        advice += ". A reader that leaves published tensors unread says so: register(..., partial=True)"
+        advice += (
+            ". A reader that leaves published tensors unread says so: register(..., partial=True)"
+        )
     if unknown:
-        advice += f". A reader's own tensor has an empty entry, and is left alone: sources={{{shown(min(unknown))}: []}}"
+        advice += (
+            f". A reader's own tensor has an empty entry, and is left alone: "
+            f"sources={{{shown(min(unknown))}: []}}"
+        )
     return advice
 
 
@@ -91,7 +113,10 @@ def dtype_advice(pairs: Iterable[tuple[str, str]]) -> str:
     """What to do where the source and the reader have a tensor in two dtypes."""
     if all(source == reader for source, reader in pairs):
         return ""
-    return ". Nothing is converted on the way: let the publisher publish a copy in the reader's dtype (tensorhub.conversion)"
+    return (
+        ". Nothing is converted on the way: let the publisher publish a copy in the reader's "
+        "dtype (tensorhub.conversion)"
+    )
 
 
 def _prefix_advice(source: Manifest, reader: Manifest) -> str:
@@ -101,6 +126,7 @@ def _prefix_advice(source: Manifest, reader: Manifest) -> str:
         for side, names, others in (("source", theirs, mine), ("reader", mine, theirs)):
             if names == {prefix + name for name in others}:
                 return (
-                    f". All names begin with {prefix!r} at the {side}, as a wrapper's do: register the module that it wraps"
+                    f". All names begin with {prefix!r} at the {side}, as a wrapper's do: "
+                    f"register the module that it wraps"
                 )
     return ""

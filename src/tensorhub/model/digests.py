@@ -1,8 +1,9 @@
 """Lists of chunks' digests as bytes: how they are told, compared, and named by one root (R8).
 
-A list holds one digest per chunk, in the order of their numbers, each big-endian and as wide as the manifest's algorithm
-makes it. Its root names all of it, so two lists are compared by 32 bytes. Not responsible for making digests
-(`memory.chunks`), nor for the choice of the digests that decide (`coordinator.testimonies`).
+A list holds one digest per chunk, in the order of their numbers, each big-endian and as wide as the
+manifest's algorithm makes it. Its root names all of it, so two lists are compared by 32 bytes. Not
+responsible for making digests (`memory.chunks`), nor for the choice of the digests that decide
+(`coordinator.testimonies`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Hasher(Protocol):
 
 
 def hasher(algorithm: str) -> Hasher:
-    """What makes the digest of bytes that come in pieces; its `digest` is big-endian, as in a list."""
+    """What makes the digest of bytes that come in pieces; its `digest` is big-endian, as in a
+    list.
+    """
     return hashlib.sha256() if algorithm == "sha-256" else xxhash.xxh3_64()
 
 
@@ -66,13 +69,15 @@ def runs_of(chunks: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def width_in(manifest: bytes) -> int:
-    """Bytes of one digest under an encoded manifest; only its beginning is read. 0: `manifest` is none."""
+    """Bytes of one digest under an encoded manifest; only its beginning is read. 0: `manifest` is
+    none.
+    """
     return WIDTHS[head_of(manifest)[0]]
 
 
 def head_of(manifest: bytes) -> tuple[Digest, int]:
-    """The algorithm of an encoded manifest and its `chunk_bytes`; only its beginning is read. "none" and 0:
-    `manifest` is none.
+    """The algorithm of an encoded manifest and its `chunk_bytes`; only its beginning is read.
+    "none" and 0: `manifest` is none.
     """
     head = msgpack.Unpacker(max_buffer_size=256, strict_map_key=True)
     try:
@@ -80,6 +85,8 @@ def head_of(manifest: bytes) -> tuple[Digest, int]:
         head.read_array_header()
         head.unpack()  # the format
         digest, chunk_bytes = head.unpack(), head.unpack()
-        return (digest, chunk_bytes) if digest in WIDTHS and type(chunk_bytes) is int else ("none", 0)
+        return (
+            (digest, chunk_bytes) if digest in WIDTHS and type(chunk_bytes) is int else ("none", 0)
+        )
     except (ValueError, TypeError, msgpack.UnpackException):
         return "none", 0

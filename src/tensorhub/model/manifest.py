@@ -1,11 +1,13 @@
-"""What a version is: its tensors, the regions that hold their bytes, and the grid of chunks that is read.
+"""What a version is: its tensors, the regions that hold their bytes, and the grid of chunks that is
+read.
 
-Responsible for the manifest as a value: building it from described memory, and its one encoding, which is also its identity.
-Not responsible for comparing a source's with a reader's (`compatibility`), for what a dtype is (`dtypes`), nor for where the
-bytes are: a region has no address here, and each holder keeps it wherever it likes.
+Responsible for the manifest as a value: building it from described memory, and its one encoding,
+which is also its identity. Not responsible for comparing a source's with a reader's
+(`compatibility`), for what a dtype is (`dtypes`), nor for where the bytes are: a region has no
+address here, and each holder keeps it wherever it likes.
 
-The publisher fixes the manifest (R8). The chunk grid follows from the manifest alone. So all readers of the version agree
-on chunk numbers and digests, whatever their own settings are.
+The publisher fixes the manifest (R8). The chunk grid follows from the manifest alone. So all
+readers of the version agree on chunk numbers and digests, whatever their own settings are.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgpack
 
 from tensorhub.errors import ProtocolError, RegistrationError, some
-from tensorhub.model.dtypes import INT_MAX, ITEMSIZE, ZERO_POINT_MIN, Quantization, itemsize, quantization_fault, shape_fault
+from tensorhub.model.dtypes import (
+    INT_MAX,
+    ITEMSIZE,
+    ZERO_POINT_MIN,
+    Quantization,
+    itemsize,
+    quantization_fault,
+    shape_fault,
+)
 from tensorhub.model.strips import Strip, straight
 from tensorhub.model.unpacking import unpacker
 
@@ -39,14 +49,17 @@ DIMENSIONS_MAX = 64  # what torch itself can iterate over
 NAME_MAX = 512
 ENCODED_BYTES_MAX = 48 * 2**20  # what a message can carry
 
-# ----------------------------------------------------------------------------------------------------- values
+# --------------------------------------------------------------------------------------------------
+# values
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
-    """One registered tensor: its bytes from an address on. `dtype` is torch's name without "torch.".
+    """One registered tensor: its bytes from an address on. `dtype` is torch's name without
+    "torch.".
 
-    `strides`: bytes between neighbours of each dimension, if rows are padded; else empty, and the bytes are contiguous.
+    `strides`: bytes between neighbours of each dimension, if rows are padded; else empty, and the
+    bytes are contiguous.
     """
 
     name: str
@@ -68,9 +81,11 @@ class TensorDescription:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a version: the part of it that this shard holds, and where in which region its bytes are.
+    """One tensor of a version: the part of it that this shard holds, and where in which region its
+    bytes are.
 
-    `slices`: (start, stop) per dimension of `global_shape`. `quantization`: where the dtype is one of `QUANTIZED`.
+    `slices`: (start, stop) per dimension of `global_shape`. `quantization`: where the dtype is one
+    of `QUANTIZED`.
     """
 
     name: str
@@ -114,7 +129,9 @@ class Chunk:
 
 
 class _Grid(NamedTuple):
-    """How a region is cut: `step` bytes apart, and anew every `period` bytes; period divides nbytes."""
+    """How a region is cut: `step` bytes apart, and anew every `period` bytes; period divides
+    nbytes.
+    """
 
     nbytes: int
     period: int
@@ -136,7 +153,8 @@ class _Grid(NamedTuple):
 class Manifest:
     """One shard of a version. `layout_id` names how the model is cut into shards.
 
-    `metadata` is the publisher's, and opaque here: of a version that was published from files, what they were.
+    `metadata` is the publisher's, and opaque here: of a version that was published from files, what
+    they were.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -173,9 +191,9 @@ class Manifest:
     def chunks(self) -> tuple[Chunk, ...]:
         """Every byte of every region exactly once, in order.
 
-        A region of one tensor is cut at rows of the tensor's first dimension, as many as fit `chunk_bytes`; a
-        longer row is cut into pieces, anew in each row. So every row begins a chunk or lies within one, and a
-        reader of another layout can verify what it reads.
+        A region of one tensor is cut at rows of the tensor's first dimension, as many as fit
+        `chunk_bytes`; a longer row is cut into pieces, anew in each row. So every row begins a
+        chunk or lies within one, and a reader of another layout can verify what it reads.
         """
         made: list[Chunk] = []
         for region, grid in self._grids():
@@ -202,7 +220,11 @@ class Manifest:
         """The names of the tensors that have bytes in this chunk."""
         place = self.chunks[chunk]
         end = place.offset + place.nbytes
-        there = (t for t in self.by_region[place.region] if t.offset < end and place.offset < t.offset + t.nbytes)
+        there = (
+            t
+            for t in self.by_region[place.region]
+            if t.offset < end and place.offset < t.offset + t.nbytes
+        )
         return tuple(tensor.name for tensor in there)
 
     def _grids(self) -> Iterator[tuple[int, _Grid]]:
@@ -248,16 +270,22 @@ def _grid(nbytes: int, tensors: tuple[TensorSpec, ...], chunk_bytes: int) -> _Gr
     return _Grid(nbytes, nbytes, chunk_bytes)
 
 
-# --------------------------------------------------------------------------------------------------- building
+# --------------------------------------------------------------------------------------------------
+# building
 
 
 def build_manifest(
-    tensors: Iterable[TensorDescription], chunk_bytes: int, digest: Digest, layout_id: str = "", metadata: bytes = b""
+    tensors: Iterable[TensorDescription],
+    chunk_bytes: int,
+    digest: Digest,
+    layout_id: str = "",
+    metadata: bytes = b"",
 ) -> Manifest:
-    """The manifest of registered memory; tied tensors share a region, so their bytes are sent once. The region of a
-    tensor with padded rows includes the padding.
+    """The manifest of registered memory; tied tensors share a region, so their bytes are sent once.
+    The region of a tensor with padded rows includes the padding.
 
-    RegistrationError, naming both tensors, where bytes are shared in part; and for memory that no manifest can describe.
+    RegistrationError, naming both tensors, where bytes are shared in part; and for memory that no
+    manifest can describe.
     """
     regions: list[TensorDescription] = []  # the first tensor of each
     region_of: dict[tuple[int, int, tuple[int, ...]], int] = {}
@@ -268,18 +296,27 @@ def build_manifest(
         if region is None:
             region = region_of[place] = len(regions)
             regions.append(tensor)
-        if tensor.dtype in ITEMSIZE and prod(tensor.shape) * ITEMSIZE[tensor.dtype] != tensor.nbytes:
+        if (
+            tensor.dtype in ITEMSIZE
+            and prod(tensor.shape) * ITEMSIZE[tensor.dtype] != tensor.nbytes
+        ):
             what = f"{tensor.dtype} {tensor.shape} is not {tensor.nbytes} bytes"
             raise RegistrationError(f"tensor {tensor.name!r}: {what}")
         slices = tuple([(0, size) for size in tensor.shape])
-        specs.append(TensorSpec(tensor.name, tensor.dtype, tensor.shape, slices, region, 0, tensor.quantization))
+        specs.append(
+            TensorSpec(
+                tensor.name, tensor.dtype, tensor.shape, slices, region, 0, tensor.quantization
+            )
+        )
     _refuse_overlaps(regions)
     sizes = tuple([RegionSpec(first.extent) for first in regions])
     manifest = Manifest(tuple(specs), sizes, chunk_bytes, digest, layout_id, metadata)
     if fault := _fault(manifest):
         raise RegistrationError(f"these tensors cannot be one shard: {fault}")
     if len(manifest.encode()) > ENCODED_BYTES_MAX:
-        raise RegistrationError(f"these tensors take more than {ENCODED_BYTES_MAX} bytes to describe")
+        raise RegistrationError(
+            f"these tensors take more than {ENCODED_BYTES_MAX} bytes to describe"
+        )
     return manifest
 
 
@@ -294,20 +331,23 @@ def _refuse_overlaps(regions: list[TensorDescription]) -> None:
     if overlaps:
         raise RegistrationError(
             f"tensors overlap without being the same bytes: {some(overlaps, ', ')}. "
-            "Register the larger one alone, or copy one of the two (`.clone()`). Of columns of one tensor, register that "
+            "Register the larger one alone, or copy one of the two (`.clone()`). Of columns of one "
+            "tensor, register that "
             "one, and say with sources= what is where in it (`tensorhub.at[:, 0:512]`)."
         )
 
 
-# --------------------------------------------------------------------------------------------------- encoding
-#
-# One flat array: [FORMAT, digest, chunk_bytes, layout_id, metadata, dtypes, all names in one string, columns of 64-bit
-# numbers]. Columns rather than an array per tensor, because msgpack then needs no long arrays: a hostile blob
-# that nests empty promises of long arrays would make its decoder allocate gigabytes.
+# --------------------------------------------------------------------------------------------------
+# encoding
+#  One flat array: [FORMAT, digest, chunk_bytes, layout_id, metadata, dtypes, all names in one
+# string, columns of 64-bit numbers]. Columns rather than an array per tensor, because msgpack then
+# needs no long arrays: a hostile blob that nests empty promises of long arrays would make its
+# decoder allocate gigabytes.
 
 _PER_TENSOR = ("name lengths", "dtypes", "dimensions", "region", "offset")
 _PER_DIMENSION = ("shape", "start", "stop")
-_PER_QUANTIZED = ("quantized", "scale", "zero point")  # which tensors, the scales' bits, the zero points from the least on
+# which tensors, the scales' bits, the zero points from the least on
+_PER_QUANTIZED = ("quantized", "scale", "zero point")
 _COLUMNS = ("regions", *_PER_TENSOR, *_PER_DIMENSION, *_PER_QUANTIZED)
 _COLUMNS_AT = 7
 _DTYPES_MAX = 64
@@ -330,8 +370,14 @@ def _pack(column: list[int]) -> bytes:
 
 def _encode(manifest: Manifest) -> bytes:
     tensors = manifest.tensors
-    dtypes = {name: index for index, name in enumerate(dict.fromkeys(tensor.dtype for tensor in tensors))}
-    quantized = [(index, *tensor.quantization) for index, tensor in enumerate(tensors) if tensor.quantization is not None]
+    dtypes = {
+        name: index for index, name in enumerate(dict.fromkeys(tensor.dtype for tensor in tensors))
+    }
+    quantized = [
+        (index, *tensor.quantization)
+        for index, tensor in enumerate(tensors)
+        if tensor.quantization is not None
+    ]
     columns = (
         [region.nbytes for region in manifest.regions],
         [len(tensor.name) for tensor in tensors],
@@ -347,7 +393,15 @@ def _encode(manifest: Manifest) -> bytes:
         [zero_point - ZERO_POINT_MIN for _, _, zero_point in quantized],
     )
     names = "".join([tensor.name for tensor in tensors])
-    head = [FORMAT, manifest.digest, manifest.chunk_bytes, manifest.layout_id, manifest.metadata, list(dtypes), names]
+    head = [
+        FORMAT,
+        manifest.digest,
+        manifest.chunk_bytes,
+        manifest.layout_id,
+        manifest.metadata,
+        list(dtypes),
+        names,
+    ]
     encoded: bytes = msgpack.packb([*head, *map(_pack, columns)])
     return encoded
 
@@ -358,18 +412,29 @@ def _decode(blob: bytes) -> Manifest:
     try:
         parts = _parts(blob)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"bad manifest: not msgpack ({type(error).__name__}: {error})") from None
+        raise ProtocolError(
+            f"bad manifest: not msgpack ({type(error).__name__}: {error})"
+        ) from None
     _, digest, chunk_bytes, layout_id, metadata, dtypes, names = parts[:_COLUMNS_AT]
     _expect(all(type(dtype) is str for dtype in dtypes), "a dtype is not a string")
-    columns = [_unpack(what, data) for what, data in zip(_COLUMNS, parts[_COLUMNS_AT:], strict=True)]
+    columns = [
+        _unpack(what, data) for what, data in zip(_COLUMNS, parts[_COLUMNS_AT:], strict=True)
+    ]
     regions, *per_tensor, sizes, starts, stops, quantized, scales, zero_points = columns
-    _expect(len({len(column) for column in per_tensor}) == 1, "the columns tell of different tensors")
+    _expect(
+        len({len(column) for column in per_tensor}) == 1, "the columns tell of different tensors"
+    )
     lengths, dtype_of, dimensions, *_ = per_tensor
     _expect(max(len(lengths), len(regions)) <= TENSORS_MAX, f"more than {TENSORS_MAX} tensors")
     _expect(sum(lengths) == len(names), "the names' lengths do not add up")
-    _expect(sum(dimensions) == len(sizes) == len(starts) == len(stops), "the dimensions do not add up")
+    _expect(
+        sum(dimensions) == len(sizes) == len(starts) == len(stops), "the dimensions do not add up"
+    )
     _expect(max(dtype_of, default=-1) < len(dtypes), "a tensor's dtype is not listed")
-    _expect(len(quantized) == len(scales) == len(zero_points) <= len(lengths), "the quantizations do not add up")
+    _expect(
+        len(quantized) == len(scales) == len(zero_points) <= len(lengths),
+        "the quantizations do not add up",
+    )
     points = [each + ZERO_POINT_MIN for each in zero_points]
     quantizations = dict(zip(quantized, zip(map(_scale, scales), points, strict=True), strict=True))
     slices = tuple(zip(starts, stops, strict=True))
@@ -378,14 +443,18 @@ def _decode(blob: bytes) -> Manifest:
     for length, dtype, rank, region, offset in zip(*per_tensor, strict=True):
         name, its = names[at : at + length], slice(dimension, dimension + rank)
         quantization = quantizations.get(len(tensors))
-        tensors.append(TensorSpec(name, dtypes[dtype], sizes[its], slices[its], region, offset, quantization))
+        tensors.append(
+            TensorSpec(name, dtypes[dtype], sizes[its], slices[its], region, offset, quantization)
+        )
         at, dimension = at + length, dimension + rank
-    return Manifest(tuple(tensors), tuple(map(RegionSpec, regions)), chunk_bytes, digest, layout_id, metadata)
+    return Manifest(
+        tuple(tensors), tuple(map(RegionSpec, regions)), chunk_bytes, digest, layout_id, metadata
+    )
 
 
 def _parts(blob: bytes) -> list[Any]:
-    """What `blob` says, part by part, each of its type: nothing is made of lists within lists, which would cost many times
-    the bytes that say them.
+    """What `blob` says, part by part, each of its type: nothing is made of lists within lists,
+    which would cost many times the bytes that say them.
     """
     parts = unpacker(blob)
     length = parts.read_array_header()
@@ -418,13 +487,18 @@ def _expect(holds: bool, otherwise: str) -> None:
         raise ProtocolError(f"bad manifest: {otherwise}")
 
 
-# --------------------------------------------------------------------------------------------------- checking
+# --------------------------------------------------------------------------------------------------
+# checking
 
 
 def _fault(manifest: Manifest) -> str | None:
-    """The first thing that makes this no manifest, whether it was built here or came from a socket."""
+    """The first thing that makes this no manifest, whether it was built here or came from a
+    socket.
+    """
     if manifest.digest not in get_args(Digest):
-        return f"digest {manifest.digest[:64]!r} is unknown; known are {', '.join(get_args(Digest))}"
+        return (
+            f"digest {manifest.digest[:64]!r} is unknown; known are {', '.join(get_args(Digest))}"
+        )
     size = manifest.chunk_bytes
     if type(size) is not int or not CHUNK_BYTES_MIN <= size <= CHUNK_BYTES_MAX:
         return f"chunk_bytes {size!r} is not within {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}"
@@ -444,7 +518,10 @@ def _fault(manifest: Manifest) -> str | None:
     if fault := _region_fault(manifest):
         return fault
     if manifest.chunk_count > CHUNKS_MAX:
-        return f"{manifest.chunk_count} chunks are more than {CHUNKS_MAX}; a larger chunk_bytes makes fewer"
+        return (
+            f"{manifest.chunk_count} chunks are more than {CHUNKS_MAX}; a larger chunk_bytes "
+            f"makes fewer"
+        )
     return None
 
 
@@ -479,7 +556,9 @@ def _tensor_fault(tensor: TensorSpec, regions: tuple[RegionSpec, ...]) -> str | 
 
 
 def _region_fault(manifest: Manifest) -> str | None:
-    """Two tensors of one region share all bytes or none: with partial overlaps, aliasing would be no equivalence."""
+    """Two tensors of one region share all bytes or none: with partial overlaps, aliasing would be
+    no equivalence.
+    """
     for index, tensors in enumerate(manifest.by_region):
         if not tensors:
             return f"region {index} holds no tensor"

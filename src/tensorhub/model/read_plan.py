@@ -12,10 +12,12 @@ from tensorhub.types import VersionInfo
 
 @dataclass(frozen=True, slots=True)
 class PlannedSource:
-    """What would be read of one published shard. Ranks with equal shards are one source: any of them may be read.
+    """What would be read of one published shard. Ranks with equal shards are one source: any of
+    them may be read.
 
-    A cell is a part of a tensor that the source has and the reader wants: runs at equal distances. A run is contiguous in
-    both memories. Cells are read in chunks, each of which has its own digest.
+    A cell is a part of a tensor that the source has and the reader wants: runs at equal distances.
+    A run is contiguous in both memories. Cells are read in chunks, each of which has its own
+    digest.
     """
 
     ranks: tuple[int, ...]  # of the group that published the version
@@ -31,17 +33,19 @@ class PlannedSource:
 class ReadPlan:
     """The reads of one rank of a layout, for a version without a holder in that layout.
 
-    `nbytes`, `chunks`, `cells`, `runs`: of all sources together. `excess_nbytes`: bytes that would be read and not kept.
-    `as_dict()`: for JSON.
+    `nbytes`, `chunks`, `cells`, `runs`: of all sources together. `excess_nbytes`: bytes that would
+    be read and not kept. `as_dict()`: for JSON.
     """
 
     version: VersionInfo
     layout_id: str  # in which the version was published
     rank: int  # of the reader
     world_size: int
-    nbytes_wanted: int  # of the reader's tensors, without what no source is said for; tied tensors count once
+    # of the reader's tensors, without what no source is said for; tied tensors count once
+    nbytes_wanted: int
     sources: tuple[PlannedSource, ...]
-    alike: tuple[str, ...] = ()  # workers that hold it as this reader would, which then reads from them, chunk by chunk
+    # workers that hold it as this reader would, which then reads from them, chunk by chunk
+    alike: tuple[str, ...] = ()
 
     @property
     def chunks(self) -> int:

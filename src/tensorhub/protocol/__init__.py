@@ -10,10 +10,10 @@
     stream     driver for an anyio byte stream (the control plane)
     lost       the drivers' one exception for a connection that is gone
 
-The first five do no I/O and know no clock: a driver feeds them bytes and sends the bytes that they make. Whatever a peer
-sends can cause no other errors than `ProtocolError` and `AuthenticationFailed`. A length is checked before anything is
-allocated for it.
+The first five do no I/O and know no clock: a driver feeds them bytes and sends the bytes that they
+make. Whatever a peer sends can cause no other errors than `ProtocolError` and
+`AuthenticationFailed`. A length is checked before anything is allocated for it.
 
-Not responsible for listening, connecting or retrying (`tensorhub.runtime`), nor for what a message means
-(`coordinator` and `worker`).
+Not responsible for listening, connecting or retrying (`tensorhub.runtime`), nor for what a message
+means (`coordinator` and `worker`).
 """

@@ -1,11 +1,14 @@
-"""Driver for a blocking socket with a thread of its own: frames, and payloads behind them, which are not copied.
+"""Driver for a blocking socket with a thread of its own: frames, and payloads behind them, which
+are not copied.
 
-Responsible for exact reads (a frame never takes bytes of the payload behind it), for scatter and gather of any number of
-buffers, and for a bound on every wait. These bounds are the kernel's own timeouts, because payload is read by MSG_WAITALL on
-a socket that really blocks. Not responsible for connecting, nor for what a message means.
+Responsible for exact reads (a frame never takes bytes of the payload behind it), for scatter and
+gather of any number of buffers, and for a bound on every wait. These bounds are the kernel's own
+timeouts, because payload is read by MSG_WAITALL on a socket that really blocks. Not responsible for
+connecting, nor for what a message means.
 
-Raises ProtocolError, AuthenticationFailed, OperationTimeout (nothing, or less than `PACE_BYTES`, moved for
-`stall_timeout_s`) and ConnectionLost. Only `shutdown` may be called from other threads. It ends any blocked call.
+Raises ProtocolError, AuthenticationFailed, OperationTimeout (nothing, or less than `PACE_BYTES`,
+moved for `stall_timeout_s`) and ConnectionLost. Only `shutdown` may be called from other threads.
+It ends any blocked call.
 """
 
 from __future__ import annotations
@@ -34,19 +37,24 @@ M = TypeVar("M")
 PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
 
 FRAME_BYTES_MAX: Final = 2**20
-PACE_BYTES: Final = 64 * 2**10  # a peer that moves less of a payload in `stall_timeout_s` has stalled
+# a peer that moves less of a payload in `stall_timeout_s` has stalled
+PACE_BYTES: Final = 64 * 2**10
 BUFFERS_MAX: Final = 1024  # Linux' IOV_MAX: the most buffers that one system call takes
 
 
 class BlockingConnection:
     """A connected socket, which this object owns from now on; close it here."""
 
-    def __init__(self, sock: socket.socket, *, stall_timeout_s: float, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
+    def __init__(
+        self, sock: socket.socket, *, stall_timeout_s: float, frame_bytes_max: int = FRAME_BYTES_MAX
+    ) -> None:
         self.stall_timeout_s = stall_timeout_s
         self._socket = sock
         self._encoder, self._decoder = FrameEncoder(frame_bytes_max), FrameDecoder(frame_bytes_max)
-        self.payload_bytes = 0  # that `receive_into` has taken in, also where it failed in the midst of it
-        self._ending = threading.Lock()  # so that `shutdown` never meets a descriptor that `close` gave back
+        # that `receive_into` has taken in, also where it failed in the midst of it
+        self.payload_bytes = 0
+        # so that `shutdown` never meets a descriptor that `close` gave back
+        self._ending = threading.Lock()
         sock.settimeout(None)
         self._limit_waits(stall_timeout_s)
 
@@ -56,7 +64,12 @@ class BlockingConnection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     @property
@@ -69,14 +82,18 @@ class BlockingConnection:
         return self._socket.fileno()
 
     def is_readable(self) -> bool:
-        """Whether something has come, or the end, so that `receive` would not wait for its beginning."""
+        """Whether something has come, or the end, so that `receive` would not wait for its
+        beginning.
+        """
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         return bool(waiting.poll(0))
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the peer has neither closed the connection nor said anything that was not received."""
+        """Whether the peer has neither closed the connection nor said anything that was not
+        received.
+        """
         try:
             self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -85,10 +102,12 @@ class BlockingConnection:
             return False
         return False
 
-    # -------------------------------------------------------------------------------------------- handshake
+    # --------------------------------------------------------------------------------------------
+    # handshake
 
     def handshake(self, handshake: Handshake[PeerHello], timeout_s: float) -> PeerHello:
-        """Run a handshake, either side's, and return the peer's hello. `timeout_s` bounds all of it.
+        """Run a handshake, either side's, and return the peer's hello. `timeout_s` bounds all of
+        it.
 
         On an error the connection is of no more use; close it.
         """
@@ -122,7 +141,8 @@ class BlockingConnection:
         try:
             handshake.receive_data(data)
         except TensorHubError:
-            with contextlib.suppress(ConnectionLost, OperationTimeout):  # the peer need not hear why
+            # the peer need not hear why
+            with contextlib.suppress(ConnectionLost, OperationTimeout):
                 self._send_before(deadline, handshake.data_to_send())
             raise
         self._send_before(deadline, handshake.data_to_send())
@@ -137,13 +157,16 @@ class BlockingConnection:
         """Whether a part of a message has been received, and the rest has not."""
         return self._decoder.is_inside_frame
 
-    # -------------------------------------------------------------------------------------------- receiving
+    # --------------------------------------------------------------------------------------------
+    # receiving
 
     def receive(self, allowed: Vocabulary[M]) -> M | None:
-        """The next message, or None if the peer closed, or `shutdown` was called, between two messages.
+        """The next message, or None if the peer closed, or `shutdown` was called, between two
+        messages.
 
-        Raises OperationTimeout if nothing came for `stall_timeout_s`, or a message took longer than twice
-        that; the call can be repeated then. ProtocolError also if the stream ended inside a message; NotAuthentic.
+        Raises OperationTimeout if nothing came for `stall_timeout_s`, or a message took longer than
+        twice that; the call can be repeated then. ProtocolError also if the stream ended inside a
+        message; NotAuthentic.
         """
         deadline = time.monotonic() + self.stall_timeout_s
         while (body := self._decoder.next_frame()) is None:
@@ -153,15 +176,17 @@ class BlockingConnection:
                 return None
             self._decoder.receive_data(data)
             if time.monotonic() > deadline and self._decoder.bytes_wanted:
-                raise OperationTimeout(f"a message did not arrive whole within {self.stall_timeout_s:g} s")
+                raise OperationTimeout(
+                    f"a message did not arrive whole within {self.stall_timeout_s:g} s"
+                )
         return codec.decode(body, allowed)
 
     def receive_into(self, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, in order, with exactly the bytes that come next. They must be writable and
-        contiguous.
+        """Fill the buffers, in order, with exactly the bytes that come next. They must be writable
+        and contiguous.
 
-        Raises OperationTimeout if less than PACE_BYTES came in `stall_timeout_s`, ConnectionLost if the stream
-        ends before. After an error the connection is of no more use.
+        Raises OperationTimeout if less than PACE_BYTES came in `stall_timeout_s`, ConnectionLost if
+        the stream ends before. After an error the connection is of no more use.
         """
         left = _Left(buffers)
         rest = self._decoder.take_rest()
@@ -183,13 +208,16 @@ class BlockingConnection:
                 pace.check(count, "sent")
 
     def _receive(self, count: int) -> bytes:
-        """At most `count` bytes; fewer only at the end of the stream, or when a timeout cut it short."""
+        """At most `count` bytes; fewer only at the end of the stream, or when a timeout cut it
+        short.
+        """
         try:
             return self._socket.recv(count, socket.MSG_WAITALL)
         except OSError as error:
             raise self._failed(error, "sent nothing") from error
 
-    # ---------------------------------------------------------------------------------------------- sending
+    # ----------------------------------------------------------------------------------------------
+    # sending
 
     def send(self, message: Message) -> None:
         """Send one message. Errors as of `send_with_payload`."""
@@ -199,8 +227,8 @@ class BlockingConnection:
         """Send one message and, right behind it, the bytes of the buffers, which are not copied.
 
         Raises ProtocolError, with nothing sent, for a message that breaks its own bounds. Raises
-        OperationTimeout if the peer took less than PACE_BYTES in `stall_timeout_s`, ConnectionLost if it is gone;
-        the connection is of no more use then.
+        OperationTimeout if the peer took less than PACE_BYTES in `stall_timeout_s`, ConnectionLost
+        if it is gone; the connection is of no more use then.
         """
         self._send([memoryview(self._encoder.frames(codec.encode(message))), *buffers])
 
@@ -219,36 +247,46 @@ class BlockingConnection:
             if left:
                 pace.check(count, "took")
 
-    # ------------------------------------------------------------------------------------------- descriptors
+    # -------------------------------------------------------------------------------------------
+    # descriptors
 
     def send_descriptors(self, descriptors: Sequence[int]) -> None:
-        """Send one byte with these descriptors, over a Unix socket. ConnectionLost, OperationTimeout."""
+        """Send one byte with these descriptors, over a Unix socket. ConnectionLost,
+        OperationTimeout.
+        """
         try:
             socket.send_fds(self._socket, [b"\0"], list(descriptors), socket.MSG_NOSIGNAL)
         except OSError as error:
             raise self._failed(error, "took nothing") from error
 
     def receive_descriptors(self, count: int) -> list[int]:
-        """`count` descriptors, with the byte that carries them; close them. ConnectionLost, OperationTimeout,
-        ProtocolError (another number came), StateError (this process has no room for them).
+        """`count` descriptors, with the byte that carries them; close them. ConnectionLost,
+        OperationTimeout, ProtocolError (another number came), StateError (this process has no room
+        for them).
         """
         try:
-            data, descriptors, flags, _ = socket.recv_fds(self._socket, 1, count, socket.MSG_CMSG_CLOEXEC)
+            data, descriptors, flags, _ = socket.recv_fds(
+                self._socket, 1, count, socket.MSG_CMSG_CLOEXEC
+            )
         except OSError as error:
             raise self._failed(error, "sent nothing") from error
         if not data or len(descriptors) != count or flags & socket.MSG_CTRUNC:
             for descriptor in descriptors:
                 os.close(descriptor)
-            if len(descriptors) < count and flags & socket.MSG_CTRUNC:  # the kernel drops those that find no place here
+            # the kernel drops those that find no place here
+            if len(descriptors) < count and flags & socket.MSG_CTRUNC:
                 raise shortage(OSError(errno.EMFILE, "")) or OSError
             raise ProtocolError(f"{count} descriptors are said to follow, and others came")
         return descriptors
 
-    # ----------------------------------------------------------------------------------------------- ending
+    # ----------------------------------------------------------------------------------------------
+    # ending
 
     @property
     def has_ended(self) -> bool:
-        """Whether `shutdown` was called, or the peer is seen to be gone, without reading. Does not block."""
+        """Whether `shutdown` was called, or the peer is seen to be gone, without reading. Does not
+        block.
+        """
         poll = select.poll()
         with self._ending:
             if self._socket.fileno() < 0:
@@ -262,7 +300,9 @@ class BlockingConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the socket back; for the thread that uses the connection. A second call does nothing."""
+        """Give the socket back; for the thread that uses the connection. A second call does
+        nothing.
+        """
         with self._ending:
             self._socket.close()
 
@@ -285,7 +325,9 @@ class BlockingConnection:
 
 
 class _Pace:
-    """Checks that a payload moves: a peer that drips keeps memory from being written, or a place from other readers."""
+    """Checks that a payload moves: a peer that drips keeps memory from being written, or a place
+    from other readers.
+    """
 
     __slots__ = ("_bytes", "_since", "_window_s")
 
@@ -295,13 +337,17 @@ class _Pace:
         self._bytes = 0  # moved since then
 
     def check(self, count: int, did: str) -> None:
-        """These bytes have moved, and more are to come. OperationTimeout: they were too few for the time."""
+        """These bytes have moved, and more are to come. OperationTimeout: they were too few for the
+        time.
+        """
         self._bytes += count
         now = time.monotonic()
         if now - self._since < self._window_s:
             return
         if self._bytes < PACE_BYTES:
-            raise OperationTimeout(f"the peer {did} only {self._bytes} bytes in {now - self._since:.1f} s")
+            raise OperationTimeout(
+                f"the peer {did} only {self._bytes} bytes in {now - self._since:.1f} s"
+            )
         self._since, self._bytes = now, 0
 
 

@@ -1,10 +1,11 @@
 """Turns messages into the bodies of frames and back, and checks every bound in both directions.
 
-Responsible for the wire form of a message, the MessagePack array `[tag, field, field, ...]`, for refusing anything else, and
-for the messages that each role may send (`Vocabulary`). The forms of the fields are made once, on import; a call inspects
-no types.
+Responsible for the wire form of a message, the MessagePack array `[tag, field, field, ...]`, for
+refusing anything else, and for the messages that each role may send (`Vocabulary`). The forms of
+the fields are made once, on import; a call inspects no types.
 
-Every refusal is a `ProtocolError` that names the message, the field and the bound, and repeats little of the input.
+Every refusal is a `ProtocolError` that names the message, the field and the bound, and repeats
+little of the input.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ M = TypeVar("M")
 
 
 class Vocabulary(Generic[M]):
-    """What one kind of peer may say: messages with their tags. `speaker` names the peer in errors."""
+    """What one kind of peer may say: messages with their tags. `speaker` names the peer in
+    errors.
+    """
 
     __slots__ = ("_by_tag", "_known", "forms", "speaker")
 
-    def __init__(self, speaker: str, tags: Mapping[type, int], known: Mapping[type, int] = TAGS) -> None:
+    def __init__(
+        self, speaker: str, tags: Mapping[type, int], known: Mapping[type, int] = TAGS
+    ) -> None:
         """`known`: all messages of which the errors know the names."""
         self.speaker = speaker
         self.forms = {kind: (tag, record_of(kind)) for kind, tag in tags.items()}
@@ -41,25 +46,38 @@ class Vocabulary(Generic[M]):
         return f"<Vocabulary of {self.speaker}: {len(self.forms)} messages>"
 
     def record(self, tag: object, length: int) -> Record:
-        """The record that reads a message of `length` items under `tag`. ProtocolError: there is none."""
+        """The record that reads a message of `length` items under `tag`. ProtocolError: there is
+        none.
+        """
         found = self._by_tag.get(tag) if type(tag) is int else None
         if found is None:
-            names = [kind.__name__ for kind, known in self._known.items() if type(tag) is int and known == tag]
+            names = [
+                kind.__name__
+                for kind, known in self._known.items()
+                if type(tag) is int and known == tag
+            ]
             raise ProtocolError(
                 f"{names[0]} is not for {self.speaker} to say here"
                 if names
-                else f"{brief(tag)} is not the tag of any message; peers of equal versions have equal tags"
+                else f"{brief(tag)} is not the tag of any message; peers of equal versions have "
+                f"equal tags"
             )
         if length != found.size + 1:
-            raise ProtocolError(f"{found.kind.__name__}: {length - 1} fields instead of {found.size}")
+            raise ProtocolError(
+                f"{found.kind.__name__}: {length - 1} fields instead of {found.size}"
+            )
         return found
 
     def encode(self, message: M) -> bytes:
-        """The body of the message's frame. ProtocolError: a field's value is not what its annotation allows."""
+        """The body of the message's frame. ProtocolError: a field's value is not what its
+        annotation allows.
+        """
         try:
             tag, record = self.forms[type(message)]
         except KeyError:
-            raise ProtocolError(f"a {type(message).__name__} is not a message and cannot be sent") from None
+            raise ProtocolError(
+                f"a {type(message).__name__} is not a message and cannot be sent"
+            ) from None
         try:
             fields = record.encode(message)
         except Violation as error:
@@ -76,7 +94,9 @@ CLIENT_HELLO: Final[Vocabulary[messages.ClientHello]] = _said_by("a client", mes
 SERVER_HELLO: Final[Vocabulary[messages.ServerHello]] = _said_by("a server", messages.ServerHello)
 PROOF: Final[Vocabulary[messages.Proof]] = _said_by("a peer that must prove itself", messages.Proof)
 FROM_WORKER: Final[Vocabulary[messages.FromWorker]] = _said_by("a worker", messages.FromWorker)
-FROM_COORDINATOR: Final[Vocabulary[messages.FromCoordinator]] = _said_by("the coordinator", messages.FromCoordinator)
+FROM_COORDINATOR: Final[Vocabulary[messages.FromCoordinator]] = _said_by(
+    "the coordinator", messages.FromCoordinator
+)
 FROM_READER: Final[Vocabulary[messages.FromReader]] = _said_by("a reader", messages.FromReader)
 FROM_OWNER: Final[Vocabulary[messages.FromOwner]] = _said_by("an owner", messages.FromOwner)
 ANYTHING: Final[Vocabulary[messages.Message]] = _said_by("anyone", messages.Message)
@@ -98,7 +118,9 @@ def decode(body: bytes, allowed: Vocabulary[M]) -> M:
     except Violation as error:
         raise _refusal(record, error) from error
     if parts.tell() != len(body):
-        raise ProtocolError(f"{record.kind.__name__}: {len(body) - parts.tell()} bytes after its end")
+        raise ProtocolError(
+            f"{record.kind.__name__}: {len(body) - parts.tell()} bytes after its end"
+        )
     return message
 
 

@@ -1,14 +1,18 @@
-"""How an annotated type is written and read: one `Form` per type, made once, when the codec is imported.
+"""How an annotated type is written and read: one `Form` per type, made once, when the codec is
+imported.
 
-Responsible for turning annotations into checks: `Length`, `Range` and `Printable` where they are given, 64 bits for a plain
-int, finite floats, and the exact shape of tuples and records. Writing checks as much as reading. So a mistake shows where
-it was made, and not as a connection that the peer closed.
+Responsible for turning annotations into checks: `Length`, `Range` and `Printable` where they are
+given, 64 bits for a plain int, finite floats, and the exact shape of tuples and records. Writing
+checks as much as reading. So a mistake shows where it was made, and not as a connection that the
+peer closed.
 
-Annotations drive the reading, not the bytes: a form asks the unpacker for the array or the scalar that must come next. So
-nothing nests deeper than the messages do, and no array is allocated for a length that was not checked.
+Annotations drive the reading, not the bytes: a form asks the unpacker for the array or the scalar
+that must come next. So nothing nests deeper than the messages do, and no array is allocated for a
+length that was not checked.
 
-On the wire, a record (a dataclass) is the array of its fields. An absent record (`Held | None`) is an empty array. Raises
-`Violation`, which the codec turns into a `ProtocolError`. A type that the wire cannot carry is a `TypeError` on import.
+On the wire, a record (a dataclass) is the array of its fields. An absent record (`Held | None`) is
+an empty array. Raises `Violation`, which the codec turns into a `ProtocolError`. A type that the
+wire cannot carry is a `TypeError` on import.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ _INT_LEAST, _INT_MOST = -(2**63), 2**64 - 1  # what MessagePack can say
 
 
 class Violation(Exception):
-    """A value that its annotation does not allow. `where`: the names of the fields, from the outermost in."""
+    """A value that its annotation does not allow. `where`: the names of the fields, from the
+    outermost in.
+    """
 
     def __init__(self, what: str, *where: str) -> None:
         super().__init__(what)
@@ -47,7 +53,9 @@ class Violation(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Form:
-    """How one type is written (`encode` gives what msgpack packs) and read (`decode` takes an unpacker)."""
+    """How one type is written (`encode` gives what msgpack packs) and read (`decode` takes an
+    unpacker).
+    """
 
     encode: Callable[[Any], Any]
     decode: Callable[[Unpacker], Any]
@@ -74,7 +82,8 @@ def describe(error: Exception) -> str:
     return "malformed, or of a kind that has no place here"
 
 
-# -------------------------------------------------------------------------------------------------- scalars
+# --------------------------------------------------------------------------------------------------
+# scalars
 
 
 def _check_bool(value: object) -> bool:
@@ -177,24 +186,31 @@ def _scalar(python_type: type, check: Check) -> Form:
         return check(unpacker.unpack())
 
     def encode_float(value: object) -> Any:
-        whole = type(value) is int and abs(value) < 2**53  # Python takes an int for a float; the wire does not
+        # Python takes an int for a float; the wire does not
+        whole = type(value) is int and abs(value) < 2**53
         return check(float(cast(int, value)) if whole else value)
 
     return Form(encode_float if python_type is float else check, decode)
 
 
 def _wide(bounds: Range) -> Form:
-    """Whole numbers of which some are beyond MessagePack's: those are bytes on the wire, big-endian, as few as may be."""
+    """Whole numbers of which some are beyond MessagePack's: those are bytes on the wire,
+    big-endian, as few as may be.
+    """
     least, most = int(bounds.least), int(bounds.most)
 
     def check(value: object) -> int:
         if type(value) is not int or not least <= value <= most:
-            raise Violation(f"{brief(value)} is not a whole number of at most {most.bit_length()} bits")
+            raise Violation(
+                f"{brief(value)} is not a whole number of at most {most.bit_length()} bits"
+            )
         return value
 
     def encode(value: object) -> int | bytes:
         number = check(value)
-        return number if number <= _INT_MOST else number.to_bytes(-(-number.bit_length() // 8), "big")
+        return (
+            number if number <= _INT_MOST else number.to_bytes(-(-number.bit_length() // 8), "big")
+        )
 
     def decode(unpacker: Unpacker) -> int:
         value = unpacker.unpack()
@@ -217,7 +233,8 @@ def _enum(kind: type[StrEnum]) -> Form:
     return Form(lambda value: read(value).value, lambda unpacker: read(unpacker.unpack()))
 
 
-# ---------------------------------------------------------------------------------- unions, tuples, records
+# ---------------------------------------------------------------------------------- unions, tuples,
+# records
 
 
 def _union(members: tuple[Any, ...]) -> Form:
@@ -289,7 +306,9 @@ class Record:
         names = [field.name for field in dataclasses.fields(kind)]
         self.kind = kind
         self.size = len(names)
-        self._fields = [(name, form.encode, form.decode) for name in names for form in (form_of(hints[name]),)]
+        self._fields = [
+            (name, form.encode, form.decode) for name in names for form in (form_of(hints[name]),)
+        ]
 
     def encode(self, value: Any) -> list[Any]:
         """The fields of `value`, as msgpack packs them."""
@@ -319,7 +338,9 @@ class Record:
 def _record_form(kind: type, *, optional: bool) -> Form:
     record = record_of(kind)
     if not record.size:
-        raise TypeError(f"{kind.__name__} has no fields; the wire keeps the empty array for an absent record")
+        raise TypeError(
+            f"{kind.__name__} has no fields; the wire keeps the empty array for an absent record"
+        )
 
     def encode(value: object) -> list[Any]:
         return [] if optional and value is None else record.encode(value)
@@ -354,7 +375,9 @@ def _stripped(annotation: Any) -> tuple[Any, tuple[object, ...]]:
 
 
 def form_of(annotation: Any) -> Form:
-    """How a field with this annotation is written and read; TypeError if the wire cannot carry it."""
+    """How a field with this annotation is written and read; TypeError if the wire cannot carry
+    it.
+    """
     kind, extras = _stripped(annotation)
     bounds = next((extra for extra in extras if isinstance(extra, Range)), None)
     if kind is int and bounds is not None and bounds.most > _INT_MOST:

@@ -1,17 +1,19 @@
 """The preface of a connection, and the frames that follow it; no I/O.
 
-Responsible for cutting a stream of bytes into bodies, whichever way the stream arrives in pieces, and for
-refusing another protocol, another version, an oversized frame, a truncated frame, and a frame that is not
-the peer's next: always `ProtocolError`, and before anything is allocated for the length that a peer claims. Not
-responsible for the contents of a body, nor for payload that follows a frame.
+Responsible for cutting a stream of bytes into bodies, whichever way the stream arrives in pieces,
+and for refusing another protocol, another version, an oversized frame, a truncated frame, and a
+frame that is not the peer's next: always `ProtocolError`, and before anything is allocated for the
+length that a peer claims. Not responsible for the contents of a body, nor for payload that follows
+a frame.
 
-    preface   "TENSRHUB"  u16 version                           once, from each side, before anything else
-    frame     u32 length  body of so many bytes                 in the handshake; numbers are big-endian
-    frame     u32 length  body of so many bytes  mac (16)       after it
+    preface   "TENSRHUB"  u16 version                           once, from each side, before
+    anything else frame     u32 length  body of so many bytes                 in the handshake;
+    numbers are big-endian frame     u32 length  body of so many bytes  mac (16)       after it
 
-A mac is keyed BLAKE2b over the frame's number (u64, from 0; it is not sent), its length and its body, under a key
-that one direction of one connection has. So only the peer's next frame is accepted, and no frame that an attacker
-made, changed, kept back, sent twice, in another order, back to its sender, or on another connection.
+A mac is keyed BLAKE2b over the frame's number (u64, from 0; it is not sent), its length and its
+body, under a key that one direction of one connection has. So only the peer's next frame is
+accepted, and no frame that an attacker made, changed, kept back, sent twice, in another order, back
+to its sender, or on another connection.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ PREFACE: Final = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 HEADER_BYTES: Final = 4
 MAC_BYTES: Final = 16
 _NOT_AUTHENTIC: Final = (
-    "what came is not the next frame that this peer sent: on the way, a relay without the token (or a defect) has changed, "
+    "what came is not the next frame that this peer sent: on the way, a relay without the token "
+    "(or a defect) has changed, "
     "kept back, repeated or put in a frame; see SECURITY.md"
 )
 READ_BYTES_MAX: Final = 64 * 2**10  # what a driver reads at a time where it may read ahead
@@ -40,23 +43,29 @@ class WrongVersion(ProtocolError):
 
 
 class NotAuthentic(ProtocolError):
-    """The received bytes are not the peer's next frame: there is an attacker, or a defect, between the peers."""
+    """The received bytes are not the peer's next frame: there is an attacker, or a defect, between
+    the peers.
+    """
 
 
 def check_preface(data: bytes) -> None:
-    """Check the first bytes of a connection, as many as there are; of ten or more, the first ten are the
-    preface.
+    """Check the first bytes of a connection, as many as there are; of ten or more, the first ten
+    are the preface.
 
-    Raises ProtocolError if no TensorHub peer begins like that, WrongVersion if one of another version does.
+    Raises ProtocolError if no TensorHub peer begins like that, WrongVersion if one of another
+    version does.
     """
     magic, version = data[: len(MAGIC)], data[len(MAGIC) : len(PREFACE)]
     if not MAGIC.startswith(magic):
-        raise ProtocolError(f"not a TensorHub peer: its first bytes are {bytes(data[:16])!r}; check the address")
+        raise ProtocolError(
+            f"not a TensorHub peer: its first bytes are {bytes(data[:16])!r}; check the address"
+        )
     if len(version) == 2 and version != PREFACE[len(MAGIC) :]:
         theirs = int.from_bytes(version, "big")
         older = "peer" if theirs < PROTOCOL_VERSION else "TensorHub on this side"
         raise WrongVersion(
-            f"the peer speaks version {theirs} of the protocol, this side version {PROTOCOL_VERSION}: "
+            f"the peer speaks version {theirs} of the protocol, this side version "
+            f"{PROTOCOL_VERSION}: "
             f"upgrade the {older}, which is the older one"
         )
 
@@ -106,7 +115,9 @@ class FrameEncoder:
         if self._mac is None:
             return b"".join([part for pair in pairs for part in pair])
         mac = self._mac
-        return b"".join([part for head, body in pairs for part in (head, body, mac.next(head, body))])
+        return b"".join(
+            [part for head, body in pairs for part in (head, body, mac.next(head, body))]
+        )
 
 
 def _header(body_bytes: int, frame_bytes_max: int) -> bytes:
@@ -126,9 +137,9 @@ def frame(body: bytes, frame_bytes_max: int) -> bytes:
 class FrameDecoder:
     """Cuts received bytes into the bodies of frames, and checks their macs once they have some.
 
-    Feed it with `receive_data`, then take frames with `next_frame` until it gives None. It never holds more
-    than one frame of the largest size and the bytes of one `receive_data`. After it raised, every further
-    call raises that error again.
+    Feed it with `receive_data`, then take frames with `next_frame` until it gives None. It never
+    holds more than one frame of the largest size and the bytes of one `receive_data`. After it
+    raised, every further call raises that error again.
     """
 
     __slots__ = ("_around", "_buffer", "_error", "_mac", "frame_bytes_max")
@@ -137,25 +148,33 @@ class FrameDecoder:
         self.frame_bytes_max = frame_bytes_max
         self._mac: FrameMac | None = None
         self._around = HEADER_BYTES  # bytes of a frame that are not its body
-        self._buffer = bytearray()  # received bytes that are not taken yet; begins at a frame's header
+        # received bytes that are not taken yet; begins at a frame's header
+        self._buffer = bytearray()
         self._error: ProtocolError | None = None
 
     def __repr__(self) -> str:
-        return f"<FrameDecoder: {len(self._buffer)} bytes held, frames of at most {self.frame_bytes_max}>"
+        return (
+            f"<FrameDecoder: {len(self._buffer)} bytes held, frames of at most "
+            f"{self.frame_bytes_max}>"
+        )
 
     def authenticate(self, key: bytes) -> None:
         """The handshake is over: from now on frames must have macs under this key."""
         self._mac, self._around = FrameMac(key), HEADER_BYTES + MAC_BYTES
 
     def receive_data(self, data: bytes) -> None:
-        """Take received bytes. Raises ProtocolError if frames pile up because `next_frame` is not called."""
+        """Take received bytes. Raises ProtocolError if frames pile up because `next_frame` is not
+        called.
+        """
         if len(self._buffer) > self._around + self.frame_bytes_max:
             self._fail(ProtocolError("more bytes than one frame are waiting to be taken"))
         self._raise_again()
         self._buffer += data
 
     def next_frame(self) -> bytes | None:
-        """The body of the next frame, None while it is incomplete. ProtocolError if its length is refused, NotAuthentic."""
+        """The body of the next frame, None while it is incomplete. ProtocolError if its length is
+        refused, NotAuthentic.
+        """
         if not self._buffer and self._error is None:
             return None
         self._raise_again()
@@ -165,7 +184,9 @@ class FrameDecoder:
         end = HEADER_BYTES + size
         with memoryview(self._buffer) as view:
             body = bytes(view[HEADER_BYTES:end])
-            is_authentic = self._mac is None or hmac.compare_digest(self._mac.next(view[:end]), view[end:whole])
+            is_authentic = self._mac is None or hmac.compare_digest(
+                self._mac.next(view[:end]), view[end:whole]
+            )
         if not is_authentic:
             self._fail(NotAuthentic(_NOT_AUTHENTIC))
             self._raise_again()
@@ -179,13 +200,16 @@ class FrameDecoder:
 
     @property
     def bytes_announced(self) -> int:
-        """The length of the next frame's body; 0 while its header is incomplete, ProtocolError if it is refused."""
+        """The length of the next frame's body; 0 while its header is incomplete, ProtocolError if
+        it is refused.
+        """
         self._raise_again()
         return self._size() or 0
 
     @property
     def bytes_wanted(self) -> int:
-        """How many bytes to receive next without a chance of taking any that lie beyond the next frame.
+        """How many bytes to receive next without a chance of taking any that lie beyond the next
+        frame.
 
         Raises ProtocolError if the next frame's length is refused.
         """
@@ -198,7 +222,11 @@ class FrameDecoder:
         """The stream ended: ProtocolError if it did so inside a frame."""
         self._raise_again()
         if self._buffer:
-            self._fail(ProtocolError(f"the connection ended inside a frame, after {len(self._buffer)} bytes of it"))
+            self._fail(
+                ProtocolError(
+                    f"the connection ended inside a frame, after {len(self._buffer)} bytes of it"
+                )
+            )
             self._raise_again()
 
     def take_rest(self) -> bytes:
@@ -213,7 +241,12 @@ class FrameDecoder:
             return None
         size = int.from_bytes(self._buffer[:HEADER_BYTES], "big")
         if not 0 < size <= self.frame_bytes_max:
-            self._fail(ProtocolError(f"a frame of {size} bytes is refused, frames here have 1 to {self.frame_bytes_max}"))
+            self._fail(
+                ProtocolError(
+                    f"a frame of {size} bytes is refused, frames here have 1 to "
+                    f"{self.frame_bytes_max}"
+                )
+            )
             self._raise_again()
         return size
 
@@ -223,4 +256,5 @@ class FrameDecoder:
 
     def _raise_again(self) -> None:
         if self._error is not None:
-            raise copy(self._error)  # its traceback holds frames that hold this object, and all that their callers have
+            # its traceback holds frames that hold this object, and all that their callers have
+            raise copy(self._error)

@@ -6,17 +6,19 @@
       Proof(mac, "client")             ->
                                        <-       Proof(mac, "server"), or Proof(b""): refused
 
-A mac is HMAC-SHA256 under the secret, over the side that makes it and both hellos: versions, roles, incarnations, nonces. So
-a proof fits one handshake and one side, and can be neither replayed nor reflected. The client proves itself first: a server
-says nothing under the secret to a client that does not know it. Open access uses an empty secret.
+A mac is HMAC-SHA256 under the secret, over the side that makes it and both hellos: versions, roles,
+incarnations, nonces. So a proof fits one handshake and one side, and can be neither replayed nor
+reflected. The client proves itself first: a server says nothing under the secret to a client that
+does not know it. Open access uses an empty secret.
 
-Each direction has a key for the frames that follow (`frames.FrameMac`). The keys are made like the macs, under the secret
-that the client has proved. A server also accepts the read-only secret that belongs to each of its secrets, and can tell the
-two apart.
+Each direction has a key for the frames that follow (`frames.FrameMac`). The keys are made like the
+macs, under the secret that the client has proved. A server also accepts the read-only secret that
+belongs to each of its secrets, and can tell the two apart.
 
-Responsible for that exchange, for the roles that may meet, and for its bounds. Not responsible for its deadline (the
-drivers). Raises ProtocolError (not a peer, another version, roles or an incarnation that do not fit) and
-AuthenticationFailed. After an error, send `data_to_send()` before closing: it may tell the peer the reason.
+Responsible for that exchange, for the roles that may meet, and for its bounds. Not responsible for
+its deadline (the drivers). Raises ProtocolError (not a peer, another version, roles or an
+incarnation that do not fit) and AuthenticationFailed. After an error, send `data_to_send()` before
+closing: it may tell the peer the reason.
 """
 
 from __future__ import annotations
@@ -48,24 +50,37 @@ PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
 
 
 def proof(secret: bytes, side: str, client: ClientHello, server: ServerHello) -> bytes:
-    """The mac by which `side` ("client" or "server") shows, after these hellos, that it knows `secret`."""
+    """The mac by which `side` ("client" or "server") shows, after these hellos, that it knows
+    `secret`.
+    """
     return _derived(secret, side, client, server)
 
 
 def frame_key(secret: bytes, side: str, client: ClientHello, server: ServerHello) -> bytes:
-    """The key of the frames that `side` ("client" or "server") sends after this handshake; 32 bytes."""
+    """The key of the frames that `side` ("client" or "server") sends after this handshake; 32
+    bytes.
+    """
     return _derived(secret, f"frames of the {side}", client, server)
 
 
 def _derived(secret: bytes, what: str, client: ClientHello, server: ServerHello) -> bytes:
     """32 bytes for this use after these hellos. Only a peer that knows `secret` can make them."""
-    return hmac.digest(secret, _fields(f"tensorhub/1 {what}".encode()) + _transcript(client, server), hashlib.sha256)
+    return hmac.digest(
+        secret,
+        _fields(f"tensorhub/1 {what}".encode()) + _transcript(client, server),
+        hashlib.sha256,
+    )
 
 
 @functools.lru_cache(16)  # two proofs and two keys are made after each pair of hellos
 def _transcript(client: ClientHello, server: ServerHello) -> bytes:
     return b"".join(
-        _fields(hello.protocol.to_bytes(8, "big"), hello.role.encode(), hello.incarnation.encode(), hello.nonce)
+        _fields(
+            hello.protocol.to_bytes(8, "big"),
+            hello.role.encode(),
+            hello.incarnation.encode(),
+            hello.nonce,
+        )
         for hello in (client, server)
     )
 
@@ -82,7 +97,8 @@ class Handshake(abc.ABC, Generic[PeerHello]):
         self.incarnation = incarnation
         self.done = False  # True once each side has proved itself to the other
         self._nonce = nonce
-        self._peer: PeerHello | None = None  # the peer's hello, from its arrival on; nothing vouches for it until `done`
+        # the peer's hello, from its arrival on; nothing vouches for it until `done`
+        self._peer: PeerHello | None = None
         self._preface = bytearray()  # the arrived part of the peer's preface
         self._decoder = FrameDecoder(FRAME_BYTES_MAX)
         self._outgoing = bytearray()  # what `data_to_send` gives next
@@ -102,7 +118,9 @@ class Handshake(abc.ABC, Generic[PeerHello]):
 
     @property
     def frame_keys(self) -> tuple[bytes, bytes]:
-        """Of the frames that this side sends from now on, and of those that it receives; RuntimeError before `done`."""
+        """Of the frames that this side sends from now on, and of those that it receives;
+        RuntimeError before `done`.
+        """
         if not self.done:
             raise RuntimeError("the peer has not proved itself yet")
         return self._frame_keys
@@ -114,7 +132,9 @@ class Handshake(abc.ABC, Generic[PeerHello]):
 
     @property
     def bytes_wanted(self) -> int:
-        """How many bytes to receive next without taking any that lie beyond the handshake; 0 when `done`."""
+        """How many bytes to receive next without taking any that lie beyond the handshake; 0 when
+        `done`.
+        """
         if self.done:
             return 0
         return len(PREFACE) - len(self._preface) or self._decoder.bytes_wanted
@@ -126,11 +146,15 @@ class Handshake(abc.ABC, Generic[PeerHello]):
         return data
 
     def take_rest(self) -> bytes:
-        """The bytes received that lie beyond the handshake: they belong to the connection's first frames."""
+        """The bytes received that lie beyond the handshake: they belong to the connection's first
+        frames.
+        """
         return self._decoder.take_rest()
 
     def receive_data(self, data: bytes) -> None:
-        """Take received bytes. Raises ProtocolError or AuthenticationFailed; further calls raise it again."""
+        """Take received bytes. Raises ProtocolError or AuthenticationFailed; further calls raise it
+        again.
+        """
         self._raise_again()
         try:
             self._advance(data)
@@ -139,14 +163,17 @@ class Handshake(abc.ABC, Generic[PeerHello]):
             raise
 
     def receive_eof(self) -> None:
-        """The peer closed, or the connection broke: raise what that means, unless the handshake is done."""
+        """The peer closed, or the connection broke: raise what that means, unless the handshake is
+        done.
+        """
         if self._error is None and not self.done:
             self._error = self._closed()
         self._raise_again()
 
     def _raise_again(self) -> None:
         if self._error is not None:
-            raise copy(self._error)  # its traceback holds frames that hold this object, and all that their callers have
+            # its traceback holds frames that hold this object, and all that their callers have
+            raise copy(self._error)
 
     def _advance(self, data: bytes) -> None:
         if not self.done and len(self._preface) < len(PREFACE):
@@ -166,9 +193,13 @@ class Handshake(abc.ABC, Generic[PeerHello]):
 
     def _check_hello(self, hello: PeerHello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
-            raise ProtocolError(f"the peer's hello says version {hello.protocol}, its preface {PROTOCOL_VERSION}")
+            raise ProtocolError(
+                f"the peer's hello says version {hello.protocol}, its preface {PROTOCOL_VERSION}"
+            )
         if len(hello.nonce) != NONCE_BYTES:
-            raise ProtocolError(f"the peer's nonce has {len(hello.nonce)} bytes instead of {NONCE_BYTES}")
+            raise ProtocolError(
+                f"the peer's nonce has {len(hello.nonce)} bytes instead of {NONCE_BYTES}"
+            )
 
     def _send(self, message: ClientHello | ServerHello | Proof) -> None:
         self._outgoing += frame(codec.encode(message), FRAME_BYTES_MAX)
@@ -181,8 +212,8 @@ class Handshake(abc.ABC, Generic[PeerHello]):
 
 
 class ClientHandshake(Handshake[ServerHello]):
-    """The connecting side: a "worker", "observer" or "reader". `expected_incarnation`: refuse a server of another
-    incarnation.
+    """The connecting side: a "worker", "observer" or "reader". `expected_incarnation`: refuse a
+    server of another incarnation.
     """
 
     def __init__(
@@ -213,14 +244,17 @@ class ClientHandshake(Handshake[ServerHello]):
             raise self._secrets_differ("refused this side")
         if not hmac.compare_digest(mac, proof(self._secret, "server", self._hello, self._peer)):
             raise self._secrets_differ("did not prove itself")
-        mine, theirs = (frame_key(self._secret, side, self._hello, self._peer) for side in ("client", "server"))
+        mine, theirs = (
+            frame_key(self._secret, side, self._hello, self._peer) for side in ("client", "server")
+        )
         self._frame_keys, self.done = (mine, theirs), True
 
     def _check_hello(self, hello: ServerHello) -> None:
         super()._check_hello(hello)
         if hello.role != SERVER_OF[self.role]:
             raise ProtocolError(
-                f"a {self.role} connects to a server of the role {SERVER_OF[self.role]!r}, and this one is "
+                f"a {self.role} connects to a server of the role {SERVER_OF[self.role]!r}, and "
+                f"this one is "
                 f"{hello.role[:32]!r}: check the address"
             )
         if self._expected_incarnation not in (None, hello.incarnation):
@@ -231,9 +265,11 @@ class ClientHandshake(Handshake[ServerHello]):
             )
 
     def _closed(self) -> TensorHubError:
-        # A server that does not accept this side's secret says so. (If its answer was lost, the next attempt finds out.)
+        # A server that does not accept this side's secret says so. (If its answer was lost, the
+        # next attempt finds out.)
         text = (
-            f"the {SERVER_OF[self.role]} closed the connection during the handshake: it has no room just now, or is ending"
+            f"the {SERVER_OF[self.role]} closed the connection during the handshake: it has no "
+            f"room just now, or is ending"
         )
         return ProtocolError(text, retryable=True)
 
@@ -241,17 +277,19 @@ class ClientHandshake(Handshake[ServerHello]):
         role = SERVER_OF[self.role]
         have = ("a token", "another one, or none") if self._secret else ("no token", "one")
         return AuthenticationFailed(
-            f"the {role} {what}: this {self.role} has {have[0]}, and the {role} has {have[1]}. Set the same "
+            f"the {role} {what}: this {self.role} has {have[0]}, and the {role} has {have[1]}. Set "
+            f"the same "
             f"{TOKEN_VARIABLE} (or token file) on both sides"
         )
 
 
 class ServerHandshake(Handshake[ClientHello]):
-    """The listening side: a "coordinator" or an "owner". `secrets`: each is accepted, for a change of secrets without a
-    stop, and so is the read-only secret that belongs to it; b"" is open access, and has none.
+    """The listening side: a "coordinator" or an "owner". `secrets`: each is accepted, for a change
+    of secrets without a stop, and so is the read-only secret that belongs to it; b"" is open
+    access, and has none.
 
-    Once `done`: `secret`, the accepted secret that the client knows, or to which its read-only secret belongs;
-    `read_only`.
+    Once `done`: `secret`, the accepted secret that the client knows, or to which its read-only
+    secret belongs; `read_only`.
     """
 
     def __init__(self, role: str, incarnation: str, secrets: Sequence[bytes], nonce: bytes) -> None:
@@ -263,11 +301,15 @@ class ServerHandshake(Handshake[ClientHello]):
 
     @property
     def client_incarnation(self) -> str:
-        """The client's incarnation. A read-only client's is derived from its claim. So it is never taken for a worker with
-        more rights. RuntimeError before `done`.
+        """The client's incarnation. A read-only client's is derived from its claim. So it is never
+        taken for a worker with more rights. RuntimeError before `done`.
         """
         claimed = self.peer.incarnation
-        return f"{READ_ONLY}{hashlib.blake2b(claimed.encode(), digest_size=16).hexdigest()}" if self.read_only else claimed
+        return (
+            f"{READ_ONLY}{hashlib.blake2b(claimed.encode(), digest_size=16).hexdigest()}"
+            if self.read_only
+            else claimed
+        )
 
     def _check_preface(self, start: bytes) -> None:
         try:
@@ -286,25 +328,36 @@ class ServerHandshake(Handshake[ClientHello]):
                 raise ProtocolError("the peer's hello has something else in place of its newlines")
             self._send(self._hello)
             if SERVER_OF.get(hello.role) != self.role:
-                raise ProtocolError(f"a {hello.role[:32]!r} has no business with the {self.role} at this address")
+                raise ProtocolError(
+                    f"a {hello.role[:32]!r} has no business with the {self.role} at this address"
+                )
             self._peer = hello
             return
         mac = codec.decode(body, codec.PROOF).mac
         found: Secret | None = None  # what the client has proved to know
         for secret in self._secrets:  # all of them, so that time does not tell which one it was
             for known in (secret, read_only_secret(secret)) if secret else (secret,):
-                fits, lesser = hmac.compare_digest(mac, proof(known, "client", self._peer, self._hello)), known is not secret
-                if fits and (found is None or lesser):  # a secret that is both, by mistake, is read-only
+                fits, lesser = (
+                    hmac.compare_digest(mac, proof(known, "client", self._peer, self._hello)),
+                    known is not secret,
+                )
+                # a secret that is both, by mistake, is read-only
+                if fits and (found is None or lesser):
                     found, self.secret, self.read_only = known, secret, lesser
         if found is None:
             self._send(Proof(b""))
             raise AuthenticationFailed(
-                f"the {self._peer.role} {self._peer.incarnation!r} did not prove that it knows the secret of "
+                f"the {self._peer.role} {self._peer.incarnation!r} did not prove that it knows the "
+                f"secret of "
                 f"this {self.role}: set the same {TOKEN_VARIABLE} (or token file) on both sides"
             )
         self._send(Proof(proof(found, "server", self._peer, self._hello)))
-        theirs, mine = (frame_key(found, side, self._peer, self._hello) for side in ("client", "server"))
+        theirs, mine = (
+            frame_key(found, side, self._peer, self._hello) for side in ("client", "server")
+        )
         self._frame_keys, self.done = (mine, theirs), True
 
     def _closed(self) -> TensorHubError:
-        return ProtocolError("the client closed the connection during the handshake", retryable=True)
+        return ProtocolError(
+            "the client closed the connection during the handshake", retryable=True
+        )

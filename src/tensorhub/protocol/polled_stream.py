@@ -5,7 +5,8 @@ other tasks with each piece that is sent. With a thousand sessions that costs mo
 messages. Here a socket is registered once, and is read and written directly. A caller that sends in
 a loop has to yield to other tasks, since `send` does so only if the kernel is full.
 
-Responsible for waiting, and for closing the sockets. Not responsible for connecting, nor for frames (`protocol.stream`).
+Responsible for waiting, and for closing the sockets. Not responsible for connecting, nor for frames
+(`protocol.stream`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import anyio.lowlevel
 from anyio.abc import ByteStream, SocketAttribute
 
 _ENDED = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
-_UNTOLD = _ENDED | select.EPOLLPRI  # a read also stops at a byte that was sent as urgent, and what follows is told with that
-_WATCHED = select.EPOLLIN | select.EPOLLPRI | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET  # a change: once
+# a read also stops at a byte that was sent as urgent, and what follows is told with that
+_UNTOLD = _ENDED | select.EPOLLPRI
+# a change: once
+_WATCHED = select.EPOLLIN | select.EPOLLPRI | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
 class Poller:
@@ -42,7 +45,8 @@ class Poller:
                 while True:
                     await anyio.wait_readable(self._epoll)
                     self._look()
-            native.add_reader(self._epoll.fileno(), self._look)  # asyncio: no task has to be woken each time
+            # asyncio: no task has to be woken each time
+            native.add_reader(self._epoll.fileno(), self._look)
             try:
                 await anyio.sleep_forever()
             finally:
@@ -55,7 +59,9 @@ class Poller:
             self._streams[descriptor].changed(events)
 
     def stream(self, connection: socket.socket) -> PolledStream:
-        """A connected non-blocking socket as a stream, which owns it from now on. Raises OSError; then it does not."""
+        """A connected non-blocking socket as a stream, which owns it from now on. Raises OSError;
+        then it does not.
+        """
         stream = PolledStream(connection, self._forget)
         self._epoll.register(connection, _WATCHED)
         self._streams[connection.fileno()] = stream
@@ -69,13 +75,17 @@ class Poller:
 
 
 class PolledStream(ByteStream):
-    """One socket, which can also be used without waiting. One task receives and one sends at a time."""
+    """One socket, which can also be used without waiting. One task receives and one sends at a
+    time.
+    """
 
     def __init__(self, connection: socket.socket, forget: Callable[[int], object]) -> None:
         self._connection = connection
         self._forget = forget
-        self.on_news: Callable[[], object] | None = None  # called when there may be something to receive
-        self._is_untold = False  # what is left after a short read may never be told: an end, or what follows an urgent byte
+        # called when there may be something to receive
+        self.on_news: Callable[[], object] | None = None
+        # what is left after a short read may never be told: an end, or what follows an urgent byte
+        self._is_untold = False
         self._may_hear = True  # bytes, or an end, may lie in the kernel
         self._heard: anyio.Event | None = None  # set for the task that waits for them
         self._taken: anyio.Event | None = None  # set for the task that waits for room in the kernel
@@ -159,7 +169,11 @@ class PolledStream(ByteStream):
             _set(self._taken)
 
     def _broken(self) -> anyio.ClosedResourceError | anyio.BrokenResourceError:
-        return anyio.BrokenResourceError() if self._connection.fileno() >= 0 else anyio.ClosedResourceError()
+        return (
+            anyio.BrokenResourceError()
+            if self._connection.fileno() >= 0
+            else anyio.ClosedResourceError()
+        )
 
 
 def _set(event: anyio.Event | None) -> None:

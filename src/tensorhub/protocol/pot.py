@@ -1,7 +1,9 @@
-"""Room for unfinished frames: a number of bytes that several connections share. Single loop; no I/O.
+"""Room for unfinished frames: a number of bytes that several connections share. Single loop; no
+I/O.
 
-A connection takes the bytes of a large frame here before it receives the frame. Until they are free, nothing is received
-from that peer. Requests are served in order. Not responsible for how long a frame may take: the receiver has a deadline.
+A connection takes the bytes of a large frame here before it receives the frame. Until they are
+free, nothing is received from that peer. Requests are served in order. Not responsible for how long
+a frame may take: the receiver has a deadline.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class Pot:
         return f"<Pot: {self.free} of {self.nbytes} bytes free, {len(self._waiting)} waiting>"
 
     async def take(self, nbytes: int) -> None:
-        """Wait until so many are free for this caller, and take them. Cancelled: nothing is taken."""
+        """Wait until so many are free for this caller, and take them. Cancelled: nothing is
+        taken.
+        """
         if not self._waiting and nbytes <= self.free:
             self.free -= nbytes
             return

@@ -1,9 +1,9 @@
 """Where the cluster's secret comes from, and when there need not be one.
 
-Responsible for finding the token (argument, environment, file), for reading token files, for the read-only token that
-belongs to a token, for never showing either, and for refusing open access beyond loopback. Not responsible for proving it
-to a peer (`handshake`), nor for noticing that a token file has changed (`runtime.control.keyring`). Raises
-`AuthenticationFailed`, with what to do.
+Responsible for finding the token (argument, environment, file), for reading token files, for the
+read-only token that belongs to a token, for never showing either, and for refusing open access
+beyond loopback. Not responsible for proving it to a peer (`handshake`), nor for noticing that a
+token file has changed (`runtime.control.keyring`). Raises `AuthenticationFailed`, with what to do.
 """
 
 from __future__ import annotations
@@ -37,18 +37,23 @@ class Secret(bytes):
     __str__ = __repr__
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a secret is neither pickled nor copied into another process: give that one a token file")
+        raise TypeError(
+            "a secret is neither pickled nor copied into another process: give that one a token "
+            "file"
+        )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self.__reduce__()
 
 
 def resolve_token(token: Token | None) -> Secret | Path:
-    """The secret to use, or the token file that has it: `token`, else the environment's token, else the token file that
-    the environment names, else the usual token file, else no secret (open access).
+    """The secret to use, or the token file that has it: `token`, else the environment's token, else
+    the token file that the environment names, else the usual token file, else no secret (open
+    access).
 
-    Text is stripped of white space at its ends, wherever it comes from; bytes are taken as they are. An empty `token` asks
-    for open access; an empty environment variable counts as unset. Raises StateError for any other value.
+    Text is stripped of white space at its ends, wherever it comes from; bytes are taken as they
+    are. An empty `token` asks for open access; an empty environment variable counts as unset.
+    Raises StateError for any other value.
     """
     if isinstance(token, bytes):
         return Secret(token)
@@ -57,7 +62,9 @@ def resolve_token(token: Token | None) -> Secret | Path:
     if isinstance(token, os.PathLike):
         return Path(token)
     if token is not None:
-        raise InvalidType(f"token is text, bytes, or the path of a token file, not {type(token).__name__}")
+        raise InvalidType(
+            f"token is text, bytes, or the path of a token file, not {type(token).__name__}"
+        )
     from_environment = os.environ.get(TOKEN_VARIABLE, "").strip()
     if from_environment:
         return Secret(os.fsencode(from_environment))
@@ -73,79 +80,103 @@ def resolve_token(token: Token | None) -> Secret | Path:
 
 
 def read_token_file(path: Path) -> tuple[Secret, ...]:
-    """The tokens of a token file, one a line, 1 to `TOKENS_MAX`: the first is presented, each is accepted.
+    """The tokens of a token file, one a line, 1 to `TOKENS_MAX`: the first is presented, each is
+    accepted.
 
-    Blank lines, and lines that begin with "#", do not count. Raises AuthenticationFailed for a file that cannot be read,
-    has no token or too much in it, or that users besides its owner may read, or that belongs to a user other than this
-    process' or root. Its group may read it, and not write it, if this process is of that group: so a Secret of Kubernetes
-    comes to a pod that does not run as root.
+    Blank lines, and lines that begin with "#", do not count. Raises AuthenticationFailed for a file
+    that cannot be read, has no token or too much in it, or that users besides its owner may read,
+    or that belongs to a user other than this process' or root. Its group may read it, and not write
+    it, if this process is of that group: so a Secret of Kubernetes comes to a pod that does not run
+    as root.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a path"
         raise AuthenticationFailed(
-            f"the token file {path} cannot be read ({reason}): create it (tensorhub token new), or set {TOKEN_VARIABLE}"
+            f"the token file {path} cannot be read ({reason}): create it (tensorhub token new), or "
+            f"set {TOKEN_VARIABLE}"
         ) from error
     try:
         _check_protection(path, os.fstat(descriptor))
-        content = Secret(os.read(descriptor, TOKEN_BYTES_MAX + 1))  # so that no traceback with locals shows it
+        # so that no traceback with locals shows it
+        content = Secret(os.read(descriptor, TOKEN_BYTES_MAX + 1))
     except OSError as error:
-        raise AuthenticationFailed(f"the token file {path} cannot be read ({error.strerror})") from error
+        raise AuthenticationFailed(
+            f"the token file {path} cannot be read ({error.strerror})"
+        ) from error
     finally:
         os.close(descriptor)
     if len(content) > TOKEN_BYTES_MAX:
-        raise AuthenticationFailed(f"the token file {path} has more than {TOKEN_BYTES_MAX} bytes: is it the right one?")
+        raise AuthenticationFailed(
+            f"the token file {path} has more than {TOKEN_BYTES_MAX} bytes: is it the right one?"
+        )
     lines = [Secret(line.strip()) for line in content.splitlines()]
     tokens = tuple(line for line in lines if line and not line.startswith(b"#"))
     if not tokens:
-        raise AuthenticationFailed(f"the token file {path} is empty: put a token into it, or remove it")
+        raise AuthenticationFailed(
+            f"the token file {path} is empty: put a token into it, or remove it"
+        )
     if len(tokens) > TOKENS_MAX:
         raise AuthenticationFailed(
-            f"the token file {path} has {len(tokens)} tokens, one a line, and {TOKENS_MAX} is the most: is it the right one?"
+            f"the token file {path} has {len(tokens)} tokens, one a line, and {TOKENS_MAX} is the "
+            f"most: is it the right one?"
         )
     return tokens
 
 
 def _check_protection(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise AuthenticationFailed(f"the token file {path} is not a regular file: put the token into one")
+        raise AuthenticationFailed(
+            f"the token file {path} is not a regular file: put the token into one"
+        )
     if status.st_uid not in (os.geteuid(), 0):
         raise AuthenticationFailed(
-            f"the token file {path} belongs to user {status.st_uid}, who is neither this user ({os.geteuid()}) nor root, "
+            f"the token file {path} belongs to user {status.st_uid}, who is neither this user "
+            f"({os.geteuid()}) nor root, "
             f"and could change it: run chown {os.geteuid()} {path}, or make one of your own"
         )
     is_own_group = status.st_gid in (os.getegid(), *os.getgroups())
     if status.st_mode & (0o027 if is_own_group else 0o077):
         raise AuthenticationFailed(
-            f"the token file {path} is open to others than its owner (mode {status.st_mode & 0o777:o}): run chmod 600 {path}"
+            f"the token file {path} is open to others than its owner (mode "
+            f"{status.st_mode & 0o777:o}): run chmod 600 {path}"
             "; of a Secret in Kubernetes, set defaultMode: 0400 (0440 with an fsGroup)"
         )
 
 
 def read_only_secret(secret: bytes) -> Secret:
-    """The secret that proves its holder to be a reader. It does not reveal `secret`, which must not be empty."""
+    """The secret that proves its holder to be a reader. It does not reveal `secret`, which must not
+    be empty.
+    """
     if not secret:
-        raise AuthenticationFailed("open access has no read-only token: whoever gets there may do everything. Set a token")
+        raise AuthenticationFailed(
+            "open access has no read-only token: whoever gets there may do everything. Set a token"
+        )
     return Secret(hmac.new(secret, READ_ONLY_LABEL, hashlib.sha256).hexdigest().encode())
 
 
 def read_only_token(token: str | bytes) -> str:
-    """The read-only token that belongs to a cluster's `token`: it lets a process fetch and look, but not change.
+    """The read-only token that belongs to a cluster's `token`: it lets a process fetch and look,
+    but not change.
 
-    Every worker and coordinator that accepts `token` also accepts the read-only token, for as long as it accepts `token`,
-    without configuration. The read-only token does not reveal `token`. It has 64 hexadecimal digits, equal each time. Text
-    is stripped of white space at its ends, as by `connect`. Raises AuthenticationFailed for an empty token (open access has
-    none).
+    Every worker and coordinator that accepts `token` also accepts the read-only token, for as long
+    as it accepts `token`, without configuration. The read-only token does not reveal `token`. It
+    has 64 hexadecimal digits, equal each time. Text is stripped of white space at its ends, as by
+    `connect`. Raises AuthenticationFailed for an empty token (open access has none).
     """
     secret = resolve_token(token)
     if isinstance(secret, Path):
-        raise InvalidType("read_only_token takes the token itself: for a token file, `tensorhub token read-only`")
+        raise InvalidType(
+            "read_only_token takes the token itself: for a token file, `tensorhub token read-only`"
+        )
     return read_only_secret(secret).decode()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`: "localhost", or an address of the loopback network."""
+    """Whether only this machine can reach `host`: "localhost", or an address of the loopback
+    network.
+    """
     name = host.strip("[]").partition("%")[0].lower()
     if name == "localhost":
         return True
@@ -161,6 +192,7 @@ def check_open_access(secret: bytes, host: str) -> None:
     """Raise AuthenticationFailed if there is no secret and `host` is not loopback."""
     if not secret and not is_loopback(host):
         raise AuthenticationFailed(
-            f"open access is for loopback only, and {host[:100]!r} is not: set the same {TOKEN_VARIABLE} on "
+            f"open access is for loopback only, and {host[:100]!r} is not: set the same "
+            f"{TOKEN_VARIABLE} on "
             f"every side (or {TOKEN_FILE_VARIABLE}, or ~/{TOKEN_FILE}), or use 127.0.0.1"
         )

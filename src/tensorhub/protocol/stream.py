@@ -1,8 +1,8 @@
 """Driver for an anyio byte stream: typed messages on the control plane, on asyncio and on trio.
 
-Responsible for the deadline of the handshake, for sends that do not interleave, and for one exception that says that the
-stream is gone. Not responsible for connecting, for the deadline of a message (the caller's cancel scope), nor for what a
-message means.
+Responsible for the deadline of the handshake, for sends that do not interleave, and for one
+exception that says that the stream is gone. Not responsible for connecting, for the deadline of a
+message (the caller's cancel scope), nor for what a message means.
 
 Raises ProtocolError, AuthenticationFailed, OperationTimeout (handshake) and ConnectionLost.
 """
@@ -34,12 +34,12 @@ PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
 
 
 class MessageStream(Generic[M]):
-    """A byte stream, which this object owns from now on, as a stream of messages. `incoming`: what the peer
-    may say.
+    """A byte stream, which this object owns from now on, as a stream of messages. `incoming`: what
+    the peer may say.
 
-    One task receives; any number may send. A receive that is cancelled loses nothing; a send that is
-    cancelled under way may leave half a frame. Then no further send is possible, unless the stream is a `PolledStream`.
-    Iterating gives messages until the peer closes.
+    One task receives; any number may send. A receive that is cancelled loses nothing; a send that
+    is cancelled under way may leave half a frame. Then no further send is possible, unless the
+    stream is a `PolledStream`. Iterating gives messages until the peer closes.
     """
 
     def __init__(self, stream: ByteStream, incoming: Vocabulary[M], frame_bytes_max: int) -> None:
@@ -51,8 +51,10 @@ class MessageStream(Generic[M]):
         self._pot: Pot | None = None  # for frames that are larger than what one read brings
         self._taken = 0  # bytes from there: for the frame that is received, or was received last
         self._torn = False  # True while, and after, a frame is sent in part
-        self._rest = memoryview(b"")  # of what `send_nowait` was given; it goes before everything else
-        self.awaits_bytes = False  # True while its receiver waits for the peer: no byte that has arrived is kept here
+        # of what `send_nowait` was given; it goes before everything else
+        self._rest = memoryview(b"")
+        # True while its receiver waits for the peer: no byte that has arrived is kept here
+        self.awaits_bytes = False
 
     def __repr__(self) -> str:
         torn = ", torn" if self._torn else ""
@@ -62,12 +64,16 @@ class MessageStream(Generic[M]):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.aclose()
 
     async def handshake(self, handshake: Handshake[PeerHello], timeout_s: float) -> PeerHello:
-        """Run a handshake, either side's, and return the peer's hello. `timeout_s` bounds all of it.
+        """Run a handshake, either side's, and return the peer's hello. `timeout_s` bounds all of
+        it.
 
         On an error the stream is of no more use; close it.
         """
@@ -79,7 +85,8 @@ class MessageStream(Generic[M]):
             silence = (
                 ""
                 if handshake.has_heard
-                else ", and nothing was said at all: it has very much to do, or this is another program's port"
+                else ", and nothing was said at all: it has very much to do, or this is another "
+                "program's port"
             )
             raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s{silence}")
         mine, theirs = handshake.frame_keys
@@ -107,7 +114,8 @@ class MessageStream(Generic[M]):
     async def send(self, *messages: Message) -> None:
         """Send messages, whole and at once, after those that other tasks are sending.
 
-        Raises ProtocolError, with nothing sent, for a message that breaks its own bounds or is too large.
+        Raises ProtocolError, with nothing sent, for a message that breaks its own bounds or is too
+        large.
         """
         await self.send_encoded(*[codec.encode(message) for message in messages])
 
@@ -118,12 +126,13 @@ class MessageStream(Generic[M]):
                 await self._send_bytes(self._encoder.frames(*bodies))
                 return
             while not self.send_nowait(*bodies):
-                bodies = ()  # their rest waits in this object: a traceback of a cancelled send must not keep it
+                # their rest waits in this object: a traceback of a cancelled send must not keep it
+                bodies = ()
                 await self._stream.wait_room()
 
     def send_nowait(self, *bodies: bytes) -> bool:
-        """Send these at once over a `PolledStream`, if no other task is sending. False: the peer has not taken all of
-        them, and the rest goes with the next message.
+        """Send these at once over a `PolledStream`, if no other task is sending. False: the peer
+        has not taken all of them, and the rest goes with the next message.
         """
         assert isinstance(self._stream, PolledStream)
         if bodies:
@@ -136,15 +145,17 @@ class MessageStream(Generic[M]):
         return not self._rest
 
     def limit_received(self, frame_bytes_max: int, pot: Pot | None = None) -> None:
-        """From now on, refuse a larger frame unread. The limit for sent frames stays. `pot`: a frame that is larger than one
-        read (`READ_BYTES_MAX`) takes its bytes from there when its header has come, and gives them back when the next
-        message is asked for, or at the end.
+        """From now on, refuse a larger frame unread. The limit for sent frames stays. `pot`: a
+        frame that is larger than one read (`READ_BYTES_MAX`) takes its bytes from there when its
+        header has come, and gives them back when the next message is asked for, or at the end.
         """
         self._decoder.frame_bytes_max = frame_bytes_max
         self._pot = pot
 
     async def receive(self) -> M | None:
-        """The next message, None if the peer closed between two. ProtocolError if it did so inside one, NotAuthentic."""
+        """The next message, None if the peer closed between two. ProtocolError if it did so inside
+        one, NotAuthentic.
+        """
         self._give_back()
         while (body := self._decoder.next_frame()) is None:
             if self._pot is not None and (nbytes := self._room_needed()):
@@ -158,8 +169,9 @@ class MessageStream(Generic[M]):
         return codec.decode(body, self._incoming)
 
     def receive_nowait(self) -> M | None:
-        """The next message of a `PolledStream`, if it is there. None while it is not (`awaits_bytes`), or if `receive` has
-        to go on: there has to be room for it, or it is the end. Raises as `receive`.
+        """The next message of a `PolledStream`, if it is there. None while it is not
+        (`awaits_bytes`), or if `receive` has to go on: there has to be room for it, or it is the
+        end. Raises as `receive`.
         """
         assert isinstance(self._stream, PolledStream)
         self.awaits_bytes = False
@@ -223,7 +235,9 @@ class MessageStream(Generic[M]):
 
     @property
     def readiness(self) -> int:
-        """What `poll` says of its socket now: `POLLIN` also for an end, `POLLOUT` if the peer takes what it is told."""
+        """What `poll` says of its socket now: `POLLIN` also for an end, `POLLOUT` if the peer takes
+        what it is told.
+        """
         connection: socket.socket = self._stream.extra(SocketAttribute.raw_socket)
         if connection.fileno() < 0:
             return select.POLLIN  # its end, which is to be read

@@ -1,8 +1,9 @@
 """Which number stands for which message on the wire.
 
-The numbers are explicit, so that renaming or reordering classes does not change the protocol. A message's fields are written
-in the order of their declaration. A change that an older peer would misread, here or in the fields, needs a new
-`messages.PROTOCOL_VERSION`. A number that was used once is never given to another message.
+The numbers are explicit, so that renaming or reordering classes does not change the protocol. A
+message's fields are written in the order of their declaration. A change that an older peer would
+misread, here or in the fields, needs a new `messages.PROTOCOL_VERSION`. A number that was used once
+is never given to another message.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ TAGS: Final[Mapping[type, int]] = {
     m.RegisterAgain: 96,
     m.ReadyAgain: 97,
     m.CheckCoverage: 99,
-    # From a reader to an owner, and back. (104, 105, 107 to 111, 114 to 119, 124 and 125 were messages of transports, which
-    # have dialects of their own since version 4.)
+    # From a reader to an owner, and back. (104, 105, 107 to 111, 114 to 119, 124 and 125 were
+    # messages of transports, which have dialects of their own since version 4.)
     m.Read: 112,
     m.Locate: 113,
     m.Select: 60,

@@ -1,4 +1,6 @@
-"""The one clock of the shells: monotonic seconds of the running loop (so that trio's mock clock drives everything)."""
+"""The one clock of the shells: monotonic seconds of the running loop (so that trio's mock clock
+drives everything).
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ class Parting:
 
     within_s: float
     reason: str = "the hub was closed"  # what calls hear that run then
-    hand_over: bool = False  # what is retained is handed over, and readers are waited for, as far as the time goes
+    # what is retained is handed over, and readers are waited for, as far as the time goes
+    hand_over: bool = False
 
 
 class Ending(Protocol):
@@ -62,7 +63,8 @@ def opened(thread: Ending) -> None:
             atexit.unregister(_at_exit)
             atexit.register(_at_exit)
             process = sys.modules.get("multiprocessing.process")
-            if process is not None and process.parent_process() is not None:  # such a child may end without `atexit`
+            # such a child may end without `atexit`
+            if process is not None and process.parent_process() is not None:
                 util = importlib.import_module("multiprocessing.util")
                 util.Finalize(None, _at_exit, exitpriority=0)
 
@@ -97,7 +99,9 @@ def _at_exit() -> None:
 
 def _join(threads: list[Ending], until: float) -> None:
     for thread in threads:
-        if not thread.join(max(0.0, until - time.monotonic(), thread.ends_until - time.monotonic())):
+        if not thread.join(
+            max(0.0, until - time.monotonic(), thread.ends_until - time.monotonic())
+        ):
             thread.give_up()
 
 

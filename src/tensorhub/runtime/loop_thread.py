@@ -1,7 +1,8 @@
 """A thread with a loop of its own, and calls into it from any other loop or thread (R14).
 
-A trainer that blocks its event loop or its main thread for minutes does not block what runs here. Responsible for the
-crossing: results, exceptions, cancellation, and requests back to the caller's own task. Not responsible for what runs.
+A trainer that blocks its event loop or its main thread for minutes does not block what runs here.
+Responsible for the crossing: results, exceptions, cancellation, and requests back to the caller's
+own task. Not responsible for what runs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ T = TypeVar("T")
 Upcall = Callable[[], Awaitable[None]]
 Farewell = Callable[[Parting], Awaitable[None]]
 
-_inside: ContextVar[bool] = ContextVar("inside a library thread", default=False)  # its loop, and what that runs in threads
+# its loop, and what that runs in threads
+_inside: ContextVar[bool] = ContextVar("inside a library thread", default=False)
 
 
 def running_backend() -> str:
@@ -112,13 +114,17 @@ class _ThreadWaiter:
 
     async def wait(self) -> None:
         if sys.is_finalizing():
-            raise StateError("the interpreter is being taken apart: nothing can be waited for any more")
+            raise StateError(
+                "the interpreter is being taken apart: nothing can be waited for any more"
+            )
         self._event.wait()
         self._event.clear()
 
 
 def finish_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of the public API, made on a `BlockingMode`, to its end in this thread; it never suspends."""
+    """Run a coroutine of the public API, made on a `BlockingMode`, to its end in this thread; it
+    never suspends.
+    """
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -131,7 +137,8 @@ def finish_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
 class Job(Generic[T]):
     """One call on its way: run in the library's loop, awaited in the caller's.
 
-    `undo`: gives a result back, in the library's loop, that its caller never sees, because it was cancelled too late.
+    `undo`: gives a result back, in the library's loop, that its caller never sees, because it was
+    cancelled too late.
     """
 
     def __init__(
@@ -167,7 +174,9 @@ class Job(Generic[T]):
         except Exception as error:
             self._error = error
         except BaseException:
-            self._error = StateError("the library's thread has ended: its hub or coordinator was closed")
+            self._error = StateError(
+                "the library's thread has ended: its hub or coordinator was closed"
+            )
             raise
         finally:
             self._scope = None
@@ -249,7 +258,8 @@ class LoopThread:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a finalizer may call `post` within `post`
         self._posted: deque[Callable[[], None]] = deque()
-        self._jobs: set[Job[Any]] = set()  # on their way or running; written by the owner's side under the lock
+        # on their way or running; written by the owner's side under the lock
+        self._jobs: set[Job[Any]] = set()
         self._wakeup: Wakeup | None = None  # of the library's loop, while it runs
         self._parting: Parting | None = None  # how it ends, once that has begun
         self._ended = False
@@ -271,7 +281,8 @@ class LoopThread:
         self._started = self.mode.waiter()
         try:
             if sys.is_finalizing():
-                raise RuntimeError("the interpreter is being taken apart")  # no thread would ever run
+                # no thread would ever run
+                raise RuntimeError("the interpreter is being taken apart")
             self._thread.start()
         except RuntimeError as error:
             raise StateError(f"{self._name} cannot be opened: {error}") from error
@@ -287,8 +298,8 @@ class LoopThread:
             raise StateError(f"{self._name} was closed before it was open")
 
     def end_soon(self, parting: Parting) -> None:
-        """Begin to end it: from now on no call comes through. The first parting counts. From any thread, also in a
-        finalizer; returns at once.
+        """Begin to end it: from now on no call comes through. The first parting counts. From any
+        thread, also in a finalizer; returns at once.
         """
         if os.getpid() != self._pid:  # forked; perhaps while another thread held the lock
             return
@@ -308,8 +319,8 @@ class LoopThread:
     async def ended(self) -> None:
         """Wait until nothing of it runs any more. Raises, once, what it has died of.
 
-        Returns at once where that cannot be waited for: in a library thread (a finalizer may run anywhere), in a forked
-        child, and while the interpreter is being taken apart.
+        Returns at once where that cannot be waited for: in a library thread (a finalizer may run
+        anywhere), in a forked child, and while the interpreter is being taken apart.
         """
         if not (_inside.get() or sys.is_finalizing() or os.getpid() != self._pid):
             await self._wait_ended()
@@ -346,9 +357,13 @@ class LoopThread:
             watching.end()
 
     async def call(
-        self, function: Callable[..., Awaitable[T]], *arguments: Any, undo: Callable[[T], object] | None = None
+        self,
+        function: Callable[..., Awaitable[T]],
+        *arguments: Any,
+        undo: Callable[[T], object] | None = None,
     ) -> T:
-        """Await `function(*arguments)` over there; cancelling here cancels it there, and waits until it has ended.
+        """Await `function(*arguments)` over there; cancelling here cancels it there, and waits
+        until it has ended.
 
         `undo(result)` is called over there if it had ended already when it was to be cancelled.
         """
@@ -382,16 +397,24 @@ class LoopThread:
     def check_usable(self) -> None:
         """Raise StateError if no call can come through any more."""
         if os.getpid() != self._pid:
-            raise StateError(f"{self._name} was opened before this process was forked: connect in the child instead")
+            raise StateError(
+                f"{self._name} was opened before this process was forked: connect in the child "
+                f"instead"
+            )
         if self._parting is not None:
             raise StateError(f"{self._name} is closed: {self._parting.reason}")
         if self._ended:
             raise StateError(f"{self._name} is closed")
         if _inside.get():
-            raise StateError("a thread of the library cannot wait for the library: call from a thread of your own")
+            raise StateError(
+                "a thread of the library cannot wait for the library: call from a thread of your "
+                "own"
+            )
 
     def post(self, callback: Callable[[], None]) -> bool:
-        """Have `callback` run over there, soon. From any thread; never blocks. False: the loop has ended, or is not ours."""
+        """Have `callback` run over there, soon. From any thread; never blocks. False: the loop has
+        ended, or is not ours.
+        """
         if os.getpid() != self._pid:  # forked; perhaps while another thread held the lock
             return False
         with self._lock:
@@ -434,7 +457,11 @@ class LoopThread:
     def _tell_ended(self) -> None:
         with self._lock:
             self._ended = True
-            jobs, watching, waiters = list(self._jobs), list(self._watching), [self._started, *self._waiters]
+            jobs, watching, waiters = (
+                list(self._jobs),
+                list(self._watching),
+                [self._started, *self._waiters],
+            )
         for job in jobs:
             if not job.finished:  # it was posted too late to be started, or the thread was given up
                 job.fail(StateError(f"{self._name} is closed"))
@@ -466,7 +493,14 @@ class _Loop(asyncio.SelectorEventLoop):
     """
 
     async def getaddrinfo(
-        self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
+        self,
+        host: Any,
+        port: Any,
+        *,
+        family: int = 0,
+        type: int = 0,
+        proto: int = 0,
+        flags: int = 0,
     ) -> Any:
         look = partial(socket.getaddrinfo, host, port, family, type, proto, flags)
         return await anyio.to_thread.run_sync(look, abandon_on_cancel=True)

@@ -1,7 +1,8 @@
-"""How long a fill took, and for what. The phases of its report are wall time, and add up to the call.
+"""How long a fill took, and for what. The phases of its report are wall time, and add up to the
+call.
 
-Responsible for the times that are noted while a call runs, and for the `FetchReport` that is made of them. Not responsible
-for what a pull's lanes count (`runtime.data.lanes`).
+Responsible for the times that are noted while a call runs, and for the `FetchReport` that is made
+of them. Not responsible for what a pull's lanes count (`runtime.data.lanes`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class CallTimes:
         """It begins. `again`: see `add_pull`."""
         self.pulled_from = now
         if not again:
-            self.verified_s = self.hook_s = 0.0  # of one that was given up: no part of this one's time
+            # of one that was given up: no part of this one's time
+            self.verified_s = self.hook_s = 0.0
 
     def add_pull(self, pull: PullReport, now: float, *, again: bool) -> None:
         """Add a finished pull. `again`: it has read again chunks that were not as published.
@@ -45,7 +47,9 @@ class CallTimes:
         if before is not None:
             reread = pull.bytes_read
             if not again:
-                self.lost_bytes += max(0, pull.bytes_wanted - (before.bytes_wanted - before.bytes_verified))
+                self.lost_bytes += max(
+                    0, pull.bytes_wanted - (before.bytes_wanted - before.bytes_verified)
+                )
                 reread = min(self.lost_bytes, pull.bytes_verified)
                 self.lost_bytes -= reread
             pull = replace(
@@ -53,7 +57,9 @@ class CallTimes:
                 bytes_read=before.bytes_read + pull.bytes_read,
                 reread_bytes=before.reread_bytes + reread,
                 retries=before.retries + pull.retries,
-                phases={name: before.phases[name] + seconds for name, seconds in pull.phases.items()},
+                phases={
+                    name: before.phases[name] + seconds for name, seconds in pull.phases.items()
+                },
                 sources=(*before.sources, *pull.sources),
             )
         self.pull, self.pulled = pull, now
@@ -64,7 +70,9 @@ class CallTimes:
         pull, number = self.pull, finish.version.version
         if pull is None or self.bound is None:
             seconds, phases = ended - started, {"resolve": ended - started}
-            report = FetchReport(number, finish.changed, seconds=seconds, phases=phases, rebinds=finish.rebinds)
+            report = FetchReport(
+                number, finish.changed, seconds=seconds, phases=phases, rebinds=finish.rebinds
+            )
             return replace(report, verified_by=_verified_by(finish))
         phases = pull_phases(pull, self.pulled - self.pulled_from - self.verified_s)
         phases["verify"] += self.verified_s
@@ -91,7 +99,15 @@ def _verified_by(finish: Finish) -> Literal["publisher", "source"]:
 
 
 def pull_phases(pull: PullReport, seconds: float) -> dict[str, float]:
-    """A pull's wall time: shared out as its lanes spent theirs, if they ran side by side; without a lane it waited."""
+    """A pull's wall time: shared out as its lanes spent theirs, if they ran side by side; without a
+    lane it waited.
+    """
     lanes_s = max(sum(pull.phases.values()), seconds)
-    transfer_s, verify_s = (pull.phases[name] * seconds / lanes_s if lanes_s else 0.0 for name in ("transfer", "verify"))
-    return {"wait": max(0.0, seconds - transfer_s - verify_s), "transfer": transfer_s, "verify": verify_s}
+    transfer_s, verify_s = (
+        pull.phases[name] * seconds / lanes_s if lanes_s else 0.0 for name in ("transfer", "verify")
+    )
+    return {
+        "wait": max(0.0, seconds - transfer_s - verify_s),
+        "transfer": transfer_s,
+        "verify": verify_s,
+    }

@@ -1,7 +1,8 @@
-"""SIGTERM: a process leaves its clusters before it ends, which is what a preempted machine has time for.
+"""SIGTERM: a process leaves its clusters before it ends, which is what a preempted machine has time
+for.
 
-Python runs the handler in the midst of whatever the main thread does, so the handler only passes the signal on. A thread of
-its own waits for the hubs, and then lets SIGTERM do what it did before.
+Python runs the handler in the midst of whatever the main thread does, so the handler only passes
+the signal on. A thread of its own waits for the hubs, and then lets SIGTERM do what it did before.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ AGAIN_S = 0.2
 
 
 def leave_on_sigterm(within_s: float = LEAVE_S) -> None:
-    """From now on SIGTERM lets every hub of this process leave its cluster, and then does what it did before.
+    """From now on SIGTERM lets every hub of this process leave its cluster, and then does what it
+    did before.
 
     Call it once, in the main thread, before or after `connect`, in programs with and without an
     event loop; after other handlers of SIGTERM are set. When the signal comes, each hub ends its
@@ -42,18 +44,26 @@ def leave_on_sigterm(within_s: float = LEAVE_S) -> None:
     """
     seconds = as_seconds(within_s)
     if seconds is None:
-        raise InvalidValue(f"within_s={shown(within_s)}: give the seconds that leaving may take, 0 or more")
+        raise InvalidValue(
+            f"within_s={shown(within_s)}: give the seconds that leaving may take, 0 or more"
+        )
     if threading.current_thread() is not threading.main_thread():
         raise StateError(
-            "leave_on_sigterm() is to be called in the main thread: only that one can set a handler of a signal"
+            "leave_on_sigterm() is to be called in the main thread: only that one can set a "
+            "handler of a signal"
         )
     before = signal.getsignal(signal.SIGTERM)
     if isinstance(before, _Leave) and not before.is_over and before.pid == os.getpid():
         before.within_s = seconds
     elif before is None:
-        raise StateError("SIGTERM has a handler that was not set by Python, which could not be called afterwards: remove it")
+        raise StateError(
+            "SIGTERM has a handler that was not set by Python, which could not be called "
+            "afterwards: remove it"
+        )
     else:
-        signal.signal(signal.SIGTERM, _Leave(seconds, before.before if isinstance(before, _Leave) else before))
+        signal.signal(
+            signal.SIGTERM, _Leave(seconds, before.before if isinstance(before, _Leave) else before)
+        )
 
 
 class _Leave:
@@ -66,7 +76,8 @@ class _Leave:
         self._deaf_until = 0.0  # its own signals may come late
         self.pid = os.getpid()
         self._has_left = False
-        self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()  # of the kind that a handler may put something into
+        # of the kind that a handler may put something into
+        self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="leave-on-sigterm", daemon=True).start()
 
     def __call__(self, number: int, frame: object) -> None:
@@ -86,12 +97,14 @@ class _Leave:
 
     def _run(self) -> None:
         self._wanted.get()
-        ending.hubs_leave(Parting(self.within_s, "the process was told to end (SIGTERM)", hand_over=True))
+        ending.hubs_leave(
+            Parting(self.within_s, "the process was told to end (SIGTERM)", hand_over=True)
+        )
         self._has_left = True
         main = threading.main_thread().ident
         assert main is not None
-        while (
-            not self.is_over
-        ):  # again, since a signal just before the main thread begins to wait in the system wakes nobody
+        # again, since a signal just before the main thread begins to wait in the system wakes
+        # nobody
+        while not self.is_over:
             signal.pthread_kill(main, signal.SIGTERM)
             time.sleep(AGAIN_S)

@@ -1,4 +1,6 @@
-"""Runs what blocks in a thread, or in the loop where no thread can be had; and what can wait, aside."""
+"""Runs what blocks in a thread, or in the loop where no thread can be had; and what can wait,
+aside.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,14 @@ import anyio
 import anyio.to_thread
 
 T = TypeVar("T")
-# Of 19, which gives way most. A thread that has hardly any time keeps the GIL, or a fence, for long when it is interrupted.
+# Of 19, which gives way most. A thread that has hardly any time keeps the GIL, or a fence, for long
+# when it is interrupted.
 NICENESS_ASIDE = 10
 
 
 def run_aside(function: Callable[[], object]) -> None:
-    """Call it in a thread of low priority, and wait for it. It must raise nothing. RuntimeError: there is no thread.
+    """Call it in a thread of low priority, and wait for it. It must raise nothing. RuntimeError:
+    there is no thread.
 
     The thread is a new one each time: without privileges no priority can be raised again.
     """
@@ -32,10 +36,13 @@ def run_aside(function: Callable[[], object]) -> None:
     thread.join()
 
 
-async def run_in_thread(function: Callable[..., T], *arguments: object, limiter: anyio.CapacityLimiter | None = None) -> T:
+async def run_in_thread(
+    function: Callable[..., T], *arguments: object, limiter: anyio.CapacityLimiter | None = None
+) -> T:
     """As `anyio.to_thread.run_sync`, for what a handle's end cannot do without.
 
-    Python 3.12 starts no threads once its main thread has ended, and a process may be at its limit of them.
+    Python 3.12 starts no threads once its main thread has ended, and a process may be at its limit
+    of them.
     """
     has_begun = False
 

@@ -1,7 +1,8 @@
 """Waking a task from any thread, on asyncio and on trio, without blocking the thread.
 
-`anyio.from_thread` waits for the loop, which a busy Python thread can delay by a switch interval per hop;
-lanes must not wait. Responsible for the wake-up only: what happened lies in a queue of the caller's.
+`anyio.from_thread` waits for the loop, which a busy Python thread can delay by a switch interval
+per hop; lanes must not wait. Responsible for the wake-up only: what happened lies in a queue of the
+caller's.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ class Wakeup:
         self._pending = False  # True from `set` until the loop has run `_fire`
 
     def set(self) -> None:
-        """Wake the task, now or at its next `wait`. Never blocks; after the loop's end it does nothing."""
+        """Wake the task, now or at its next `wait`. Never blocks; after the loop's end it does
+        nothing.
+        """
         with self._lock:
             if self._pending:
                 return
             self._pending = True
-        with contextlib.suppress(RuntimeError):  # asyncio: the loop is closed; trio.RunFinishedError is one, too
+        # asyncio: the loop is closed; trio.RunFinishedError is one, too
+        with contextlib.suppress(RuntimeError):
             self._call_soon(self._fire)
 
     def _fire(self) -> None:
@@ -50,6 +54,8 @@ class Wakeup:
 def _call_soon() -> Callable[[Callable[[], None]], object]:
     native: Any = current_token().native_token
     call_soon: Callable[[Callable[[], None]], object] = (
-        native.call_soon_threadsafe if hasattr(native, "call_soon_threadsafe") else native.run_sync_soon
+        native.call_soon_threadsafe
+        if hasattr(native, "call_soon_threadsafe")
+        else native.run_sync_soon
     )
     return call_soon

@@ -5,6 +5,6 @@ values.
     choice     which source a reader is sent to; `sources` keeps them in order
     pull       which chunks a reader asks of which source next, and what happens when a read fails
 
-Not responsible for granting leases (`tensorhub.coordinator`), for reading (`tensorhub.transport`) or for measuring time:
-callers report what came in how many seconds.
+Not responsible for granting leases (`tensorhub.coordinator`), for reading (`tensorhub.transport`)
+or for measuring time: callers report what came in how many seconds.
 """

@@ -39,7 +39,9 @@ class Load(NamedTuple):
     yielding: int = 0
 
 
-def finish_s(apart: Distance, load: Load, depth: int, wanted: Wanted, rates: Sequence[float]) -> float:
+def finish_s(
+    apart: Distance, load: Load, depth: int, wanted: Wanted, rates: Sequence[float]
+) -> float:
     """Seconds until a reader would be done at a source. `apart`: the distance between the two.
     `depth`: hops from the source to a complete copy. `rates`: bytes per second of a link, by
     distance. (Within a host no link is used.)
@@ -47,9 +49,13 @@ def finish_s(apart: Distance, load: Load, depth: int, wanted: Wanted, rates: Seq
     rate = rates[apart]
     readers = load.readers + (load.yielding if apart is Distance.FAR else 0)
     part = (readers + 1) << (0 if apart is Distance.HOST else load.slowness)
-    return wanted.nbytes * part / rate + (LATENCY_S[apart] + wanted.chunk_bytes / rate) * (depth + 1)
+    return wanted.nbytes * part / rate + (LATENCY_S[apart] + wanted.chunk_bytes / rate) * (
+        depth + 1
+    )
 
 
-def rank(apart: Distance, load: Load, depth: int, wanted: Wanted, rates: Sequence[float]) -> tuple[bool, float]:
+def rank(
+    apart: Distance, load: Load, depth: int, wanted: Wanted, rates: Sequence[float]
+) -> tuple[bool, float]:
     """The source of which this is the least is the best one."""
     return apart is Distance.FAR, finish_s(apart, load, depth, wanted, rates)

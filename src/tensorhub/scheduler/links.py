@@ -1,10 +1,12 @@
-"""What links carry, by the distance that they cover: assumed rates, and what transfers have shown since.
+"""What links carry, by the distance that they cover: assumed rates, and what transfers have shown
+since.
 
-A reader knows how many bytes came in how many seconds. That is a bound from below: the link carries at least so much. Times
-the number of readers that shared the link, it is a bound from above. (Nothing bounds the rate from above if the source was
-still filling, or was not the only one: the reader may have waited for something else.) A report moves its reader's *vote*
-just into these bounds. So shared links are not taken for slow, slow links are not taken for fast because nobody has had one
-alone, and no average has to be tuned.
+A reader knows how many bytes came in how many seconds. That is a bound from below: the link carries
+at least so much. Times the number of readers that shared the link, it is a bound from above.
+(Nothing bounds the rate from above if the source was still filling, or was not the only one: the
+reader may have waited for something else.) A report moves its reader's *vote* just into these
+bounds. So shared links are not taken for slow, slow links are not taken for fast because nobody has
+had one alone, and no average has to be tuned.
 
 A distance's rate is the lower median of the newest votes and of the assumed rate. So one reader
 alone cannot make it large, and a few that lie among many change nothing. Why the lower one? Errors
@@ -13,8 +15,9 @@ latencies. Links that are taken for too fast make readers share a source, and al
 several times as long. So the assumed rates, too, are those of modest networks. (Within a host there
 is no uplink: all its workers share its memory and its cores.)
 
-Rates belong to distances, not to pairs or workers. A reader meets few sources, each perhaps once, and what it says of one
-source would be believed of that source alone. A slow machine is thus one vote; `slowness` finds it.
+Rates belong to distances, not to pairs or workers. A reader meets few sources, each perhaps once,
+and what it says of one source would be believed of that source alone. A slow machine is thus one
+vote; `slowness` finds it.
 
 Responsible for the estimated rates. Not responsible for their use (`choice`), nor for the right to
 report (the caller).
@@ -31,11 +34,13 @@ from tensorhub.messages import Flow
 from tensorhub.types import Location
 
 SUPPOSED_BYTES_PER_S = (40e9, 1.25e9, 1e9, 0.1e9)  # by distance; a network of 10 Gbit/s
-LATENCY_S = (0.0005, 0.001, 0.002, 0.05)  # of a hop, by distance: until a chunk that is there is on its way to the next one
+# of a hop, by distance: until a chunk that is there is on its way to the next one
+LATENCY_S = (0.0005, 0.001, 0.002, 0.05)
 VOTES_MAX = 16  # of one distance: so many are believed, the newest ones
 VOTE_S = 600.0  # how long one is
 SECONDS_MIN = 0.02  # what took less time tells nothing
-RATE_MIN, RATE_MAX = 1e5, 1e12  # bytes per second; whatever is said, no link is taken for slower or faster
+# bytes per second; whatever is said, no link is taken for slower or faster
+RATE_MIN, RATE_MAX = 1e5, 1e12
 
 
 class Distance(IntEnum):
@@ -87,13 +92,23 @@ class Links:
     """What is known of a cluster's links."""
 
     def __init__(self) -> None:
-        self._votes: tuple[dict[str, _Vote], ...] = tuple({} for _ in Distance)  # by voter, the oldest first; VOTES_MAX each
-        self._rates: tuple[float, ...] = ()  # as of the last vote, until the oldest of them all is too old
+        # by voter, the oldest first; VOTES_MAX each
+        self._votes: tuple[dict[str, _Vote], ...] = tuple({} for _ in Distance)
+        # as of the last vote, until the oldest of them all is too old
+        self._rates: tuple[float, ...] = ()
         self._until = -math.inf
 
-    def heard(self, voter: str, apart: Distance, nbytes: int, seconds: float, sharers: int | None, now: float) -> None:
-        """So many bytes came to `voter` in so many seconds, over a link that at most `sharers` readers shared. None: it
-        may have waited for something else than the link.
+    def heard(
+        self,
+        voter: str,
+        apart: Distance,
+        nbytes: int,
+        seconds: float,
+        sharers: int | None,
+        now: float,
+    ) -> None:
+        """So many bytes came to `voter` in so many seconds, over a link that at most `sharers`
+        readers shared. None: it may have waited for something else than the link.
         """
         if seconds < SECONDS_MIN:
             return
@@ -101,7 +116,11 @@ class Links:
         least = bounded(nbytes / seconds)
         most = RATE_MAX if sharers is None else bounded(least * max(1, sharers))
         vote = votes.get(voter)
-        before = self.rates(now)[apart] if vote is None or vote.said_at + VOTE_S <= now else vote.bytes_per_s
+        before = (
+            self.rates(now)[apart]
+            if vote is None or vote.said_at + VOTE_S <= now
+            else vote.bytes_per_s
+        )
         if sharers is None and least <= before:
             return  # this says nothing new, and must not keep an old vote alive
         self._until = -math.inf
@@ -113,11 +132,15 @@ class Links:
     def rates(self, now: float) -> tuple[float, ...]:
         """Bytes per second that a link carries, by distance; never more over a larger distance.
 
-        If a smaller distance of the network turned out slower than assumed, the rates assumed for larger ones shrink alike.
+        If a smaller distance of the network turned out slower than assumed, the rates assumed for
+        larger ones shrink alike.
         """
         if now >= self._until:
             ends = (vote.said_at + VOTE_S for votes in self._votes for vote in votes.values())
-            self._rates, self._until = self._counted(now), min((end for end in ends if end > now), default=math.inf)
+            self._rates, self._until = (
+                self._counted(now),
+                min((end for end in ends if end > now), default=math.inf),
+            )
         return self._rates
 
     def _counted(self, now: float) -> tuple[float, ...]:
@@ -131,7 +154,8 @@ class Links:
         return tuple(rates)
 
     def __repr__(self) -> str:
-        return f"<Links {', '.join(f'{d.name} {len(votes)} votes' for d, votes in zip(Distance, self._votes, strict=True))}>"
+        counts = zip(Distance, self._votes, strict=True)
+        return f"<Links {', '.join(f'{d.name} {len(votes)} votes' for d, votes in counts)}>"
 
 
 def bounded(bytes_per_s: float) -> float:

@@ -5,27 +5,28 @@ Theory of operation
 -------------------
 A chunk is wanted, in flight at exactly one source, or verified. The table below is the only way on:
 
-    wanted -> in flight     `next_batch` hands it to a lane
-    in flight -> verified   it arrived with its digest (G1; final: it is never asked for, nor written, again; G8)
-    in flight -> wanted     it arrived with another digest, its source lacks it, or its lane has ended
+    wanted -> in flight     `next_batch` hands it to a lane in flight -> verified   it arrived with
+    its digest (G1; final: it is never asked for, nor written, again; G8) in flight -> wanted     it
+    arrived with another digest, its source lacks it, or its lane has ended
 
 A source is live or leaving. Leaving means: no new batch; but its lane may still be writing into the
-destination of chunks that are in flight there. So these go back to wanted only with `lane_ended`, and no two
-lanes ever write the same bytes. What such a lane still brings, with the right digest, counts as verified like
-any other.
+destination of chunks that are in flight there. So these go back to wanted only with `lane_ended`,
+and no two lanes ever write the same bytes. What such a lane still brings, with the right digest,
+counts as verified like any other.
 
-All live sources draw from one pool, the lowest wanted chunk first: several sources are striped, and a chain
-of readers fills in the same order at every link. A lane that finds nothing for it in the pool waits until that
-changes: another lane ends, bytes are bad, or another source lacks a chunk.
+All live sources draw from one pool, the lowest wanted chunk first: several sources are striped, and
+a chain of readers fills in the same order at every link. A lane that finds nothing for it in the
+pool waits until that changes: another lane ends, bytes are bad, or another source lacks a chunk.
 
-A source that is still filling may lack what it is asked for. Such a source waits for the chunk, but not long; then it says
-what it has (`lacks`), and the chunks are wanted again. From then on the source is *known*, until it brings a chunk that it
-did not have then. A known source is asked for what it has. If nothing of that is wanted, it is asked for a chunk that no
-other source is thought to have: one request at a time, and in turns, so that the source that was asked longest ago comes
+A source that is still filling may lack what it is asked for. Such a source waits for the chunk, but
+not long; then it says what it has (`lacks`), and the chunks are wanted again. From then on the
+source is *known*, until it brings a chunk that it did not have then. A known source is asked for
+what it has. If nothing of that is wanted, it is asked for a chunk that no other source is thought
+to have: one request at a time, and in turns, so that the source that was asked longest ago comes
 first.
 
-A source may bring only some of the chunks: one rank of another layout holds no more. Such a source is complete, is asked
-for nothing else, and takes no turns.
+A source may bring only some of the chunks: one rank of another layout holds no more. Such a source
+is complete, is asked for nothing else, and takes no turns.
 
 So a chunk that no source has yet is waited for at some source, and no chunk stays bound to a source
 that lacks it while another source has it. Readers that fill from one another complete one another,
@@ -57,7 +58,9 @@ _WANTED_BYTE: Final = bytes([_WANTED])
 
 
 class SourceState(StrEnum):
-    """One source of a pull. A chunk that it had in flight is wanted again only once its lane has ended."""
+    """One source of a pull. A chunk that it had in flight is wanted again only once its lane has
+    ended.
+    """
 
     LIVE = "live"  # is given batches of chunks
     LEAVING = "leaving"  # is given no more; its lane may still write
@@ -77,10 +80,12 @@ class _Source:
     state: SourceState = SourceState.LIVE
     # the chunks it had when it lacked something; None: all, or it is unknown
     in_flight: set[int] = field(default_factory=set)
-    has: Runs | None = None  # what it had when it lacked something; None: everything, or nobody knows
+    # what it had when it lacked something; None: everything, or nobody knows
+    has: Runs | None = None
     turn: int = 0  # when it was asked last; 0: never, its lane is not up
     bytes_read: int = 0  # payload that its lane took in, discarded included
-    brings: Sequence[int] | None = None  # the only chunks that are asked for there, ascending; None: all
+    # the only chunks that are asked for there, ascending; None: all
+    brings: Sequence[int] | None = None
     lowest: int = 0  # none of `brings[:lowest]` is wanted
     verified: int = 0  # all of `brings[:verified]` are
 
@@ -96,8 +101,8 @@ class Pull:
     """The chunks of one shard of one content, on their way into this reader's memory."""
 
     def __init__(self, sizes: Sequence[int], verified: Iterable[int] = ()) -> None:
-        """`sizes`: bytes per chunk. `verified`: chunks that the destination holds, and that were verified,
-        already.
+        """`sizes`: bytes per chunk. `verified`: chunks that the destination holds, and that were
+        verified, already.
         """
         self._sizes = sizes
         self._states = bytearray(len(sizes))  # one of _WANTED, _IN_FLIGHT, _VERIFIED per chunk
@@ -108,18 +113,24 @@ class Pull:
         for chunk in verified:
             self._states[chunk] = _VERIFIED
         self._lowest = 0  # no chunk below this is wanted
-        self._unverified = len(sizes) - self._states.count(_VERIFIED)  # always the number of chunks not verified
-        self.bytes_wanted: Final = sum(n for n, s in zip(sizes, self._states, strict=True) if s != _VERIFIED)
+        # always the number of chunks not verified
+        self._unverified = len(sizes) - self._states.count(_VERIFIED)
+        self.bytes_wanted: Final = sum(
+            n for n, s in zip(sizes, self._states, strict=True) if s != _VERIFIED
+        )
         self.bytes_verified = 0  # the part of `bytes_wanted` that is verified
         self.bytes_read = 0  # always the sum over sources, ended ones included
         self.reread_bytes = 0  # the part of it that had been verified before; G8 keeps it 0
         self.retries = 0  # chunks that had to be asked for again
 
-    # ------------------------------------------------------------------------------------------------ sources
+    # ----------------------------------------------------------------------------------------------
+    # sources
 
-    def add_source(self, lease: LeaseId, complete: bool, brings: Sequence[int] | None = None) -> None:
-        """Read from this lease's source as well. `complete` False: it is still filling itself. `brings`: the only chunks
-        that it can bring, ascending; None: all.
+    def add_source(
+        self, lease: LeaseId, complete: bool, brings: Sequence[int] | None = None
+    ) -> None:
+        """Read from this lease's source as well. `complete` False: it is still filling itself.
+        `brings`: the only chunks that it can bring, ascending; None: all.
         """
         if lease in self._sources:
             raise IllegalStep(f"lease {lease} was a source before", self._story)
@@ -129,7 +140,9 @@ class Pull:
         self._story.tell("source", lease, "complete" if complete else "filling")
 
     def drop_source(self, lease: LeaseId) -> None:
-        """Ask nothing more of this source. Its chunks in flight stay so until its lane has ended."""
+        """Ask nothing more of this source. Its chunks in flight stay so until its lane has
+        ended.
+        """
         source = self._source(lease)
         if source.state is SourceState.LIVE:
             self._step(lease, source, SourceState.LEAVING)
@@ -149,7 +162,9 @@ class Pull:
 
     def _step(self, lease: LeaseId, source: _Source, state: SourceState) -> None:
         if state not in SOURCE_TABLE[source.state]:
-            raise IllegalStep(f"source {lease} cannot go from {source.state} to {state}", self._story)
+            raise IllegalStep(
+                f"source {lease} cannot go from {source.state} to {state}", self._story
+            )
         count_transition(SOURCE, source.state, state)
         source.state = state
         self._story.tell(lease, state, "in flight", len(source.in_flight))
@@ -160,7 +175,8 @@ class Pull:
         except KeyError:
             raise IllegalStep(f"lease {lease} is no source of this pull", self._story) from None
 
-    # ------------------------------------------------------------------------------------------------- chunks
+    # ----------------------------------------------------------------------------------------------
+    # chunks
 
     def next_batch(self, lease: LeaseId, bytes_max: int) -> tuple[int, ...]:
         """Chunks to ask of this source now, ascending: the lowest wanted one for it, then more up
@@ -177,7 +193,9 @@ class Pull:
             batch = self._take_brought(source, source.brings, bytes_max)
         elif source.has is None:
             batch = self._take(bytes_max, [(self._lowest, len(self._sizes))])
-            self._lowest = self._find_wanted(batch[-1] + 1 if batch else self._lowest, len(self._sizes))
+            self._lowest = self._find_wanted(
+                batch[-1] + 1 if batch else self._lowest, len(self._sizes)
+            )
         else:
             batch = self._take(bytes_max, source.has) or self._take_unheld(source, bytes_max)
         if batch or not source.turn:
@@ -186,7 +204,9 @@ class Pull:
         return tuple(batch)
 
     def _take(self, bytes_max: int, runs: Iterable[tuple[int, int]]) -> list[int]:
-        """The first wanted chunks of these runs, one at least if there is one; in flight from now on."""
+        """The first wanted chunks of these runs, one at least if there is one; in flight from now
+        on.
+        """
         batch: list[int] = []
         for first, count in runs:
             end = min(first + count, len(self._sizes))
@@ -213,18 +233,29 @@ class Pull:
         return end if found < 0 else found
 
     def _take_unheld(self, source: _Source, bytes_max: int) -> list[int]:
-        """Chunks that all sources lack, as far as is known, if it is this source's turn to be waited at."""
+        """Chunks that all sources lack, as far as is known, if it is this source's turn to be
+        waited at.
+        """
         if source.in_flight:
             return []
-        others = [s for s in self._sources.values() if s is not source and s.state is SourceState.LIVE and s.turn]
+        others = [
+            s
+            for s in self._sources.values()
+            if s is not source and s.state is SourceState.LIVE and s.turn
+        ]
         if source.has is None or any(
-            s.brings is None and (s.has is None or (not s.in_flight and s.turn < source.turn)) for s in others
+            s.brings is None and (s.has is None or (not s.in_flight and s.turn < source.turn))
+            for s in others
         ):
             return []
-        return self._take(bytes_max, _between([run for s in others for run in s.may_have or ()], len(self._sizes)))
+        return self._take(
+            bytes_max, _between([run for s in others for run in s.may_have or ()], len(self._sizes))
+        )
 
     def lacks(self, lease: LeaseId, chunks: Iterable[int], has: Runs) -> None:
-        """The source lacks these chunks, which are in flight there, and has stopped waiting for them. `has`: what it has."""
+        """The source lacks these chunks, which are in flight there, and has stopped waiting for
+        them. `has`: what it has.
+        """
         source = self._source(lease)
         if source.brings is None:
             source.has = tuple(has)
@@ -234,12 +265,14 @@ class Pull:
 
     @property
     def is_patchy(self) -> bool:
-        """Whether a source is known to lack something: then a batch for one lane may make it another lane's turn."""
+        """Whether a source is known to lack something: then a batch for one lane may make it
+        another lane's turn.
+        """
         return any(source.has is not None for source in self._sources.values())
 
     def arrived(self, lease: LeaseId, chunk: int, ok: bool) -> None:
-        """A chunk in flight at this source is in the destination; `ok`: it has its digest. Its lane is done
-        with it.
+        """A chunk in flight at this source is in the destination; `ok`: it has its digest. Its lane
+        is done with it.
         """
         source = self._source(lease)
         self._check_in_flight(source, lease, chunk)
@@ -281,7 +314,8 @@ class Pull:
         for each in self._partial:
             each.lowest = min(each.lowest, bisect_left(each.brings or (), chunk))
 
-    # --------------------------------------------------------------------------------------------- inspection
+    # ---------------------------------------------------------------------------------------------
+    # inspection
 
     @property
     def done(self) -> bool:
@@ -293,7 +327,10 @@ class Pull:
         source = self._source(lease)
         if source.brings is None:
             return self.done
-        while source.verified < len(source.brings) and self._states[source.brings[source.verified]] == _VERIFIED:
+        while (
+            source.verified < len(source.brings)
+            and self._states[source.brings[source.verified]] == _VERIFIED
+        ):
             source.verified += 1
         return source.verified == len(source.brings)
 
@@ -320,10 +357,21 @@ class Pull:
         sound = (
             len(held) == len(set(held)) == self._states.count(_IN_FLIGHT)
             and all(self._states[chunk] == _IN_FLIGHT for chunk in held)
-            and not any(source.in_flight for source in self._sources.values() if source.state is SourceState.ENDED)
+            and not any(
+                source.in_flight
+                for source in self._sources.values()
+                if source.state is SourceState.ENDED
+            )
             and self._states.find(_WANTED_BYTE, 0, self._lowest) == -1
-            and not any(self._states[chunk] == _WANTED for s in self._partial for chunk in (s.brings or ())[: s.lowest])
-            and all(source.brings is None or source.in_flight <= set(source.brings) for source in self._sources.values())
+            and not any(
+                self._states[chunk] == _WANTED
+                for s in self._partial
+                for chunk in (s.brings or ())[: s.lowest]
+            )
+            and all(
+                source.brings is None or source.in_flight <= set(source.brings)
+                for source in self._sources.values()
+            )
             and self._unverified == len(self._sizes) - self._states.count(_VERIFIED)
             and self.bytes_read == sum(source.bytes_read for source in self._sources.values())
             and self.reread_bytes == 0

@@ -1,7 +1,8 @@
 """One lane's requests: what it has asked its source for, and which of what arrives is good.
 
-Responsible for how far a lane asks ahead, for entering its answers into the `Pull`, and for giving up a source that never
-gets what it lacks. Not responsible for which chunks a lane is given (`scheduler.pull`), nor for locks.
+Responsible for how far a lane asks ahead, for entering its answers into the `Pull`, and for giving
+up a source that never gets what it lacks. Not responsible for which chunks a lane is given
+(`scheduler.pull`), nor for locks.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ Named = tuple[int, int | None]
 
 
 def patience_s(stall_timeout_s: float) -> float:
-    """How long a source may lack what is asked for, and get none of it. A source notices in half of that time that its own
-    source has stalled.
+    """How long a source may lack what is asked for, and get none of it. A source notices in half of
+    that time that its own source has stalled.
     """
     return 2 * stall_timeout_s
 
@@ -35,7 +36,8 @@ class Requests:
         self._pull = pull
         self._lease = lease
         self._patience_s = patience_s
-        self._lacks_since = inf  # since when its source has had nothing of what it was asked for, again and again
+        # since when its source has had nothing of what it was asked for, again and again
+        self._lacks_since = inf
 
     def __repr__(self) -> str:
         return f"<Requests of {self._lease}: {self.asked}>"
@@ -63,7 +65,11 @@ class Requests:
         self._pull.lacks(self._lease, chunks, has)
         self._lacks_since = min(self._lacks_since, now)
         given_up = now > self._lacks_since + self._patience_s
-        return f"it has lacked the rest for {self._patience_s:g} s, and has got none of it" if given_up else ""
+        return (
+            f"it has lacked the rest for {self._patience_s:g} s, and has got none of it"
+            if given_up
+            else ""
+        )
 
     def arrived(self, good: Iterable[Named], bad: Iterable[int]) -> None:
         """These chunks are in the destination, `good` with the right digests and `bad` with wrong
@@ -79,7 +85,11 @@ class Requests:
 
     @staticmethod
     def sort_out(
-        arrived: Iterable[Named], made: Mapping[int, int], published: Mapping[int, int], *, is_digested: bool
+        arrived: Iterable[Named],
+        made: Mapping[int, int],
+        published: Mapping[int, int],
+        *,
+        is_digested: bool,
     ) -> tuple[list[Named], list[int]]:
         """Which of these chunks have their digest, and which have not. `made`: the digests of the
         bytes in the destination; `published`: the digests that some chunks must have, whatever

@@ -11,8 +11,9 @@ say it, so that no reader has a source avoided. Nor does praise help: no worker 
 more than the rate that most workers tell of links over that distance (`links`). Slowness heals: a
 slow worker reads on, and shows what it can.
 
-It is told as the nearest power of two, so that a worker's changes seldom, and the order of sources with it. Only transfers
-within a site tell something: within a host no link is used, and across sites another one is the limit.
+It is told as the nearest power of two, so that a worker's changes seldom, and the order of sources
+with it. Only transfers within a site tell something: within a host no link is used, and across
+sites another one is the limit.
 
 Responsible for the estimated slowness. Not responsible for its use (`choice`), nor for the right to
 report (the caller).
@@ -64,7 +65,14 @@ class Slowness:
         return f"<Slowness: {len(self._met)} workers>"
 
     def heard(
-        self, reader: str, source: str, apart: Distance, nbytes: int, seconds: float, sharers: int | None, now: float
+        self,
+        reader: str,
+        source: str,
+        apart: Distance,
+        nbytes: int,
+        seconds: float,
+        sharers: int | None,
+        now: float,
     ) -> None:
         """So many bytes came to `reader` from `source` in so many seconds, while at most `sharers`
         readers shared the source. None: the transfer may have waited for something else than these
@@ -80,7 +88,8 @@ class Slowness:
                 return  # this report says nothing new, and must not keep an old one alive
             shown = min(max(before.shown, least), most)
             if sharers != 1 and least <= CLEARLY * before.most and before.most < most:
-                most, limited_at = max(shown, before.most), before.limited_at  # that it has shared or waited refutes nothing
+                # that it has shared or waited refutes nothing
+                most, limited_at = max(shown, before.most), before.limited_at
         for one, other in ((reader, source), (source, reader)):
             peers = self._met.setdefault(one, {})
             peers.pop(other, None)
@@ -100,8 +109,14 @@ class Slowness:
         met = self._fresh(worker, now)
         by_itself, by_readers = list[_Charge](), list[_Charge]()
         for other, each in met.items():
-            theirs = (o.shown for who, o in self._fresh(other, now).items() if who != worker and o.apart >= each.apart)
-            able = min(max(theirs, default=0.0), rates[each.apart]) / (1 << self._slow.get(other, 0))
+            theirs = (
+                o.shown
+                for who, o in self._fresh(other, now).items()
+                if who != worker and o.apart >= each.apart
+            )
+            able = min(max(theirs, default=0.0), rates[each.apart]) / (
+                1 << self._slow.get(other, 0)
+            )
             if CLEARLY * each.most <= able:
                 (by_itself if each.as_reader else by_readers).append(_Charge(each.limited_at, able))
         if len(by_readers) > 1:
@@ -119,4 +134,8 @@ class Slowness:
         return slowness
 
     def _fresh(self, worker: str, now: float) -> dict[str, _Met]:
-        return {other: each for other, each in self._met.get(worker, {}).items() if each.said_at + VOTE_S > now}
+        return {
+            other: each
+            for other, each in self._met.get(worker, {}).items()
+            if each.said_at + VOTE_S > now
+        }

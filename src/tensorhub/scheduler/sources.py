@@ -1,4 +1,5 @@
-"""The sources of one content, kept in order, so that the best one for a reader is found without a look at all of them.
+"""The sources of one content, kept in order, so that the best one for a reader is found without a
+look at all of them.
 
 Theory of operation. `choice` estimates when a reader would be done at a source. Where links carry
 what their distance carries, the estimate depends on three things of a source: how far away it is,
@@ -8,9 +9,10 @@ a rack or site one of its children, by the best source of each. A reader's candi
 firsts of a few lists along the way from its host to the root, each without the child that was
 looked at already.
 
-A change costs a few insertions in sorted lists, a choice a few looks. Neither grows with the number of sources, but for the
-number of different loads, which is small. Where the reader refuses the best ones, the next ones are looked at in
-order, so that a reader whom many sources have failed looks at each of them once.
+A change costs a few insertions in sorted lists, a choice a few looks. Neither grows with the number
+of sources, but for the number of different loads, which is small. Where the reader refuses the best
+ones, the next ones are looked at in order, so that a reader whom many sources have failed looks at
+each of them once.
 
 Responsible for the order. Not responsible for the set of sources, nor for what a certain reader
 must not read: the caller answers that for the few sources that are met (`refuses`).
@@ -98,7 +100,8 @@ class Sources(Generic[T]):
     """Those of one content."""
 
     def __init__(self) -> None:
-        self._roots: dict[frozenset[str], _Node[T]] = {}  # by the transports that they are offered over
+        # by the transports that they are offered over
+        self._roots: dict[frozenset[str], _Node[T]] = {}
         self._there: dict[T, tuple[Standing, _Node[T]]] = {}  # how it stands, and its host
 
     def __len__(self) -> int:
@@ -117,7 +120,10 @@ class Sources(Generic[T]):
         before, host = self._there.get(source, (None, None))
         if before == standing:
             return
-        if before is not None and (before.transports, before.location) != (standing.transports, standing.location):
+        if before is not None and (before.transports, before.location) != (
+            standing.transports,
+            standing.location,
+        ):
             self.drop(source)
             host = None
         if before is None or host is None:
@@ -156,13 +162,25 @@ class Sources(Generic[T]):
         rates: Sequence[float],
         refuses: Callable[[T], bool],
     ) -> T | None:
-        """The source at which this reader would be done first, of those that it does not refuse and reaches over one of
-        its `transports`; the newest of equals. None if there is none. Nothing may change meanwhile.
+        """The source at which this reader would be done first, of those that it does not refuse and
+        reaches over one of its `transports`; the newest of equals. None if there is none. Nothing
+        may change meanwhile.
         """
-        return next((each for each in self._in_order(reader, transports, wanted, rates) if not refuses(each)), None)
+        return next(
+            (
+                each
+                for each in self._in_order(reader, transports, wanted, rates)
+                if not refuses(each)
+            ),
+            None,
+        )
 
-    def _in_order(self, reader: Location, transports: frozenset[str], wanted: Wanted, rates: Sequence[float]) -> Iterator[T]:
-        """All that it reaches, the best first. Each takes a look at a few entries when it is asked for."""
+    def _in_order(
+        self, reader: Location, transports: frozenset[str], wanted: Wanted, rates: Sequence[float]
+    ) -> Iterator[T]:
+        """All that it reaches, the best first. Each takes a look at a few entries when it is asked
+        for.
+        """
         # A heap, of the next entry of each list.
         ahead: list[tuple[tuple[bool, float], int, int, _Entries[T], int, _Way[T]]] = []
         looks = count()  # so that nothing else is compared
@@ -186,7 +204,9 @@ class Sources(Generic[T]):
                 yield what
             enter(entries, place + 1, way)
 
-    def _ways(self, reader: Location, transports: frozenset[str]) -> Iterator[tuple[_Entries[T], _Way[T]]]:
+    def _ways(
+        self, reader: Location, transports: frozenset[str]
+    ) -> Iterator[tuple[_Entries[T], _Way[T]]]:
         """The lists in which all that it reaches are: one for each distance and load."""
         for theirs, root in self._roots.items():
             common = theirs & transports

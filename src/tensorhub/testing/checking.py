@@ -1,4 +1,6 @@
-"""What the checks of the conformance suite share: the source that they read, what tears it, demands and receives."""
+"""What the checks of the conformance suite share: the source that they read, what tears it, demands
+and receives.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 from tensorhub.cuda.device import Device
-from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, ReadRight, Transport
+from tensorhub.transport.base import (
+    Arrival,
+    Channel,
+    Cutter,
+    Lacking,
+    ReadFailure,
+    ReadRight,
+    Transport,
+)
 from tensorhub.types import Endpoint
 
 HELD_UP_S: Final = 0.2  # for what is taken back there: an owner that copies by itself does so first
@@ -19,8 +29,8 @@ class ConformanceBroken(AssertionError):
 
 
 class Source(Protocol):
-    """A source of `len(SIZES)` chunks of these sizes, none of which is available at first. Each chunk is a region. One
-    thread uses it. A source inherits the usual behaviour from it.
+    """A source of `len(SIZES)` chunks of these sizes, none of which is available at first. Each
+    chunk is a region. One thread uses it. A source inherits the usual behaviour from it.
     """
 
     endpoint: Endpoint
@@ -34,7 +44,9 @@ class Source(Protocol):
         """Change a byte of an available chunk, of which the owner knows nothing."""
 
     def take_back(self) -> None:
-        """Fence all of it as `unpublish` does; when this returns, every byte of it is overwritten with other ones."""
+        """Fence all of it as `unpublish` does; when this returns, every byte of it is overwritten
+        with other ones.
+        """
 
     def freeze(self) -> bool:
         """Have the source answer nothing any more, its connections open. False: this source has no
@@ -102,7 +114,9 @@ def made(make_source: MakeSource) -> Iterator[Source]:
 
 
 def take(answer: Arrival | Lacking, named: dict[int, int | None]) -> None:
-    require(isinstance(answer, Arrival), 7, f"the source has every chunk, and lacks {answer.chunks}")
+    require(
+        isinstance(answer, Arrival), 7, f"the source has every chunk, and lacks {answer.chunks}"
+    )
     for chunk, digest in answer.chunks if isinstance(answer, Arrival) else ():
         require(chunk not in named, 1, f"chunk {chunk} arrived twice")
         named[chunk] = digest

@@ -1,16 +1,17 @@
-"""The transport conformance suite: the rules of `tensorhub.transport.base`, as checks that any transport can be put to.
+"""The transport conformance suite: the rules of `tensorhub.transport.base`, as checks that any
+transport can be put to.
 
-A transport's author says how a source of the transport is made (`Source`). `tensorhub.testing.serving.ServedSource` is one
-that serves as TensorHub's own workers do. Then
+A transport's author says how a source of the transport is made (`Source`).
+`tensorhub.testing.serving.ServedSource` is one that serves as TensorHub's own workers do. Then
 
     transport_conformance(transport, make_source)
 
-raises ConformanceBroken, with the rule, or returns. `CHECKS` has each by name, for a parametrized test. The checks drive
-channels in the calling thread, and in threads of their own that have ended when a check returns. They take as long as the
-transport takes to find out that a source is silent.
+raises ConformanceBroken, with the rule, or returns. `CHECKS` has each by name, for a parametrized
+test. The checks drive channels in the calling thread, and in threads of their own that have ended
+when a check returns. They take as long as the transport takes to find out that a source is silent.
 
-Responsible for what a channel promises its lane. Not responsible for its speed, nor for what a source promises to further
-readers.
+Responsible for what a channel promises its lane. Not responsible for its speed, nor for what a
+source promises to further readers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,16 @@ from tensorhub.testing.strided_checks import (
     check_strided_torn,
 )
 from tensorhub.testing.strided_target import CANARY, SIZES, bytes_of, new_bytes
-from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, ReadRight, Transport, Unusable
+from tensorhub.transport.base import (
+    Arrival,
+    Channel,
+    Cutter,
+    Lacking,
+    ReadFailure,
+    ReadRight,
+    Transport,
+    Unusable,
+)
 from tensorhub.types import ContentId, Incarnation, RegistrationId
 
 SOON_S: Final = 3.0  # what must be soon takes less, on any machine
@@ -76,7 +86,9 @@ class Target:
     def incoming(self, chunk: int) -> Generator[list[memoryview]]:
         raise ConformanceBroken("each chunk of this destination is one piece")
 
-    def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> Mapping[int, int]:
+    def take_in(
+        self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()
+    ) -> Mapping[int, int]:
         raise ConformanceBroken("each chunk of this destination is one piece")
 
     def address(self, chunk: int) -> int:
@@ -109,11 +121,14 @@ def transport_conformance(transport: Transport, make_source: MakeSource) -> None
         check(transport, make_source)
 
 
-# ---------------------------------------------------------------------------------------------------------- checks
+# --------------------------------------------------------------------------------------------------
+# checks
 
 
 def check_bytes(transport: Transport, make_source: MakeSource) -> None:
-    """1, 3: what was submitted arrives, each chunk once, with its digest, and nothing else is written."""
+    """1, 3: what was submitted arrives, each chunk once, with its digest, and nothing else is
+    written.
+    """
     with made(make_source) as source, _opened(transport, source) as (channel, target, _):
         wanted = [chunk for chunk in range(len(SIZES)) if chunk != 3]
         _fill(source)
@@ -122,8 +137,16 @@ def check_bytes(transport: Transport, make_source: MakeSource) -> None:
         named = receive_all(channel, len(wanted), bytes_max=5000)
         require(sorted(named) == wanted, 1, f"{wanted} were asked for, and {sorted(named)} arrived")
         for chunk, digest in named.items():
-            require(target.holds(chunk) == content(chunk), 1, f"chunk {chunk} has other bytes than its source")
-            require(digest == xxhash.xxh3_64_intdigest(content(chunk)), 3, f"chunk {chunk} came with digest {digest}")
+            require(
+                target.holds(chunk) == content(chunk),
+                1,
+                f"chunk {chunk} has other bytes than its source",
+            )
+            require(
+                digest == xxhash.xxh3_64_intdigest(content(chunk)),
+                3,
+                f"chunk {chunk} came with digest {digest}",
+            )
         require(target.is_untouched(3), 1, "a chunk that was not asked for was written")
         target.check_edges()
 
@@ -139,7 +162,11 @@ def check_bytes_max(transport: Transport, make_source: MakeSource) -> None:
             if isinstance(answer, Arrival):
                 chunks = [chunk for chunk, _ in answer.chunks]
                 nbytes = sum(SIZES[chunk] for chunk in chunks)
-                require(len(chunks) == 1 or nbytes <= 5000, 1, f"{nbytes} bytes came, and 5000 were wanted at most")
+                require(
+                    len(chunks) == 1 or nbytes <= 5000,
+                    1,
+                    f"{nbytes} bytes came, and 5000 were wanted at most",
+                )
                 left -= len(chunks)
 
 
@@ -152,13 +179,15 @@ def check_spoilt(transport: Transport, make_source: MakeSource) -> None:
         named = receive_all(channel, 1)
         found = xxhash.xxh3_64_intdigest(target.holds(1))
         require(
-            named[1] == xxhash.xxh3_64_intdigest(content(1)) != found, 3, "a changed chunk came with a digest of its own"
+            named[1] == xxhash.xxh3_64_intdigest(content(1)) != found,
+            3,
+            "a changed chunk came with a digest of its own",
         )
 
 
 def check_taken_back(transport: Transport, make_source: MakeSource) -> None:
-    """2: a named chunk was read under the right's generation, also when that generation ends in mid-read; then it is
-    refused.
+    """2: a named chunk was read under the right's generation, also when that generation ends in
+    mid-read; then it is refused.
     """
     with made(make_source) as source, _opened(transport, source) as (channel, target, _):
         _fill(source)
@@ -172,23 +201,32 @@ def check_taken_back(transport: Transport, make_source: MakeSource) -> None:
                 take(channel.receive(1), named)
 
         failure = failure_of(go_on)
-        require(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
+        require(
+            failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}"
+        )
         for chunk in named:
-            require(target.holds(chunk) == content(chunk), 2, f"chunk {chunk} was named, and read after it was taken back")
+            require(
+                target.holds(chunk) == content(chunk),
+                2,
+                f"chunk {chunk} was named, and read after it was taken back",
+            )
     with made(make_source) as source:
         source.fill(0, content(0))
         before = source.right
         source.take_back()
         failure = failure_of(lambda: _read_one(transport, source, before))
         require(
-            failure is not None and failure.reason == "refused", 2, f"an old generation was read, or failed as {failure}"
+            failure is not None and failure.reason == "refused",
+            2,
+            f"an old generation was read, or failed as {failure}",
         )
 
 
 def check_torn(transport: Transport, make_source: MakeSource) -> None:
-    """2: nothing is named that was overwritten while it was copied. The source takes everything back at the n-th point at
-    which the read asks for something of the reader's (where a chunk goes, whether it was cut): before, between and after the
-    calls that copy. A reader that looks at the generation before it copies, and not afterwards, names torn bytes.
+    """2: nothing is named that was overwritten while it was copied. The source takes everything
+    back at the n-th point at which the read asks for something of the reader's (where a chunk goes,
+    whether it was cut): before, between and after the calls that copy. A reader that looks at the
+    generation before it copies, and not afterwards, names torn bytes.
     """
     for bytes_max in (SIZES[5], 2**30):  # digested in the cache, and not
         for point in range(TEARS_MAX):
@@ -219,7 +257,11 @@ def _check_torn(channel: Channel, target: Target, tear: Tear, bytes_max: int) ->
     tear.is_armed = False
     require(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
     for chunk in named:
-        require(target.holds(chunk) == content(chunk), 2, f"chunk {chunk} was overwritten while it was copied, and named")
+        require(
+            target.holds(chunk) == content(chunk),
+            2,
+            f"chunk {chunk} was overwritten while it was copied, and named",
+        )
 
 
 class _TearingTarget(Target):
@@ -237,7 +279,9 @@ class _TearingTarget(Target):
 
 
 def check_rights(transport: Transport, make_source: MakeSource) -> None:
-    """4: another registration, generation, content or incarnation is not read, and nothing is written."""
+    """4: another registration, generation, content or incarnation is not read, and nothing is
+    written.
+    """
     with made(make_source) as source:
         source.fill(0, content(0))
         right = source.right
@@ -248,21 +292,35 @@ def check_rights(transport: Transport, make_source: MakeSource) -> None:
             (dataclasses.replace(right, incarnation=Incarnation("another")), ("unreachable",)),
         ):
             failure = failure_of(lambda other=other: _read_one(transport, source, other))  # type: ignore[misc]
-            require(failure is not None and failure.reason in reasons, 4, f"{other} gave {failure}, not {reasons}")
+            require(
+                failure is not None and failure.reason in reasons,
+                4,
+                f"{other} gave {failure}, not {reasons}",
+            )
 
 
 def check_again(transport: Transport, make_source: MakeSource) -> None:
-    """1: what a transport keeps from one channel for the next brings nothing that the next one has not asked for."""
+    """1: what a transport keeps from one channel for the next brings nothing that the next one has
+    not asked for.
+    """
     with made(make_source) as source:
         _fill(source)
         for unread in ([], [0, 5], []):
             with _opened(transport, source) as (channel, target, _):
                 channel.submit([2])
                 named = receive_all(channel, 1)
-                require(list(named) == [2] and target.holds(2) == content(2), 1, f"2 was asked for, and {named} arrived")
+                require(
+                    list(named) == [2] and target.holds(2) == content(2),
+                    1,
+                    f"2 was asked for, and {named} arrived",
+                )
                 if unread:
                     channel.submit(unread)
-            require(target.is_untouched(0) and target.is_untouched(5), 1, "a chunk came that was not waited for")
+            require(
+                target.is_untouched(0) and target.is_untouched(5),
+                1,
+                "a chunk came that was not waited for",
+            )
 
 
 def check_lacking(transport: Transport, make_source: MakeSource) -> None:
@@ -279,12 +337,24 @@ def check_lacking(transport: Transport, make_source: MakeSource) -> None:
             require(time.monotonic() - started < SOON_S, 7, "it takes long to say what is lacking")
             if isinstance(answer, Lacking):
                 lacking += answer.chunks
-                require(list(answer.has) == [(1, 2)], 7, f"it has chunks 1 and 2, and says {answer.has}")
+                require(
+                    list(answer.has) == [(1, 2)], 7, f"it has chunks 1 and 2, and says {answer.has}"
+                )
             else:
                 take(answer, named)
-        require(sorted(named) == [1, 2], 7, f"chunks 1 and 2 are there, and {sorted(named)} arrived")
-        require(sorted(lacking) == [0, 3], 7, f"chunks 0 and 3 are lacking, and {lacking} were said to be")
-        require(target.is_untouched(0) and target.is_untouched(3), 7, "a chunk that is lacking was written")
+        require(
+            sorted(named) == [1, 2], 7, f"chunks 1 and 2 are there, and {sorted(named)} arrived"
+        )
+        require(
+            sorted(lacking) == [0, 3],
+            7,
+            f"chunks 0 and 3 are lacking, and {lacking} were said to be",
+        )
+        require(
+            target.is_untouched(0) and target.is_untouched(3),
+            7,
+            "a chunk that is lacking was written",
+        )
         source.fill(0, content(0))
         channel.submit([0])
         require(0 in receive_all(channel, 1), 7, "what has come since does not arrive")
@@ -314,7 +384,9 @@ def check_cut(transport: Transport, make_source: MakeSource) -> None:
         cutter = Cutter()
         cutter.cut()
         require(
-            failure_of(lambda: _read_one(transport, source, source.right, cutter)) is not None, 5, "it was cut, and reads"
+            failure_of(lambda: _read_one(transport, source, source.right, cutter)) is not None,
+            5,
+            "it was cut, and reads",
         )
 
 
@@ -331,12 +403,20 @@ def check_death(transport: Transport, make_source: MakeSource) -> None:
             receive_all(channel, 2)
 
         failure = failure_of(go_on)
-        require(failure is not None and failure.reason in ("lost", "refused"), 4, f"its source has ended: {failure}")
+        require(
+            failure is not None and failure.reason in ("lost", "refused"),
+            4,
+            f"its source has ended: {failure}",
+        )
         try:
             failure = failure_of(lambda: _read_one(transport, source, source.right))
         except Unusable:  # another transport may tell more
             return
-        require(failure is not None and failure.reason in ("unreachable", "refused"), 4, f"it connects to nobody: {failure}")
+        require(
+            failure is not None and failure.reason in ("unreachable", "refused"),
+            4,
+            f"it connects to nobody: {failure}",
+        )
 
 
 def check_silence(transport: Transport, make_source: MakeSource) -> None:
@@ -351,11 +431,17 @@ def check_silence(transport: Transport, make_source: MakeSource) -> None:
             receive_all(channel, 1)
 
         failure = failure_of(go_on)
-        require(failure is not None and failure.reason == "stalled", 6, f"a silent source is no failure: {failure}")
+        require(
+            failure is not None and failure.reason == "stalled",
+            6,
+            f"a silent source is no failure: {failure}",
+        )
 
 
 def check_threads(transport: Transport, make_source: MakeSource) -> None:
-    """8: as many threads as the transport says may drive a channel, and each chunk comes to one of them."""
+    """8: as many threads as the transport says may drive a channel, and each chunk comes to one of
+    them.
+    """
     with made(make_source) as source, _opened(transport, source) as (channel, target, _):
         _fill(source)
         named: list[int] = []
@@ -370,20 +456,31 @@ def check_threads(transport: Transport, make_source: MakeSource) -> None:
                 while submitted.wait(SOON_S) and len(named) < len(SIZES):
                     answer = channel.receive(4096)
                     with lock:
-                        named.extend(chunk for chunk, _ in answer.chunks if isinstance(answer, Arrival))  # type: ignore[misc]
+                        if isinstance(answer, Arrival):
+                            named.extend(chunk for chunk, _ in answer.chunks)
             except BaseException as error:
                 failures.append(error)
 
-        shares = [list(range(len(SIZES)))[first :: transport.lanes] for first in range(transport.lanes)]
+        shares = [
+            list(range(len(SIZES)))[first :: transport.lanes] for first in range(transport.lanes)
+        ]
         threads = [threading.Thread(target=drive, args=(share,)) for share in shares]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(4 * SOON_S)
-        require(not any(thread.is_alive() for thread in threads), 8, "a thread waits for what another one has")
+        require(
+            not any(thread.is_alive() for thread in threads),
+            8,
+            "a thread waits for what another one has",
+        )
         require(not failures, 8, f"a thread failed: {failures[:1]}")
         require(sorted(named) == list(range(len(SIZES))), 8, f"{sorted(named)} arrived")
-        require(all(target.holds(chunk) == content(chunk) for chunk in named), 8, "a chunk has other bytes")
+        require(
+            all(target.holds(chunk) == content(chunk) for chunk in named),
+            8,
+            "a chunk has other bytes",
+        )
 
 
 CHECKS: Final[Mapping[str, Check]] = {
@@ -409,7 +506,8 @@ CHECKS: Final[Mapping[str, Check]] = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------- tools
+# --------------------------------------------------------------------------------------------------
+# tools
 
 
 def _fill(source: Source) -> None:
@@ -419,7 +517,10 @@ def _fill(source: Source) -> None:
 
 @contextlib.contextmanager
 def _opened(
-    transport: Transport, source: Source, right: ReadRight | None = None, cutter: Cutter | None = None
+    transport: Transport,
+    source: Source,
+    right: ReadRight | None = None,
+    cutter: Cutter | None = None,
 ) -> Iterator[tuple[Channel, Target, Cutter]]:
     target, cutter = Target(source.device), cutter or Cutter()
     channel = transport.open(source.endpoint, right or source.right, target, cutter)
@@ -429,7 +530,9 @@ def _opened(
         channel.close()
 
 
-def _read_one(transport: Transport, source: Source, right: ReadRight, cutter: Cutter | None = None) -> None:
+def _read_one(
+    transport: Transport, source: Source, right: ReadRight, cutter: Cutter | None = None
+) -> None:
     target = Target(source.device)
     try:
         with _opened(transport, source, right, cutter) as (channel, target, _):

@@ -1,6 +1,7 @@
 """Which transitions the state machines have, and which of them a search need not meet.
 
-Responsible for the list that a search is measured by. Not responsible for counting: `machine.counting_transitions` is.
+Responsible for the list that a search is measured by. Not responsible for counting:
+`machine.counting_transitions` is.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ RARE: Final = (
 
 
 def transitions() -> tuple[str, ...]:
-    """Every transition of every table, as it is counted: `"replica: filling -> ready"`. In the order of the tables."""
+    """Every transition of every table, as it is counted: `"replica: filling -> ready"`. In the
+    order of the tables.
+    """
     return tuple(
         transition(machine.name, old, new)
         for machine in MACHINES

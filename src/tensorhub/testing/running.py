@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +31,13 @@ from tensorhub.api.hub import Hub
 from tensorhub.api.opening import Opening
 from tensorhub.errors import CoordinatorUnavailable, StateError
 from tensorhub.testing.drivers.facades import WorkerFacade
-from tensorhub.testing.drivers.hosted import OVER, USERS_OWN, HostedCluster, HostedUser, WorkerCrashed
+from tensorhub.testing.drivers.hosted import (
+    OVER,
+    USERS_OWN,
+    HostedCluster,
+    HostedUser,
+    WorkerCrashed,
+)
 from tensorhub.testing.drivers.timeline import Party
 from tensorhub.testing.drivers.virtual import check_virtual, ordered_tasks
 from tensorhub.testing.sim.assertion import GuaranteeBroken
@@ -53,7 +67,9 @@ class _Process:
 class _Opening(Opening[Hub]):
     """Its block is cancelled where the process crashes."""
 
-    def __init__(self, opens: Callable[[], Coroutine[Any, Any, Hub]], block: AbstractAsyncContextManager[Hub]) -> None:
+    def __init__(
+        self, opens: Callable[[], Coroutine[Any, Any, Hub]], block: AbstractAsyncContextManager[Hub]
+    ) -> None:
         super().__init__(lambda _: opens(), "connect")
         self._block = block
 
@@ -61,7 +77,10 @@ class _Opening(Opening[Hub]):
         return await self._block.__aenter__()
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self._block.__aexit__(kind, error, trace)
 
@@ -115,7 +134,9 @@ class RunningCluster:
 
     @property
     def end_hash(self) -> str:
-        """Of all that has happened so far, in its order, and of what memory holds: equal for equal runs."""
+        """Of all that has happened so far, in its order, and of what memory holds: equal for equal
+        runs.
+        """
         return self._world.end_hash
 
     def trace(self) -> str:
@@ -135,13 +156,16 @@ class RunningCluster:
         prefetch: bool = False,
         options: Options | None = None,
     ) -> Opening[Hub]:
-        """As `tensorhub.connect`, as a simulated process of its own, with the real `Hub` and its errors.
+        """As `tensorhub.connect`, as a simulated process of its own, with the real `Hub` and its
+        errors.
 
-        `address`, `token` and `transports` are not looked at. `name`: one at a time of each. `location`: default: a host of
-        its own. Of `options`, `op_timeout_s`, `chunk_bytes`, `integrity` and `host_memory_bytes` count.
+        `address`, `token` and `transports` are not looked at. `name`: one at a time of each.
+        `location`: default: a host of its own. Of `options`, `op_timeout_s`, `chunk_bytes`,
+        `integrity` and `host_memory_bytes` count.
 
-        Raises as `tensorhub.connect`, and WorkerCrashed out of the block when the process crashes, or is preempted: the
-        code in the block is cancelled. Without a block it is raised by each call of the hub and its handles then.
+        Raises as `tensorhub.connect`, and WorkerCrashed out of the block when the process crashes,
+        or is preempted: the code in the block is cancelled. Without a block it is raised by each
+        call of the hub and its handles then.
         """
         check_flag("prefetch", prefetch)
         options = options or Options()
@@ -151,7 +175,14 @@ class RunningCluster:
             self._names += 1
             name = f"worker-{self._names}"
         place = location or Location(host=name)
-        join = partial(WorkerFacade.join, self._simulation, check_name("worker", name), place, options, prefetch=prefetch)
+        join = partial(
+            WorkerFacade.join,
+            self._simulation,
+            check_name("worker", name),
+            place,
+            options,
+            prefetch=prefetch,
+        )
         return _Opening(partial(self._hub, join), self._block(join))
 
     def _join(self, join: Callable[[], WorkerFacade]) -> WorkerFacade:
@@ -195,7 +226,9 @@ class RunningCluster:
 
     async def _welcomed(self, facade: WorkerFacade) -> None:
         simulation = self._simulation
-        seconds = self._world.options.connect_timeout_s if self._world.timeline.coordinator.alive else 0.0
+        seconds = (
+            self._world.options.connect_timeout_s if self._world.timeline.coordinator.alive else 0.0
+        )
         with anyio.move_on_after(seconds):
             await facade.user.welcome_came.wait()
         simulation.check_running(facade.worker)
@@ -205,8 +238,9 @@ class RunningCluster:
     def start(self, name: str, main: Callable[..., Awaitable[object]], *arguments: object) -> None:
         """Run `main(*arguments)` as the process of the worker `name`, which it connects itself.
 
-        It ends where that worker crashes (by being cancelled), and can be started again: by `restart`, by the fault of that
-        name, by `heal`. What it raises otherwise ends the cluster's block. Leaving that block stops it.
+        It ends where that worker crashes (by being cancelled), and can be started again: by
+        `restart`, by the fault of that name, by `heal`. What it raises otherwise ends the cluster's
+        block. Leaving that block stops it.
         """
         before = self._processes.get(name)
         if before is not None and not before.ended.is_set():
@@ -240,7 +274,9 @@ class RunningCluster:
     def _process(self, name: str) -> _Process:
         process = self._processes.get(name)
         if process is None:
-            raise StateError(f"nothing was started as {name!r}; there are {', '.join(self._processes) or 'none'}")
+            raise StateError(
+                f"nothing was started as {name!r}; there are {', '.join(self._processes) or 'none'}"
+            )
         return process
 
     # -- processes die
@@ -262,7 +298,9 @@ class RunningCluster:
             process.scope.cancel()
 
     def preempt(self, name: str, notice_s: float = 2.0) -> None:
-        """The process is told to end (its code is cancelled, and its hub closes) and is killed after `notice_s`."""
+        """The process is told to end (its code is cancelled, and its hub closes) and is killed
+        after `notice_s`.
+        """
         user = self._user(name)
         user.is_preempted = True
         user.scope.cancel()
@@ -288,7 +326,11 @@ class RunningCluster:
             self.start(process.name, process.main, *process.arguments)
 
     def _dead(self) -> list[str]:
-        return [name for name, process in self._processes.items() if process.has_died and not process.is_restarting]
+        return [
+            name
+            for name, process in self._processes.items()
+            if process.has_died and not process.is_restarting
+        ]
 
     def _restart_one(self, random: Random) -> bool:
         dead = self._dead()
@@ -297,7 +339,9 @@ class RunningCluster:
         return bool(dead)
 
     def pause(self, name: str, seconds: float) -> None:
-        """The process is stopped: nothing of TensorHub runs there, and a call waits. (The caller's own code goes on.)"""
+        """The process is stopped: nothing of TensorHub runs there, and a call waits. (The caller's
+        own code goes on.)
+        """
         party, until = self._party(name), self._now() + seconds
         party.stopped_until = max(party.stopped_until, until)
 
@@ -371,7 +415,9 @@ class RunningCluster:
         self._world.injector.damaged[name] = frames
 
     def busy_device(self, name: str, seconds: float) -> None:
-        """An access of the worker's own (a digest, a copy) to what it holds lasts that long: it can not be fenced sooner."""
+        """An access of the worker's own (a digest, a copy) to what it holds lasts that long: it can
+        not be fenced sooner.
+        """
         worker = self._worker(name)
         self._now()
         for handle in worker.handles:
@@ -381,8 +427,8 @@ class RunningCluster:
     # -- the end of faults
 
     def heal(self) -> None:
-        """Nothing goes wrong by chance any more, all broken parts are mended, and started processes that have died run
-        again.
+        """Nothing goes wrong by chance any more, all broken parts are mended, and started processes
+        that have died run again.
         """
         self._end_faults()
         for name in self._dead():
@@ -409,7 +455,9 @@ class RunningCluster:
         self._now()
         user = self._simulation.users().get(name)
         if user is None:
-            raise StateError(f"no worker {name!r} is connected; there are {', '.join(self.workers) or 'none'}")
+            raise StateError(
+                f"no worker {name!r} is connected; there are {', '.join(self.workers) or 'none'}"
+            )
         return user
 
     def _worker(self, name: str) -> SimWorker:
@@ -425,14 +473,23 @@ class RunningCluster:
 
 @contextlib.asynccontextmanager
 async def running(
-    seed: int, allowed: Collection[Fault] | None, options: Options | None, spared: Collection[str], seconds_max: float
+    seed: int,
+    allowed: Collection[Fault] | None,
+    options: Options | None,
+    spared: Collection[str],
+    seconds_max: float,
 ) -> AsyncIterator[RunningCluster]:
     """See `SimulatedCluster.running`."""
     check_virtual()
     mistakes = [kind.value for kind in allowed or () if kind in USERS_OWN]
     if mistakes:
-        raise StateError(f"faults={', '.join(mistakes)}: only a user can commit these, and the users are yours here")
-    kinds = [kind for kind in Fault if kind not in USERS_OWN and (allowed is None or kind in allowed)]
+        raise StateError(
+            f"faults={', '.join(mistakes)}: only a user can commit these, and the users are yours "
+            f"here"
+        )
+    kinds = [
+        kind for kind in Fault if kind not in USERS_OWN and (allowed is None or kind in allowed)
+    ]
     simulation = HostedCluster(seed, kinds, options, spared, seconds_max)
     try:
         with ordered_tasks(seed):

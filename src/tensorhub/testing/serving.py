@@ -1,4 +1,6 @@
-"""A source for the conformance suite: a real owner that serves its readers as a worker does, on a thread of its own."""
+"""A source for the conformance suite: a real owner that serves its readers as a worker does, on a
+thread of its own.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ def _shared(nbytes: int) -> memoryview:
 
 
 class ServedSource(Source):
-    """See `checking.Source`. `secret`: what its readers present; `backend`: of anyio, on which it serves; `side`: that of
-    the transport by which it is read, closed with the source (None: tcp's). `device`: on which its memory and its readers'
-    destinations are.
+    """See `checking.Source`. `secret`: what its readers present; `backend`: of anyio, on which it
+    serves; `side`: that of the transport by which it is read, closed with the source (None: tcp's).
+    `device`: on which its memory and its readers' destinations are.
     """
 
     def __init__(
@@ -49,11 +51,16 @@ class ServedSource(Source):
         self.side = side or TcpOwner()
         shares = self.side.shares_memory
         self.device = device
-        tensors = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
+        tensors = [
+            TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size)
+            for n, size in enumerate(SIZES)
+        ]
         self._bytes = [self._allocate(size, shares) for size in SIZES]
         self._memory = ChunkMemory(build_manifest(tensors, CHUNK_BYTES, "xxh3-64"), self._bytes)
         self.owner = SharedOwner([self.side], fence_grace_s=0.1)
-        self.right = ReadRight(LeaseId("lease"), Incarnation(os.urandom(8).hex()), REGISTRATION, 1, CONTENT)
+        self.right = ReadRight(
+            LeaseId("lease"), Incarnation(os.urandom(8).hex()), REGISTRATION, 1, CONTENT
+        )
         self._listener = unix.listen() if shares else sockets.listen("127.0.0.1")
         there = unix.address_of(self._listener) if shares else sockets.address_of(self._listener)
         address = self.side.endpoint(there, there)

@@ -1,4 +1,5 @@
-"""One seed's run: simulated users call while things go wrong; then all faults end, every call must, and all must converge.
+"""One seed's run: simulated users call while things go wrong; then all faults end, every call must,
+and all must converge.
 
 `run` has two phases: users call and faults happen, until there were enough events; then all faults
 end, every call must, and every user must be able to publish and to fetch (G7). The calls of users
@@ -57,12 +58,19 @@ class SeedReport:
 
 
 class SimulatedCluster(TimedCluster):
-    """One seed's cluster. `run` raises GuaranteeBroken, which ends with a line that reproduces it."""
+    """One seed's cluster. `run` raises GuaranteeBroken, which ends with a line that reproduces
+    it.
+    """
 
     users: Users
 
     def __init__(
-        self, seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000, options: Options | None = None
+        self,
+        seed: int,
+        *,
+        faults: Collection[Fault] | None = None,
+        events: int = 1000,
+        options: Options | None = None,
     ) -> None:
         """`faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at
         least under faults. `options`: the coordinator's, and times of all connections; None: drawn.
@@ -77,7 +85,9 @@ class SimulatedCluster(TimedCluster):
         self.populate(self.users)
 
     def run(self) -> None:
-        """Both phases. Raises GuaranteeBroken, or whatever a machine raises, with the reproduction line at its end."""
+        """Both phases. Raises GuaranteeBroken, or whatever a machine raises, with the reproduction
+        line at its end.
+        """
         try:
             self.begin()
             while not self._is_enough():
@@ -105,13 +115,17 @@ class SimulatedCluster(TimedCluster):
         return Healing(self, self.users)
 
     def _is_enough(self) -> bool:
-        """Whether there was enough of everything that a seed stands for. (Of some kinds of faults, it may be that no more
-        can happen, or nothing be published; and fewer events need not be enough.)
+        """Whether there was enough of everything that a seed stands for. (Of some kinds of faults,
+        it may be that no more can happen, or nothing be published; and fewer events need not be
+        enough.)
         """
         events = self.timeline.events
         if events < self.events_least:
             return False
-        full = len(self.users.published) >= VERSIONS_LEAST and len(self.injector.happened) >= KINDS_LEAST
+        full = (
+            len(self.users.published) >= VERSIONS_LEAST
+            and len(self.injector.happened) >= KINDS_LEAST
+        )
         wants_all = self.allowed is None and self.events_least >= EVENTS_LEAST
         return full or events >= (GIVEN_UP if wants_all else 4) * self.events_least
 
@@ -130,21 +144,26 @@ class SimulatedCluster(TimedCluster):
         """Run as an async context manager, under a caller's own code instead of simulated users:
         see `RunningCluster`.
 
-        Faults of this cluster's kinds happen, as the seed draws them (those that only a user can commit are left out).
-        `spared`: names of workers that never crash, nor are preempted, by chance. `seconds_max`: virtual seconds after which
-        code that does not end is given up (StateError).
+        Faults of this cluster's kinds happen, as the seed draws them (those that only a user can
+        commit are left out). `spared`: names of workers that never crash, nor are preempted, by
+        chance. `seconds_max`: virtual seconds after which code that does not end is given up
+        (StateError).
 
-        Leaving the block ends all faults, closes what was started, and checks everything once more. Raises GuaranteeBroken,
-        StateError (the loop's time is not virtual, a kind of fault that only a user can commit).
+        Leaving the block ends all faults, closes what was started, and checks everything once more.
+        Raises GuaranteeBroken, StateError (the loop's time is not virtual, a kind of fault that
+        only a user can commit).
         """
         return running(self.seed, self.allowed, self.options_given, spared, seconds_max)
 
 
-def run_seed(seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000) -> SeedReport:
+def run_seed(
+    seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000
+) -> SeedReport:
     """Run one seed to its end.
 
-    `faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at least while faults happen. Raises
-    GuaranteeBroken, with the last lines of the trace, and at the end one line that runs this seed again.
+    `faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at least
+    while faults happen. Raises GuaranteeBroken, with the last lines of the trace, and at the end
+    one line that runs this seed again.
     """
     with counting_transitions() as transitions:
         cluster = SimulatedCluster(seed, faults=faults, events=events)
@@ -173,9 +192,10 @@ def simulate(
 ) -> list[str]:
     """Run `await main(cluster)` once for each seed, in virtual time; returns the end hashes.
 
-    `faults`: the kinds that may be drawn; None: all but those that only a user can commit; (): none. `options`: the
-    coordinator's; None: drawn. `spared`, `seconds_max`: see `SimulatedCluster.running`. `backend`: "asyncio" or "trio".
-    With TENSORHUB_SEED in the environment only that seed is run.
+    `faults`: the kinds that may be drawn; None: all but those that only a user can commit; ():
+    none. `options`: the coordinator's; None: drawn. `spared`, `seconds_max`: see
+    `SimulatedCluster.running`. `backend`: "asyncio" or "trio". With TENSORHUB_SEED in the
+    environment only that seed is run.
 
     Raises what `main` raises, or GuaranteeBroken, with a note that says how to run this seed again.
     """

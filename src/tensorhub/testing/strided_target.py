@@ -1,4 +1,6 @@
-"""What the conformance suite reads in pieces: a selection of every form, and memory of many rows to read it into."""
+"""What the conformance suite reads in pieces: a selection of every form, and memory of many rows to
+read it into.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,12 @@ SELECTION: Final = Selection(
         (Strip(5, 0, 0, 0, 1, ((200, 5000),), 2048),),
         (Strip(5, 7, 0, 0, 1, ((100, 10_000),), 4096),),
         (Strip(5, 1, 0, 0, 1, ((10, 100_000),), 65_536),),
-        (straight(2, 9, 60_000), Strip(5, 40, 0, 0, 1, ((50, 9000),), 300), straight(6, 0, 5), straight(1, 1, 4000)),
+        (
+            straight(2, 9, 60_000),
+            Strip(5, 40, 0, 0, 1, ((50, 9000),), 300),
+            straight(6, 0, 5),
+            straight(1, 1, 4000),
+        ),
         (Strip(5, 3, 0, 0, 1, ((4, 200_000), (9, 3000), (11, 130)), 48),),
         (Strip(4, 2, 3, 90, 2, (), 4000),),  # of two regions
         (Strip(5, 600_000, 0, -5000, 90, ((3, 700),), 650),),  # backward
@@ -57,9 +64,12 @@ SELECTION: Final = Selection(
         (straight(5, 0, 2**20),),
     )
 )
-LONG: Final = Selection((*SELECTION.chunks[1:4], SELECTION.chunks[6], *SELECTION.chunks[8:]))  # of runs of 2 KiB and more
-OF: Final = ((5,), (5,), (5,), (5,), (1, 2, 5, 6), (5,), (4, 7), (5,), (0,), (5,))  # a source's chunks, of each of these
-PITCHES: Final = ((1000, 1024), (176, 300), (20_000, 20_001), (2**20, 2**20))  # of the reader's rows: bytes, bytes apart
+# of runs of 2 KiB and more
+LONG: Final = Selection((*SELECTION.chunks[1:4], SELECTION.chunks[6], *SELECTION.chunks[8:]))
+# a source's chunks, of each of these
+OF: Final = ((5,), (5,), (5,), (5,), (1, 2, 5, 6), (5,), (4, 7), (5,), (0,), (5,))
+# of the reader's rows: bytes, bytes apart
+PITCHES: Final = ((1000, 1024), (176, 300), (20_000, 20_001), (2**20, 2**20))
 
 
 @cache
@@ -69,7 +79,9 @@ def selected(selection: Selection, chunk: int) -> bytes:
 
 
 class StridedTarget:
-    """Memory full of CANARY for the chunks of a selection, in rows that have a pitch. `pass_point`: see `_Tear`."""
+    """Memory full of CANARY for the chunks of a selection, in rows that have a pitch. `pass_point`:
+    see `_Tear`.
+    """
 
     def __init__(
         self,
@@ -83,10 +95,16 @@ class StridedTarget:
             row, apart = PITCHES[chunk % len(PITCHES)]
             rows, rest = divmod(size, row)
             strips = [Strip(0, end, 0, 0, 1, ((rows, apart),), row)] if rows else []
-            places.append((*strips, straight(0, end + rows * apart, rest)) if rest else tuple(strips))
+            places.append(
+                (*strips, straight(0, end + rows * apart, rest)) if rest else tuple(strips)
+            )
             end += (rows + 1) * apart
-        own = build_manifest([TensorDescription("t", "uint8", (end,), 1 << 40, end)], 2**20, "xxh3-64")
-        manifest = resharded(own, "xxh3-64", 2**20, Reading(tuple(places), selection.sizes, ()), "conformance")
+        own = build_manifest(
+            [TensorDescription("t", "uint8", (end,), 1 << 40, end)], 2**20, "xxh3-64"
+        )
+        manifest = resharded(
+            own, "xxh3-64", 2**20, Reading(tuple(places), selection.sizes, ()), "conformance"
+        )
         self._bytes = new_bytes(device, end)
         self.memory = ChunkMemory(manifest, [self._bytes])
         self.is_digested, self.is_strided = True, True
@@ -104,7 +122,9 @@ class StridedTarget:
                 self._pass_point()
                 yield views
 
-    def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> Mapping[int, int]:
+    def take_in(
+        self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()
+    ) -> Mapping[int, int]:
         self._pass_point()
         return self.memory.take_in(chunks, at, gathered)
 
@@ -115,7 +135,9 @@ class StridedTarget:
         raise AssertionError("a chunk of a strided destination has no address")
 
     def holds(self, chunk: int) -> bytes:
-        places = [(strip.run, at) for strip in self.memory.strips(chunk) for _, at in strip.places()]
+        places = [
+            (strip.run, at) for strip in self.memory.strips(chunk) for _, at in strip.places()
+        ]
         held = bytes_of(self._bytes)
         return b"".join([held[at : at + run] for run, at in places])
 

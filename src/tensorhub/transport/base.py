@@ -1,34 +1,39 @@
 """A transport as the reader sees it. `transport.owner` describes the owner's side.
 
-A *channel* is one reader's way to one source under one read lease. A blocking thread (the lane) drives it, or several, up to
-`Transport.lanes` (of several channels to one source, `transport.parallel` makes one):
+A *channel* is one reader's way to one source under one read lease. A blocking thread (the lane)
+drives it, or several, up to `Transport.lanes` (of several channels to one source,
+`transport.parallel` makes one):
 
-    channel = transport.open(...)        connect, authenticate both sides
-    channel.submit(chunks)               ask; several batches may be submitted before the first has arrived
-    channel.receive(n)                   block until some of them are in the destination, in any order, or the source says
+    channel = transport.open(...)        connect, authenticate both sides channel.submit(chunks)
+    ask; several batches may be submitted before the first has arrived channel.receive(n)
+    block until some of them are in the destination, in any order, or the source says
                                          that it lacks them
     channel.close()                      always, from the last thread that drives it
 
 Every transport keeps these rules:
 
-1. Bytes go straight into the destination's views of submitted chunks, and into no other memory. A chunk's view is written
-   only between its `submit` and the `receive` that names it, or until the channel is closed.
-2. `receive` names a chunk only when all its bytes were read under the right's generation. A two-sided source checks the
-   generation for each send. A one-sided reader reads the generation word *after* the bytes, and discards the bytes if the
-   word has changed (R3).
-3. The digest that `receive` gives is the publisher's, carried by the source. The lane checks it, not the channel. A channel
-   that copies in small pieces may also make the digests of what has arrived.
-4. Every failure of the source, or on the way to it, is a `ReadFailure`, raised by the call that meets it. After that, the
-   channel may only be closed. A TensorHubError (a GPU has failed) or an OSError is this process' own failure: it ends the
-   reader's call, and no source is blamed.
-5. `Cutter.cut`, from any thread, makes a blocked call of the channel raise soon, even while the channel is connecting.
+1. Bytes go straight into the destination's views of submitted chunks, and into no other memory. A
+   chunk's view is written only between its `submit` and the `receive` that names it, or until the
+   channel is closed.
+2. `receive` names a chunk only when all its bytes were read under the right's generation. A
+   two-sided source checks the generation for each send. A one-sided reader reads the generation
+   word *after* the bytes, and discards the bytes if the word has changed (R3).
+3. The digest that `receive` gives is the publisher's, carried by the source. The lane checks it,
+   not the channel. A channel that copies in small pieces may also make the digests of what has
+   arrived.
+4. Every failure of the source, or on the way to it, is a `ReadFailure`, raised by the call that
+   meets it. After that, the channel may only be closed. A TensorHubError (a GPU has failed) or an
+   OSError is this process' own failure: it ends the reader's call, and no source is blamed.
+5. `Cutter.cut`, from any thread, makes a blocked call of the channel raise soon, even while the
+  channel is connecting.
 6. No call blocks for more than `stall_timeout_s` unless the source shows that it is alive.
-7. A source that lacks submitted chunks says so within a second or so (`Lacking`). These chunks no longer count as submitted,
-   and nothing is written into their views.
-8. Up to `lanes` threads may be inside `submit` and `receive` at a time. If other threads are already reading all that was
-   submitted, `receive` returns an empty Arrival at once.
+7. A source that lacks submitted chunks says so within a second or so (`Lacking`). These chunks no
+   longer count as submitted, and nothing is written into their views.
+8. Up to `lanes` threads may be inside `submit` and `receive` at a time. If other threads are
+   already reading all that was submitted, `receive` returns an empty Arrival at once.
 
-Responsible for the contract only. Not responsible for choosing a source, for digests, or for the books (`Pull`).
+Responsible for the contract only. Not responsible for choosing a source, for digests, or for the
+books (`Pull`).
 """
 
 from __future__ import annotations
@@ -54,7 +59,9 @@ class ReadFailure(Exception):
     "corrupt". `bytes_discarded`: payload that arrived for chunks that no `receive` will name.
     """
 
-    def __init__(self, reason: Reason, detail: str, chunk: int | None = None, bytes_discarded: int = 0) -> None:
+    def __init__(
+        self, reason: Reason, detail: str, chunk: int | None = None, bytes_discarded: int = 0
+    ) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason: Reason = reason
         self.detail = detail
@@ -69,8 +76,8 @@ class ReadFailure(Exception):
 
 
 class Unusable(Exception):
-    """This transport does not work between these two workers, whatever their locations say. Another one may. The text says
-    why, and what to do.
+    """This transport does not work between these two workers, whatever their locations say. Another
+    one may. The text says why, and what to do.
     """
 
 
@@ -95,8 +102,8 @@ class ReadRight:
 class Destination(Protocol):
     """Where chunks go.
 
-    A *strided* one has chunks of several pieces of memory, which is the host's or a device's. Only transports with
-    `strides` are given it.
+    A *strided* one has chunks of several pieces of memory, which is the host's or a device's. Only
+    transports with `strides` are given it.
     """
 
     is_digested: bool  # their digests are XXH3-64, and will be compared
@@ -107,7 +114,9 @@ class Destination(Protocol):
 
     @property
     def device(self) -> Device | None:
-        """The device that the chunks are on, which the transport must be able to fill (`fills`). None: host memory."""
+        """The device that the chunks are on, which the transport must be able to fill (`fills`).
+        None: host memory.
+        """
 
     @property
     def is_strided(self) -> bool:
@@ -119,14 +128,17 @@ class Destination(Protocol):
         """
 
     def incoming(self, chunk: int) -> Generator[list[memoryview]]:
-        """Room for the bytes of a chunk of a strided destination, in order, in lists of writable views. When the next list
-        is asked for, the last one has been filled. Nothing is written once the generator is closed.
+        """Room for the bytes of a chunk of a strided destination, in order, in lists of writable
+        views. When the next list is asked for, the last one has been filled. Nothing is written
+        once the generator is closed.
         """
 
-    def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> Mapping[int, int]:
-        """Of a strided destination on a device: have the device gather these rows at that address, digest what is there, of
-        these chunks one behind the other, and copy it to where it belongs. Returns the digests: none, if this memory has
-        none.
+    def take_in(
+        self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()
+    ) -> Mapping[int, int]:
+        """Of a strided destination on a device: have the device gather these rows at that address,
+        digest what is there, of these chunks one behind the other, and copy it to where it belongs.
+        Returns the digests: none, if this memory has none.
         """
 
     def buffer(self, chunk: int) -> memoryview:
@@ -143,21 +155,27 @@ class Destination(Protocol):
 
 
 class Arrival(NamedTuple):
-    """Chunks whose bytes are in the destination, each with the digest that its source gave (None: it has none)."""
+    """Chunks whose bytes are in the destination, each with the digest that its source gave (None:
+    it has none).
+    """
 
     chunks: Sequence[tuple[int, int | None]]
     wait_s: float  # until the first byte
     transfer_s: float  # from then on, without `digest_s`
-    made: Mapping[int, int] = {}  # digests that the channel made of these chunks while their bytes were in the cache
+    # digests that the channel made of these chunks while their bytes were in the cache
+    made: Mapping[int, int] = {}
     digest_s: float = 0.0  # what that took
     discarded_bytes: int = 0  # that came in vain, of chunks that a later `receive` names
 
 
 class Lacking(NamedTuple):
-    """The source has none of these submitted chunks (yet), and does not wait for them any longer."""
+    """The source has none of these submitted chunks (yet), and does not wait for them any
+    longer.
+    """
 
     chunks: Sequence[int]
-    has: Sequence[tuple[int, int]]  # ascending (first, count) runs of what it has, perhaps not all of it
+    # ascending (first, count) runs of what it has, perhaps not all of it
+    has: Sequence[tuple[int, int]]
 
 
 class Channel(Protocol):
@@ -167,8 +185,8 @@ class Channel(Protocol):
         """Ask for these chunks (ascending, 1 to 1024 of them). Does not wait for them."""
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
-        """Wait for submitted chunks: at least one, and further ones up to `bytes_max`. Or for word that the source
-        lacks some of them now.
+        """Wait for submitted chunks: at least one, and further ones up to `bytes_max`. Or for word
+        that the source lacks some of them now.
         """
 
     def close(self) -> None:
@@ -191,10 +209,16 @@ class Transport(Protocol):
     strides: bool = False  # its channels read selections, and fill strided destinations
 
     def reaches(self, here: Location, there: Location) -> bool:
-        """Whether a worker at `here` can read one at `there` this way, judging by their locations."""
+        """Whether a worker at `here` can read one at `there` this way, judging by their
+        locations.
+        """
 
-    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
-        """Connect to the source, in the calling thread. Raises ReadFailure; Unusable, before anything was asked for."""
+    def open(
+        self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter
+    ) -> Channel:
+        """Connect to the source, in the calling thread. Raises ReadFailure; Unusable, before
+        anything was asked for.
+        """
 
     def serve(self) -> OwnerSide | None:
         """A new owner's side. A worker asks for one, once, for all its incarnations. None: no
@@ -203,12 +227,14 @@ class Transport(Protocol):
         return None
 
     def sweep(self) -> None:
-        """Let go of things that were kept between reads and not used for a while. Called now and then, by any thread."""
+        """Let go of things that were kept between reads and not used for a while. Called now and
+        then, by any thread.
+        """
         return
 
     def close(self) -> None:
-        """Let go of all that no channel uses, and keep nothing from now on. No channel is opened after this. For any
-        thread.
+        """Let go of all that no channel uses, and keep nothing from now on. No channel is opened
+        after this. For any thread.
         """
         return
 
@@ -224,8 +250,9 @@ def can_fill(transport: Transport, destination: Destination) -> bool:
 class Cutter:
     """Ends, from any thread, what a lane blocks on.
 
-    The lane attaches what ends its present call, and detaches it before it releases the resource. Once `detach` has
-    returned, `cut` no longer touches that resource, so a descriptor's number may be used for something else.
+    The lane attaches what ends its present call, and detaches it before it releases the resource.
+    Once `detach` has returned, `cut` no longer touches that resource, so a descriptor's number may
+    be used for something else.
     """
 
     __slots__ = ("_end", "_is_cut", "_lock")

@@ -19,6 +19,7 @@ TRANSPORTS = Registry(
         "nixl": NixlTransport,
         "tcp": TcpTransport,
     },
-    # UCX lets every process that reaches its ports write memory, so nixl is used only where it is asked for.
+    # UCX lets every process that reaches its ports write memory, so nixl is used only where it is
+    # asked for.
     only_by_name={"nixl"},
 )

@@ -1,8 +1,8 @@
-"""The cma transport (cross-memory attach): a reader copies out of another process' memory on the same host, by
-`process_vm_readv`.
+"""The cma transport (cross-memory attach): a reader copies out of another process' memory on the
+same host, by `process_vm_readv`.
 
-The reader's CPU makes one copy, and the other process takes no part. The header tells the process from every other, and the
-generation words say whether it may still be read (`generation_words`).
+The reader's CPU makes one copy, and the other process takes no part. The header tells the process
+from every other, and the generation words say whether it may still be read (`generation_words`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from tensorhub.types import Length, Range, RegistrationId
 
 @dataclass(frozen=True, slots=True)
 class MemoryIs:
-    """The process that has the memory, by its number in the owner's own namespace. At that address it has this nonce, which
-    no other process has.
+    """The process that has the memory, by its number in the owner's own namespace. At that address
+    it has this nonce, which no other process has.
     """
 
     pid: Annotated[int, Range(1, 2**31 - 1)]
@@ -62,11 +62,13 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# --------------------------------------------------------------------------------------------------------- copying
+# --------------------------------------------------------------------------------------------------
+# copying
 
 
 def copy(pid: int, call: Sequence[Piece]) -> None:
-    """Copy these pieces (see `cut_up`) out of the memory of that process, without the GIL. OSError: not all could be read.
+    """Copy these pieces (see `cut_up`) out of the memory of that process, without the GIL. OSError:
+    not all could be read.
 
     The addresses here must be writable memory of that size; those there may be anything.
     """
@@ -83,7 +85,9 @@ def copy(pid: int, call: Sequence[Piece]) -> None:
 
 
 def gather(pid: int, made: Sequence[Block], here: int) -> None:
-    """Copy the bytes of these blocks of that process' memory to one place here. Otherwise as `copy`."""
+    """Copy the bytes of these blocks of that process' memory to one place here. Otherwise as
+    `copy`.
+    """
     addresses, sizes = array("Q"), array("Q")
     for block in made:
         starts = runs(block)
@@ -127,13 +131,18 @@ def fault_here() -> str | None:
     try:
         copy(os.getpid(), [Piece(ctypes.addressof(seen), ctypes.addressof(told), WORD_BYTES)])
     except OSError as error:
-        what = "allow it in the container's seccomp profile (a kernel older than 4.8 needs CAP_SYS_PTRACE for that)"
+        what = (
+            "allow it in the container's seccomp profile (a kernel older than 4.8 needs "
+            "CAP_SYS_PTRACE for that)"
+        )
         return f"process_vm_readv is forbidden here ({error.strerror}): {what}"
     return None
 
 
 def restriction(path: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> str | None:
-    """How Yama restricts reading between this machine's processes, and what to do; None: it does not."""
+    """How Yama restricts reading between this machine's processes, and what to do; None: it does
+    not.
+    """
     try:
         scope = path.read_text().strip()
     except OSError:  # this kernel has no Yama
@@ -142,9 +151,15 @@ def restriction(path: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> str 
         case "0":
             return None
         case "1":
-            return "kernel.yama.ptrace_scope is 1: only sources that name cma in transports= let others read them"
+            return (
+                "kernel.yama.ptrace_scope is 1: only sources that name cma in transports= let "
+                "others read them"
+            )
         case _:
-            return f"kernel.yama.ptrace_scope is {scope}: only readers with CAP_SYS_PTRACE may read (none, at 3)"
+            return (
+                f"kernel.yama.ptrace_scope is {scope}: only readers with CAP_SYS_PTRACE may "
+                f"read (none, at 3)"
+            )
 
 
 def why_not(error: OSError) -> str:
@@ -152,18 +167,28 @@ def why_not(error: OSError) -> str:
     match error.errno:
         case errno.EPERM:
             return (
-                "the kernel forbids reading that process: run both as one user, and where kernel.yama.ptrace_scope is 1, "
+                "the kernel forbids reading that process: run both as one user, and where "
+                "kernel.yama.ptrace_scope is 1, "
                 "name cma in the source's transports=, or give the reader CAP_SYS_PTRACE"
             )
         case errno.ESRCH:
-            return "there is no such process here: workers in different pid namespaces need different Location.host"
+            return (
+                "there is no such process here: workers in different pid namespaces need "
+                "different Location.host"
+            )
         case _:
             return f"its memory cannot be read ({error.strerror})"
 
 
 def let_others_read() -> None:
     """Let this user's other processes read this one, where Yama forbids it (ptrace_scope 1)."""
-    _libc.prctl(ctypes.c_int(_PR_SET_PTRACER), _PR_SET_PTRACER_ANY, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    _libc.prctl(
+        ctypes.c_int(_PR_SET_PTRACER),
+        _PR_SET_PTRACER_ANY,
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+    )
 
 
 class Process(Source):
@@ -192,12 +217,22 @@ class Process(Source):
         """See `Source.is_unchanged`: one call looks at the nonce and at the word."""
         seen = ctypes.create_string_buffer(NONCE_BYTES + WORD_BYTES)
         at = ctypes.addressof(seen)
-        copy(self.header.pid, [Piece(at, self.header.address, NONCE_BYTES), Piece(at + NONCE_BYTES, word, WORD_BYTES)])
-        return generation != 0 and seen.raw == self.header.nonce + generation.to_bytes(WORD_BYTES, sys.byteorder)
+        copy(
+            self.header.pid,
+            [
+                Piece(at, self.header.address, NONCE_BYTES),
+                Piece(at + NONCE_BYTES, word, WORD_BYTES),
+            ],
+        )
+        return generation != 0 and seen.raw == self.header.nonce + generation.to_bytes(
+            WORD_BYTES, sys.byteorder
+        )
 
 
 class _CmaSession(OneSidedSession):
-    def find(self, registration: RegistrationId, memory: ChunkMemory, word: tuple[int, int]) -> tuple[object, Sequence[int]]:
+    def find(
+        self, registration: RegistrationId, memory: ChunkMemory, word: tuple[int, int]
+    ) -> tuple[object, Sequence[int]]:
         """In which process this is."""
         header = self._memory.header
         if memory.device is not None:
@@ -241,7 +276,10 @@ class CmaTransport(SameHostTransport):
 def _find(client: ReadClient) -> Header:
     """The owner's process, once the reader has seen that its nonce is the owner's."""
     if not client.peer.is_local:
-        raise Unusable("it is connected from another host: workers on different hosts need different Location.host")
+        raise Unusable(
+            "it is connected from another host: workers on different hosts need different "
+            "Location.host"
+        )
     said = client.find(MemoryIs)
     if len(said.nonce) != NONCE_BYTES:
         raise ProtocolError(f"a nonce has {NONCE_BYTES} bytes")
@@ -251,5 +289,8 @@ def _find(client: ReadClient) -> Header:
     except OSError as error:
         raise Unusable(why_not(error)) from error
     if not is_there:
-        raise Unusable("its process is another one here: workers in different pid namespaces need different hosts")
+        raise Unusable(
+            "its process is another one here: workers in different pid namespaces need different "
+            "hosts"
+        )
     return process.header

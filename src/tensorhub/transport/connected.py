@@ -1,9 +1,9 @@
-"""A reader's requests to one owner, over the two workers' own connection, whichever way the bytes then take; and the common
-base of transports that have such a connection.
+"""A reader's requests to one owner, over the two workers' own connection, whichever way the bytes
+then take; and the common base of transports that have such a connection.
 
-Responsible for asking under the read right, for checking that the owner answers what it was asked, and for naming failures.
-Several threads may ask at a time while one listens. Not responsible for the connection's life (`peers`), nor for bytes,
-digests or books.
+Responsible for asking under the read right, for checking that the owner answers what it was asked,
+and for naming failures. Several threads may ask at a time while one listens. Not responsible for
+the connection's life (`peers`), nor for bytes, digests or books.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ _meddled = Tally(get_logger("tensorhub.worker").warning, "frame_not_authentic")
 
 
 class ReadClient:
-    """One reader's requests to one owner, under one right. To be closed, which gives the connection back."""
+    """One reader's requests to one owner, under one right. To be closed, which gives the connection
+    back.
+    """
 
     def __init__(self, peers: Peers, peer: Peer, right: ReadRight, cutter: Cutter) -> None:
         self.connection = peer.connection
@@ -67,7 +69,8 @@ class ReadClient:
         self._is_closed = False
         self._sending = threading.Lock()  # guards the order of requests
         self._next_request = 0
-        self._asked: dict[int, set[int]] = {}  # request -> its chunks that were not announced yet; never empty
+        # request -> its chunks that were not announced yet; never empty
+        self._asked: dict[int, set[int]] = {}
 
     def failures(self) -> Failures:
         """The context within which the connection is used."""
@@ -93,13 +96,17 @@ class ReadClient:
         self._ask(partial(Locate, transport=self.dialect.transport), chunks)
 
     def select(self, selection: Selection) -> None:
-        """Have the owner know that selection of the right's memory, before its chunks are asked for. Raises as `hear`."""
+        """Have the owner know that selection of the right's memory, before its chunks are asked
+        for. Raises as `hear`.
+        """
         name, blob, right = selection.selection_id, selection.encode(), self.right
         at, restarts = 0, 0
         piece = b""
         with self.failures():
             while True:
-                self.connection.send(Select(0, right.registration, right.generation, name, len(blob), at, piece))
+                self.connection.send(
+                    Select(0, right.registration, right.generation, name, len(blob), at, piece)
+                )
                 said = self.hear()
                 if not isinstance(said, Selected) or said.following > len(blob):
                     raise ProtocolError(f"a Select is answered with {said}")
@@ -113,8 +120,8 @@ class ReadClient:
                 piece = blob[at : at + TRANSPORT_BYTES_MAX]
 
     def ask(self, asked: object, reply: type[R]) -> R:
-        """Ask something of the transport's dialect, before chunks are asked for. Raises as `hear`; NotShared, Unusable: the
-        owner is not read this way.
+        """Ask something of the transport's dialect, before chunks are asked for. Raises as `hear`;
+        NotShared, Unusable: the owner is not read this way.
         """
         self.say(0, asked)
         with self.failures():
@@ -122,7 +129,9 @@ class ReadClient:
             if not isinstance(said, NotThisWay):
                 message = self.dialect.message(said)
                 if not isinstance(message, reply):
-                    raise ProtocolError(f"a {type(asked).__name__} is answered with {type(message).__name__}")
+                    raise ProtocolError(
+                        f"a {type(asked).__name__} is answered with {type(message).__name__}"
+                    )
                 return message
         raise (NotShared if said.is_usual else Unusable)(f"at the source: {said.reason}")
 
@@ -147,7 +156,9 @@ class ReadClient:
             self.connection.send(kind(request, *named, runs, selection=selection))
 
     def hear(self) -> FromOwner:
-        """The owner's next message; call it within `failures`. ReadFailure: "refused" by the owner, or "lost"."""
+        """The owner's next message; call it within `failures`. ReadFailure: "refused" by the owner,
+        or "lost".
+        """
         message = self.connection.receive(FROM_OWNER)
         match message:
             case ReadRefused():
@@ -158,11 +169,15 @@ class ReadClient:
                 return message
 
     def announced(self, request: int, chunks: Iterable[int]) -> None:
-        """An answer names these chunks. ProtocolError unless each was asked for and not named before."""
+        """An answer names these chunks. ProtocolError unless each was asked for and not named
+        before.
+        """
         asked, named = self._asked.get(request, set()), list(chunks)
         arrived = set(named)
         if not arrived or len(arrived) != len(named) or not arrived <= asked:
-            raise ProtocolError(f"request {request} is answered with chunks that it does not ask for")
+            raise ProtocolError(
+                f"request {request} is answered with chunks that it does not ask for"
+            )
         asked -= arrived
         if not asked:
             del self._asked[request]
@@ -171,7 +186,9 @@ class ReadClient:
         """The request is over. The source lacks the chunks that have not come."""
         chunks, end = self._asked.pop(message.request, None), 0
         if not chunks:
-            raise ProtocolError(f"request {message.request} is ended, and was not asked, or is over")
+            raise ProtocolError(
+                f"request {message.request} is ended, and was not asked, or is over"
+            )
         for first, count in message.has:
             if first < end or count < 1:
                 raise ProtocolError("what a source has is told in ascending runs")
@@ -191,9 +208,10 @@ def runs_of(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class Failures:
-    """Turns a connection's errors into the reason that the coordinator hears, and counts the bytes that arrived in vain.
-    After any failure the connection is not used again, because its next bytes are unknown. NotShared is none: the
-    source has answered, and the next registration is asked about on the same connection.
+    """Turns a connection's errors into the reason that the coordinator hears, and counts the bytes
+    that arrived in vain. After any failure the connection is not used again, because its next bytes
+    are unknown. NotShared is none: the source has answered, and the next registration is asked
+    about on the same connection.
     """
 
     def __init__(self, peer: Peer) -> None:
@@ -207,7 +225,9 @@ class Failures:
             self._peer.is_sound = False
         discarded = self._peer.connection.payload_bytes - self._before
         if isinstance(error, NotAuthentic):
-            _meddled.count(source=self._peer.incarnation, address=self._peer.address, reason=str(error))
+            _meddled.count(
+                source=self._peer.incarnation, address=self._peer.address, reason=str(error)
+            )
         match error:
             case OperationTimeout():
                 raise ReadFailure("stalled", str(error), bytes_discarded=discarded) from error
@@ -216,7 +236,9 @@ class Failures:
 
 
 class ConnectedTransport(Transport):
-    """A transport that connects to the owner, and then sets up its channel. Inherit from it. It keeps connections."""
+    """A transport that connects to the owner, and then sets up its channel. Inherit from it. It
+    keeps connections.
+    """
 
     dialect: Dialect
 
@@ -224,16 +246,23 @@ class ConnectedTransport(Transport):
         self.name = self.dialect.transport
         self._options = local.options
         self._peers = Peers(local, self.dialect)
-        self._kept: Sequence[Kept[Any, Any]] = ()  # what else it keeps; what a channel uses goes with the last one
+        # what else it keeps; what a channel uses goes with the last one
+        self._kept: Sequence[Kept[Any, Any]] = ()
 
-    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+    def open(
+        self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter
+    ) -> Channel:
         """Connect, authenticate both sides, and set up a channel; see `Transport.open`. If that
         fails, the connection ends, unless the source has said that this registration is not read
         this way (NotShared).
         """
         if (destination.is_strided or right.selection is not None) and not self.strides:
-            raise NotShared("chunks of several pieces of memory are not read this way: tcp reads them")
-        client = ReadClient(self._peers, self._peers.open(endpoint.address, right, cutter), right, cutter)
+            raise NotShared(
+                "chunks of several pieces of memory are not read this way: tcp reads them"
+            )
+        client = ReadClient(
+            self._peers, self._peers.open(endpoint.address, right, cutter), right, cutter
+        )
         try:
             if right.selection is not None:
                 client.select(right.selection)

@@ -1,10 +1,12 @@
-"""The cuda_ipc transport: a reader on the same host opens the source's GPU memory, and has its own GPU copy out of it.
+"""The cuda_ipc transport: a reader on the same host opens the source's GPU memory, and has its own
+GPU copy out of it.
 
-Asking and waiting are as over tcp, on a Unix socket; the generation word is in shared memory, and is looked at when the GPU
-is done (`transport.one_sided`). A source in this very process is read by its own addresses.
+Asking and waiting are as over tcp, on a Unix socket; the generation word is in shared memory, and
+is looked at when the GPU is done (`transport.one_sided`). A source in this very process is read by
+its own addresses.
 
-A handle names a whole allocation. torch hands out parts of allocations, so each is opened once and used for all tensors in
-it. Memory that is mapped here outlives its process.
+A handle names a whole allocation. torch hands out parts of allocations, so each is opened once and
+used for all tensors in it. Memory that is mapped here outlives its process.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ os.register_at_fork(after_in_child=this_process.cache_clear)
 
 
 def export(device: Device, places: Iterable[tuple[int, int]]) -> list[Allocation]:
-    """The allocations in which these (address, bytes) are, each once, ascending. StateError: one of them has no handle."""
+    """The allocations in which these (address, bytes) are, each once, ascending. StateError: one of
+    them has no handle.
+    """
     found: list[Allocation] = []
     for address, nbytes in sorted(places):
         if not found or address + nbytes > found[-1].address + found[-1].nbytes:
@@ -69,12 +73,13 @@ class Opened:
         """StateError: it cannot be opened."""
         self.address = device.open(allocation.handle, allocation.nbytes)
         self.nbytes = allocation.nbytes
-        weakref.finalize(self, device.close, self.address).atexit = False  # the end of the process closes it, too
+        # the end of the process closes it, too
+        weakref.finalize(self, device.close, self.address).atexit = False
 
 
 class Imports(Kept[tuple[str, bytes], Opened]):
-    """Other processes' allocations that one worker has open, by device and handle. Unused ones are kept for a while, for
-    the next version. A channel's allocations stay open until it is closed.
+    """Other processes' allocations that one worker has open, by device and handle. Unused ones are
+    kept for a while, for the next version. A channel's allocations stay open until it is closed.
     """
 
     def open(self, device: Device, allocations: Sequence[Allocation]) -> list[Opened]:
@@ -86,7 +91,8 @@ class Imports(Kept[tuple[str, bytes], Opened]):
             try:
                 return Opened(device, allocation)
             except StateError:
-                # CUDA opens nothing where the source had other memory before, which is still open here.
+                # CUDA opens nothing where the source had other memory before, which is still open
+                # here.
                 self.sweep(0.0)
             return Opened(device, allocation)
 
@@ -99,11 +105,11 @@ ALLOCATIONS_MAX = 4096  # of one registration: they fit a message
 
 @dataclass(frozen=True, slots=True)
 class AllocationsAre:
-    """The GPU's allocations in which the registration is: (address, bytes, IPC handle) at the owner. `process` names the
-    owner's process: within that one, addresses are as good as handles.
+    """The GPU's allocations in which the registration is: (address, bytes, IPC handle) at the
+    owner. `process` names the owner's process: within that one, addresses are as good as handles.
 
-    `words`: (address, bytes) of the shared memory in which the registration's generation word is. One byte with that
-    memory's descriptor follows.
+    `words`: (address, bytes) of the shared memory in which the registration's generation word is.
+    One byte with that memory's descriptor follows.
     """
 
     process: Annotated[bytes, Length(16)]
@@ -118,7 +124,9 @@ DIALECT = dialect_of("cuda_ipc", AllocationsAre)
 
 
 class _CudaIpcSession(OneSidedSession):
-    def find(self, registration: RegistrationId, memory: ChunkMemory, word: tuple[int, int]) -> tuple[object, Sequence[int]]:
+    def find(
+        self, registration: RegistrationId, memory: ChunkMemory, word: tuple[int, int]
+    ) -> tuple[object, Sequence[int]]:
         """How the registration's memory is opened, and the memory of its generation word."""
         if memory.device is None or not self._connection.passes_descriptors:
             raise NotShared("its tensors are not on a GPU")
@@ -130,20 +138,25 @@ class _CudaIpcSession(OneSidedSession):
         except StateError as error:
             raise Unusable(str(error)) from error
         if len(exported) > ALLOCATIONS_MAX:
-            raise Unusable(f"its tensors are in {len(exported)} allocations, more than {ALLOCATIONS_MAX}")
+            raise Unusable(
+                f"its tensors are in {len(exported)} allocations, more than {ALLOCATIONS_MAX}"
+            )
         said = AllocationsAre(this_process(), exported, (words[0].address, words[0].nbytes))
         return said, [words[0].descriptor]
 
 
 class CudaIpcOwner(OneSidedOwner):
-    """It hands over the handles of a registration's GPU memory, and the memory of its generation word."""
+    """It hands over the handles of a registration's GPU memory, and the memory of its generation
+    word.
+    """
 
     dialect = DIALECT
     sessions = _CudaIpcSession
     shares_memory = True
 
 
-GROUP_BYTES = 4 * 2**30  # copied before the GPU is waited for: some 2 ms within one; a wait costs some 0.03 ms
+# copied before the GPU is waited for: some 2 ms within one; a wait costs some 0.03 ms
+GROUP_BYTES = 4 * 2**30
 
 
 class CudaIpcTransport(SameHostTransport):
@@ -180,17 +193,25 @@ class CudaIpcTransport(SameHostTransport):
             if any(len(each.handle) != HANDLE_BYTES for each in allocations):
                 raise ProtocolError(f"a handle has {HANDLE_BYTES} bytes")
             # Then its addresses are read as they are: that is no source's word alone.
-            is_here = said.process == this_process() and unix.is_this_process(client.connection.descriptor)
+            is_here = said.process == this_process() and unix.is_this_process(
+                client.connection.descriptor
+            )
             opened = [] if is_here else self._imports.open(device, allocations)
-            # A kernel reads another GPU's memory only once it was opened for that; a copy is made by the driver.
+            # A kernel reads another GPU's memory only once it was opened for that; a copy is made
+            # by the driver.
             by_kernel = not is_here or all(device.owns(each.address) for each in allocations)
         except StateError as error:
             raise Unusable(str(error)) from error
         finally:
             os.close(descriptor)
         addresses = [each.address for each in opened or allocations]
-        places = [(each.address, each.nbytes, here) for each, here in zip(allocations, addresses, strict=True)]
-        return OnDevice(device, places, Mapped([(said.words[0], words)]), opened, by_kernel=by_kernel)
+        places = [
+            (each.address, each.nbytes, here)
+            for each, here in zip(allocations, addresses, strict=True)
+        ]
+        return OnDevice(
+            device, places, Mapped([(said.words[0], words)]), opened, by_kernel=by_kernel
+        )
 
 
 class OnDevice(Translated):
@@ -207,8 +228,8 @@ class OnDevice(Translated):
         *,
         by_kernel: bool = True,
     ) -> None:
-        """`places`: each allocation's address at the source, bytes, and address here; `opened`: kept open. `by_kernel`:
-        this device's kernels can read there.
+        """`places`: each allocation's address at the source, bytes, and address here; `opened`:
+        kept open. `by_kernel`: this device's kernels can read there.
         """
         super().__init__(places)
         self._words = words

@@ -31,7 +31,9 @@ REGIONS_MAX = 2**16  # of one RegionsAre
 
 @dataclass(frozen=True, slots=True)
 class FindRegions:
-    """Ask an owner where the regions of a registration are, from number `first` on. Answered by RegionsAre."""
+    """Ask an owner where the regions of a registration are, from number `first` on. Answered by
+    RegionsAre.
+    """
 
     registration: Id
     generation: U64
@@ -40,19 +42,29 @@ class FindRegions:
 
 @dataclass(frozen=True, slots=True)
 class RegionsAre:
-    """Where these regions are in the owner's memory, in their order; as many as there are, or as one message tells of."""
+    """Where these regions are in the owner's memory, in their order; as many as there are, or as
+    one message tells of.
+    """
 
     addresses: Annotated[tuple[Address, ...], Length(REGIONS_MAX)]
 
 
 class Dialect:
-    """One transport's own messages, with their numbers. A number that was used once is never given to another message."""
+    """One transport's own messages, with their numbers. A number that was used once is never given
+    to another message.
+    """
 
-    def __init__(self, transport: str, from_reader: Mapping[type, int], from_owner: Mapping[type, int]) -> None:
+    def __init__(
+        self, transport: str, from_reader: Mapping[type, int], from_owner: Mapping[type, int]
+    ) -> None:
         self.transport = transport
         self.numbers = {**from_reader, **from_owner}
-        self.from_reader: Vocabulary[Any] = Vocabulary(f"a reader by {transport}", from_reader, self.numbers)
-        self.from_owner: Vocabulary[Any] = Vocabulary(f"an owner read by {transport}", from_owner, self.numbers)
+        self.from_reader: Vocabulary[Any] = Vocabulary(
+            f"a reader by {transport}", from_reader, self.numbers
+        )
+        self.from_owner: Vocabulary[Any] = Vocabulary(
+            f"an owner read by {transport}", from_owner, self.numbers
+        )
 
     def request(self, request: int, message: object) -> TransportRequest:
         """What a reader sends to say this."""

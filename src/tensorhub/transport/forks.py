@@ -1,12 +1,15 @@
-"""What a forked child gives back: its copies of this library's sockets and locks, which would outlive their owner.
+"""What a forked child gives back: its copies of this library's sockets and locks, which would
+outlive their owner.
 
-A child of `os.fork` (a data loader's worker) has a copy of each descriptor, and none of the library's threads. With a copy
-of a listening socket, the port would stay taken after `close`. After a kill of the parent, the kernel would go on to accept
-connections that no thread serves, and peers would see no end of theirs. So the child closes its copies at once. The parent's
-stay as they are. A child of `subprocess` never has them.
+A child of `os.fork` (a data loader's worker) has a copy of each descriptor, and none of the
+library's threads. With a copy of a listening socket, the port would stay taken after `close`. After
+a kill of the parent, the kernel would go on to accept connections that no thread serves, and peers
+would see no end of theirs. So the child closes its copies at once. The parent's stay as they are. A
+child of `subprocess` never has them.
 
-Responsible for closing in children. Not responsible for closing in the process that has opened them. (Between the call that
-opens a descriptor and `close_in_children`, a fork in another thread goes unnoticed.)
+Responsible for closing in children. Not responsible for closing in the process that has opened
+them. (Between the call that opens a descriptor and `close_in_children`, a fork in another thread
+goes unnoticed.)
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
 A reader copies first. Then it looks at the word, and at the nonce beside the words (R3). If both
 are unchanged, no writer had been told by then that these bytes may be overwritten.
 
-Memory order: the owner stores the word before its later writes, and the reader looks at the word after its copy. On x86-64,
-every processor sees stores in the order in which they were made, those of several threads included, and loads are done in
-order. So a plain store of 8 aligned bytes suffices, and no reader sees half of a word. Other processors would need a barrier
-that the reader's processor takes part in (`membarrier`). So transports by which the CPU reads are for x86-64 only.
+Memory order: the owner stores the word before its later writes, and the reader looks at the word
+after its copy. On x86-64, every processor sees stores in the order in which they were made, those
+of several threads included, and loads are done in order. So a plain store of 8 aligned bytes
+suffices, and no reader sees half of a word. Other processors would need a barrier that the reader's
+processor takes part in (`membarrier`). So transports by which the CPU reads are for x86-64 only.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def order_fault() -> str | None:
 class GenerationWords:
     """The words, in memory that readers can see. A word is 0 while its registration is closed.
 
-    One place serves several registrations, one after the other, but no generation is used twice. Not thread-safe: the owner
-    calls it under the lock that guards the generations themselves.
+    One place serves several registrations, one after the other, but no generation is used twice.
+    Not thread-safe: the owner calls it under the lock that guards the generations themselves.
     """
 
     def __init__(self, allocate: Callable[[int], mmap.mmap | memoryview] = _private) -> None:
@@ -72,7 +73,9 @@ class GenerationWords:
         self._free.extend(range(first + _PAGE_WORDS - 1, first - 1, -1))
 
     def set(self, registration: RegistrationId, generation: int) -> None:
-        """The registration is open under that generation (0: closed). Once this returns, every reader sees the new word."""
+        """The registration is open under that generation (0: closed). Once this returns, every
+        reader sees the new word.
+        """
         if registration not in self._places:
             if not generation:
                 return

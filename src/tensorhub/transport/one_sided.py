@@ -1,12 +1,14 @@
 """One-sided transports: the owner says where chunks lie, and the reader copies them by itself.
 
-The reader asks, waits and is refused as over tcp, on the two workers' own connection. After a copy the reader looks at the
-generation word, and names the chunks only if the word is right (R3). So no fence waits for a reader.
+The reader asks, waits and is refused as over tcp, on the two workers' own connection. After a copy
+the reader looks at the generation word, and names the chunks only if the word is right (R3). So no
+fence waits for a reader.
 
-Everything that the source says is hostile. The reader only ever reads from an address that the source names, in the source's
-own memory, into the destination's own views, with the lengths of its own manifest. A lie gives an error, or bytes that do
-not have their digest. Where chunks of several pieces are follows from their strips, which the reader knows, and from the
-addresses of the regions, which the source says.
+Everything that the source says is hostile. The reader only ever reads from an address that the
+source names, in the source's own memory, into the destination's own views, with the lengths of its
+own manifest. A lie gives an error, or bytes that do not have their digest. Where chunks of several
+pieces are follows from their strips, which the reader knows, and from the addresses of the regions,
+which the source says.
 """
 
 from __future__ import annotations
@@ -34,7 +36,15 @@ from tensorhub.memory.strided_device import batch_bytes_max, batches
 from tensorhub.messages import ChunksLie, StillWaiting
 from tensorhub.model.accesses import Access
 from tensorhub.model.strips import Strip
-from tensorhub.transport.base import Arrival, Channel, Destination, Lacking, NotShared, ReadFailure, Unusable
+from tensorhub.transport.base import (
+    Arrival,
+    Channel,
+    Destination,
+    Lacking,
+    NotShared,
+    ReadFailure,
+    Unusable,
+)
 from tensorhub.transport.connected import ConnectedTransport, ReadClient
 from tensorhub.transport.dialect import REGIONS_MAX, Dialect, Find, FindRegions, RegionsAre
 from tensorhub.transport.generation_words import WORD_BYTES
@@ -45,7 +55,9 @@ from tensorhub.transport.tcp import TcpChannel
 from tensorhub.types import Location, RegistrationId
 
 RUN_BYTES_MIN = (
-    2048  # on average: where each run costs something, shorter ones come faster over the connection, packed by their owner
+    # on average: where each run costs something, shorter ones come faster over the connection,
+    # packed by their owner
+    2048
 )
 
 
@@ -71,8 +83,14 @@ class StridedSource:
         return Stream(blocks(self._strips[chunk], self._regions))
 
     def blocks(self, chunks: Sequence[int], nbytes_max: int) -> Iterator[Block]:
-        """All bytes of these chunks, in order, by the source's addresses, in blocks of `nbytes_max` at most."""
-        return blocks(chain.from_iterable([self._strips[chunk] for chunk in chunks]), self._regions, nbytes_max)
+        """All bytes of these chunks, in order, by the source's addresses, in blocks of `nbytes_max`
+        at most.
+        """
+        return blocks(
+            chain.from_iterable([self._strips[chunk] for chunk in chunks]),
+            self._regions,
+            nbytes_max,
+        )
 
 
 def _regions(client: ReadClient, strips: Iterable[Strip]) -> list[int]:
@@ -86,16 +104,22 @@ def _regions(client: ReadClient, strips: Iterable[Strip]) -> list[int]:
     found = [0] * (last + 1)
     for page in sorted(pages):
         first = page * REGIONS_MAX
-        said = client.ask(FindRegions(client.right.registration, client.right.generation, first), RegionsAre).addresses
+        said = client.ask(
+            FindRegions(client.right.registration, client.right.generation, first), RegionsAre
+        ).addresses
         wanted = min(REGIONS_MAX, last + 1 - first)
         if len(said) < wanted:
-            raise ProtocolError(f"a source with {first + len(said)} regions has chunks in {last + 1}")
+            raise ProtocolError(
+                f"a source with {first + len(said)} regions has chunks in {last + 1}"
+            )
         found[first : first + wanted] = said[:wanted]
     return found
 
 
-GROUP_BYTES = 16 * 2**20  # that one thread copies at a time: small, so that all threads end at about the same time
-CALL_BYTES = 8 * 2**20  # of one system call, which takes a millisecond or so: a reader notices only then that it is cut off
+# that one thread copies at a time: small, so that all threads end at about the same time
+GROUP_BYTES = 16 * 2**20
+# of one system call, which takes a millisecond or so: a reader notices only then that it is cut off
+CALL_BYTES = 8 * 2**20
 CALL_PIECES_MAX = 1024  # Linux' IOV_MAX
 LANES_MAX = 4  # of one source: more would take a trainer's cores for little more memory bandwidth
 
@@ -141,13 +165,13 @@ class Source(ABC):
 
     @abstractmethod
     def copy(self, call: Sequence[Piece]) -> None:
-        """Copy these pieces (see `cut_up`) into this process, without the GIL. OSError: not all could be read. TimeoutError:
-        the source has stalled. Nothing is written here after an error.
+        """Copy these pieces (see `cut_up`) into this process, without the GIL. OSError: not all
+        could be read. TimeoutError: the source has stalled. Nothing is written here after an error.
         """
 
     def gather(self, made: Sequence[Block], here: int) -> None:
-        """Copy the bytes of these blocks, which are the source's, to that address: of the destination's device, if it is on
-        one. Errors as of `copy`.
+        """Copy the bytes of these blocks, which are the source's, to that address: of the
+        destination's device, if it is on one. Errors as of `copy`.
         """
         pieces: list[Piece] = []
         for block in made:
@@ -157,12 +181,16 @@ class Source(ABC):
         self.copy(pieces)
 
     def rows_of(self, made: Sequence[Block]) -> list[Spread] | None:
-        """These blocks, for the destination's device to gather. None: it is to be done by `gather`."""
+        """These blocks, for the destination's device to gather. None: it is to be done by
+        `gather`.
+        """
         return None
 
     @abstractmethod
     def is_unchanged(self, word: int, generation: int) -> bool:
-        """Whether it is still that process, and its word at that address is that generation. OSError: it cannot be read."""
+        """Whether it is still that process, and its word at that address is that generation.
+        OSError: it cannot be read.
+        """
 
     def close(self) -> None:
         """No channel reads it any more."""
@@ -180,7 +208,10 @@ class Translated(Source):
 
     def is_unchanged(self, word: int, generation: int) -> bool:
         """See `Source.is_unchanged`. A process that has died has not written since."""
-        return generation != 0 and ctypes.c_uint64.from_address(self._here(word, WORD_BYTES)).value == generation
+        return (
+            generation != 0
+            and ctypes.c_uint64.from_address(self._here(word, WORD_BYTES)).value == generation
+        )
 
     def _here(self, there: int, nbytes: int) -> int:
         """The address here. OSError: it is not mapped."""
@@ -195,7 +226,9 @@ class Translated(Source):
     def _block_here(self, block: Block) -> Block:
         """The block by its addresses here. OSError: a byte of it is not mapped."""
         below, above = bounds(block)
-        return block._replace(cells=[self._here(cell + below, above - below) - below for cell in block.cells])
+        return block._replace(
+            cells=[self._here(cell + below, above - below) - below for cell in block.cells]
+        )
 
 
 class _Located(NamedTuple):
@@ -208,7 +241,13 @@ class _Located(NamedTuple):
 class OneSidedChannel:
     """See `transport.base.Channel`. Several threads may drive it."""
 
-    def __init__(self, client: ReadClient, source: Source, destination: Destination, places: StridedSource | None) -> None:
+    def __init__(
+        self,
+        client: ReadClient,
+        source: Source,
+        destination: Destination,
+        places: StridedSource | None,
+    ) -> None:
         """`places`: from where a strided destination is filled."""
         self._places = places
         self._client = client
@@ -229,7 +268,11 @@ class OneSidedChannel:
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         started = time.perf_counter()
         # On a GPU the digests are made when everything is there.
-        is_small = self._destination.is_digested and bytes_max <= SMALL_BYTES and self._destination.device is None
+        is_small = (
+            self._destination.is_digested
+            and bytes_max <= SMALL_BYTES
+            and self._destination.device is None
+        )
         bytes_max = min(bytes_max, self._source.group_bytes)
         with self._turn:
             if not self._located:
@@ -245,7 +288,11 @@ class OneSidedChannel:
         if self._places is not None:
             made, digest_s = self._gather(group, self._places)
         else:
-            views = [(located.chunk, self._destination.buffer(located.chunk)) for located in group] if is_small else []
+            views = (
+                [(located.chunk, self._destination.buffer(located.chunk)) for located in group]
+                if is_small
+                else []
+            )
             digests = StreamingDigests(views)
             self._copy(group, digests if is_small else None)
             made, digest_s = digests.made, digests.seconds
@@ -260,7 +307,9 @@ class OneSidedChannel:
         self._located.extend([_Located(*chunk, message.word) for chunk in message.chunks])
 
     def _next_group(self, bytes_max: int) -> list[_Located]:
-        """Take the chunks to copy next, under one word: at least one, and further ones up to `bytes_max`."""
+        """Take the chunks to copy next, under one word: at least one, and further ones up to
+        `bytes_max`.
+        """
         group: list[_Located] = []
         while self._located and self._located[0].word == (group or self._located)[0].word:
             bytes_max -= self._destination.sizes[self._located[0].chunk]
@@ -271,9 +320,13 @@ class OneSidedChannel:
 
     def _copy(self, group: list[_Located], digests: StreamingDigests | None) -> None:
         here, sizes = self._destination.address, self._destination.sizes
-        pieces = [Piece(here(located.chunk), located.address, sizes[located.chunk]) for located in group]
+        pieces = [
+            Piece(here(located.chunk), located.address, sizes[located.chunk]) for located in group
+        ]
         with self._proving(group[0].word) as copied:
-            for call in cut_up(pieces, self._source.call_bytes if digests is None else self._source.hot_bytes):
+            for call in cut_up(
+                pieces, self._source.call_bytes if digests is None else self._source.hot_bytes
+            ):
                 self._check_cut()
                 self._source.copy(call)
                 copied(sum(piece.nbytes for piece in call))
@@ -305,7 +358,9 @@ class OneSidedChannel:
         return made, digest_s
 
     def _gather_on(self, chunks: Sequence[int], places: StridedSource) -> Mapping[int, int]:
-        """Copy chunks of strips to a device, which digests them while each is in one piece. Returns their digests."""
+        """Copy chunks of strips to a device, which digests them while each is in one piece. Returns
+        their digests.
+        """
         destination = self._destination
         assert self._rooms is not None
         with self._rooms.taken() as room:
@@ -322,7 +377,9 @@ class OneSidedChannel:
 
     @contextmanager
     def _proving(self, word: int) -> Iterator[Callable[[int], None]]:
-        """Within the block bytes are copied, which is said as it is done; behind it the word decides. ReadFailure."""
+        """Within the block bytes are copied, which is said as it is done; behind it the word
+        decides. ReadFailure.
+        """
         copied = 0
 
         def count(nbytes: int) -> None:
@@ -341,7 +398,9 @@ class OneSidedChannel:
             text = f"the source's memory cannot be read (any more): {error.strerror}"
             raise ReadFailure("lost", text, bytes_discarded=copied) from error
         if not is_valid:
-            raise ReadFailure("refused", "the memory has changed its generation", bytes_discarded=copied)
+            raise ReadFailure(
+                "refused", "the memory has changed its generation", bytes_discarded=copied
+            )
 
     def close(self) -> None:
         self._client.close()
@@ -358,9 +417,11 @@ class SameHostTransport(ConnectedTransport):
         return here.host == there.host
 
 
-def open_channel(client: ReadClient, source: Source, destination: Destination, run_bytes_min: int = 0) -> Channel:
-    """The channel that reads this source, which it closes. `run_bytes_min`: runs that are shorter, on average, come over
-    the connection instead, packed by their owner. Raises as `ReadClient.ask`.
+def open_channel(
+    client: ReadClient, source: Source, destination: Destination, run_bytes_min: int = 0
+) -> Channel:
+    """The channel that reads this source, which it closes. `run_bytes_min`: runs that are shorter,
+    on average, come over the connection instead, packed by their owner. Raises as `ReadClient.ask`.
     """
     places = StridedSource(client, destination) if destination.is_strided else None
     if places is not None and places.run_bytes < run_bytes_min:
@@ -375,7 +436,9 @@ NOT_FROM_THERE = "this worker's memory is not to be read from here: it is on ano
 
 def dialect_of(transport: str, answer: type) -> Dialect:
     """Of a transport whose owner answers a `Find` so."""
-    return Dialect(transport, from_reader={Find: 1, FindRegions: 3}, from_owner={answer: 2, RegionsAre: 4})
+    return Dialect(
+        transport, from_reader={Find: 1, FindRegions: 3}, from_owner={answer: 2, RegionsAre: 4}
+    )
 
 
 class OneSidedOwner(OwnerSide):
@@ -410,7 +473,12 @@ class OneSidedSession(ABC):
         """Say where an access' chunks are."""
         chunks = self._reader.digests_of(access, memory)
         # Where chunks of strips are follows from where the regions are (`FindRegions`).
-        places = tuple([(chunk, digest, 0 if memory.is_strided else memory.address(chunk)) for chunk, digest in chunks])
+        places = tuple(
+            [
+                (chunk, digest, 0 if memory.is_strided else memory.address(chunk))
+                for chunk, digest in chunks
+            ]
+        )
         self._connection.send(ChunksLie(request, places, self._memory.word_of(access)))
 
     def answer(self, request: int, asked: Find | FindRegions) -> None:
@@ -428,8 +496,12 @@ class OneSidedSession(ABC):
             self._connection.send_descriptors(descriptors)
 
     @abstractmethod
-    def find(self, registration: RegistrationId, memory: ChunkMemory, word: tuple[int, int]) -> tuple[object, Sequence[int]]:
-        """How that memory is read: the answer to `Find`, and descriptors that this reader is given. Raises as `answer`."""
+    def find(
+        self, registration: RegistrationId, memory: ChunkMemory, word: tuple[int, int]
+    ) -> tuple[object, Sequence[int]]:
+        """How that memory is read: the answer to `Find`, and descriptors that this reader is given.
+        Raises as `answer`.
+        """
 
     def _check_given(self) -> None:
         """Unusable (NotShared): this reader is given no memory to map or to open."""

@@ -1,13 +1,14 @@
 """A transport as the owner of the memory sees it. `transport.base` describes the reader's side.
 
-A worker has one `OwnerSide` for each of its transports. An `OwnerSide` makes an `OwnerSession` for each reader's connection:
+A worker has one `OwnerSide` for each of its transports. An `OwnerSide` makes an `OwnerSession` for
+each reader's connection:
 
-    side = transport.serve()             once per worker
-    side.endpoint(...)                   the address for readers
-    session = side.session(reader)       a reader has named this transport for the first time
-    session.answer(request, asked)       the reader has sent a message of the transport's own dialect
-    session.serve(request, access, ...)  the reader wants these chunks, and may touch them until this returns
-    session.close()                      the reader is gone, or has to go
+    side = transport.serve()             once per worker side.endpoint(...)                   the
+    address for readers session = side.session(reader)       a reader has named this transport for
+    the first time session.answer(request, asked)       the reader has sent a message of the
+    transport's own dialect session.serve(request, access, ...)  the reader wants these chunks, and
+    may touch them until this returns session.close()                      the reader is gone, or
+    has to go
 
 Every owner side keeps these rules:
 
@@ -38,7 +39,9 @@ from tensorhub.types import READ_ONLY, ContentId, Incarnation, RegistrationId
 
 
 class CannotServe(Exception):
-    """The memory is held, but this transport cannot give it to its readers. The reader is told why."""
+    """The memory is held, but this transport cannot give it to its readers. The reader is told
+    why.
+    """
 
 
 class NotOpen(Exception):
@@ -48,19 +51,36 @@ class NotOpen(Exception):
 class Lane:
     """One reader's connection at its owner, as the worker's other parts see it."""
 
-    __slots__ = ("address", "connection", "is_local", "is_stopped", "lease", "not_given", "reader", "rests_from", "secret")
+    __slots__ = (
+        "address",
+        "connection",
+        "is_local",
+        "is_stopped",
+        "lease",
+        "not_given",
+        "reader",
+        "rests_from",
+        "secret",
+    )
 
     def __init__(
-        self, connection: BlockingConnection, *, is_local: bool = False, not_given: str = "", address: str = ""
+        self,
+        connection: BlockingConnection,
+        *,
+        is_local: bool = False,
+        not_given: str = "",
+        address: str = "",
     ) -> None:
         self.connection = connection
         self.address = address  # from which the reader has connected
-        self.not_given = not_given  # why its process may not map this process' memory; "": it may, if its token allows it
+        # why its process may not map this process' memory; "": it may, if its token allows it
+        self.not_given = not_given
         self.is_local = is_local  # it comes from this host: only such a reader is told addresses
         self.reader: Incarnation | None = None  # known, and proved, after the handshake
         self.secret: bytes | None = None  # by which it has proved that
         self.lease = ""  # under which it was asked for chunks last
-        self.rests_from: float | None = None  # since when the reader asks for nothing; None: it is being answered
+        # since when the reader asks for nothing; None: it is being answered
+        self.rests_from: float | None = None
         self.is_stopped = False  # it must begin nothing new
 
     def __repr__(self) -> str:
@@ -68,7 +88,9 @@ class Lane:
 
     @property
     def account(self) -> tuple[bytes | None, str]:
-        """To which this reader's work is charged: its token and its address. (A reader chooses its incarnation itself.)"""
+        """To which this reader's work is charged: its token and its address. (A reader chooses its
+        incarnation itself.)
+        """
         return self.secret, self.address
 
     @property
@@ -78,7 +100,8 @@ class Lane:
 
     @property
     def withheld(self) -> tuple[str, bool]:
-        """Why this reader is given no memory to map or to open, and whether that is as it should be. "": it is given some.
+        """Why this reader is given no memory to map or to open, and whether that is as it should
+        be. "": it is given some.
 
         A reader keeps what it has mapped. It sees later writes there, whatever becomes of its
         token.
@@ -111,16 +134,24 @@ class OwnedMemory(Protocol):
     def word_of(self, access: Access) -> int:
         """Where the generation word of this access' registration is."""
 
-    def select(self, reader: Lane, registration: RegistrationId, generation: int, name: str) -> bool | Refusal:
-        """Have this memory read in the chunks of the selection of that name from now on. False: the selection is not
-        known.
+    def select(
+        self, reader: Lane, registration: RegistrationId, generation: int, name: str
+    ) -> bool | Refusal:
+        """Have this memory read in the chunks of the selection of that name from now on. False: the
+        selection is not known.
         """
 
     def upload(
-        self, reader: Lane, registration: RegistrationId, name: str, total: int, offset: int, piece: bytes
+        self,
+        reader: Lane,
+        registration: RegistrationId,
+        name: str,
+        total: int,
+        offset: int,
+        piece: bytes,
     ) -> int | Refusal:
-        """A piece of the encoding of a selection of that memory. Returns how much of it is there; all of it: the selection
-        is known. ProtocolError: it is none.
+        """A piece of the encoding of a selection of that memory. Returns how much of it is there;
+        all of it: the selection is known. ProtocolError: it is none.
         """
 
     def has(
@@ -139,12 +170,13 @@ class OwnedMemory(Protocol):
         patience_s: float,
         selection: str = "",
     ) -> AbstractContextManager[tuple[Access, ChunkMemory] | Wait | Refusal]:
-        """Some of the wanted chunks, to be read within the block. Waits at most `patience_s` for the first one. `selection`:
-        of which they are. Its memory is strided.
+        """Some of the wanted chunks, to be read within the block. Waits at most `patience_s` for
+        the first one. `selection`: of which they are. Its memory is strided.
         """
 
     def digests_of(self, access: Access, memory: ChunkMemory) -> list[tuple[int, int]]:
-        """The access' chunks with their digests (0: the manifest wants none). Missing digests are made and kept.
+        """The access' chunks with their digests (0: the manifest wants none). Missing digests are
+        made and kept.
 
         CannotServe: the memory was written, replaced or freed meanwhile.
         """
@@ -170,13 +202,17 @@ class ServedReader(Protocol):
 
     @property
     def is_contended(self) -> bool:
-        """Whether another thread keeps the GIL. Then a few large calls are better than many small ones."""
+        """Whether another thread keeps the GIL. Then a few large calls are better than many small
+        ones.
+        """
 
     def digested(self, nbytes: int, seconds: float) -> None:
         """The session has made a digest by itself."""
 
     def put_aside(self, asked: FromReader) -> None:
-        """Answer this request later: the reader made it while another one was being answered. ProtocolError: too many."""
+        """Answer this request later: the reader made it while another one was being answered.
+        ProtocolError: too many.
+        """
 
 
 class OwnerSession(Protocol):
@@ -191,13 +227,13 @@ class OwnerSession(Protocol):
         """Why this reader is not served this way; "": it is."""
 
     def answer(self, request: int, asked: Any) -> None:
-        """Answer a message of the transport's dialect, which is one that readers say. NotOpen; Unusable (NotShared), which
-        the reader's `open` raises.
+        """Answer a message of the transport's dialect, which is one that readers say. NotOpen;
+        Unusable (NotShared), which the reader's `open` raises.
         """
 
     def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
-        """Give the chunks of this access to the reader. CannotServe may be raised only before anything is said of them, or
-        where the digest of a chunk is to follow its bytes.
+        """Give the chunks of this access to the reader. CannotServe may be raised only before
+        anything is said of them, or where the digest of a chunk is to follow its bytes.
         """
 
     def close(self) -> None:
@@ -210,7 +246,8 @@ class OwnerSide(Protocol):
     dialect: Dialect
     is_one_sided: bool = False  # its readers look at generation words
     strides: bool = False  # its sessions serve strided memory, and so selections
-    shares_memory: bool = False  # the words must be in memory that can be shared, and readers come by a Unix socket
+    # the words must be in memory that can be shared, and readers come by a Unix socket
+    shares_memory: bool = False
 
     @property
     def name(self) -> str:

@@ -1,4 +1,5 @@
-"""Several connections to one source, driven as one channel: for paths on which one connection cannot use the line.
+"""Several connections to one source, driven as one channel: for paths on which one connection
+cannot use the line.
 
 A TCP connection that loses a packet sends less for many round trips. Over a WAN these are long, and
 several connections lose less together. One line after the other is opened, each by a thread of the
@@ -46,7 +47,11 @@ class ParallelChannel:
     """See `transport.base.Channel`. Up to `connections` threads may drive it."""
 
     def __init__(
-        self, open_line: Callable[[Cutter], Channel], connections: int, sizes: Sequence[int], cutter: Cutter
+        self,
+        open_line: Callable[[Cutter], Channel],
+        connections: int,
+        sizes: Sequence[int],
+        cutter: Cutter,
     ) -> None:
         """`sizes`: of all chunks. Opens the first line: errors as of `Transport.open`."""
         self._open_line = open_line
@@ -72,7 +77,9 @@ class ParallelChannel:
             self._queue = deque(sorted([*self._queue, *chunks]))
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
-        """By a line that no other thread drives; it is opened, if need be. No chunks: there is nothing for this thread."""
+        """By a line that no other thread drives; it is opened, if need be. No chunks: there is
+        nothing for this thread.
+        """
         while (taken := self._take_line()) is not None:
             line, request = taken
             try:
@@ -93,7 +100,8 @@ class ParallelChannel:
         for line in self._lines:
             line.channel.close()
 
-    # ------------------------------------------------------------------------------------------------------- lines
+    # ----------------------------------------------------------------------------------------------
+    # lines
 
     def _take_line(self) -> tuple[_Line, list[int]] | None:
         """A line for this thread, and what to ask it for now; None: nothing is left for one."""
@@ -134,7 +142,9 @@ class ParallelChannel:
             self._lines.append(line)
 
     def _request(self, line: _Line) -> list[int]:
-        """What to ask this line for now, until that is what comes by it soon, or its share of all that is left."""
+        """What to ask this line for now, until that is what comes by it soon, or its share of all
+        that is left.
+        """
         request: list[int] = []
         asked = sum([self._sizes[chunk] for chunk in line.asked])
         share = (asked + sum([self._sizes[chunk] for chunk in self._queue])) // self._lines_max
@@ -149,11 +159,14 @@ class ParallelChannel:
         return request
 
     def _answered(self, line: _Line, answer: Arrival | Lacking) -> Arrival | Lacking:
-        """Its thread is done with it for now. Returns the answer, with what has come in vain since that was told last."""
+        """Its thread is done with it for now. Returns the answer, with what has come in vain since
+        that was told last.
+        """
         with self._lock:
             line.is_driven = False
             if not self._queue:
-                for cutter in self._opening:  # that line comes too late, and nobody shall wait for it
+                # that line comes too late, and nobody shall wait for it
+                for cutter in self._opening:
                     cutter.cut()
             if isinstance(answer, Lacking):
                 line.asked.difference_update(answer.chunks)

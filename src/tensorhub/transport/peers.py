@@ -1,4 +1,5 @@
-"""What a transport keeps for its next reads: connections to owners, each proved once, and other things.
+"""What a transport keeps for its next reads: connections to owners, each proved once, and other
+things.
 
 Responsible for connecting and for the handshake, for which connection may be used again, and for
 how many are kept and for how long. Not responsible for their messages (`connected`).
@@ -90,7 +91,8 @@ class Peer:
     is_sound: bool = True  # no call on it has failed
     used: float = 0.0  # when it was given back
     header: Header | None = None  # of the owner's process, once it was found (cma)
-    registration: RegistrationId | None = None  # for which it was found: another one may be on a GPU
+    # for which it was found: another one may be on a GPU
+    registration: RegistrationId | None = None
     link: Closable | None = None  # the queue pair that was made over the connection (rdma)
 
     def close(self) -> None:
@@ -114,7 +116,8 @@ class Peers:
         return f"<Peers, {len(self._kept)} kept>"
 
     def open(self, address: str, right: ReadRight, cutter: Cutter) -> Peer:
-        """A connection to the right's owner, kept or new. The cutter ends it. Give it back afterwards.
+        """A connection to the right's owner, kept or new. The cutter ends it. Give it back
+        afterwards.
 
         Raises ReadFailure("unreachable"), Unusable.
         """
@@ -126,7 +129,9 @@ class Peers:
         return self._connect(address, right, cutter)
 
     def give_back(self, peer: Peer, cutter: Cutter, *, is_answered: bool) -> None:
-        """Keep the connection if nothing has failed on it and no answer is outstanding. Else close it."""
+        """Keep the connection if nothing has failed on it and no answer is outstanding. Else close
+        it.
+        """
         cutter.detach()
         gone = [peer]
         if peer.is_sound and is_answered and not cutter.is_cut:
@@ -170,7 +175,9 @@ class Peers:
         try:
             cutter.attach(connection.shutdown)
             mine, nonce = self._local.incarnation, os.urandom(NONCE_BYTES)
-            handshake = ClientHandshake("reader", mine, secret, nonce, expected_incarnation=right.incarnation)
+            handshake = ClientHandshake(
+                "reader", mine, secret, nonce, expected_incarnation=right.incarnation
+            )
             connection.handshake(handshake, options.connect_timeout_s)
         except BaseException as error:
             cutter.detach()

@@ -1,4 +1,5 @@
-"""An owner's answers to one reader, in the lane's thread. Each request goes to the transport that it names.
+"""An owner's answers to one reader, in the lane's thread. Each request goes to the transport that
+it names.
 
 Responsible for which chunks are served under which access, and for refusals. Not responsible for
 how chunks get to the reader (`OwnerSession`), for permission to read (`OwnedMemory`), nor for the
@@ -29,12 +30,21 @@ from tensorhub.messages import (
 from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.transport.base import NotShared, Unusable
-from tensorhub.transport.owner import CannotServe, Lane, NotOpen, OpenMemory, OwnedMemory, OwnerSession, OwnerSide
+from tensorhub.transport.owner import (
+    CannotServe,
+    Lane,
+    NotOpen,
+    OpenMemory,
+    OwnedMemory,
+    OwnerSession,
+    OwnerSide,
+)
 from tensorhub.transport.streaming_digest import FIRST_SEND_BYTES, GilWatch
 from tensorhub.transport.tcp import TcpSession
 from tensorhub.types import ContentId, RegistrationId
 
-FIRST_LOCATE_BYTES = 16 * 2**20  # of one answer without sending, at most: the reader copies while the next digests are made
+# of one answer without sending, at most: the reader copies while the next digests are made
+FIRST_LOCATE_BYTES = 16 * 2**20
 PENDING_MAX = 16  # requests that are put aside for one reader
 REASON_CHARS_MAX = 1000  # of a refusal's reason
 NOT_OFFERED = "this worker's memory is not to be read this way: its transports are others"
@@ -47,7 +57,12 @@ class ReadServer:
     """Answers one reader. To that reader's sessions it is their `ServedReader`."""
 
     def __init__(
-        self, lane: Lane, connection: BlockingConnection, memory: OwnedMemory, sides: Sequence[OwnerSide], patience_s: float
+        self,
+        lane: Lane,
+        connection: BlockingConnection,
+        memory: OwnedMemory,
+        sides: Sequence[OwnerSide],
+        patience_s: float,
     ) -> None:
         """`patience_s`: how long one request waits for chunks that the owner lacks."""
         self.lane = lane
@@ -57,8 +72,10 @@ class ReadServer:
         self._sessions: dict[str, OwnerSession] = {}
         self._sender = TcpSession(self)  # any reader may ask for bytes over its connection
         self._patience_s = patience_s
-        self._is_digested = False  # the chunks served last had their digests already, so the next ones will have them, too
-        self._locate_bytes = FIRST_SEND_BYTES // 8  # of the last answer that had digests made: small, so that it comes soon
+        # the chunks served last had their digests already, so the next ones will have them, too
+        self._is_digested = False
+        # of the last answer that had digests made: small, so that it comes soon
+        self._locate_bytes = FIRST_SEND_BYTES // 8
         self._gil = GilWatch()
         self._pending: deque[FromReader] = deque()  # requests that were put aside
 
@@ -110,7 +127,9 @@ class ReadServer:
             self.connection.send(ReadRefused(asked.request, str(error)))
         except Unusable as error:
             reason = str(error)[:REASON_CHARS_MAX]
-            self.connection.send(NotThisWay(asked.request, reason, is_usual=isinstance(error, NotShared)))
+            self.connection.send(
+                NotThisWay(asked.request, reason, is_usual=isinstance(error, NotShared))
+            )
 
     def pending(self) -> FromReader | None:
         """The next request that was put aside."""
@@ -126,7 +145,8 @@ class ReadServer:
             self._sessions[name] = self._sides[name].session(self)
         return self._sessions.get(name)
 
-    # ------------------------------------------------------------------------------------------- see `ServedReader`
+    # -------------------------------------------------------------------------------------------
+    # see `ServedReader`
 
     @property
     def is_contended(self) -> bool:
@@ -143,10 +163,14 @@ class ReadServer:
         started = time.perf_counter()
         try:
             chunks = tuple(self.memory.digests_of(access, memory))
-        except StateError as error:  # a GPU's; nothing is announced yet, so that its reader can be told
+        except (
+            StateError
+        ) as error:  # a GPU's; nothing is announced yet, so that its reader can be told
             raise CannotServe(str(error)[:REASON_CHARS_MAX]) from error
         if is_first and memory.device is None:
-            self.digested(sum([memory.sizes[chunk] for chunk in access.chunks]), time.perf_counter() - started)
+            self.digested(
+                sum([memory.sizes[chunk] for chunk in access.chunks]), time.perf_counter() - started
+            )
         else:
             self._is_digested = True  # a GPU digests as much as is sent at a time
         return chunks
@@ -157,13 +181,18 @@ class ReadServer:
 
     def put_aside(self, asked: FromReader) -> None:
         if len(self._pending) >= PENDING_MAX:
-            raise ProtocolError(f"more than {PENDING_MAX} requests are waiting, and no piece is taken")
+            raise ProtocolError(
+                f"more than {PENDING_MAX} requests are waiting, and no piece is taken"
+            )
         self._pending.append(asked)
 
-    # ------------------------------------------------------------------------------------------------------- chunks
+    # ----------------------------------------------------------------------------------------------
+    # chunks
 
     def _serve(self, read: Read | Locate, session: OwnerSession, *, strides: bool) -> None:
-        """Serve the chunks that are available, or become so within the patience; or refuse the request."""
+        """Serve the chunks that are available, or become so within the patience; or refuse the
+        request.
+        """
         self.lane.lease = read.lease
         try:
             self._serve_all(read, session, strides=strides)
@@ -179,7 +208,9 @@ class ReadServer:
         while wanted:
             bytes_max = self._bytes_max(read, session)
             patience_s = waited_until - time.monotonic()
-            with self.memory.access(*right, wanted, bytes_max, patience_s, read.selection) as answer:
+            with self.memory.access(
+                *right, wanted, bytes_max, patience_s, read.selection
+            ) as answer:
                 if isinstance(answer, tuple):
                     if answer[1].is_strided and not strides:
                         raise CannotServe(NOT_STRIDED)
@@ -207,5 +238,7 @@ def _chunks_of(read: Read | Locate) -> list[int]:
     if not 0 < sum(count for _, count in read.runs) <= CHUNKS_PER_ACCESS_MAX or any(
         first < 0 or count < 1 for first, count in read.runs
     ):
-        raise ProtocolError(f"a read names 1 to {CHUNKS_PER_ACCESS_MAX} chunks, in runs of one or more")
+        raise ProtocolError(
+            f"a read names 1 to {CHUNKS_PER_ACCESS_MAX} chunks, in runs of one or more"
+        )
     return [chunk for first, count in read.runs for chunk in range(first, first + count)]

@@ -1,10 +1,12 @@
 """Which transports there are, in order of preference.
 
-Each name has one factory. The transport that the factory makes has both sides: it reads (`Transport.open`) and is read
-(`Transport.serve`). `transport.built_in` lists the built-in ones. Third parties add theirs through the entry-point group
-`tensorhub.transports` (name -> factory), which is looked up when a name is first needed.
+Each name has one factory. The transport that the factory makes has both sides: it reads
+(`Transport.open`) and is read (`Transport.serve`). `transport.built_in` lists the built-in ones.
+Third parties add theirs through the entry-point group `tensorhub.transports` (name -> factory),
+which is looked up when a name is first needed.
 
-Responsible for names and order. Not responsible for which transport a given pair of workers can use.
+Responsible for names and order. Not responsible for which transport a given pair of workers can
+use.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ class Local:
     """What a transport knows of the worker that it works for."""
 
     incarnation: Incarnation
-    secrets: Sequence[bytes]  # live: the first one is presented at each connection; b"" is open access
+    # live: the first one is presented at each connection; b"" is open access
+    secrets: Sequence[bytes]
     options: Options
     is_named: bool = False  # the user has asked for this transport by its name
-    kept: dict[str, Any] = field(default_factory=dict)  # by transport: outlives an incarnation; closed with the worker
+    # by transport: outlives an incarnation; closed with the worker
+    kept: dict[str, Any] = field(default_factory=dict)
 
     @property
     def secret(self) -> bytes:
@@ -43,13 +47,16 @@ class MeantTransportUnavailable(TransportUnavailable):
     """
 
 
-TransportFactory = Callable[[Local], Transport]  # raises TransportUnavailable, saying what is missing
+# raises TransportUnavailable, saying what is missing
+TransportFactory = Callable[[Local], Transport]
 
 
 class Registry:
     """Names of transports, each with its factory. The built-in ones are in order of preference."""
 
-    def __init__(self, built_in: Mapping[str, TransportFactory], only_by_name: Collection[str] = ()) -> None:
+    def __init__(
+        self, built_in: Mapping[str, TransportFactory], only_by_name: Collection[str] = ()
+    ) -> None:
         """`only_by_name`: these are made only if they are wanted."""
         self.built_in = built_in
         self._only_by_name = only_by_name
@@ -64,14 +71,18 @@ class Registry:
         wanted: Sequence[str] | None = None,
         missing: Callable[[str, TransportUnavailable], object] = lambda name, reason: None,
     ) -> tuple[Transport, ...]:
-        """The `wanted` transports, in that order. None: all built-in ones that work here, best first, but for those that are
-        `only_by_name`. `missing` is told of each that does not work, with the reason.
+        """The `wanted` transports, in that order. None: all built-in ones that work here, best
+        first, but for those that are `only_by_name`. `missing` is told of each that does not work,
+        with the reason.
 
-        Raises TransportUnavailable if a wanted one is unknown or does not work here, or if none works.
+        Raises TransportUnavailable if a wanted one is unknown or does not work here, or if none
+        works.
         """
         if wanted is not None:
             if not wanted:
-                raise TransportUnavailable(f"no transport is allowed; there are {', '.join(self.names())}")
+                raise TransportUnavailable(
+                    f"no transport is allowed; there are {', '.join(self.names())}"
+                )
             named = replace(local, is_named=True)
             return tuple(self._make_one(name, named) for name in dict.fromkeys(wanted))
         made: list[Transport] = []
@@ -85,7 +96,9 @@ class Registry:
                 reasons.append(f"{name}: {reason}")
                 missing(name, reason)
         if not made:
-            raise TransportUnavailable(f"no transport works here ({'; '.join(reasons) or 'none is known'})")
+            raise TransportUnavailable(
+                f"no transport works here ({'; '.join(reasons) or 'none is known'})"
+            )
         return tuple(made)
 
     def probe(self, local: Local) -> dict[str, str | None]:
@@ -105,11 +118,15 @@ class Registry:
             return self.built_in[name](local)
         point = _entry_points().get(name)
         if point is None:
-            raise TransportUnavailable(f"there is no transport {name!r}; there are {', '.join(self.names())}")
+            raise TransportUnavailable(
+                f"there is no transport {name!r}; there are {', '.join(self.names())}"
+            )
         try:
             factory: TransportFactory = point.load()
         except Exception as error:
-            raise TransportUnavailable(f"transport {point.name!r} ({point.value}) cannot be loaded: {error}") from error
+            raise TransportUnavailable(
+                f"transport {point.name!r} ({point.value}) cannot be loaded: {error}"
+            ) from error
         return factory(local)
 
 

@@ -1,4 +1,5 @@
-"""Memory that other processes of this host can map: memfds, tensors in them, and their mappings at a reader.
+"""Memory that other processes of this host can map: memfds, tensors in them, and their mappings at
+a reader.
 
 A *segment* is one memfd. It is sealed when it is made, so its size never changes, and a reader of a
 mapping never meets a SIGBUS. All its blocks are allocated at once, so a lack of memory is an error
@@ -33,32 +34,46 @@ _SIZE_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW",
 _F_SEAL_FUTURE_WRITE = 16  # Linux 5.1
 
 
-# ---------------------------------------------------------------------------------------------------------- segments
+# --------------------------------------------------------------------------------------------------
+# segments
 
 
 class Segment:
-    """Shared memory that this process has made, zeroed. It lives as long as something here refers to it.
+    """Shared memory that this process has made, zeroed. It lives as long as something here refers
+    to it.
 
     Raises StateError: the kernel has no memfds, or there is no memory.
     """
 
     def __init__(self, nbytes: int) -> None:
         """`nbytes`: 1 or more."""
-        if nbytes > (available := _available_bytes()):  # else the kernel would make room, by ending processes
-            raise StateError(f"{nbytes} bytes of shared memory cannot be had: {available} are available; free some")
+        # else the kernel would make room, by ending processes
+        if nbytes > (available := _available_bytes()):
+            raise StateError(
+                f"{nbytes} bytes of shared memory cannot be had: {available} are available; free "
+                f"some"
+            )
         self.nbytes = nbytes
         try:
             self.descriptor = os.memfd_create("tensorhub", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except (AttributeError, OSError) as error:
-            raise StateError(f"memory cannot be shared here: memfd_create is missing or forbidden ({error})") from error
+            raise StateError(
+                f"memory cannot be shared here: memfd_create is missing or forbidden ({error})"
+            ) from error
         weakref.finalize(self, os.close, self.descriptor)
         try:
             os.ftruncate(self.descriptor, nbytes)
             os.posix_fallocate(self.descriptor, 0, nbytes)
             self._mapping = mmap.mmap(self.descriptor, nbytes)
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(
+                self.descriptor,
+                fcntl.F_ADD_SEALS,
+                _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL,
+            )
         except (OSError, ValueError, OverflowError) as error:
-            raise StateError(f"{nbytes} bytes of shared memory cannot be had ({error}): free some") from error
+            raise StateError(
+                f"{nbytes} bytes of shared memory cannot be had ({error}): free some"
+            ) from error
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         with _lock:
             _made.add(self)
@@ -98,7 +113,9 @@ def segments_of(places: Iterable[tuple[int, int]]) -> tuple[Segment, ...] | None
 
 
 def _containing(made: Sequence[Segment], address: int, nbytes: int) -> Segment | None:
-    return next((s for s in made if s.address <= address and address + nbytes <= s.address + s.nbytes), None)
+    return next(
+        (s for s in made if s.address <= address and address + nbytes <= s.address + s.nbytes), None
+    )
 
 
 class MappedSegment:
@@ -109,18 +126,27 @@ class MappedSegment:
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        """The caller keeps the descriptor. It comes from another process, so it may be of anything."""
+        """The caller keeps the descriptor. It comes from another process, so it may be of
+        anything.
+        """
         try:
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
-                raise StateError("a segment's size is not sealed: whoever maps it could be killed by whoever shrinks it")
+                raise StateError(
+                    "a segment's size is not sealed: whoever maps it could be killed by whoever "
+                    "shrinks it"
+                )
             if (size := os.fstat(descriptor).st_size) != nbytes:
                 raise StateError(f"a segment is said to have {nbytes} bytes, and has {size}")
         except OSError as error:
-            raise StateError(f"a descriptor that is said to be of a segment is of something else ({error})") from error
+            raise StateError(
+                f"a descriptor that is said to be of a segment is of something else ({error})"
+            ) from error
         self.nbytes = nbytes
         self.address: int = _map(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
         if self.address == _MAP_FAILED:
-            raise StateError(f"a segment of {nbytes} bytes cannot be mapped ({os.strerror(ctypes.get_errno())})")
+            raise StateError(
+                f"a segment of {nbytes} bytes cannot be mapped ({os.strerror(ctypes.get_errno())})"
+            )
         weakref.finalize(self, _unmap, self.address, nbytes)
 
 
@@ -128,12 +154,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _map = _libc.mmap
 _map.restype = ctypes.c_void_p
-_map.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
+_map.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_longlong,
+)
 _unmap = _libc.munmap
 _unmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
-# ----------------------------------------------------------------------------------------------------------- tensors
+# --------------------------------------------------------------------------------------------------
+# tensors
 
 
 def shared_empty_like(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,11 +180,14 @@ def shared_empty_like(tensors: Mapping[str, Any]) -> dict[str, Any]:
     such memory is a source in this way, too. It is given back when the last tensor of the mapping
     has gone here, and no reader has it mapped any more.
 
-    Raises StateError: the kernel cannot share memory, there is too little of it, or a tensor has no plain bytes (quantized,
-    sparse, an object), or this is no mapping.
+    Raises StateError: the kernel cannot share memory, there is too little of it, or a tensor has no
+    plain bytes (quantized, sparse, an object), or this is no mapping.
     """
     if not isinstance(tensors, Mapping):
-        raise InvalidType(f"tensors={shown(tensors)}: give a mapping of names to tensors; of a module, its state_dict()")
+        raise InvalidType(
+            f"tensors={shown(tensors)}: give a mapping of names to tensors; of a module, its "
+            f"state_dict()"
+        )
     layout: dict[object, _Place] = {}
     names: dict[str, object] = {}
     end = 0
@@ -161,7 +198,10 @@ def shared_empty_like(tensors: Mapping[str, Any]) -> dict[str, Any]:
             layout[key] = _Place(end, nbytes)
             end += -(-nbytes // ALIGNMENT) * ALIGNMENT
     segment = Segment(end) if end else None
-    views = {key: segment.bytes_at(*place) if segment and place.nbytes else None for key, place in layout.items()}
+    views = {
+        key: segment.bytes_at(*place) if segment and place.nbytes else None
+        for key, place in layout.items()
+    }
     return {name: _like(tensor, views[names[name]]) for name, tensor in tensors.items()}
 
 
@@ -177,10 +217,19 @@ def _is_numpy(tensor: Any) -> bool:
 def _nbytes(name: str, tensor: Any) -> int:
     if _is_numpy(tensor):
         if tensor.dtype.hasobject:
-            raise StateError(f"{name!r} cannot be shared: an array of objects has no bytes of its own")
+            raise StateError(
+                f"{name!r} cannot be shared: an array of objects has no bytes of its own"
+            )
         return int(tensor.nbytes)
-    if not hasattr(tensor, "untyped_storage") or str(tensor.layout) != "torch.strided" or tensor.is_quantized:
-        raise StateError(f"{name!r} cannot be shared: it is no strided torch.Tensor (take `.int_repr()` of a quantized one)")
+    if (
+        not hasattr(tensor, "untyped_storage")
+        or str(tensor.layout) != "torch.strided"
+        or tensor.is_quantized
+    ):
+        raise StateError(
+            f"{name!r} cannot be shared: it is no strided torch.Tensor (take `.int_repr()` of a "
+            f"quantized one)"
+        )
     return int(prod(tensor.shape) * tensor.element_size())
 
 
@@ -196,7 +245,11 @@ def _identity(name: str, tensor: Any) -> object:
 def _like(tensor: Any, memory: memoryview | None) -> Any:
     if _is_numpy(tensor):
         numpy = sys.modules["numpy"]
-        made = numpy.empty(0, tensor.dtype) if memory is None else numpy.frombuffer(memory, tensor.dtype)
+        made = (
+            numpy.empty(0, tensor.dtype)
+            if memory is None
+            else numpy.frombuffer(memory, tensor.dtype)
+        )
         return made.reshape(tensor.shape)
     torch = sys.modules["torch"]
     if memory is None:

@@ -1,4 +1,5 @@
-"""The shm transport: a reader maps the segments in which a source's tensors are, and copies out of the mapping.
+"""The shm transport: a reader maps the segments in which a source's tensors are, and copies out of
+the mapping.
 
 Descriptors come over a Unix socket. A mapping is kept for the next version, since its pages are
 found already. An unused mapping is given up after a while, so that it does not hold a source's
@@ -42,8 +43,8 @@ SEGMENTS_MAX = 64  # of one registration; the kernel passes 253 descriptors at a
 
 @dataclass(frozen=True, slots=True)
 class SegmentsAre:
-    """The shared memory in which the registration and its generation word are: (address, bytes) at the owner. One byte with
-    the segments' descriptors follows, in this order.
+    """The shared memory in which the registration and its generation word are: (address, bytes) at
+    the owner. One byte with the segments' descriptors follows, in this order.
     """
 
     segments: Annotated[tuple[tuple[Address, Address], ...], Length(SEGMENTS_MAX)]
@@ -53,11 +54,15 @@ DIALECT = dialect_of("shm", SegmentsAre)
 
 
 class _ShmSession(OneSidedSession):
-    def find(self, registration: RegistrationId, memory: ChunkMemory, word: tuple[int, int]) -> tuple[object, Sequence[int]]:
+    def find(
+        self, registration: RegistrationId, memory: ChunkMemory, word: tuple[int, int]
+    ) -> tuple[object, Sequence[int]]:
         """What the registration and its generation word are in."""
         segments = segments_of([*memory.places, word])
         if not self._connection.passes_descriptors or not segments or len(segments) > SEGMENTS_MAX:
-            raise NotShared("its tensors are not in shared memory: allocate them by tensorhub.shared_empty_like")
+            raise NotShared(
+                "its tensors are not in shared memory: allocate them by tensorhub.shared_empty_like"
+            )
         self._check_given()
         said = SegmentsAre(tuple([(each.address, each.nbytes) for each in segments]))
         return said, [segment.descriptor for segment in segments]
@@ -72,7 +77,9 @@ class ShmOwner(OneSidedOwner):
 
 
 class ShmTransport(SameHostTransport):
-    """Mappings of memory that the source's process has allocated as shared; between processes on one host."""
+    """Mappings of memory that the source's process has allocated as shared; between processes on
+    one host.
+    """
 
     dialect = DIALECT
 
@@ -82,7 +89,8 @@ class ShmTransport(SameHostTransport):
         super().__init__(local)
         self.lanes = lanes_here()
         self._mapped: Kept[tuple[int, int], shm.MappedSegment] = Kept()  # by memfd
-        self._sources: Kept[tuple[str, Incarnation, RegistrationId], Mapped] = Kept()  # by address and source
+        # by address and source
+        self._sources: Kept[tuple[str, Incarnation, RegistrationId], Mapped] = Kept()
         self._kept = self._mapped, self._sources
 
     def serve(self) -> OwnerSide:
@@ -105,7 +113,9 @@ class ShmTransport(SameHostTransport):
         descriptors = client.connection.receive_descriptors(len(said.segments))
         try:
             places = zip(descriptors, said.segments, strict=True)
-            return [(address, self._map(descriptor, nbytes)) for descriptor, (address, nbytes) in places]
+            return [
+                (address, self._map(descriptor, nbytes)) for descriptor, (address, nbytes) in places
+            ]
         except StateError as error:
             raise Unusable(str(error)) from error
         finally:
@@ -125,11 +135,14 @@ class ShmTransport(SameHostTransport):
 class Mapped(Translated):
     """See `transport.one_sided.Source`."""
 
-    hot_bytes = 2 * HOT_BYTES  # a copy takes half as long as by cma, and what Python does between two as long
+    # a copy takes half as long as by cma, and what Python does between two as long
+    hot_bytes = 2 * HOT_BYTES
 
     def __init__(self, segments: Sequence[tuple[int, shm.MappedSegment]]) -> None:
         """Each with its address at the source."""
-        super().__init__([(address, segment.nbytes, segment.address) for address, segment in segments])
+        super().__init__(
+            [(address, segment.nbytes, segment.address) for address, segment in segments]
+        )
         self._segments = tuple(segments)  # keeps them mapped
 
     def copy(self, call: Sequence[Piece]) -> None:

@@ -3,9 +3,10 @@
 Responsible for sockets whose reads and writes block and are as fast as the kernel allows. Not
 responsible for their messages.
 
-Congestion control: a path within this host never loses a packet, but bbr, a common default, paces it to about half of what
-it can carry. An unprivileged process may choose only from `tcp_allowed_congestion_control`, which always has reno. On such a
-path reno is as good as cubic. Real networks keep the host's choice.
+Congestion control: a path within this host never loses a packet, but bbr, a common default, paces
+it to about half of what it can carry. An unprivileged process may choose only from
+`tcp_allowed_congestion_control`, which always has reno. On such a path reno is as good as cubic.
+Real networks keep the host's choice.
 """
 
 from __future__ import annotations
@@ -23,16 +24,21 @@ from tensorhub.transport.base import Cutter, ReadFailure
 from tensorhub.transport.forks import close_in_children
 from tensorhub.types import format_address, parse_address
 
-BACKLOG = 4096  # or the kernel's somaxconn, if that is less: a flood must not fill it before its connections are closed
+# or the kernel's somaxconn, if that is less: a flood must not fill it before its connections are
+# closed
+BACKLOG = 4096
 LOCAL_CONGESTION_CONTROL = b"reno"
-LOCAL_BUFFER_BYTES = 4 * 2**20  # see benches/one_to_one.py; elsewhere the kernel's own tuning follows the path
+# see benches/one_to_one.py; elsewhere the kernel's own tuning follows the path
+LOCAL_BUFFER_BYTES = 4 * 2**20
 KEEPALIVE_IDLE_S = 15
 KEEPALIVE_INTERVAL_S = 5
 KEEPALIVE_PROBES = 3
 
 
 def make(family: int, kind: int = socket.SOCK_STREAM, proto: int = 0) -> socket.socket:
-    """A socket of this process alone (see `forks`). OSError; StateError: this process lacks something."""
+    """A socket of this process alone (see `forks`). OSError; StateError: this process lacks
+    something.
+    """
     try:
         return close_in_children(socket.socket(family, kind, proto))
     except OSError as error:
@@ -40,8 +46,8 @@ def make(family: int, kind: int = socket.SOCK_STREAM, proto: int = 0) -> socket.
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A non-blocking listening socket on `host`; port 0 takes a free one. OSError: the address is not this machine's;
-    StateError: this process lacks something.
+    """A non-blocking listening socket on `host`; port 0 takes a free one. OSError: the address is
+    not this machine's; StateError: this process lacks something.
     """
     family, kind, proto, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
@@ -52,7 +58,9 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def listen_at(listener: socket.socket, address: str | tuple[object, ...]) -> socket.socket:
-    """The socket, bound, listening and non-blocking. OSError: that failed, and the socket is closed."""
+    """The socket, bound, listening and non-blocking. OSError: that failed, and the socket is
+    closed.
+    """
     try:
         listener.bind(address)
         listener.listen(BACKLOG)
@@ -70,15 +78,17 @@ def address_of(listener: socket.socket) -> str:
 
 
 def connect(address: str, timeout_s: float, cutter: Cutter) -> socket.socket:
-    """A tuned blocking connection to "tcp://host:port". Raises ReadFailure("unreachable"), soon if it is cut; StateError:
-    this process lacks something, such as descriptors.
+    """A tuned blocking connection to "tcp://host:port". Raises ReadFailure("unreachable"), soon if
+    it is cut; StateError: this process lacks something, such as descriptors.
 
     The socket stays attached to the cutter; a caller detaches it before closing it.
     """
     deadline = time.monotonic() + timeout_s
     try:
         host, port = parse_address(address)
-        targets = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICSERV)
+        targets = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICSERV
+        )
     except (OSError, StateError) as error:
         raise ReadFailure("unreachable", f"{address}: {error}") from error
     reason = "it has no address"
@@ -93,13 +103,16 @@ def connect(address: str, timeout_s: float, cutter: Cutter) -> socket.socket:
     raise ReadFailure("unreachable", f"{address}: {reason}")
 
 
-def _connect_one(connection: socket.socket, target: tuple[object, ...], deadline: float, cutter: Cutter) -> socket.socket:
+def _connect_one(
+    connection: socket.socket, target: tuple[object, ...], deadline: float, cutter: Cutter
+) -> socket.socket:
     try:
         connection.setblocking(False)
         code = connection.connect_ex(target)
         if code not in (0, errno.EINPROGRESS):
             raise OSError(code, errno.errorcode.get(code, "unknown"))
-        cutter.attach(lambda: shutdown(connection))  # from here on a shutdown also ends the waiting below
+        # from here on a shutdown also ends the waiting below
+        cutter.attach(lambda: shutdown(connection))
         _wait_connected(connection, deadline)
         if cutter.is_cut:
             raise OSError(errno.ECANCELED, "the read was given up")
@@ -145,7 +158,9 @@ def _tune_local(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOCAL_BUFFER_BYTES)
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError, FileNotFoundError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, LOCAL_CONGESTION_CONTROL)
+            connection.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_CONGESTION, LOCAL_CONGESTION_CONTROL
+            )
 
 
 def is_local(connection: socket.socket) -> bool:

@@ -1,4 +1,5 @@
-"""Staging: bytes of a GPU go through page-locked buffers to or from a socket, or a device that does not reach the GPU.
+"""Staging: bytes of a GPU go through page-locked buffers to or from a socket, or a device that does
+not reach the GPU.
 
 The GPU copies one buffer while another one is on the wire. So each connection uses a few MiB of
 host memory, however much is sent. Responsible for the buffers, and for waiting until a copy is done
@@ -17,7 +18,8 @@ from tensorhub.cuda.device import Device, DeviceBytes, Mark
 from tensorhub.memory.addresses import address_of
 from tensorhub.memory.strided import Block, Stream, gather
 
-PIECE_BYTES = 4 * 2**20  # of one buffer: a copy takes some 0.1 ms over PCIe 5, much longer than it takes to start
+# of one buffer: a copy takes some 0.1 ms over PCIe 5, much longer than it takes to start
+PIECE_BYTES = 4 * 2**20
 
 Place = tuple[int, int]
 """(address, bytes) on the device."""
@@ -36,16 +38,17 @@ class Staging:
         self._room: DeviceBytes | None = None
 
     def room(self, nbytes: int) -> int:
-        """The address of so many bytes on the device, in which chunks of several pieces are in one piece for a moment.
-        StateError: there is no such memory.
+        """The address of so many bytes on the device, in which chunks of several pieces are in one
+        piece for a moment. StateError: there is no such memory.
         """
         if self._room is None or self._room.nbytes < nbytes:
             self._room = self.device.allocate(nbytes)
         return self._room.address
 
     def outgoing(self, places: Sequence[Place]) -> Generator[memoryview]:
-        """The bytes at these places, in order, in pieces. When the caller asks for the next piece, all buffers but two may
-        still be in use. Once the generator is closed, none of the places is read.
+        """The bytes at these places, in order, in pieces. When the caller asks for the next piece,
+        all buffers but two may still be in use. Once the generator is closed, none of the places is
+        read.
         """
         pieces = cut_up(places, self.piece_bytes)
         ahead = self._fetch(next(pieces, None))
@@ -69,8 +72,9 @@ class Staging:
         return self.buffers[buffer][: _bytes_of(piece)], self._queue.mark()
 
     def incoming(self, places: Sequence[Place]) -> Generator[memoryview]:
-        """Room for the bytes to come, piece by piece. The caller fills a piece before it asks for the next one. At the end
-        all bytes are at their places. Once the generator is closed, nothing is written there.
+        """Room for the bytes to come, piece by piece. The caller fills a piece before it asks for
+        the next one. At the end all bytes are at their places. Once the generator is closed,
+        nothing is written there.
         """
         marks: list[Mark | None] = [None, None]
         half = 0
@@ -117,8 +121,8 @@ class Packing:
         self._next = 0
 
     def outgoing(self, made: Iterable[Block], nbytes: int) -> Generator[memoryview]:
-        """So many bytes of these blocks, in pieces. When the caller asks for the next piece, all buffers but one may be in
-        use.
+        """So many bytes of these blocks, in pieces. When the caller asks for the next piece, all
+        buffers but one may be in use.
         """
         stream = Stream(made)
         while nbytes:
@@ -133,7 +137,9 @@ class Packing:
 
 
 class Rooms:
-    """Memory of a device, in which chunks of many pieces are in one piece for a moment. For several threads."""
+    """Memory of a device, in which chunks of many pieces are in one piece for a moment. For several
+    threads.
+    """
 
     def __init__(self, device: Device, nbytes: int) -> None:
         """`nbytes`: of the bytes in use at a time. Each thread that needs such memory has so much
@@ -145,7 +151,9 @@ class Rooms:
 
     @contextmanager
     def taken(self) -> Iterator[int]:
-        """The address of memory that has no other use within the block. StateError: there is none."""
+        """The address of memory that has no other use within the block. StateError: there is
+        none.
+        """
         try:
             room = self._free.pop()
         except IndexError:

@@ -1,4 +1,6 @@
-"""Digests that are made while bytes are moved, in pieces so small that each is still in the core's own cache."""
+"""Digests that are made while bytes are moved, in pieces so small that each is still in the core's
+own cache.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,12 @@ from tensorhub.protocol.blocking import BUFFERS_MAX
 
 DIGEST_BYTES_PER_S = 4 * 2**30  # any CPU of the last ten years is faster
 SLACK_S = 0.002
-HOT_BYTES = 2**20  # of one call that moves bytes, and one that digests them: a server's core has that in its own cache
-FIRST_SEND_BYTES = HOT_BYTES  # that are sent at a time while digests are made; a larger chunk is sent by itself
-SMALL_BYTES = 4 * 2**20  # a caller that wants more at a time gets large calls, and no digests on the way
+# of one call that moves bytes, and one that digests them: a server's core has that in its own cache
+HOT_BYTES = 2**20
+# that are sent at a time while digests are made; a larger chunk is sent by itself
+FIRST_SEND_BYTES = HOT_BYTES
+# a caller that wants more at a time gets large calls, and no digests on the way
+SMALL_BYTES = 4 * 2**20
 
 
 class GilWatch:

@@ -1,9 +1,11 @@
-"""The tcp transport: the owner sends the bytes over the reader's connection, by blocking sockets. It works everywhere.
+"""The tcp transport: the owner sends the bytes over the reader's connection, by blocking sockets.
+It works everywhere.
 
-A large chunk whose digest is not known yet is sent in pieces. Each piece is digested right before it is sent, and the digest
-follows the bytes.
+A large chunk whose digest is not known yet is sent in pieces. Each piece is digested right before
+it is sent, and the digest follows the bytes.
 
-Responsible for receiving exactly the chunks that were asked for. Not responsible for digests or books.
+Responsible for receiving exactly the chunks that were asked for. Not responsible for digests or
+books.
 """
 
 from __future__ import annotations
@@ -25,11 +27,19 @@ from tensorhub.transport.dialect import Dialect
 from tensorhub.transport.owner import CannotServe, OwnerSession, OwnerSide, ServedReader
 from tensorhub.transport.registry import Local
 from tensorhub.transport.staging import Place, Staging
-from tensorhub.transport.streaming_digest import FIRST_SEND_BYTES, SMALL_BYTES, PiecewiseDigest, StreamingDigests, cut
+from tensorhub.transport.streaming_digest import (
+    FIRST_SEND_BYTES,
+    SMALL_BYTES,
+    PiecewiseDigest,
+    StreamingDigests,
+    cut,
+)
 from tensorhub.types import Location
 
-SEND_BYTES = 16 * 2**20  # of one send call, once digests are known; a fence may have to wait for that call
-LOCAL_SEND_BYTES = 64 * 2**20  # within a host, which takes some 20 ms; beside a busy Python thread a call costs 5 ms more
+# of one send call, once digests are known; a fence may have to wait for that call
+SEND_BYTES = 16 * 2**20
+# within a host, which takes some 20 ms; beside a busy Python thread a call costs 5 ms more
+LOCAL_SEND_BYTES = 64 * 2**20
 
 
 DIALECT = Dialect("tcp", from_reader={}, from_owner={})
@@ -58,12 +68,17 @@ class TcpSession:
             self._send_one(request, access, memory)
             return
         chunks = self._reader.digests_of(access, memory)
-        said, sizes = ChunksFollow(request, chunks), [memory.sizes[chunk] for chunk in access.chunks]
+        said, sizes = (
+            ChunksFollow(request, chunks),
+            [memory.sizes[chunk] for chunk in access.chunks],
+        )
         if memory.device is not None:
             staging, room = self._prepare(memory.device, max(sizes) if memory.is_strided else 0)
             self._connection.send(said)
             if not memory.is_strided:
-                self._send_staged(staging, list(zip(map(memory.address, access.chunks), sizes, strict=True)))
+                self._send_staged(
+                    staging, list(zip(map(memory.address, access.chunks), sizes, strict=True))
+                )
                 return
             for chunk, nbytes in zip(access.chunks, sizes, strict=True):
                 memory.gather([chunk], room)
@@ -74,13 +89,17 @@ class TcpSession:
                 for views in memory.outgoing(chunk, SEND_BYTES):
                     self._connection.send_payload(views)
         else:
-            self._connection.send_with_payload(said, [memory.buffer(chunk) for chunk in access.chunks])
+            self._connection.send_with_payload(
+                said, [memory.buffer(chunk) for chunk in access.chunks]
+            )
 
     def close(self) -> None:
         """Nothing was set up."""
 
     def _goes_alone(self, access: Access, memory: ChunkMemory) -> bool:
-        """Whether this is one large chunk whose digest is not known, and can be made while the chunk is sent."""
+        """Whether this is one large chunk whose digest is not known, and can be made while the
+        chunk is sent.
+        """
         return (
             len(access.chunks) == 1
             and access.digests[0] is None
@@ -91,7 +110,9 @@ class TcpSession:
         )
 
     def _prepare(self, device: Device, room_bytes: int) -> tuple[Staging, int]:
-        """Buffers for bytes of that GPU, and the address of so much room there. CannotServe: no memory."""
+        """Buffers for bytes of that GPU, and the address of so much room there. CannotServe: no
+        memory.
+        """
         try:
             if self._staging is None or self._staging.device is not device:
                 self._staging = Staging(device)
@@ -106,7 +127,9 @@ class TcpSession:
                 self._connection.send_payload([piece])
 
     def _send_one(self, request: int, access: Access, memory: ChunkMemory) -> None:
-        """Send a large chunk in pieces, and digest each right before it is sent, so that memory is read once."""
+        """Send a large chunk in pieces, and digest each right before it is sent, so that memory is
+        read once.
+        """
         (chunk,) = access.chunks
         self._connection.send(ChunkFollows(request, chunk))
         digest = PiecewiseDigest()
@@ -161,7 +184,8 @@ class TcpChannel:
         self._destination = destination
         self._turn = threading.Lock()  # guards what follows
         self._staging: Staging | None = None
-        self._coming: deque[tuple[int, int | None]] = deque()  # of the present frame; digest None: it follows
+        # of the present frame; digest None: it follows
+        self._coming: deque[tuple[int, int | None]] = deque()
 
     def submit(self, chunks: Sequence[int]) -> None:
         self._client.read(chunks)
@@ -177,7 +201,9 @@ class TcpChannel:
                     case StillWaiting():
                         return self._client.lacking(message)
                     case ChunksFollow():
-                        self._client.announced(message.request, [chunk for chunk, _ in message.chunks])
+                        self._client.announced(
+                            message.request, [chunk for chunk, _ in message.chunks]
+                        )
                         self._coming.extend(message.chunks)
                     case ChunkFollows():
                         self._client.announced(message.request, [message.chunk])
@@ -194,7 +220,9 @@ class TcpChannel:
             digests = StreamingDigests(zip([chunk for chunk, _ in group], views, strict=is_on_host))
             if destination.device is not None:
                 self._staging = self._staging or Staging(destination.device)
-                places = [(destination.address(chunk), destination.sizes[chunk]) for chunk, _ in group]
+                places = [
+                    (destination.address(chunk), destination.sizes[chunk]) for chunk, _ in group
+                ]
                 self._receive_staged(places, self._staging)
             elif destination.is_digested and bytes_max <= SMALL_BYTES:
                 for call in cut(views):
@@ -209,8 +237,15 @@ class TcpChannel:
         return Arrival(group, first_byte - started, seconds, digests.made, digests.seconds)
 
     def _receive_strided(self, group: list[tuple[int, int | None]], wait_s: float) -> Arrival:
-        """Receive chunks of several pieces. Their digests are made while the bytes are still together."""
-        began, destination, made, digest_s = time.perf_counter(), self._destination, dict[int, int](), 0.0
+        """Receive chunks of several pieces. Their digests are made while the bytes are still
+        together.
+        """
+        began, destination, made, digest_s = (
+            time.perf_counter(),
+            self._destination,
+            dict[int, int](),
+            0.0,
+        )
         for chunk, _ in group:
             if destination.device is not None:
                 made |= self._receive_scattered(chunk, destination.device)
@@ -229,7 +264,9 @@ class TcpChannel:
         return Arrival(group, wait_s, time.perf_counter() - began - digest_s, made, digest_s)
 
     def _receive_scattered(self, chunk: int, device: Device) -> Mapping[int, int]:
-        """Receive a chunk of several pieces for a GPU, which digests it where it is in one piece, and then scatters it."""
+        """Receive a chunk of several pieces for a GPU, which digests it where it is in one piece,
+        and then scatters it.
+        """
         destination, nbytes = self._destination, self._destination.sizes[chunk]
         staging = self._staging = self._staging or Staging(device)
         room = staging.room(nbytes)
@@ -243,7 +280,9 @@ class TcpChannel:
                 self._connection.receive_into([piece])
 
     def _next_group(self, bytes_max: int) -> list[tuple[int, int | None]]:
-        """Take the next chunks of the present frame: at least one, and further ones up to `bytes_max`."""
+        """Take the next chunks of the present frame: at least one, and further ones up to
+        `bytes_max`.
+        """
         group: list[tuple[int, int | None]] = []
         while self._coming:
             bytes_max -= self._destination.sizes[self._coming[0][0]]
@@ -255,7 +294,9 @@ class TcpChannel:
     def _digest_behind(self) -> int:
         message = self._client.hear()
         if not isinstance(message, ChunkDigest):
-            raise ProtocolError(f"a chunk's digest is to follow, and {type(message).__name__} comes")
+            raise ProtocolError(
+                f"a chunk's digest is to follow, and {type(message).__name__} comes"
+            )
         return message.digest
 
     def close(self) -> None:

@@ -1,6 +1,8 @@
-"""Unix sockets for the data plane: connections within a host that can pass descriptors, and which users are given any.
+"""Unix sockets for the data plane: connections within a host that can pass descriptors, and which
+users are given any.
 
-Their names are of Linux' abstract kind. So no file is left behind, and only the same network namespace sees them.
+Their names are of Linux' abstract kind. So no file is left behind, and only the same network
+namespace sees them.
 """
 
 from __future__ import annotations
@@ -33,12 +35,16 @@ def address_of(listener: socket.socket) -> str:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The effective user of the process at the other end when it connected, according to the kernel."""
+    """The effective user of the process at the other end when it connected, according to the
+    kernel.
+    """
     return _peer(connection)[1]
 
 
 def is_this_process(descriptor: int) -> bool:
-    """Whether it is this very process that listens, or has connected, at the other end, according to the kernel."""
+    """Whether it is this very process that listens, or has connected, at the other end, according
+    to the kernel.
+    """
     with socket.socket(fileno=os.dup(descriptor)) as connection:
         return _peer(connection)[0] == os.getpid()
 
@@ -46,7 +52,9 @@ def is_this_process(descriptor: int) -> bool:
 def _peer(connection: socket.socket) -> tuple[int, int]:
     """The process and its effective user."""
     form = "=iII"
-    pid, uid, _ = struct.unpack(form, connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(form)))
+    pid, uid, _ = struct.unpack(
+        form, connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(form))
+    )
     return int(pid), int(uid)
 
 
@@ -58,12 +66,16 @@ def why_not_given(uid: int, named: Collection[int]) -> str:
     mine = os.geteuid()
     if uid == UNMAPPED_UID:
         return (
-            f"user {uid} stands for all users whom the source's user namespace does not know, and is given no memory to "
+            f"user {uid} stands for all users whom the source's user namespace does not know, and "
+            f"is given no memory to "
             "map: run both in one user namespace, as one user that it knows"
         )
     if uid in (mine, 0) or uid in named:
         return ""
-    return f"user {uid} is given no memory of user {mine} to map: name {uid} in the source's Options.shared_memory_uids"
+    return (
+        f"user {uid} is given no memory of user {mine} to map: name {uid} in the source's "
+        f"Options.shared_memory_uids"
+    )
 
 
 def given_to() -> str:
@@ -72,7 +84,10 @@ def given_to() -> str:
     """
     mine = os.geteuid()
     users = "root" if mine in (0, UNMAPPED_UID) else f"user {mine} and root"
-    return f"for processes of {users} (others: Options.shared_memory_uids at the source) that have the full token"
+    return (
+        f"for processes of {users} (others: Options.shared_memory_uids at the source) that have "
+        f"the full token"
+    )
 
 
 def connect(address: str, timeout_s: float, cutter: Cutter) -> socket.socket:
@@ -84,7 +99,10 @@ def connect(address: str, timeout_s: float, cutter: Cutter) -> socket.socket:
         cutter.attach(lambda: shutdown(connection))
         until = time.monotonic() + timeout_s
         whole, part = divmod(max(1, int(timeout_s * 1_000_000)), 1_000_000)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", whole, part))  # of connect, too
+        # of connect, too
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", whole, part)
+        )
         connection.connect("\0" + address.removeprefix(PREFIX))
         if cutter.is_cut or time.monotonic() > until:
             raise ReadFailure("unreachable", f"{address}: the read was given up")
@@ -95,7 +113,8 @@ def connect(address: str, timeout_s: float, cutter: Cutter) -> socket.socket:
             raise ReadFailure("unreachable", f"{address}: no answer in time") from error
         if isinstance(error, OSError | ValueError):
             raise Unusable(
-                f"{address} cannot be connected to ({error}): workers in different network namespaces need different hosts"
+                f"{address} cannot be connected to ({error}): workers in different network "
+                f"namespaces need different hosts"
             ) from error
         raise
     return connection

@@ -1,11 +1,12 @@
 """A running call: the part that all calls share, and the part that all calls of a group share (R6).
 
-Each call is an object of its own, which lives from `begin` to its `Finish`, and moves from `Phase` to `Phase` along the
-table of its kind. Each kind of call is a module: `publishing`, `filling`, `leaving`. The machine of the handle
-(`worker.member`) tells the call only the events that concern it.
+Each call is an object of its own, which lives from `begin` to its `Finish`, and moves from `Phase`
+to `Phase` along the table of its kind. Each kind of call is a module: `publishing`, `filling`,
+`leaving`. The machine of the handle (`worker.member`) tells the call only the events that concern
+it.
 
-Responsible for a call's deadline, for how it is given up, and for a vote without an answer. Not responsible for the content
-of the memory (`worker.member_memory`).
+Responsible for a call's deadline, for how it is given up, and for a vote without an answer. Not
+responsible for the content of the memory (`worker.member_memory`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from tensorhub.worker.states import AT_ONCE_TABLE, Phase
 
 C = TypeVar("C", bound=Call)
 
-# The coordinator ends calls at their deadline and knows why; a rank that hears nothing ends its call by itself later.
+# The coordinator ends calls at their deadline and knows why; a rank that hears nothing ends its
+# call by itself later.
 DEADLINE_SLACK_S = 2.0
 ERROR_CHARS_MAX = 2000  # of an error for other ranks: a coordinator passes no more on
 
@@ -44,7 +46,9 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
     alone: ClassVar[bool] = False  # can be made without the coordinator
     what: str  # what errors call it
 
-    def __init__(self, call: C, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+    def __init__(
+        self, call: C, context: MemberContext, memory: MemberMemory, timeout_s: float
+    ) -> None:
         super().__init__(Phase.QUEUED)
         self.story = memory.story  # one for the handle and its calls
         self.timeout_s = timeout_s
@@ -52,7 +56,8 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
         self.key: OpKey | None = None  # of its group operation, once said
         self.request = 0  # of the question that awaits an answer
         self.error: Exception | None = None  # with which it will end
-        self.rebinds = 0  # how often it was bound to another content, because the previous content was gone
+        # how often it was bound to another content, because the previous content was gone
+        self.rebinds = 0
         self.by_source = False  # see `messages.Outcome`
         self._call = call
         self._context = context
@@ -76,7 +81,9 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
     # -- its beginning and end
 
     def check_allowed(self) -> None:
-        """Raise StateError where the handle's state forbids this call. In doubt it is judged again afterwards."""
+        """Raise StateError where the handle's state forbids this call. In doubt it is judged again
+        afterwards.
+        """
         if self._memory.state is HandleState.CLOSED:
             raise StateError(f"{self._context.title} is closed; register again")
 
@@ -84,14 +91,22 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
     def start(self) -> None:
         """Say the first message of the call: QUEUED is over."""
 
-    def finish(self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None) -> None:
+    def finish(
+        self,
+        *,
+        version: VersionInfo | None = None,
+        changed: bool = False,
+        error: Exception | None = None,
+    ) -> None:
         self.enter(Phase.OVER)
         self._context.act(Finish(version, changed, error, self.rebinds, self.by_source))
 
     # -- given up from this side
 
     def cancel(self, error: Exception) -> None:
-        """The caller does not want the call any more: end with `error`, if this rank may still end the call."""
+        """The caller does not want the call any more: end with `error`, if this rank may still end
+        the call.
+        """
         self.deadline = min(self.deadline, self._context.now)
         self.give_up(error)
 
@@ -117,7 +132,10 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
             text = f"{self._context.title}: {self.what} did not end within {self.timeout_s:g} s"
             self.give_up(OperationTimeout(text))
         else:
-            text = f"{self._context.title}: {self.what}: the coordinator could not be reached within {self.timeout_s:g} s"
+            text = (
+                f"{self._context.title}: {self.what}: the coordinator could not be reached "
+                f"within {self.timeout_s:g} s"
+            )
             self.give_up(CoordinatorUnavailable(text))
 
     def waits_for(self, request: int) -> bool:
@@ -135,16 +153,24 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
         self._memory.fence(self.deadline)
 
     def _still_read(self) -> DrainTimeout:
-        text = f"{self._context.title}: version {self._memory.version} is still being read after {self.timeout_s:g} s"
-        return DrainTimeout(f"{text}: it stays published and must not be written; try again, with a longer timeout")
+        text = (
+            f"{self._context.title}: version {self._memory.version} is still being read after "
+            f"{self.timeout_s:g} s"
+        )
+        return DrainTimeout(
+            f"{text}: it stays published and must not be written; try again, with a longer timeout"
+        )
 
 
 class GroupCall(ActiveCall[C]):
     """A call that all ranks of the group make, and that ends alike for all of them (G4)."""
 
-    unbound: ClassVar[Phase]  # the call was said, and may still join another operation than the named one
+    # the call was said, and may still join another operation than the named one
+    unbound: ClassVar[Phase]
 
-    def __init__(self, call: C, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+    def __init__(
+        self, call: C, context: MemberContext, memory: MemberMemory, timeout_s: float
+    ) -> None:
         super().__init__(call, context, memory, timeout_s)
         self.generation = 0  # under which this call publishes or fills
         self.former: tuple[OpKey, ...] = ()  # the operations that it named before, newest last
@@ -166,7 +192,9 @@ class GroupCall(ActiveCall[C]):
     def _say_call(self) -> None: ...
 
     def epoch_changed(self, message: EpochChanged) -> None:
-        """If the operation that this call named has ended without this rank, the call counts for the next one."""
+        """If the operation that this call named has ended without this rank, the call counts for
+        the next one.
+        """
         key = self.key
         if key is None or self.error is not None or not self._is_unbound():
             return
@@ -195,7 +223,9 @@ class GroupCall(ActiveCall[C]):
     def aborted(self, error: Exception) -> None: ...
 
     def state_lost(self, error: Exception) -> bool:
-        """No coordinator can know the outcome any more. True: the call ends with that error, not well or with its own."""
+        """No coordinator can know the outcome any more. True: the call ends with that error, not
+        well or with its own.
+        """
         if self.phase is Phase.QUEUED:
             self.finish(error=error)
             return True
@@ -208,7 +238,9 @@ class GroupCall(ActiveCall[C]):
         """Whether the operation may have been committed, by all that this rank knows."""
 
     def unheard_of(self, error: Exception) -> None:
-        """A new coordinator has no record of the operation: the operation was not committed, and will not be."""
+        """A new coordinator has no record of the operation: the operation was not committed, and
+        will not be.
+        """
         self.aborted(error)
 
     def again(self, error: Exception) -> None:
@@ -235,7 +267,9 @@ class Refusing(ActiveCall[RefuseCall]):
     machine, table, what = "immediate call", AT_ONCE_TABLE, "refuse"
 
     def start(self) -> None:
-        self._context.say(Abandon(self._context.session.take_key(), self._context.shard.rank, self._call.error))
+        self._context.say(
+            Abandon(self._context.session.take_key(), self._context.shard.rank, self._call.error)
+        )
         self.finish()
 
 
@@ -246,7 +280,9 @@ def set_memory(error: Exception, memory: TensorState) -> None:
 
 
 def _to_others(error: Exception) -> ErrorInfo:
-    """The error for the group's other ranks: a rank that was cancelled or closed does not keep them from a retry."""
+    """The error for the group's other ranks: a rank that was cancelled or closed does not keep them
+    from a retry.
+    """
     if isinstance(error, StateError):
         error = StateError(str(error), retryable=True)
     elif not isinstance(error, TensorHubError):

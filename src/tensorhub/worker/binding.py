@@ -1,10 +1,12 @@
-"""The version that a fill is bound to, and the manifest or transfer plan by which this rank reads the version.
+"""The version that a fill is bound to, and the manifest or transfer plan by which this rank reads
+the version.
 
-A version of the rank's own layout is read by its manifest, which is asked for if it is not known. A version of another
-layout is read by a transfer plan. Until the manifest or plan is known, the fill writes nothing.
+A version of the rank's own layout is read by its manifest, which is asked for if it is not known. A
+version of another layout is read by a transfer plan. Until the manifest or plan is known, the fill
+writes nothing.
 
-Responsible for finding the manifest or plan, and for telling the coordinator of it. Not responsible for making a plan
-(`planning`), nor for the fill itself (`filling`).
+Responsible for finding the manifest or plan, and for telling the coordinator of it. Not responsible
+for making a plan (`planning`), nor for the fill itself (`filling`).
 """
 
 from __future__ import annotations
@@ -27,14 +29,20 @@ class Binding:
 
     def __init__(self, context: MemberContext, start: messages.Start) -> None:
         self.version = start.version
-        self.root = start.root  # of the publisher's digests, if the coordinator has said it beforehand
+        # of the publisher's digests, if the coordinator has said it beforehand
+        self.root = start.root
         self.publication_id = start.publication  # where this rank's layout is not the published one
         self._key = start.key  # the operation in which it was bound first
         self._manifest_id = start.manifest_id
-        self._part_ids = start.part_ids  # of the content that the memory will hold, in the published layout
+        # of the content that the memory will hold, in the published layout
+        self._part_ids = start.part_ids
         self._context = context
-        self._planning = Planning(context, start.publication, start.manifest_id) if start.publication else None
-        self._manifest = None if self._planning is not None else context.manifests.get(start.manifest_id)
+        self._planning = (
+            Planning(context, start.publication, start.manifest_id) if start.publication else None
+        )
+        self._manifest = (
+            None if self._planning is not None else context.manifests.get(start.manifest_id)
+        )
         self.request = 0  # for the manifest
 
     @property
@@ -55,10 +63,13 @@ class Binding:
         assert base is not None
         return base
 
-    # --------------------------------------------------------------------------------------- until it is known
+    # --------------------------------------------------------------------------------------- until
+    # it is known
 
     def begin(self) -> None:
-        """Find the manifest or plan, or ask for its parts. TensorHubError: the known bytes are no publication."""
+        """Find the manifest or plan, or ask for its parts. TensorHubError: the known bytes are no
+        publication.
+        """
         if self._planning is not None:
             self._manifest = self._planning.begin()
         elif self._manifest is None:
@@ -72,7 +83,9 @@ class Binding:
             self._ask()
 
     def waits_for(self, request: int) -> bool:
-        return request == self.request if self._planning is None else self._planning.waits_for(request)
+        return (
+            request == self.request if self._planning is None else self._planning.waits_for(request)
+        )
 
     def came(self, reply: messages.ManifestReply) -> None:
         """TensorHubError: the reply is not the requested manifest or part."""
@@ -95,9 +108,12 @@ class Binding:
 
     def _ask(self) -> None:
         self.request, shard = self._context.new_request(), self._context.shard
-        self._context.say(messages.GetManifest(self.request, shard.model, self.version.content_id, shard.number))
+        self._context.say(
+            messages.GetManifest(self.request, shard.model, self.version.content_id, shard.number)
+        )
 
-    # ------------------------------------------------------------------------------------------ once it is known
+    # ------------------------------------------------------------------------------------------
+    # once it is known
 
     def content(self, generation: int) -> Content:
         """The content that the memory, or its staging memory, will hold."""
@@ -112,14 +128,23 @@ class Binding:
         return messages.Begun(self._key, *what, self.publication_id)
 
     def ready_to_write(self, operation: OpKey, asked: Sequence[str]) -> messages.ReadyToWrite:
-        """The chunks that this rank needs of each shard, and the `asked` parts of the content that the memory will hold."""
+        """The chunks that this rank needs of each shard, and the `asked` parts of the content that
+        the memory will hold.
+        """
         manifest, shard = self.manifest, self._context.shard
         needs = manifest.parts if isinstance(manifest, ReshardedManifest) else ()
         said = said_parts(manifest) if shard.serves else {}
         return messages.ReadyToWrite(
             operation,
             shard.rank,
-            tuple([messages.Need(n.shard, n.selection.selection_id, len(n.chunks), n.selection.nbytes) for n in needs]),
+            tuple(
+                [
+                    messages.Need(
+                        n.shard, n.selection.selection_id, len(n.chunks), n.selection.nbytes
+                    )
+                    for n in needs
+                ]
+            ),
             tuple(said),
             tuple([said[part_id] for part_id in asked if part_id in said]),
         )

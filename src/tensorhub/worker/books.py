@@ -1,8 +1,10 @@
-"""The books of one memory: which chunks of it may be read, with which digests, and where they were read.
+"""The books of one memory: which chunks of it may be read, with which digests, and where they were
+read.
 
-A memory may be read in several *grids* at a time: its own, and one for each selection, which are chunks of other sizes over
-its bytes. The chunks of a selection may be read once all chunks of the memory are available. The generation, the accesses
-and the fence belong to the memory, and hold for all its grids.
+A memory may be read in several *grids* at a time: its own, and one for each selection, which are
+chunks of other sizes over its bytes. The chunks of a selection may be read once all chunks of the
+memory are available. The generation, the accesses and the fence belong to the memory, and hold for
+all its grids.
 
 Not responsible for which generation a reader needs, nor for accesses and fences (`owner`).
 """
@@ -21,7 +23,9 @@ from tensorhub.worker.grids import Grid
 
 @dataclass(slots=True)
 class Books:
-    """The books of one registration's memory. Kept while it is closed, so that its last generation is not opened again."""
+    """The books of one registration's memory. Kept while it is closed, so that its last generation
+    is not opened again.
+    """
 
     generation: int
     content_id: ContentId
@@ -29,20 +33,27 @@ class Books:
     available: bytearray  # 1 for each chunk of its own grid that may be read
     missing: int  # always available.count(0)
     selections: dict[str, Grid] = field(default_factory=dict)  # by name
-    origins: list[Origin | None] | None = None  # where each chunk was read, if known; None: no chunk was read
+    # where each chunk was read, if known; None: no chunk was read
+    origins: list[Origin | None] | None = None
     grid_id: str = ""  # the name of its own grid
     serves: bool = True
     is_open: bool = True
-    accesses: int = 0  # always the number of running accesses to this registration, under whichever generation
+    # always the number of running accesses to this registration, under whichever generation
+    accesses: int = 0
     story: Story = field(default_factory=Story)
 
     def grid(self, selection: str) -> Grid | None:
-        """The grid of this selection ("": the memory's own grid); None: the selection is not known."""
+        """The grid of this selection ("": the memory's own grid); None: the selection is not
+        known.
+        """
         return self.selections.get(selection) if selection else self.own
 
-    # ------------------------------------------------------------------------------------------ available chunks
+    # ------------------------------------------------------------------------------------------
+    # available chunks
 
-    def mark_available(self, arrived: Iterable[tuple[int, int | None]], origin: Origin | None) -> None:
+    def mark_available(
+        self, arrived: Iterable[tuple[int, int | None]], origin: Origin | None
+    ) -> None:
         """See `Owner.mark_available`."""
         if origin is not None and self.origins is None:
             self.origins = [None] * len(self.own.sizes)
@@ -64,7 +75,9 @@ class Books:
             grid.forget()
 
     def touched(self, access: Access) -> Iterable[int]:
-        """The chunks of the memory's own grid that an access may touch; for an access to a selection all of them."""
+        """The chunks of the memory's own grid that an access may touch; for an access to a
+        selection all of them.
+        """
         return range(len(self.available)) if access.selection else access.chunks
 
     def kept(self) -> list[tuple[int, int]]:
@@ -72,21 +85,28 @@ class Books:
         if not self.missing:
             return []
         known = enumerate(zip(self.available, self.own.digests, strict=True))
-        return [(chunk, digest) for chunk, (there, digest) in known if digest is not None and not there]
+        return [
+            (chunk, digest) for chunk, (there, digest) in known if digest is not None and not there
+        ]
 
-    # ---------------------------------------------------------------------------------------- what may be read
+    # ---------------------------------------------------------------------------------------- what
+    # may be read
 
     def may_read(self, grid: Grid, chunk: int) -> bool:
         return self.available[chunk] == 1 if grid is self.own else not self.missing
 
-    def readable(self, grid: Grid, wanted: Sequence[int], bytes_max: int) -> tuple[list[int], list[int]]:
+    def readable(
+        self, grid: Grid, wanted: Sequence[int], bytes_max: int
+    ) -> tuple[list[int], list[int]]:
         """Split `wanted` into the chunks that an access takes now, and the rest."""
         chunks: list[int] = []
         rest: list[int] = []
         taken_bytes = 0
         for position, chunk in enumerate(wanted):
             nbytes = grid.sizes[chunk]
-            if len(chunks) == CHUNKS_PER_ACCESS_MAX or (chunks and taken_bytes + nbytes > bytes_max):
+            if len(chunks) == CHUNKS_PER_ACCESS_MAX or (
+                chunks and taken_bytes + nbytes > bytes_max
+            ):
                 rest.extend(wanted[position:])
                 break
             if self.may_read(grid, chunk):
@@ -97,7 +117,9 @@ class Books:
         return chunks, rest
 
     def runs(self, selection: str, runs_max: int) -> tuple[tuple[int, int], ...]:
-        """The first (first, count) runs of chunks that may be read, of that selection or ("") of its own grid."""
+        """The first (first, count) runs of chunks that may be read, of that selection or ("") of
+        its own grid.
+        """
         runs: list[tuple[int, int]] = []
         if not selection:
             first = self.available.find(1)

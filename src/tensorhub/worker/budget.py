@@ -1,7 +1,9 @@
-"""The budget of a worker's host memory (R5): the bytes that each copy has reserved, and the copies that must make room.
+"""The budget of a worker's host memory (R5): the bytes that each copy has reserved, and the copies
+that must make room.
 
-Responsible for the sum: reservations never exceed the budget, and no memory is allocated without a reservation. Not
-responsible for memory itself, nor for ending the copies that must go: the caller does that, and then asks again.
+Responsible for the sum: reservations never exceed the budget, and no memory is allocated without a
+reservation. Not responsible for memory itself, nor for ending the copies that must go: the caller
+does that, and then asks again.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ WORDS = {
     Purpose.RETENTION: "retention",
     Purpose.SEED: "a seed",
 }
-# The purposes whose memory a purpose may take. A copy that keeps a version, and a staged update (USE), for which a caller
-# waits, outrank a copy that is only fetched ahead.
+# The purposes whose memory a purpose may take. A copy that keeps a version, and a staged update
+# (USE), for which a caller waits, outrank a copy that is only fetched ahead.
 OUTRANKS: dict[Purpose, frozenset[Purpose]] = {
     Purpose.RETENTION: frozenset({Purpose.PREFETCH, Purpose.SEED}),
     Purpose.USE: frozenset({Purpose.PREFETCH}),
@@ -44,7 +46,10 @@ class Budget:
         self._reserved: dict[str, Reservation] = {}  # by the copy's id, oldest first
 
     def __repr__(self) -> str:
-        return f"<Budget {self.reserved_bytes} of {self.bytes_max} bytes in {len(self._reserved)} copies>"
+        return (
+            f"<Budget {self.reserved_bytes} of {self.bytes_max} bytes in {len(self._reserved)} "
+            f"copies>"
+        )
 
     @property
     def reserved_bytes(self) -> int:
@@ -55,10 +60,11 @@ class Budget:
         return self._reserved.get(ident)
 
     def plan(self, ident: str, purpose: Purpose, nbytes: int) -> tuple[str, ...]:
-        """The copies that must be gone before `ident` may have `nbytes`: the oldest of those that it outranks, and no
-        more than it takes. Empty: `reserve` would succeed now.
+        """The copies that must be gone before `ident` may have `nbytes`: the oldest of those that
+        it outranks, and no more than it takes. Empty: `reserve` would succeed now.
 
-        Raises StateError, which says how many bytes are needed, if there would be no room without them either.
+        Raises StateError, which says how many bytes are needed, if there would be no room without
+        them either.
         """
         self._check_possible(purpose, nbytes)
         missing = self._missing(ident, nbytes)
@@ -70,26 +76,48 @@ class Budget:
                 going.append(other)
                 missing -= reservation.nbytes
         if missing > 0:
-            text = f"{WORDS[purpose]} needs {nbytes} bytes of host memory, and {self.reserved_bytes} of the"
-            text += f" {self.bytes_max} bytes of Options.host_memory_bytes are in use by copies that it does not outrank"
-            raise StateError(f"{text}: wait until they are gone, or give {self.bytes_max + missing}", retryable=True)
+            text = (
+                f"{WORDS[purpose]} needs {nbytes} bytes of host memory, and "
+                f"{self.reserved_bytes} of the"
+            )
+            text += (
+                f" {self.bytes_max} bytes of Options.host_memory_bytes are in use by copies "
+                f"that it does not outrank"
+            )
+            raise StateError(
+                f"{text}: wait until they are gone, or give {self.bytes_max + missing}",
+                retryable=True,
+            )
         return tuple(going)
 
     def _check_possible(self, purpose: Purpose, nbytes: int) -> None:
         if nbytes > self.bytes_max:
-            text = f"{WORDS[purpose]} needs {nbytes} bytes of host memory, and Options.host_memory_bytes is {self.bytes_max}"
+            text = (
+                f"{WORDS[purpose]} needs {nbytes} bytes of host memory, and "
+                f"Options.host_memory_bytes is {self.bytes_max}"
+            )
             raise StateError(f"{text}: give {nbytes} or more")
 
     def _missing(self, ident: str, nbytes: int) -> int:
         mine = self._reserved.get(ident)
-        return self.reserved_bytes - (mine.nbytes if mine is not None else 0) + nbytes - self.bytes_max
+        return (
+            self.reserved_bytes - (mine.nbytes if mine is not None else 0) + nbytes - self.bytes_max
+        )
 
     def reserve(self, ident: str, purpose: Purpose, nbytes: int) -> None:
-        """Let `ident` have so many bytes from now on, instead of what it may have had. StateError if they are not free."""
+        """Let `ident` have so many bytes from now on, instead of what it may have had. StateError
+        if they are not free.
+        """
         self._check_possible(purpose, nbytes)
         if self._missing(ident, nbytes) > 0:
-            text = f"{WORDS[purpose]} needs {nbytes} bytes of host memory, and {self.reserved_bytes} of the"
-            raise StateError(f"{text} {self.bytes_max} bytes of Options.host_memory_bytes are in use", retryable=True)
+            text = (
+                f"{WORDS[purpose]} needs {nbytes} bytes of host memory, and "
+                f"{self.reserved_bytes} of the"
+            )
+            raise StateError(
+                f"{text} {self.bytes_max} bytes of Options.host_memory_bytes are in use",
+                retryable=True,
+            )
         self._reserved[ident] = Reservation(purpose, nbytes)
         self.check_invariants()
 

@@ -1,4 +1,6 @@
-"""Two closed unions: what a caller can ask of a handle, and what the handle's machine asks of its shell."""
+"""Two closed unions: what a caller can ask of a handle, and what the handle's machine asks of its
+shell.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,23 @@ from tensorhub.types import OpKind, Selector, VersionInfo
 
 @dataclass(frozen=True, slots=True)
 class LocalCopy:
-    """A memory of this worker that has some or all chunks of a content: its registration, and its generation."""
+    """A memory of this worker that has some or all chunks of a content: its registration, and its
+    generation.
+    """
 
     registration: str
     generation: int
 
 
 def staging_of(registration: str) -> str:
-    """The id under which this worker's own copying finds the chunks of a registration's staged update."""
+    """The id under which this worker's own copying finds the chunks of a registration's staged
+    update.
+    """
     return f"{registration}/staged"
 
 
-# ------------------------------------------------------------------------------------------------- calls
+# -------------------------------------------------------------------------------------------------
+# calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,8 @@ class FillCall:
 
 @dataclass(frozen=True, slots=True)
 class UnpublishCall:
-    before_body: bool = False  # the call is a `mutate`, which needs memory that no reader uses, published or not
+    # the call is a `mutate`, which needs memory that no reader uses, published or not
+    before_body: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +65,39 @@ class CloseCall:
 
 @dataclass(frozen=True, slots=True)
 class RefuseCall:
-    """This rank will not make its next group call (its body raised, say): the group's call ends at once, with `error`."""
+    """This rank will not make its next group call (its body raised, say): the group's call ends at
+    once, with `error`.
+    """
 
     error: ErrorInfo
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseCall:
-    """A host copy is not needed any more: withdraw its content, and give its memory back. The registration stays."""
+    """A host copy is not needed any more: withdraw its content, and give its memory back. The
+    registration stays.
+    """
 
 
 Call = PublishCall | FillCall | UnpublishCall | CloseCall | RefuseCall | ReleaseCall
 
-# ------------------------------------------------------------------------------------------------- actions
+# -------------------------------------------------------------------------------------------------
+# actions
 
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Tell the coordinator; dropped without a connection (the machine says it again when there is one)."""
+    """Tell the coordinator; dropped without a connection (the machine says it again when there is
+    one).
+    """
 
     message: FromWorker
 
 
 @dataclass(frozen=True, slots=True)
 class OpenGeneration:
-    """From now on readers may ask for this memory under `generation`: for all of it, or for the chunks marked available.
+    """From now on readers may ask for this memory under `generation`: for all of it, or for the
+    chunks marked available.
 
     `content_id` is empty where a publisher opens before the id is minted.
     """
@@ -94,17 +110,21 @@ class OpenGeneration:
 
 @dataclass(frozen=True, slots=True)
 class ReopenGeneration:
-    """Let readers in again under `generation`: the bytes and the available chunks are as before the last fence."""
+    """Let readers in again under `generation`: the bytes and the available chunks are as before the
+    last fence.
+    """
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Make `generation` unreadable, end the owner's own accesses, then call `Member.fenced(generation)`.
+    """Make `generation` unreadable, end the owner's own accesses, then call
+    `Member.fenced(generation)`.
 
-    If accesses still run at `until`, or at `Member.fence_until` where that is earlier by now, call `Member.fence_failed`
-    instead. None: the memory is never published again under `generation`, so the fence is tried until it stands.
+    If accesses still run at `until`, or at `Member.fence_until` where that is earlier by now, call
+    `Member.fence_failed` instead. None: the memory is never published again under `generation`, so
+    the fence is tried until it stands.
     """
 
     generation: int
@@ -120,11 +140,12 @@ class CallHook:
 
 @dataclass(frozen=True, slots=True)
 class PlanReading:
-    """Plan the read of a version of another layout (`worker.planning.plan`), and call `Member.planned` with the number and
-    the result.
+    """Plan the read of a version of another layout (`worker.planning.plan`), and call
+    `Member.planned` with the number and the result.
 
-    `publication`: made of `published` and `parts`; None: it was not made yet. `manifest`: names the regions to fill; None:
-    the regions of the whole model, or of the tensors that match these `names`.
+    `publication`: made of `published` and `parts`; None: it was not made yet. `manifest`: names the
+    regions to fill; None: the regions of the whole model, or of the tensors that match these
+    `names`.
     """
 
     number: int
@@ -138,9 +159,10 @@ class PlanReading:
 
 @dataclass(frozen=True, slots=True)
 class CheckRanks:
-    """Check whether these readers read all of the publication; or, without readers, whether the ranks publish one version,
-    and which bytes this rank shares with other ranks. Then call `Member.ranks_checked` with the number and the result
-    (`worker.coverage.check`). `published`, `parts` and `publication`: as in PlanReading.
+    """Check whether these readers read all of the publication; or, without readers, whether the
+    ranks publish one version, and which bytes this rank shares with other ranks. Then call
+    `Member.ranks_checked` with the number and the result (`worker.coverage.check`). `published`,
+    `parts` and `publication`: as in PlanReading.
     """
 
     number: int
@@ -154,10 +176,11 @@ class CheckRanks:
 
 @dataclass(frozen=True, slots=True)
 class CopyLocally:
-    """Copy the chunks of these copies into the memory, digest by digest, as an access of their owner (R3); then call
-    `Member.copied`, with all chunks that are present then. StopPull ends it.
+    """Copy the chunks of these copies into the memory, digest by digest, as an access of their
+    owner (R3); then call `Member.copied`, with all chunks that are present then. StopPull ends it.
 
-    `staged`: not into the memory itself, as in StartPull. `last`: nothing is pulled afterwards, so unpack, too.
+    `staged`: not into the memory itself, as in StartPull. `last`: nothing is pulled afterwards, so
+    unpack, too.
     """
 
     version: VersionInfo
@@ -171,11 +194,13 @@ class CopyLocally:
 
 @dataclass(frozen=True, slots=True)
 class StartPull:
-    """Fill the memory; then call `Member.pull_done`, or `source_failed` and `pull_failed` as it happens.
+    """Fill the memory; then call `Member.pull_done`, or `source_failed` and `pull_failed` as it
+    happens.
 
-    `copied`: chunks that were copied, so that they need not be read. `staged`: fill host memory that no other worker reads
-    (`staging_of`); the memory itself stays as it is. `published`: the digests that some chunks must have, whatever a source
-    says. `again`: the missing chunks were present before, and are read once more.
+    `copied`: chunks that were copied, so that they need not be read. `staged`: fill host memory
+    that no other worker reads (`staging_of`); the memory itself stays as it is. `published`: the
+    digests that some chunks must have, whatever a source says. `again`: the missing chunks were
+    present before, and are read once more.
     """
 
     version: VersionInfo
@@ -190,8 +215,9 @@ class StartPull:
 
 @dataclass(frozen=True, slots=True)
 class CompareDigests:
-    """Compare the filled chunks with a part of the publisher's list, from chunk `first` on; let no reader read wrong chunks;
-    then call `Member.compared`. `chunks`: the chunks of the list, in its order; None: all.
+    """Compare the filled chunks with a part of the publisher's list, from chunk `first` on; let no
+    reader read wrong chunks; then call `Member.compared`. `chunks`: the chunks of the list, in its
+    order; None: all.
     """
 
     manifest: Manifest
@@ -219,7 +245,9 @@ class StopPull:
 
 @dataclass(frozen=True, slots=True)
 class MakeRoom:
-    """Reserve host memory for a staged update, and go on meanwhile; then call `Member.room_ended`."""
+    """Reserve host memory for a staged update, and go on meanwhile; then call
+    `Member.room_ended`.
+    """
 
     nbytes: int
 
@@ -236,13 +264,15 @@ class FreeStaging:
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """The memory holds nothing, and the last fence stands. Let go of the memory; a host copy gives it back."""
+    """The memory holds nothing, and the last fence stands. Let go of the memory; a host copy gives
+    it back.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class EndPrefetch:
-    """End this handle's prefetch, if one runs, unless its rank has voted. `frees`: the update is done, so the host copy is
-    released as well, in the background.
+    """End this handle's prefetch, if one runs, unless its rank has voted. `frees`: the update is
+    done, so the host copy is released as well, in the background.
     """
 
     frees: bool = False

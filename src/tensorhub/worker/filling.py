@@ -1,16 +1,17 @@
 """A rank's fill (R7): replicate, update, fetch.
 
-The order: Fill is said; all ranks are bound to one version; its manifest is compared, or (for a version of another layout) a
-transfer plan is made; `before_write` runs; all ranks are ready. Only then is the old version fenced and the new version
-pulled. Chunks that host copies of this worker have are copied first, and only the rest is read. When all chunks are
-verified, the rank votes.
+The order: Fill is said; all ranks are bound to one version; its manifest is compared, or (for a
+version of another layout) a transfer plan is made; `before_write` runs; all ranks are ready. Only
+then is the old version fenced and the new version pulled. Chunks that host copies of this worker
+have are copied first, and only the rest is read. When all chunks are verified, the rank votes.
 
-A staged fill pulls the new version into staging memory. `before_write` runs when all of it is verified. The old version is
-fenced and overwritten only when the vote has led to a commit.
+A staged fill pulls the new version into staging memory. `before_write` runs when all of it is
+verified. The old version is fenced and overwritten only when the vote has led to a commit.
 
-Responsible for this order, and for the memory that a broken fill leaves behind. Not responsible for the manifest or plan
-(`binding`), for the leases that it reads under (`leases`), for whether the group reads everything (`coverage`), for
-comparing its vote with the publisher's digests (`vote`), nor for reading bytes (`scheduler.pull`).
+Responsible for this order, and for the memory that a broken fill leaves behind. Not responsible for
+the manifest or plan (`binding`), for the leases that it reads under (`leases`), for whether the
+group reads everything (`coverage`), for comparing its vote with the publisher's digests (`vote`),
+nor for reading bytes (`scheduler.pull`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from dataclasses import replace
 from typing import assert_never
 
 from tensorhub import messages
-from tensorhub.errors import IntegrityError, OperationTimeout, ProtocolError, StateError, TensorHubError
+from tensorhub.errors import (
+    IntegrityError,
+    OperationTimeout,
+    ProtocolError,
+    StateError,
+    TensorHubError,
+)
 from tensorhub.machine import InvariantBroken
 from tensorhub.model.manifest import Manifest
 from tensorhub.types import HandleState, Medium, OpKind, VersionInfo
@@ -52,13 +59,16 @@ class Filling(GroupCall[calls.FillCall]):
     machine, table = "fill", FILL_TABLE
     unbound = Phase.ASKED
 
-    def __init__(self, call: calls.FillCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+    def __init__(
+        self, call: calls.FillCall, context: MemberContext, memory: MemberMemory, timeout_s: float
+    ) -> None:
         super().__init__(call, context, memory, timeout_s)
         self.what = call.kind.value
         self._begin_attempt()
         self._bound_before = ""  # the content of the attempt before, if the call was repeated
         self._hooked = False  # before_write has returned
-        self._may_hold = call.kind is OpKind.PREFETCH  # this rank may have held the bound content when Fill was said
+        # this rank may have held the bound content when Fill was said
+        self._may_hold = call.kind is OpKind.PREFETCH
 
     def _begin_attempt(self) -> None:
         """Nothing is bound, and nothing begun."""
@@ -75,14 +85,18 @@ class Filling(GroupCall[calls.FillCall]):
         self._is_staged = False  # all chunks are in staging memory
         self._vote = Vote(context, lambda: self.operation)
         self._is_anew = False  # Fill was repeated to a new coordinator, which has not bound it yet
-        self._lets_go = False  # of this attempt; then the call is repeated under the key that was taken
+        # of this attempt; then the call is repeated under the key that was taken
+        self._lets_go = False
 
     def check_allowed(self) -> None:
         super().check_allowed()
         if self._call.kind is OpKind.REPLICATE and self._memory.version is not None:
-            raise StateError(f"{self._context.title} holds version {self._memory.version}: update() replaces it")
+            raise StateError(
+                f"{self._context.title} holds version {self._memory.version}: update() replaces it"
+            )
 
-    # ----------------------------------------------------------------------------------------------- what it says
+    # ----------------------------------------------------------------------------------------------
+    # what it says
 
     def start(self) -> None:
         self._take_key()
@@ -129,9 +143,11 @@ class Filling(GroupCall[calls.FillCall]):
         return self.binding
 
     def unheard_of(self, error: Exception) -> None:
-        """Repeat the call under a new key, and go on with the fill: the pull does not stop for that (G8).
+        """Repeat the call under a new key, and go on with the fill: the pull does not stop for that
+        (G8).
 
-        An operation that this rank has voted for was not committed; if all ranks vote again, it is committed now (R6).
+        An operation that this rank has voted for was not committed; if all ranks vote again, it is
+        committed now (R6).
         """
         if self.phase in (Phase.ABANDONING, Phase.STOPPING, Phase.APPLYING):
             self.aborted(error)
@@ -144,8 +160,9 @@ class Filling(GroupCall[calls.FillCall]):
         self._say_call()
 
     def again(self, error: Exception) -> None:
-        """The sources are gone, and the selector names another version: let go of this attempt, and repeat the call (G7,
-        R12). If the caller has cancelled meanwhile, the next operation is abandoned for all ranks.
+        """The sources are gone, and the selector names another version: let go of this attempt, and
+        repeat the call (G7, R12). If the caller has cancelled meanwhile, the next operation is
+        abandoned for all ranks.
         """
         if self.phase is Phase.APPLYING:
             return  # its commit was heard
@@ -190,8 +207,8 @@ class Filling(GroupCall[calls.FillCall]):
         return self._is_anew or super()._is_unbound()
 
     def _say_phase_again(self) -> None:
-        """Questions about the version are repeated later, once the coordinator says that it knows this operation: a
-        restarted coordinator may know the version, and not yet its parts.
+        """Questions about the version are repeated later, once the coordinator says that it knows
+        this operation: a restarted coordinator may know the version, and not yet its parts.
         """
         self._may_have_missed_write = True
         if self._is_anew:
@@ -209,7 +226,8 @@ class Filling(GroupCall[calls.FillCall]):
             case _:
                 pass
 
-    # ------------------------------------------------------------------------------------------- until it may write
+    # -------------------------------------------------------------------------------------------
+    # until it may write
 
     def instructed(self, message: Instruction) -> None:
         """The coordinator says something about this operation."""
@@ -224,7 +242,9 @@ class Filling(GroupCall[calls.FillCall]):
                 self._is_anew = False
                 self._may_write(message)
             case messages.Start():
-                if self._is_anew and (self.phase is Phase.HELD or (message.publication and self._has_begun)):
+                if self._is_anew and (
+                    self.phase is Phase.HELD or (message.publication and self._has_begun)
+                ):
                     self._say_ready()
                 self._is_anew = False
                 if self.phase is Phase.HELD:
@@ -242,12 +262,16 @@ class Filling(GroupCall[calls.FillCall]):
                 self._leases.drop(message.lease)
             case messages.Compare():
                 if self.phase is Phase.VOTED:
-                    self._vote.compare(message, self._bound.manifest, self.generation, staged=self.stages)
+                    self._vote.compare(
+                        message, self._bound.manifest, self.generation, staged=self.stages
+                    )
             case _:
                 assert_never(message)
 
     def _may_write(self, said: messages.Start | messages.Write) -> None:
-        """Every rank may write. This rank may write already, and may have missed further sources."""
+        """Every rank may write. This rank may write already, and may have missed further
+        sources.
+        """
         grants = said.grants
         match self.phase:
             case Phase.HELD:
@@ -295,7 +319,9 @@ class Filling(GroupCall[calls.FillCall]):
             self._go_on_binding(lambda: self._bound.planned(made))
 
     def waits_for(self, request: int) -> bool:
-        return any(each is not None and each.waits_for(request) for each in (self.coverage, self.binding))
+        return any(
+            each is not None and each.waits_for(request) for each in (self.coverage, self.binding)
+        )
 
     def _fits(self) -> None:
         """The manifest or plan is known, and this memory can take it."""
@@ -343,7 +369,9 @@ class Filling(GroupCall[calls.FillCall]):
         return self.phase in (Phase.FENCING, Phase.ROOM, Phase.COPYING, Phase.PULLING, Phase.VOTED)
 
     def _write(self) -> None:
-        """Every rank is ready: fence this rank's old version, then fill; or, for a staged fill, make room."""
+        """Every rank is ready: fence this rank's old version, then fill; or, for a staged fill,
+        make room.
+        """
         self._write_said = True
         if self.stages:
             self._has_staging = True
@@ -379,7 +407,9 @@ class Filling(GroupCall[calls.FillCall]):
         self.finish(error=self.error)
 
     def room_ended(self, error: TensorHubError | None) -> None:
-        """ROOM: there is room for staging memory, or `error` says why not. STOPPING: the wait for room has ended."""
+        """ROOM: there is room for staging memory, or `error` says why not. STOPPING: the wait for
+        room has ended.
+        """
         if self.phase is Phase.ROOM and error is None:
             self._begin_copying()
             return
@@ -393,10 +423,13 @@ class Filling(GroupCall[calls.FillCall]):
         self._memory.fill(self._bound.content(self.generation))
         self._begin_copying()
 
-    # ------------------------------------------------------------------------------------- what needs no network
+    # ------------------------------------------------------------------------------------- what
+    # needs no network
 
     def _begin_copying(self) -> None:
-        """Copy from host copies of this worker, even from one that is being filled; then pull the rest."""
+        """Copy from host copies of this worker, even from one that is being filled; then pull the
+        rest.
+        """
         if not self._copy_on():
             self._start_pull()
 
@@ -405,31 +438,50 @@ class Filling(GroupCall[calls.FillCall]):
         version, manifest = self._bound.version, self._bound.manifest
         if not self._context.shard.serves or len(self._copied) == manifest.chunk_count:
             return False
-        found = [c for c in self._context.copies.find(version.content_id, manifest.grid_id) if c not in self._tried]
+        found = [
+            c
+            for c in self._context.copies.find(version.content_id, manifest.grid_id)
+            if c not in self._tried
+        ]
         if not found:
             return False
         self.enter(Phase.COPYING)
         self._tried.update(found)
         sources = tuple(found)
-        self._context.act(calls.CopyLocally(version, manifest, self.generation, sources, self._copied, staged=self.stages))
+        self._context.act(
+            calls.CopyLocally(
+                version, manifest, self.generation, sources, self._copied, staged=self.stages
+            )
+        )
         return True
 
     def copied(self, chunks: frozenset[int]) -> None:
-        """COPYING: these chunks are present now. A copy may have another generation by now, so look again."""
+        """COPYING: these chunks are present now. A copy may have another generation by now, so look
+        again.
+        """
         if self.phase is Phase.COPYING:
             self._copied = chunks
             if not self._copy_on():
                 self._start_pull()
 
-    # ------------------------------------------------------------------------------------------------- the pull
+    # ----------------------------------------------------------------------------------------------
+    # the pull
 
     def _start_pull(self) -> None:
         shard = self._context.shard
         if shard.serves and shard.medium is Medium.DEVICE:
-            self._context.act(calls.EndPrefetch())  # its chunks of this content are copied; both would read the rest
+            # its chunks of this content are copied; both would read the rest
+            self._context.act(calls.EndPrefetch())
         self.enter(Phase.PULLING)
         grants = self._leases.begin_reading()
-        what = self._bound.version, self._bound.manifest, self.generation, grants, self._copied, self.stages
+        what = (
+            self._bound.version,
+            self._bound.manifest,
+            self.generation,
+            grants,
+            self._copied,
+            self.stages,
+        )
         self._context.act(calls.StartPull(*what))
 
     def source_failed(self, lane: str, reason: str, detail: str, chunk: int | None) -> None:
@@ -451,17 +503,24 @@ class Filling(GroupCall[calls.FillCall]):
         self.enter(Phase.VOTED)
         bound, vote = self._bound, self._vote
         if self.stages:
-            self._memory.stage(replace(bound.content(self.generation), root=vote.root, roots=vote.roots))
+            self._memory.stage(
+                replace(bound.content(self.generation), root=vote.root, roots=vote.roots)
+            )
         else:
             self._memory.verified(vote.root, vote.roots)
         vote.say()
-        # No other memory depends on a fetch. A fetch that can check the published digests by itself need not wait.
-        if not self._context.shard.serves and (bound.manifest.digest == "none" or vote.root == bound.root != b""):
+        # No other memory depends on a fetch. A fetch that can check the published digests by itself
+        # need not wait.
+        if not self._context.shard.serves and (
+            bound.manifest.digest == "none" or vote.root == bound.root != b""
+        ):
             self._memory.fetched()
             self.finish(version=bound.version, changed=True)
 
     def compared(self, following: int, wrong: Sequence[Wrong]) -> None:
-        """The wrong chunks of that part, with published digests and origins: read them again after the last part."""
+        """The wrong chunks of that part, with published digests and origins: read them again after
+        the last part.
+        """
         if self.phase is Phase.VOTED and self._vote.compared(following, wrong):
             self._reread()
 
@@ -475,7 +534,11 @@ class Filling(GroupCall[calls.FillCall]):
         self._leases.begin_reading()
         wrong = self._vote.take_wrong()
         there = frozenset(range(manifest.chunk_count)) - wrong.keys()
-        self._context.act(calls.StartPull(version, manifest, self.generation, (), there, self.stages, wrong, again=True))
+        self._context.act(
+            calls.StartPull(
+                version, manifest, self.generation, (), there, self.stages, wrong, again=True
+            )
+        )
 
     def pull_failed(self, error: TensorHubError) -> None:
         """The pull or the copying cannot go on."""
@@ -500,10 +563,12 @@ class Filling(GroupCall[calls.FillCall]):
         else:
             self._torn(self.error)
 
-    # -------------------------------------------------------------------------------------------------- its end
+    # ----------------------------------------------------------------------------------------------
+    # its end
 
     def _may_be_committed(self) -> bool:
-        return self.phase is Phase.VOTED or self.binding is None  # a barrier is not told before its end
+        # a barrier is not told before its end
+        return self.phase is Phase.VOTED or self.binding is None
 
     def committed(self, version: VersionInfo) -> None:
         content, changed = self._memory.content, True
@@ -523,10 +588,17 @@ class Filling(GroupCall[calls.FillCall]):
             self._memory.filled()
         elif content is not None and content.version.content_id == version.content_id and held:
             changed = False  # a barrier: this content was held already
-        elif self.phase in (Phase.ASKED, Phase.ABANDONING) and (content is None or self._call.kind is OpKind.PREFETCH):
-            changed = False  # as above, but rolled back since; or the content is in use, so there is nothing to prefetch
+        elif self.phase in (Phase.ASKED, Phase.ABANDONING) and (
+            content is None or self._call.kind is OpKind.PREFETCH
+        ):
+            # as above, but rolled back since; or the content is in use, so there is nothing to
+            # prefetch
+            changed = False
         else:
-            raise ProtocolError(f"{self}: the coordinator has committed it before this rank voted: its mistake, not ours")
+            raise ProtocolError(
+                f"{self}: the coordinator has committed it before this rank voted: its mistake, "
+                f"not ours"
+            )
         self._finish_committed(version, changed=changed)
 
     def applied(self, *, whole: bool) -> None:
@@ -536,12 +608,21 @@ class Filling(GroupCall[calls.FillCall]):
         if whole:
             self._finish_committed(self._bound.version)
             return
-        text = f"{self._context.title}: what was staged did not arrive as it was verified: this machine's memory is at fault"
+        text = (
+            f"{self._context.title}: what was staged did not arrive as it was verified: this "
+            f"machine's memory is at fault"
+        )
         error = IntegrityError(text)
         set_memory(error, "torn")
         self.finish(error=error)
 
-    def finish(self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None) -> None:
+    def finish(
+        self,
+        *,
+        version: VersionInfo | None = None,
+        changed: bool = False,
+        error: Exception | None = None,
+    ) -> None:
         if self._has_staging:
             self._has_staging = False
             self._context.act(calls.FreeStaging())
@@ -567,7 +648,8 @@ class Filling(GroupCall[calls.FillCall]):
             case Phase.VOTED:
                 self._torn(error)
             case _:
-                if self._write_said or self._may_have_missed_write:  # a fill that was never begun may be counted on
+                # a fill that was never begun may be counted on
+                if self._write_said or self._may_have_missed_write:
                     self._memory.restate()
                 self.finish(error=error)
 
@@ -583,7 +665,8 @@ class Filling(GroupCall[calls.FillCall]):
             case Phase.ROOM | Phase.COPYING | Phase.PULLING:
                 self._abandon(error)
                 self._stop_pull(error)
-            case Phase.VOTED if not self._context.shard.serves:  # no other memory depends on a fetch
+            # no other memory depends on a fetch
+            case Phase.VOTED if not self._context.shard.serves:
                 self._abandon(error)
                 self._torn(error)
             case Phase.VOTED:
@@ -598,12 +681,15 @@ class Filling(GroupCall[calls.FillCall]):
                     self.error = error
                     self._abandon(error)
             case _:
-                raise InvariantBroken(f"{self} is in no phase of a fill. Story:\n{self._memory.story}")
+                raise InvariantBroken(
+                    f"{self} is in no phase of a fill. Story:\n{self._memory.story}"
+                )
 
     def _leave_unheard(self) -> None:
         """The outcome does not come, and nothing was written here."""
         if self._may_hold and self.binding is None and self.error is not None:
-            # The held content may have been its vote, even if it was given up since: its group may have ended well.
+            # The held content may have been its vote, even if it was given up since: its group may
+            # have ended well.
             set_memory(self.error, "in_doubt")
         self.finish(error=self.error)
 

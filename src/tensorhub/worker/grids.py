@@ -15,7 +15,8 @@ class Grid:
 
     sizes: Sequence[int]  # bytes of each chunk
     digests: MutableSequence[int | None]  # of each chunk; None until it is made or has arrived
-    made: list[int] | None = None  # chunks with digests that were made here, and not told yet; None: not collected
+    # chunks with digests that were made here, and not told yet; None: not collected
+    made: list[int] | None = None
     undigested: int = 0  # always digests.count(None), where `made` is kept
 
     def tell(self) -> None:

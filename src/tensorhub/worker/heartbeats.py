@@ -1,6 +1,8 @@
-"""The heartbeats of a session on the worker's side: their content, and when a connection is given up.
+"""The heartbeats of a session on the worker's side: their content, and when a connection is given
+up.
 
-Counts beats, not seconds, so that a process that was stopped does not blame the coordinator. Not responsible for time.
+Counts beats, not seconds, so that a process that was stopped does not blame the coordinator. Not
+responsible for time.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ BEATS_PER_LEASE = 4
 
 
 class Heartbeats:
-    """The heartbeats of one worker, session after session. `lease_s`: the lease until a coordinator states its own."""
+    """The heartbeats of one worker, session after session. `lease_s`: the lease until a coordinator
+    states its own.
+    """
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
-        self._said_at = 0.0  # when the coordinator said the newest Welcome or HeartbeatAck that came, by its own clock
+        # when the coordinator said the newest Welcome or HeartbeatAck that came, by its own clock
+        self._said_at = 0.0
         self._sequence = 0
         self._answered = 0  # the newest that was acknowledged, or that a former session has said
         self._unanswered = 0  # beats since anything was heard in this session
@@ -42,13 +47,15 @@ class Heartbeats:
 
     @property
     def late_s(self) -> float:
-        """At the time of the next heartbeat: how long, at least, the unacknowledged heartbeats wait. The coordinator is that
-        far behind, and other messages to it wait as long.
+        """At the time of the next heartbeat: how long, at least, the unacknowledged heartbeats
+        wait. The coordinator is that far behind, and other messages to it wait as long.
         """
         return (self._sequence - self._answered) * self.every_s
 
     def is_in_vain(self) -> bool:
-        """It is time for the next heartbeat. Whether the session is given up instead: the coordinator does not answer."""
+        """It is time for the next heartbeat. Whether the session is given up instead: the
+        coordinator does not answer.
+        """
         self._unanswered += 1
         return self._unanswered > BEATS_PER_LEASE
 

@@ -1,25 +1,32 @@
-"""A worker's copies in host memory: prefetched ones beside its handles, retention copies that the coordinator orders, seeds.
+"""A worker's copies in host memory: prefetched ones beside its handles, retention copies that the
+coordinator orders, seeds.
 
-Each copy is a handle of its own, with a registration and a `Member`. Events in, actions out: every input returns the actions
-that follow, in order. A caller's request ends with `FinishRequest`, under the number of the request.
+Each copy is a handle of its own, with a registration and a `Member`. Events in, actions out: every
+input returns the actions that follow, in order. A caller's request ends with `FinishRequest`, under
+the number of the request.
 
-Theory of operation. All copies are filled in one way, whatever they are for (`Purpose`): the coordinator knows the copy, the
-copy's turn has come, there is room for it in the budget, and then its handle makes a fill call. That fill copies the chunks
-that other memory of this worker has, and reads the rest from other workers. The purpose decides which copy makes room
-(`worker.budget`), and when a copy ends:
+Theory of operation. All copies are filled in one way, whatever they are for (`Purpose`): the
+coordinator knows the copy, the copy's turn has come, there is room for it in the budget, and then
+its handle makes a fill call. That fill copies the chunks that other memory of this worker has, and
+reads the rest from other workers. The purpose decides which copy makes room (`worker.budget`), and
+when a copy ends:
 
-- A prefetched copy is released once an update has used it, and is filled again later. It ends with its handle.
-- A retention copy ends when the coordinator needs it no more, or with the caller's last handle: the process may end then.
+- A prefetched copy is released once an update has used it, and is filled again later. It ends with
+  its handle.
+- A retention copy ends when the coordinator needs it no more, or with the caller's last handle: the
+  process may end then.
 - A seed is filled again with each version, and ends with the worker.
 
-A task of several steps is a procedure (`worker.procedures`). A procedure takes a copy's turn before it fills, releases or
-closes the copy, so no fill begins in the midst of a release. One procedure at a time makes room, by releasing copies that
-are outranked. A close of a handle first closes the copies that end with the handle, each with its own leave (R5). If a copy
-must stay, the close fails, and the handle is unchanged.
+A task of several steps is a procedure (`worker.procedures`). A procedure takes a copy's turn before
+it fills, releases or closes the copy, so no fill begins in the midst of a release. One procedure at
+a time makes room, by releasing copies that are outranked. A close of a handle first closes the
+copies that end with the handle, each with its own leave (R5). If a copy must stay, the close fails,
+and the handle is unchanged.
 
-Responsible for which copies exist, and for how much memory they may take. Not responsible for the content of a copy (the
-copy's `Member` is), nor for its readers (to the coordinator a copy is an ordinary holder). Not responsible for memory:
-`take` and `freed` say when memory is taken and given back. Nor for time, which is an argument.
+Responsible for which copies exist, and for how much memory they may take. Not responsible for the
+content of a copy (the copy's `Member` is), nor for its readers (to the coordinator a copy is an
+ordinary holder). Not responsible for memory: `take` and `freed` say when memory is taken and given
+back. Nor for time, which is an argument.
 """
 
 from __future__ import annotations
@@ -30,11 +37,27 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, RetentionError, StateError, TensorHubError
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    OperationTimeout,
+    RetentionError,
+    StateError,
+    TensorHubError,
+)
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import CopyRefused, DropCopy, ErrorInfo, MakeCopy
 from tensorhub.model.manifest import Manifest
-from tensorhub.types import LATEST, FetchReport, HandleState, Medium, OpKind, Purpose, Selector, VersionInfo, host_group
+from tensorhub.types import (
+    LATEST,
+    FetchReport,
+    HandleState,
+    Medium,
+    OpKind,
+    Purpose,
+    Selector,
+    VersionInfo,
+    host_group,
+)
 from tensorhub.worker.budget import Budget
 from tensorhub.worker.calls import Call, CloseCall, FillCall, RefuseCall, ReleaseCall, Say
 from tensorhub.worker.host_copy_actions import (
@@ -58,7 +81,8 @@ class Copy:
 
     shard: Shard
     handle: str = ""  # the registration of the handle that it is prefetched for
-    is_known: bool = False  # the coordinator has answered its registration: it has it, or `refusal` says why not
+    # the coordinator has answered its registration: it has it, or `refusal` says why not
+    is_known: bool = False
     refusal: Exception | None = None
     nbytes: int = 0  # of memory that it had when its last call ended
     fills: int = 0  # that were begun
@@ -73,7 +97,9 @@ class Copy:
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """A call of a handle that was begun here, until it has ended; or a question, of no registration."""
+    """A call of a handle that was begun here, until it has ended; or a question, of no
+    registration.
+    """
 
     number: int
     registration: str = ""
@@ -84,8 +110,8 @@ class Attempt:
 
 
 class HostCopies:
-    """`idents` makes registrations that were never made before. Inputs about a registration that is not known (any more),
-    or about a call or question that is over, change nothing.
+    """`idents` makes registrations that were never made before. Inputs about a registration that is
+    not known (any more), or about a call or question that is over, change nothing.
     """
 
     def __init__(self, bytes_max: int, op_timeout_s: float, idents: Callable[[], str]) -> None:
@@ -106,7 +132,9 @@ class HostCopies:
         self._is_stopped = False  # the worker closes
 
     def __repr__(self) -> str:
-        return f"<HostCopies: {len(self._copies)}, {len(self._procedures)} under way, {self.budget!r}>"
+        return (
+            f"<HostCopies: {len(self._copies)}, {len(self._procedures)} under way, {self.budget!r}>"
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -144,7 +172,9 @@ class HostCopies:
         actions, self._actions = self._actions, []
         return actions
 
-    def _procedure_ended(self, procedure: Procedure, report: FetchReport | None, error: Exception | None) -> None:
+    def _procedure_ended(
+        self, procedure: Procedure, report: FetchReport | None, error: Exception | None
+    ) -> None:
         if procedure.request is not None:
             cancelled = isinstance(error, Cancelled)
             error = StateError("the call was cancelled by its caller") if cancelled else error
@@ -152,14 +182,21 @@ class HostCopies:
         elif error is not None:
             raise error
 
-    # ------------------------------------------------------------------------------------------- inputs: requests
+    # -------------------------------------------------------------------------------------------
+    # inputs: requests
 
-    def prefetch(self, request: int, member: Member, selector: Selector, timeout_s: float, now: float) -> list[CopyAction]:
+    def prefetch(
+        self, request: int, member: Member, selector: Selector, timeout_s: float, now: float
+    ) -> list[CopyAction]:
         """Fill this handle's host copy with a version, in place of what it held."""
         return self._begin(self._prefetch(member, selector, timeout_s), now, request)
 
-    def seed(self, request: int, info: VersionInfo, shard: int, timeout_s: float, now: float) -> list[CopyAction]:
-        """Have this worker's seed of that shard of the model hold its newest version; the first time, make the seed."""
+    def seed(
+        self, request: int, info: VersionInfo, shard: int, timeout_s: float, now: float
+    ) -> list[CopyAction]:
+        """Have this worker's seed of that shard of the model hold its newest version; the first
+        time, make the seed.
+        """
         return self._begin(self._seed(info, shard, timeout_s), now, request)
 
     def close(
@@ -168,8 +205,12 @@ class HostCopies:
         """Close a handle with the host copies that end with it."""
         return self._begin(self._close(member, timeout_s, abandon=abandon), now, request)
 
-    def make_room(self, request: int, ident: str, purpose: Purpose, nbytes: int, now: float) -> list[CopyAction]:
-        """Reserve so many bytes for `ident`, once those that it outranks are gone. StateError: there is no room for it."""
+    def make_room(
+        self, request: int, ident: str, purpose: Purpose, nbytes: int, now: float
+    ) -> list[CopyAction]:
+        """Reserve so many bytes for `ident`, once those that it outranks are gone. StateError:
+        there is no room for it.
+        """
         return self._begin(self._make_room(ident, purpose, nbytes), now, request)
 
     def cancel(self, request: int, now: float) -> list[CopyAction]:
@@ -181,13 +222,16 @@ class HostCopies:
         """The worker closes: nothing is begun any more that no caller asks for."""
         self._is_stopped = True
 
-    # ------------------------------------------------------------------------------------ inputs: handles and their memory
+    # ------------------------------------------------------------------------------------ inputs:
+    # handles and their memory
 
     def began(self, member: Member) -> None:
         """A handle was made: a caller's, or what StartHandle asked for."""
         self._members[member.shard.registration] = member
 
-    def answered(self, registration: str, refusal: Exception | None, now: float) -> list[CopyAction]:
+    def answered(
+        self, registration: str, refusal: Exception | None, now: float
+    ) -> list[CopyAction]:
         """The coordinator has it, or not: `refusal`."""
         copy = self._copies.get(registration)
         if copy is not None:
@@ -195,7 +239,13 @@ class HostCopies:
         return self._go_on(now)
 
     def call_ended(
-        self, number: int, now: float, *, report: FetchReport | None = None, error: Exception | None = None, nbytes: int = 0
+        self,
+        number: int,
+        now: float,
+        *,
+        report: FetchReport | None = None,
+        error: Exception | None = None,
+        nbytes: int = 0,
     ) -> list[CopyAction]:
         """The call of a BeginCall is over. `nbytes`: of host memory that its handle has now."""
         attempt = self._attempts.get(number)
@@ -219,7 +269,9 @@ class HostCopies:
         return self._go_on(now)
 
     def take(self, ident: str, purpose: Purpose, nbytes: int) -> None:
-        """Memory is about to be taken, maybe of another size than was reserved: versions may differ. StateError: no room."""
+        """Memory is about to be taken, maybe of another size than was reserved: versions may
+        differ. StateError: no room.
+        """
         self.budget.reserve(ident, purpose, nbytes)
 
     def freed(self, ident: str, now: float) -> list[CopyAction]:
@@ -233,9 +285,12 @@ class HostCopies:
                 self._drop(copy)  # it was ordered out
         return self._go_on(now)
 
-    def end_prefetch(self, registration: str, now: float, *, frees: bool = False) -> list[CopyAction]:
-        """An update of this handle has copied the chunks that the handle's copy has; both would read the rest. `frees`: the
-        update is done, so the copy is released, in the background (R10).
+    def end_prefetch(
+        self, registration: str, now: float, *, frees: bool = False
+    ) -> list[CopyAction]:
+        """An update of this handle has copied the chunks that the handle's copy has; both would
+        read the rest. `frees`: the update is done, so the copy is released, in the background
+        (R10).
         """
         copy = self._prefetched(registration)
         if copy is None:
@@ -248,11 +303,18 @@ class HostCopies:
         return self._begin(self._release_quietly(copy, copy.fills), now)
 
     def _cancel_fill(self, copy: Copy) -> None:
-        """End the fill that runs on a copy, unless its rank has voted: then all of the version is there."""
+        """End the fill that runs on a copy, unless its rank has voted: then all of the version is
+        there.
+        """
         member = self._members.get(copy.ident)
-        for attempt in self._attempts.values() if member is not None and not member.has_voted else ():
+        for attempt in (
+            self._attempts.values() if member is not None and not member.has_voted else ()
+        ):
             if attempt.registration == copy.ident and isinstance(attempt.call, FillCall):
-                error = StateError(f"{copy.shard.title}: an update has taken what was prefetched so far", retryable=True)
+                error = StateError(
+                    f"{copy.shard.title}: an update has taken what was prefetched so far",
+                    retryable=True,
+                )
                 self._act(CancelCall(attempt.number, copy.ident, error))
 
     def ended(self, registration: str, now: float) -> list[CopyAction]:
@@ -261,12 +323,15 @@ class HostCopies:
         gone, copy = self._copies.pop(registration, None), self._prefetched(registration)
         if gone is not None:
             gone.is_known = True
-            gone.refusal = gone.refusal or StateError(f"{gone.shard.title} was given up", retryable=True)
+            gone.refusal = gone.refusal or StateError(
+                f"{gone.shard.title} was given up", retryable=True
+            )
         if copy is not None:
             self._drop(copy)
         return self._go_on(now)
 
-    # ----------------------------------------------------------------------------------- inputs: the coordinator, and time
+    # ----------------------------------------------------------------------------------- inputs:
+    # the coordinator, and time
 
     def ordered(self, order: MakeCopy, now: float) -> list[CopyAction]:
         """The coordinator wants a copy."""
@@ -293,9 +358,12 @@ class HostCopies:
         """Waits that are overdue end."""
         return self._go_on(now)
 
-    # ------------------------------------------------------------------------------------------------- what copies are for
+    # ----------------------------------------------------------------------------------------------
+    # what copies are for
 
-    def _prefetch(self, member: Member, selector: Selector, timeout_s: float) -> Steps[FetchReport | None]:
+    def _prefetch(
+        self, member: Member, selector: Selector, timeout_s: float
+    ) -> Steps[FetchReport | None]:
         shard = member.shard
         manifest = shard.manifest
         assert manifest is not None
@@ -306,15 +374,22 @@ class HostCopies:
         member.report_loss()
         copy = self._prefetched(shard.registration)
         if copy is not None and copy.refusal is not None and not copy.is_filling:
-            self._drop(copy)  # a coordinator that has come back did not take it: it may take another
+            # a coordinator that has come back did not take it: it may take another
+            self._drop(copy)
             copy = None
         if copy is None:
             if shard.world_size == 1:  # no other rank has to hear of it: before anything is said
                 self._check_possible(manifest.region_bytes)
             group, ident = host_group(shard.group), self._idents()
-            of_host = replace(shard, registration=ident, group=group, medium=Medium.HOST, purpose=Purpose.PREFETCH)
+            of_host = replace(
+                shard, registration=ident, group=group, medium=Medium.HOST, purpose=Purpose.PREFETCH
+            )
             copy = self._start(of_host, shard.registration)
-        return (yield from self._fill(copy, FillCall(OpKind.PREFETCH, selector), manifest.region_bytes, timeout_s))
+        return (
+            yield from self._fill(
+                copy, FillCall(OpKind.PREFETCH, selector), manifest.region_bytes, timeout_s
+            )
+        )
 
     def _check_possible(self, nbytes: int) -> None:
         """Raise StateError if there is no room for so many bytes to be prefetched."""
@@ -325,12 +400,21 @@ class HostCopies:
     def _seed(self, info: VersionInfo, shard: int, timeout_s: float) -> Steps[FetchReport | None]:
         manifest = yield from self._manifest(info, shard, timeout_s)
         mine = [each for each in self._copies.values() if each.shard.purpose is Purpose.SEED]
-        copy = next((each for each in mine if (each.shard.model, each.shard.number) == (info.model, shard)), None)
+        copy = next(
+            (each for each in mine if (each.shard.model, each.shard.number) == (info.model, shard)),
+            None,
+        )
         if copy is None:
             self.budget.plan("", Purpose.SEED, manifest.region_bytes)
             ident = self._idents()
-            copy = self._start(_one_shard(ident, f"seed/{ident}", info, shard, manifest, Purpose.SEED, spot=False))
-        return (yield from self._fill(copy, FillCall(OpKind.PREFETCH, LATEST), manifest.region_bytes, timeout_s))
+            copy = self._start(
+                _one_shard(ident, f"seed/{ident}", info, shard, manifest, Purpose.SEED, spot=False)
+            )
+        return (
+            yield from self._fill(
+                copy, FillCall(OpKind.PREFETCH, LATEST), manifest.region_bytes, timeout_s
+            )
+        )
 
     def _make_ordered(self, order: MakeCopy) -> Steps[None]:
         reason = ""
@@ -346,25 +430,46 @@ class HostCopies:
         if reason:
             self._act(LogEvent("copy_refused", order.copy, reason, is_warning=True))
             self._act(Say(CopyRefused(order.copy, reason[:1000])))
-        if copy is not None and (reason or member is None or member.content is None):  # or it was ordered out meanwhile
+        # or it was ordered out meanwhile
+        if copy is not None and (reason or member is None or member.content is None):
             self._drop(copy)
 
     def _retain(self, order: MakeCopy) -> Steps[None]:
         info, timeout_s = order.version, self._op_timeout_s
         manifest = yield from self._manifest(info, order.shard, timeout_s)
-        going = (self._members.get(each) for each in self.budget.plan(order.copy, Purpose.RETENTION, manifest.region_bytes))
+        going = (
+            self._members.get(each)
+            for each in self.budget.plan(order.copy, Purpose.RETENTION, manifest.region_bytes)
+        )
         contents = (member.content for member in going if member is not None)
-        if any(content is not None and content.version.content_id == info.content_id for content in contents):
-            raise StateError("there is room for it in the place of its source only, which has to stay until it is made")
+        if any(
+            content is not None and content.version.content_id == info.content_id
+            for content in contents
+        ):
+            raise StateError(
+                "there is room for it in the place of its source only, which has to stay until it "
+                "is made"
+            )
         group = f"copy/{order.copy}"
-        of_host = _one_shard(order.copy, group, info, order.shard, manifest, Purpose.RETENTION, spot=self._is_spot)
+        of_host = _one_shard(
+            order.copy, group, info, order.shard, manifest, Purpose.RETENTION, spot=self._is_spot
+        )
         copy = self._start(of_host)
-        yield from self._fill(copy, FillCall(OpKind.REPLICATE, info.version), manifest.region_bytes, timeout_s)
+        yield from self._fill(
+            copy, FillCall(OpKind.REPLICATE, info.version), manifest.region_bytes, timeout_s
+        )
         made = self._members.get(order.copy)
-        if made is not None and made.content is not None and made.content.version.content_id != info.content_id:
-            raise StateError(f"version {info.version} of {info.model!r} is another one by now", retryable=True)
+        if (
+            made is not None
+            and made.content is not None
+            and made.content.version.content_id != info.content_id
+        ):
+            raise StateError(
+                f"version {info.version} of {info.model!r} is another one by now", retryable=True
+            )
 
-    # ------------------------------------------------------------------------------------------------- the life of a copy
+    # ----------------------------------------------------------------------------------------------
+    # the life of a copy
 
     def _start(self, shard: Shard, handle: str = "") -> Copy:
         """A new copy."""
@@ -372,10 +477,15 @@ class HostCopies:
         self._act(StartHandle(shard))
         return copy
 
-    def _fill(self, copy: Copy, call: FillCall, nbytes: int, timeout_s: float) -> Steps[FetchReport | None]:
+    def _fill(
+        self, copy: Copy, call: FillCall, nbytes: int, timeout_s: float
+    ) -> Steps[FetchReport | None]:
         """Fill a copy, once the coordinator knows it, its turn has come, and there is room."""
         if copy.is_filling:
-            text = f"{copy.shard.title}: a prefetch is still running on this handle; one prefetch at a time"
+            text = (
+                f"{copy.shard.title}: a prefetch is still running on this handle; one prefetch "
+                f"at a time"
+            )
             raise StateError(text, retryable=True)
         copy.is_filling, until = True, self._now + timeout_s
         try:
@@ -395,10 +505,14 @@ class HostCopies:
                 self.budget.free(copy.ident)
 
     def _until_known(self, copy: Copy, timeout_s: float) -> Steps[None]:
-        """Goes on when the coordinator knows it; raises, and it is dropped, if that does not come."""
+        """Goes on when the coordinator knows it; raises, and it is dropped, if that does not
+        come.
+        """
         text = f"{copy.shard.title}: the coordinator did not answer within {timeout_s:g} s"
         try:
-            with self._procedures.current.within(self._now + timeout_s, lambda: CoordinatorUnavailable(text)):
+            with self._procedures.current.within(
+                self._now + timeout_s, lambda: CoordinatorUnavailable(text)
+            ):
                 yield lambda: copy.is_known
             if copy.refusal is not None:
                 raise copy.refusal
@@ -407,8 +521,13 @@ class HostCopies:
             raise
 
     def _take_turn(self, copy: Copy, nbytes: int, timeout_s: float) -> Steps[None]:
-        """Have the copy's turn, and room for it. Both may have to wait for readers of memory that is being given back."""
-        text = f"{copy.shard.title}: no host memory within {timeout_s:g} s: what it held before, or what has to make room, "
+        """Have the copy's turn, and room for it. Both may have to wait for readers of memory that
+        is being given back.
+        """
+        text = (
+            f"{copy.shard.title}: no host memory within {timeout_s:g} s: what it held before, "
+            f"or what has to make room, "
+        )
         late = f"{text}is still being read; try again"
         with self._procedures.current.within(self._now + timeout_s, lambda: OperationTimeout(late)):
             yield from copy.turn.take()
@@ -422,7 +541,9 @@ class HostCopies:
                 raise
 
     def _take_room(self, copy: Copy, nbytes: int, timeout_s: float) -> Steps[None]:
-        """Without room the call ends on all ranks: each rank would wait for this rank until its deadline."""
+        """Without room the call ends on all ranks: each rank would wait for this rank until its
+        deadline.
+        """
         try:
             if copy.shard.purpose is Purpose.PREFETCH:
                 self._check_possible(nbytes)
@@ -438,23 +559,37 @@ class HostCopies:
         yield from self._room.take()
         try:
             asked = set[str]()
-            # Planned again each time: during the wait for one copy, further copies may have given their room back.
-            while others := [other for other in self.budget.plan(ident, purpose, nbytes) if other not in asked]:
+            # Planned again each time: during the wait for one copy, further copies may have given
+            # their room back.
+            while others := [
+                other for other in self.budget.plan(ident, purpose, nbytes) if other not in asked
+            ]:
                 other = others[0]
                 asked.add(other)
                 copy = self._copies.get(other)
                 if copy is not None:
-                    self._act(LogEvent("copy_evicted", other, f"{nbytes} bytes are needed for another's {purpose.value}"))
-                    error = StateError("its host memory is needed for something that comes first", retryable=True)
+                    self._act(
+                        LogEvent(
+                            "copy_evicted",
+                            other,
+                            f"{nbytes} bytes are needed for another's {purpose.value}",
+                        )
+                    )
+                    error = StateError(
+                        "its host memory is needed for something that comes first", retryable=True
+                    )
                     yield from self._end_call(other, error)
-                    if self.budget.reservation(other) is not None:  # else a fill may have its turn, and wait for this room
+                    # else a fill may have its turn, and wait for this room
+                    if self.budget.reservation(other) is not None:
                         yield from self._release(copy)
             self.budget.reserve(ident, purpose, nbytes)
         finally:
             self._room.give_back()
 
     def _release(self, copy: Copy, wanted: Callable[[], bool] = lambda: True) -> Steps[None]:
-        """Give a copy's memory back, once its readers are moved or fenced; if that is still wanted when its turn comes."""
+        """Give a copy's memory back, once its readers are moved or fenced; if that is still wanted
+        when its turn comes.
+        """
         yield from copy.turn.take()
         try:
             if wanted() and self.budget.reservation(copy.ident) is not None:
@@ -465,7 +600,9 @@ class HostCopies:
     def _release_quietly(self, copy: Copy, fills: int) -> Steps[None]:
         """`fills`: a fill that was begun later is for another version, and goes on."""
         try:
-            yield from self._end_call(copy.ident, StateError("an update has taken what was prefetched", retryable=True))
+            yield from self._end_call(
+                copy.ident, StateError("an update has taken what was prefetched", retryable=True)
+            )
             yield from self._release(copy, lambda: copy.fills == fills)
         except RetentionError as error:
             self._act(LogEvent("copy_must_stay", copy.ident, str(error)))
@@ -482,8 +619,12 @@ class HostCopies:
         if copy.ident in self._copies:
             self._drop(copy)
 
-    def _give_back(self, copy: Copy, call: ReleaseCall | CloseCall, timeout_s: float) -> Steps[None]:
-        """Make this call on a copy. A copy that ends meanwhile, as after a rollback, has no memory any more."""
+    def _give_back(
+        self, copy: Copy, call: ReleaseCall | CloseCall, timeout_s: float
+    ) -> Steps[None]:
+        """Make this call on a copy. A copy that ends meanwhile, as after a rollback, has no memory
+        any more.
+        """
         if not self._is_closed(copy.ident):
             try:
                 yield from self._call(copy.ident, call, timeout_s)
@@ -502,12 +643,17 @@ class HostCopies:
         self._copies.pop(copy.ident, None)
         self._act(DropHandle(copy.ident))
 
-    # ----------------------------------------------------------------------------------------------------- a handle's end
+    # ----------------------------------------------------------------------------------------------
+    # a handle's end
 
     @property
     def _process_ends(self) -> bool:
-        """Whether a caller has closed a handle, or is about to, and none is left: this process may end at any time."""
-        used = (m for m in self._members.values() if m.shard.serves and m.shard.purpose is Purpose.USE)
+        """Whether a caller has closed a handle, or is about to, and none is left: this process may
+        end at any time.
+        """
+        used = (
+            m for m in self._members.values() if m.shard.serves and m.shard.purpose is Purpose.USE
+        )
         mine = {m.shard.registration for m in used if m.state is not HandleState.CLOSED}
         return (self._has_closed or bool(self._closing)) and mine <= set(self._closing)
 
@@ -526,28 +672,36 @@ class HostCopies:
             self._has_closed = self._has_closed or member.state is HandleState.CLOSED
 
     def _close_copies(self, prefetched: Copy | None, until: float) -> Steps[None]:
-        """Close the copies that end with a handle. A copy that is being made is made by another worker instead."""
+        """Close the copies that end with a handle. A copy that is being made is made by another
+        worker instead.
+        """
         ending = [prefetched] if prefetched is not None else []
         if self._process_ends and not self._is_spot:
             making = dict(self._ordered)
             for each in making.values():
                 each.is_cancelled = True
             yield lambda: not making.keys() & self._ordered.keys()
-            ending += [copy for copy in self._copies.values() if copy.shard.purpose is Purpose.RETENTION]
+            ending += [
+                copy for copy in self._copies.values() if copy.shard.purpose is Purpose.RETENTION
+            ]
         for copy in ending:
             yield from self._end_call(copy.ident, StateError("its handle was closed"))
             yield from self._end(copy, max(0.0, until - self._now))
 
-    # ------------------------------------------------------------------------------------------------ calls and questions
+    # ----------------------------------------------------------------------------------------------
+    # calls and questions
 
     def _call(self, registration: str, call: Call, timeout_s: float) -> Steps[FetchReport | None]:
-        """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
+        """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves
+        nothing running.
+        """
         attempt = self._attempt(registration, call)
         self._act(BeginCall(attempt.number, registration, call, timeout_s))
         try:
             yield lambda: attempt.is_over
         except Cancelled:
-            error = StateError("the call was cancelled by its caller")  # other ranks and the log see it
+            # other ranks and the log see it
+            error = StateError("the call was cancelled by its caller")
             yield from self._end_attempt(attempt, error)
             raise
         if attempt.error is not None:
@@ -556,8 +710,12 @@ class HostCopies:
         return attempt.result
 
     def _end_call(self, registration: str, error: StateError) -> Steps[None]:
-        """End the running call, if there is one, with `error`; goes on when nothing of it runs any more."""
-        for attempt in [each for each in self._attempts.values() if each.registration == registration]:
+        """End the running call, if there is one, with `error`; goes on when nothing of it runs any
+        more.
+        """
+        for attempt in [
+            each for each in self._attempts.values() if each.registration == registration
+        ]:
             yield from self._end_attempt(attempt, error)
 
     def _end_attempt(self, attempt: Attempt, error: StateError) -> Steps[None]:
@@ -576,7 +734,9 @@ class HostCopies:
         what = f"manifest of shard {shard} of version {info.version} of {info.model!r}"
         text = f"{what}: the coordinator did not answer within {timeout_s:g} s"
         try:
-            with self._procedures.current.within(self._now + timeout_s, lambda: OperationTimeout(text)):
+            with self._procedures.current.within(
+                self._now + timeout_s, lambda: OperationTimeout(text)
+            ):
                 yield lambda: attempt.is_over
         finally:
             self._attempts.pop(attempt.number, None)
@@ -585,24 +745,41 @@ class HostCopies:
         assert isinstance(attempt.result, bytes)
         return Manifest.decode(attempt.result)
 
-    # ------------------------------------------------------------------------------------------------------------- checks
+    # ----------------------------------------------------------------------------------------------
+    # checks
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken if copies, budget and procedures disagree."""
         self.budget.check_invariants()
         for ident, copy in self._copies.items():
             if copy.nbytes and self.budget.reservation(ident) is None:
-                raise InvariantBroken(f"{self!r}: {ident} has {copy.nbytes} bytes of host memory that were not reserved")
-        left = self._attempts or self._ordered or any(copy.is_filling for copy in self._copies.values())
+                raise InvariantBroken(
+                    f"{self!r}: {ident} has {copy.nbytes} bytes of host memory that were not "
+                    f"reserved"
+                )
+        left = (
+            self._attempts
+            or self._ordered
+            or any(copy.is_filling for copy in self._copies.values())
+        )
         if left and not len(self._procedures):
-            raise InvariantBroken(f"{self!r}: nothing is under way, and there is {self._attempts}, {self._ordered}")
+            raise InvariantBroken(
+                f"{self!r}: nothing is under way, and there is {self._attempts}, {self._ordered}"
+            )
 
 
 def _one_shard(
-    registration: str, group: str, info: VersionInfo, shard: int, manifest: Manifest, purpose: Purpose, *, spot: bool
+    registration: str,
+    group: str,
+    info: VersionInfo,
+    shard: int,
+    manifest: Manifest,
+    purpose: Purpose,
+    *,
+    spot: bool,
 ) -> Shard:
-    """A copy of one shard is a group of its own, whatever the layout of its version. (It says of no layout that it is its
-    own, unless that is not the published one.)
+    """A copy of one shard is a group of its own, whatever the layout of its version. (It says of no
+    layout that it is its own, unless that is not the published one.)
     """
     return Shard(
         registration=registration,

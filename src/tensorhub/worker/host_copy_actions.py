@@ -11,21 +11,27 @@ from tensorhub.worker.registration_session import Shard
 
 @dataclass(frozen=True, slots=True)
 class StartHandle:
-    """Make a handle over host memory and call `HostCopies.began`; later `answered`, once the coordinator has."""
+    """Make a handle over host memory and call `HostCopies.began`; later `answered`, once the
+    coordinator has.
+    """
 
     shard: Shard
 
 
 @dataclass(frozen=True, slots=True)
 class DropHandle:
-    """Give that registration up, at once. Its memory is fenced and given back; then `HostCopies.ended`."""
+    """Give that registration up, at once. Its memory is fenced and given back; then
+    `HostCopies.ended`.
+    """
 
     registration: str
 
 
 @dataclass(frozen=True, slots=True)
 class BeginCall:
-    """Begin this call on that handle; then, in any case, `HostCopies.call_ended` with its number."""
+    """Begin this call on that handle; then, in any case, `HostCopies.call_ended` with its
+    number.
+    """
 
     number: int
     registration: str
@@ -44,7 +50,9 @@ class CancelCall:
 
 @dataclass(frozen=True, slots=True)
 class AskManifest:
-    """Ask the coordinator for the manifest; then `manifest_came` or `manifest_failed` with this number."""
+    """Ask the coordinator for the manifest; then `manifest_came` or `manifest_failed` with this
+    number.
+    """
 
     number: int
     version: VersionInfo
@@ -71,4 +79,6 @@ class FinishRequest:
     error: Exception | None = None
 
 
-CopyAction = Say | StartHandle | DropHandle | BeginCall | CancelCall | AskManifest | LogEvent | FinishRequest
+CopyAction = (
+    Say | StartHandle | DropHandle | BeginCall | CancelCall | AskManifest | LogEvent | FinishRequest
+)

@@ -1,6 +1,8 @@
-"""The layouts of publications that a worker keeps: parts, the publications made of them, and transfer plans.
+"""The layouts of publications that a worker keeps: parts, the publications made of them, and
+transfer plans.
 
-Each is fetched, checked and planned once, as long as it is among the newest. Not responsible for asking (`planning`).
+Each is fetched, checked and planned once, as long as it is among the newest. Not responsible for
+asking (`planning`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ READINGS_KEPT_MAX = 2  # of one handle
 
 
 class KnownParts:
-    """A worker's knowledge of publications: the newest parts by id, and the newest publications that were made of them."""
+    """A worker's knowledge of publications: the newest parts by id, and the newest publications
+    that were made of them.
+    """
 
     def __init__(self) -> None:
         self._parts: dict[str, bytes] = {}  # the last used part is last
@@ -24,7 +28,10 @@ class KnownParts:
         self._publications: dict[str, Publication] = {}
 
     def __repr__(self) -> str:
-        return f"<KnownParts: {len(self._parts)} of {self._nbytes} bytes, {len(self._publications)} publications>"
+        return (
+            f"<KnownParts: {len(self._parts)} of {self._nbytes} bytes, "
+            f"{len(self._publications)} publications>"
+        )
 
     def get(self, part_id: str) -> bytes | None:
         part = self._parts.pop(part_id, None)

@@ -1,9 +1,9 @@
 """A rank takes its memory back (R3, R4): unpublish and close; for a host copy, release.
 
-The coordinator is asked first, so that readers can be moved and a retained version stays. But an owner can act alone. It
-waits for the answer half of its time, and has the rest for the fence. An owner that knows that its version is retained
-waits for the leave. If it is cut off, it waits until its own lease is over: from then on the coordinator does not count on
-it (R4).
+The coordinator is asked first, so that readers can be moved and a retained version stays. But an
+owner can act alone. It waits for the answer half of its time, and has the rest for the fence. An
+owner that knows that its version is retained waits for the leave. If it is cut off, it waits until
+its own lease is over: from then on the coordinator does not count on it (R4).
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ class Leaving(ActiveCall[C]):
     alone = True
     _closes: ClassVar[bool] = False
 
-    def __init__(self, call: C, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+    def __init__(
+        self, call: C, context: MemberContext, memory: MemberMemory, timeout_s: float
+    ) -> None:
         super().__init__(call, context, memory, timeout_s)
         self._began = context.now
-        self._abandon = isinstance(call, CloseCall) and call.abandon  # it may leave, whatever is lost with it
+        # it may leave, whatever is lost with it
+        self._abandon = isinstance(call, CloseCall) and call.abandon
 
     def start(self) -> None:
         if self._memory.state is HandleState.READY:
@@ -45,7 +48,8 @@ class Leaving(ActiveCall[C]):
     def _holds_nothing(self) -> None:
         """There is nothing to be fenced."""
 
-    # ------------------------------------------------------------------------------------------- asking for the leave
+    # -------------------------------------------------------------------------------------------
+    # asking for the leave
 
     def _withdraw(self) -> None:
         self._memory.withdraw()
@@ -67,12 +71,23 @@ class Leaving(ActiveCall[C]):
         assert content is not None
         registration = self._context.shard.registration
         self._context.say(
-            LeaveRequest(self.request, registration, content.generation, timeout_s, self._abandon, self._closes)
+            LeaveRequest(
+                self.request,
+                registration,
+                content.generation,
+                timeout_s,
+                self._abandon,
+                self._closes,
+            )
         )
 
     def answered(self, message: LeaveGranted | Done) -> None:
         """The coordinator has something to say to a question of this call."""
-        if self.phase is Phase.WITHDRAWING and message.request == self.request and isinstance(message, LeaveGranted):
+        if (
+            self.phase is Phase.WITHDRAWING
+            and message.request == self.request
+            and isinstance(message, LeaveGranted)
+        ):
             self._fence()
 
     def refused(self, error: TensorHubError) -> None:
@@ -82,27 +97,40 @@ class Leaving(ActiveCall[C]):
             self.give_up(error)
 
     def _must_stay(self, error: TensorHubError) -> None:
-        """The coordinator does not let this memory go: it stays published, under the generation that was never closed."""
+        """The coordinator does not let this memory go: it stays published, under the generation
+        that was never closed.
+        """
         self._memory.stay("must stay")
         self.finish(error=error)
 
     def _take_unasked(self) -> None:
-        """No answer came, or none can come: an owner acts alone (R3), unless it knows that its version is retained (R4)."""
+        """No answer came, or none can come: an owner acts alone (R3), unless it knows that its
+        version is retained (R4).
+        """
         if self._context.now >= self._free_at():
             self._fence()
         elif self._context.now >= self.deadline:
             text = f"{self._context.title}: version {self._memory.version} is retained"
             text += ", and the coordinator can not be asked who else holds it"
-            self._must_stay(RetentionError(f"{text}; it stays published: try again, or close(abandon=True)"))
+            self._must_stay(
+                RetentionError(f"{text}; it stays published: try again, or close(abandon=True)")
+            )
 
     def _free_at(self) -> float:
-        """When this owner may fence without a leave: once its lease is over, its memory counts for retention nowhere."""
+        """When this owner may fence without a leave: once its lease is over, its memory counts for
+        retention nowhere.
+        """
         content, session = self._memory.content, self._context.session
         assert content is not None
         if not content.retained or self._abandon:
             return -inf
-        alone = self._context.shard.world_size == 1  # else the shards of all ranks would stop serving with this shard
-        if alone and not self._closes and self._context.copies.keep(content.version.content_id, content.manifest.grid_id):
+        # else the shards of all ranks would stop serving with this shard
+        alone = self._context.shard.world_size == 1
+        if (
+            alone
+            and not self._closes
+            and self._context.copies.keep(content.version.content_id, content.manifest.grid_id)
+        ):
             return -inf
         return inf if session.online else session.lease_over
 
@@ -111,7 +139,8 @@ class Leaving(ActiveCall[C]):
             return super().next_deadline()
         free_at = self._free_at()
         if free_at == -inf:
-            return (self._began + self.deadline) / 2  # readers have half the time to leave, the fence has the rest
+            # readers have half the time to leave, the fence has the rest
+            return (self._began + self.deadline) / 2
         return super().next_deadline() if free_at == inf else min(free_at, self.deadline)
 
     def overdue(self) -> None:
@@ -125,7 +154,8 @@ class Leaving(ActiveCall[C]):
         if self.phase is Phase.WITHDRAWING:
             self._take_unasked()
 
-    # ------------------------------------------------------------------------------------------------- the fence
+    # ----------------------------------------------------------------------------------------------
+    # the fence
 
     @abstractmethod
     def fenced(self) -> None:
@@ -138,7 +168,8 @@ class Leaving(ActiveCall[C]):
         self._memory.reopen()
         self.finish(error=error)
 
-    # ----------------------------------------------------------------------------------------------- given up
+    # ----------------------------------------------------------------------------------------------
+    # given up
 
     def cancel(self, error: Exception) -> None:
         """A cancelled call waits for the coordinator's answer no longer than the slack."""
@@ -159,7 +190,9 @@ class Leaving(ActiveCall[C]):
             case Phase.FENCING:
                 pass  # it ends by itself
             case _:
-                raise InvariantBroken(f"{self} is in no phase of a leave. Story:\n{self._memory.story}")
+                raise InvariantBroken(
+                    f"{self} is in no phase of a leave. Story:\n{self._memory.story}"
+                )
 
 
 class Unpublishing(Leaving[UnpublishCall]):
@@ -167,7 +200,9 @@ class Unpublishing(Leaving[UnpublishCall]):
 
     what = "unpublish"
 
-    def __init__(self, call: UnpublishCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+    def __init__(
+        self, call: UnpublishCall, context: MemberContext, memory: MemberMemory, timeout_s: float
+    ) -> None:
         super().__init__(call, context, memory, timeout_s)
         self._tells_loss = not call.before_body or memory.state is HandleState.READY
 
@@ -179,14 +214,21 @@ class Unpublishing(Leaving[UnpublishCall]):
             raise StateError(f"{self._context.title} is {state}: there is nothing to unpublish")
 
     def _holds_nothing(self) -> None:
-        """The version was given up without this call, unless a doubt about the version has just been resolved."""
+        """The version was given up without this call, unless a doubt about the version has just
+        been resolved.
+        """
         number, self._memory.given_up = self._memory.given_up, None
         if number is None or not self._tells_loss:
             self.finish()
             return
         self._memory.is_loss_unreported = False
-        text = f"{self._context.title}: version {number}, which it held, is unknown to the coordinator"
-        why = "it was given up or rolled back while this worker was away, or the coordinator has lost its state"
+        text = (
+            f"{self._context.title}: version {number}, which it held, is unknown to the coordinator"
+        )
+        why = (
+            "it was given up or rolled back while this worker was away, or the coordinator has "
+            "lost its state"
+        )
         do = "Nobody reads the memory any more: write it, and publish a new version"
         self.finish(error=LeaseLost(f"{text}: {why}. {do}", retryable=False))
 
@@ -196,7 +238,9 @@ class Unpublishing(Leaving[UnpublishCall]):
 
 
 class Releasing(Leaving[ReleaseCall]):
-    """A host copy gives up what it holds, and its memory, once no reader is left. The copy may be filled again."""
+    """A host copy gives up what it holds, and its memory, once no reader is left. The copy may be
+    filled again.
+    """
 
     what = "release"
 
@@ -214,7 +258,9 @@ class Releasing(Leaving[ReleaseCall]):
 
 
 class Closing(Leaving[CloseCall]):
-    """... -> (DEREGISTERING) -> over: the coordinator forgets the registration, at once or, if it is away, a lease later."""
+    """... -> (DEREGISTERING) -> over: the coordinator forgets the registration, at once or, if it
+    is away, a lease later.
+    """
 
     what = "close"
     _closes = True
@@ -237,7 +283,8 @@ class Closing(Leaving[CloseCall]):
         self.request = self._context.new_request()
         self._context.say(Deregister(self.request, self._context.shard.registration, self._abandon))
         if not self._context.session.ready:
-            self._closed()  # offline it is forgotten anyway; and without a confirmation no reader knows of it
+            # offline it is forgotten anyway; and without a confirmation no reader knows of it
+            self._closed()
 
     def answered(self, message: LeaveGranted | Done) -> None:
         if self.phase is not Phase.DEREGISTERING:

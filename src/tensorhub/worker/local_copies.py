@@ -33,9 +33,12 @@ class LocalCopies:
         """The view of one registration: only copies of its own shard are of use to it."""
         return CopiesOfShard(self, shard)
 
-    def readable(self, content_id: str, grid_id: str, shard: Shard) -> Iterator[tuple[str, MemberMemory, int]]:
-        """The memories that have chunks of this content in that grid: registration, memory, and the generation to copy
-        under. A host copy is filled from all of them, a caller's memory from host copies only.
+    def readable(
+        self, content_id: str, grid_id: str, shard: Shard
+    ) -> Iterator[tuple[str, MemberMemory, int]]:
+        """The memories that have chunks of this content in that grid: registration, memory, and the
+        generation to copy under. A host copy is filled from all of them, a caller's memory from
+        host copies only.
         """
         for registration, memory in self._memories.items():
             content, is_other = memory.readable, registration != shard.registration
@@ -61,13 +64,15 @@ class CopiesOfShard:
         """
         found = [
             (memory.version is None, LocalCopy(registration, generation))
-            for registration, memory, generation in self.copies.readable(content_id, grid_id, self.shard)
+            for registration, memory, generation in self.copies.readable(
+                content_id, grid_id, self.shard
+            )
         ]
         return [copy for _, copy in sorted(found, key=lambda pair: pair[0])]
 
     def keep(self, content_id: str, grid_id: str) -> bool:
-        """Whether a copy holds the whole content, and stays when the handle's memory is written (R4): a retention copy does,
-        unless it is on its way out itself.
+        """Whether a copy holds the whole content, and stays when the handle's memory is written
+        (R4): a retention copy does, unless it is on its way out itself.
         """
         return any(
             memory.state is HandleState.READY and memory.shard.purpose is Purpose.RETENTION

@@ -1,8 +1,9 @@
-"""Copying chunks from one memory of this worker to another: no network, but equal rights and equal digests.
+"""Copying chunks from one memory of this worker to another: no network, but equal rights and equal
+digests.
 
-Each batch is an access at the source's owner (R3), so that a fence waits for it. Responsible for which chunk is copied from
-which source, and for what counts as missing. Not responsible for which copies there are (`worker.local_copies`), nor for
-bytes.
+Each batch is an access at the source's owner (R3), so that a fence waits for it. Responsible for
+which chunk is copied from which source, and for what counts as missing. Not responsible for which
+copies there are (`worker.local_copies`), nor for bytes.
 """
 
 from __future__ import annotations
@@ -22,23 +23,32 @@ M = TypeVar("M")
 class Arrived(Protocol):
     """See `Owner.mark_available`."""
 
-    def __call__(self, named: Sequence[tuple[int, int | None]], origin: Origin | None) -> object: ...
+    def __call__(
+        self, named: Sequence[tuple[int, int | None]], origin: Origin | None
+    ) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Copier(Generic[M]):
-    """How one copy is made. `access`: some of the wanted chunks of a source, to be read for the length of the block. `move`:
-    brings an access' chunks, and returns those that have their digests then. `arrived` hears which chunks are in the
-    destination, and where the source had read them, if it had: so a worker that holds wrong bytes is found behind copies.
+    """How one copy is made. `access`: some of the wanted chunks of a source, to be read for the
+    length of the block. `move`: brings an access' chunks, and returns those that have their digests
+    then. `arrived` hears which chunks are in the destination, and where the source had read them,
+    if it had: so a worker that holds wrong bytes is found behind copies.
     """
 
-    access: Callable[[LocalCopy, Sequence[int]], AbstractContextManager[tuple[Access, M] | Wait | Refusal]]
+    access: Callable[
+        [LocalCopy, Sequence[int]], AbstractContextManager[tuple[Access, M] | Wait | Refusal]
+    ]
     origins: Callable[[Access], Sequence[Origin | None]]
     move: Callable[[Access, M], Mapping[int, int | None]]
     arrived: Arrived
 
-    def copy(self, sources: Sequence[LocalCopy], count: int, there: frozenset[int]) -> frozenset[int]:
-        """Copy those of `count` chunks that are not `there`; returns all that are there then. A damaged chunk is missing."""
+    def copy(
+        self, sources: Sequence[LocalCopy], count: int, there: frozenset[int]
+    ) -> frozenset[int]:
+        """Copy those of `count` chunks that are not `there`; returns all that are there then. A
+        damaged chunk is missing.
+        """
         missing = [chunk for chunk in range(count) if chunk not in there]
         for source in sources:
             left: list[int] = []
@@ -49,12 +59,15 @@ class Copier(Generic[M]):
             missing = left
         return frozenset(range(count)) - frozenset(missing)
 
-    def _copy_from(self, source: LocalCopy, wanted: Sequence[int]) -> Iterator[Mapping[int, int | None]]:
+    def _copy_from(
+        self, source: LocalCopy, wanted: Sequence[int]
+    ) -> Iterator[Mapping[int, int | None]]:
         """Batch by batch, until the source has no wanted chunk left."""
         while wanted:
             with self.access(source, wanted) as answer:
                 if not isinstance(answer, tuple):
-                    return  # none of them is verified there, or the memory has changed its generation
+                    # none of them is verified there, or the memory has changed its generation
+                    return
                 access, memory = answer
                 good, origins = self.move(access, memory), self.origins(access)
             copied: dict[Origin | None, list[tuple[int, int | None]]] = {}

@@ -22,7 +22,8 @@ class KnownManifests:
     def __init__(self, known: dict[str, Manifest], shard: Shard) -> None:
         self._known = known
         self._shard = shard
-        self._fitting: set[str] = set()  # ids; MANIFESTS_KEPT_MAX at most, as a publisher may have another for each version
+        # ids; MANIFESTS_KEPT_MAX at most, as a publisher may have another for each version
+        self._fitting: set[str] = set()
         if shard.manifest is not None:  # mostly the manifest that it is to be filled with
             self._keep(shard.manifest)
 

@@ -1,15 +1,17 @@
 """One registration's side of the protocol: its calls, its votes, and the content of its memory.
 
-Theory of operation. At most one call runs at a time and is in one `Phase`; the handle's state follows its table. Every input
-returns the actions that follow, in order. The machine never waits: the shell reports each result as an input.
+Theory of operation. At most one call runs at a time and is in one `Phase`; the handle's state
+follows its table. Every input returns the actions that follow, in order. The machine never waits:
+the shell reports each result as an input.
 
-The parts: `RegistrationSession` (this rank's standing with the coordinator), `MemberMemory` (the content of its memory), and
-the running call, which is a `Publishing`, a `Filling`, a `Leaving` or a `Refusing`; they share a `MemberContext`. `Member`
-hands each input to the part that the input concerns, and begins a queued call when session and memory allow it.
+The parts: `RegistrationSession` (this rank's standing with the coordinator), `MemberMemory` (the
+content of its memory), and the running call, which is a `Publishing`, a `Filling`, a `Leaving` or a
+`Refusing`; they share a `MemberContext`. `Member` hands each input to the part that the input
+concerns, and begins a queued call when session and memory allow it.
 
-Responsible for what a rank may promise (R6: after its vote only the coordinator decides) and for the order of fences and
-writes (R3, R7). Not responsible for reading bytes (`scheduler.pull`), for access to memory (`worker.owner`), for
-connections, or for time, which is an argument.
+Responsible for what a rank may promise (R6: after its vote only the coordinator decides) and for
+the order of fences and writes (R3, R7). Not responsible for reading bytes (`scheduler.pull`), for
+access to memory (`worker.owner`), for connections, or for time, which is an argument.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ CALLS: Mapping[type[calls.Call], type[ActiveCall[Any]]] = {
 class Member:
     """The machine of one handle. `requests` and `generations` mint numbers that are used once.
 
-    `copies`: the memories that this worker may copy from, shared by its handles. A handle that serves readers is added to
-    them, unless its memory is `in_file`. `parts`: the layouts of publications that the worker knows, shared as well.
+    `copies`: the memories that this worker may copy from, shared by its handles. A handle that
+    serves readers is added to them, unless its memory is `in_file`. `parts`: the layouts of
+    publications that the worker knows, shared as well.
     """
 
     def __init__(
@@ -94,7 +97,9 @@ class Member:
 
     @property
     def content(self) -> Content | None:
-        """The content that the memory holds (READY, DRAINING), is filled with (FILLING) or was voted for (IN_DOUBT)."""
+        """The content that the memory holds (READY, DRAINING), is filled with (FILLING) or was
+        voted for (IN_DOUBT).
+        """
         return self._memory.content
 
     @property
@@ -103,12 +108,16 @@ class Member:
         return self._memory.staged
 
     def manifest_under(self, generation: int) -> Manifest | None:
-        """The manifest of the content, of the staged content, or of the running fill, under that generation."""
+        """The manifest of the content, of the staged content, or of the running fill, under that
+        generation.
+        """
         for content in (self.content, self.staged):
             if content is not None and content.generation == generation:
                 return content.manifest
         call = self.running
-        return call.manifest if isinstance(call, Filling) and call.generation == generation else None
+        return (
+            call.manifest if isinstance(call, Filling) and call.generation == generation else None
+        )
 
     @property
     def running(self) -> ActiveCall[Any] | None:
@@ -117,34 +126,48 @@ class Member:
 
     @property
     def _has_left(self) -> bool:
-        """Whether the handle has deregistered: a Register that came after that would never be taken back."""
-        return self.state is HandleState.CLOSED or (self._call is not None and self._call.phase is Phase.DEREGISTERING)
+        """Whether the handle has deregistered: a Register that came after that would never be taken
+        back.
+        """
+        return self.state is HandleState.CLOSED or (
+            self._call is not None and self._call.phase is Phase.DEREGISTERING
+        )
 
     @property
     def fence_until(self) -> float | None:
-        """When the running call's fence is given up: earlier once the call is cancelled. None: it waits for no fence."""
+        """When the running call's fence is given up: earlier once the call is cancelled. None: it
+        waits for no fence.
+        """
         call = self.running
         return call.deadline if call is not None and call.phase is Phase.FENCING else None
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether the memory is still to be fenced or overwritten without a call: the caller may not write it."""
+        """Whether the memory is still to be fenced or overwritten without a call: the caller may
+        not write it.
+        """
         return self._memory.pending_fence is not None or self._memory.applying
 
     @property
     def has_voted(self) -> bool:
-        """Whether this rank has voted and does not know the outcome: other workers may have heard of a commit."""
+        """Whether this rank has voted and does not know the outcome: other workers may have heard
+        of a commit.
+        """
         memory = self._memory
         staged = memory.staged is not None and not memory.applying
         return memory.voted is not None or memory.doubt is not None or staged
 
-    # ------------------------------------------------------------------------------------------- inputs: the caller
+    # -------------------------------------------------------------------------------------------
+    # inputs: the caller
 
     def begin(self, call: calls.Call, timeout_s: float, now: float) -> list[calls.Action]:
         """Start a call; raises StateError, and starts nothing, where the state forbids it."""
         self._context.enter(now)
         if self.running is not None:
-            text = f"{self.shard.title}: {self.running.what} is running on this handle; one call at a time"
+            text = (
+                f"{self.shard.title}: {self.running.what} is running on this handle; one call "
+                f"at a time"
+            )
             raise StateError(text, retryable=True)
         new = CALLS[type(call)](call, self._context, self._memory, timeout_s)
         new.check_allowed()
@@ -199,13 +222,18 @@ class Member:
         return self._context.take_actions()
 
     def given_up(self, now: float) -> list[messages.FromWorker]:
-        """The registration is given up. Returns the messages that the coordinator is to get at once, if any."""
+        """The registration is given up. Returns the messages that the coordinator is to get at
+        once, if any.
+        """
         self._context.enter(now)
         if self.state is HandleState.CLOSED and self.shard.serves:
             return []  # it has left
-        return [messages.Deregister(self._context.new_request(), self.shard.registration, abandon=True)]
+        return [
+            messages.Deregister(self._context.new_request(), self.shard.registration, abandon=True)
+        ]
 
-    # -------------------------------------------------------------------------------------- inputs: the owner's side
+    # -------------------------------------------------------------------------------------- inputs:
+    # the owner's side
 
     def fenced(self, generation: int, now: float) -> list[calls.Action]:
         """The fence stands: no access reads under that generation any more."""
@@ -222,7 +250,9 @@ class Member:
         return self._context.take_actions()
 
     def fence_failed(self, generation: int, now: float) -> list[calls.Action]:
-        """Accesses still run at the fence's deadline. The bytes are unchanged: published memory stays published (G2, R4)."""
+        """Accesses still run at the fence's deadline. The bytes are unchanged: published memory
+        stays published (G2, R4).
+        """
         self._context.enter(now)
         waits = self._waits_for(generation)
         if waits is not None:
@@ -239,7 +269,9 @@ class Member:
     def source_failed(
         self, lease: str, reason: str, detail: str, now: float, *, chunk: int | None = None
     ) -> list[calls.Action]:
-        """A read has ended early (reason "dropped": the pull was told to drop the source). `chunk`: had another digest."""
+        """A read has ended early (reason "dropped": the pull was told to drop the source). `chunk`:
+        had another digest.
+        """
         self._context.enter(now)
         if isinstance(self.running, Filling):
             self.running.source_failed(lease, reason, detail, chunk)
@@ -256,47 +288,65 @@ class Member:
         digest: bytes = b"",
         origin: messages.Origin | None = None,
     ) -> list[calls.Action]:
-        """The result of a DigestAgain, or ("" as `inquiry`) of the worker's own check. `error`: the error to raise for
-        memory that has changed. `digest`: the digest that is sent with the chunk; `origin`: where the chunk was read.
+        """The result of a DigestAgain, or ("" as `inquiry`) of the worker's own check. `error`: the
+        error to raise for memory that has changed. `digest`: the digest that is sent with the
+        chunk; `origin`: where the chunk was read.
         """
         self._context.enter(now)
         content = self._memory.content
-        known = content is not None and content.generation == generation and self.state is not HandleState.IN_DOUBT
+        known = (
+            content is not None
+            and content.generation == generation
+            and self.state is not HandleState.IN_DOUBT
+        )
         registration = self.shard.registration
         found = changed if known else None
         if inquiry or found:
-            self._context.say(messages.DigestedAgain(inquiry, registration, found, digest, origin, generation))
+            self._context.say(
+                messages.DigestedAgain(inquiry, registration, found, digest, origin, generation)
+            )
         if known and changed:
             if isinstance(self.running, Filling):
                 self.running.pull_failed(error)
             self._memory.spoil()
         return self._context.take_actions()
 
-    def planned(self, number: int, made: Planned | TensorHubError, now: float) -> list[calls.Action]:
+    def planned(
+        self, number: int, made: Planned | TensorHubError, now: float
+    ) -> list[calls.Action]:
         """The result of the PlanReading with that number."""
         self._context.enter(now)
         if isinstance(self.running, Filling):
             self.running.planned(number, made)
         return self._context.take_actions()
 
-    def ranks_checked(self, number: int, found: Found | TensorHubError, now: float) -> list[calls.Action]:
+    def ranks_checked(
+        self, number: int, found: Found | TensorHubError, now: float
+    ) -> list[calls.Action]:
         """The result of the CheckRanks with that number."""
         self._context.enter(now)
         if isinstance(self.running, Filling | Publishing) and self.running.may_check:
             self.running.coverage.checked(number, found)
         return self._context.take_actions()
 
-    def pull_done(self, now: float, root: bytes = b"", roots: tuple[messages.SelectionRoot, ...] = ()) -> list[calls.Action]:
-        """Every chunk is in place and verified, with digests of that root (empty: some chunk has no digest): vote. `roots`:
-        the root of each selection, for memory that is filled in another layout.
+    def pull_done(
+        self, now: float, root: bytes = b"", roots: tuple[messages.SelectionRoot, ...] = ()
+    ) -> list[calls.Action]:
+        """Every chunk is in place and verified, with digests of that root (empty: some chunk has no
+        digest): vote. `roots`: the root of each selection, for memory that is filled in another
+        layout.
         """
         self._context.enter(now)
         if isinstance(self.running, Filling):
             self.running.pull_done(root, roots)
         return self._context.take_actions()
 
-    def compared(self, generation: int, following: int, wrong: Sequence[Wrong], now: float) -> list[calls.Action]:
-        """The result of CompareDigests: the first chunk not compared, and the wrong (chunk, published digest, origin)."""
+    def compared(
+        self, generation: int, following: int, wrong: Sequence[Wrong], now: float
+    ) -> list[calls.Action]:
+        """The result of CompareDigests: the first chunk not compared, and the wrong (chunk,
+        published digest, origin).
+        """
         self._context.enter(now)
         if isinstance(self.running, Filling) and self.running.generation == generation:
             self.running.compared(following, wrong)
@@ -339,19 +389,26 @@ class Member:
             self.running.pull_stopped()
         return self._context.take_actions()
 
-    def progress(self, chunks_verified: int, bytes_read: int, flows: tuple[messages.Flow, ...]) -> messages.Progress | None:
-        """The progress of a running pull; None: the pull belongs to no call that the coordinator knows."""
+    def progress(
+        self, chunks_verified: int, bytes_read: int, flows: tuple[messages.Flow, ...]
+    ) -> messages.Progress | None:
+        """The progress of a running pull; None: the pull belongs to no call that the coordinator
+        knows.
+        """
         running = self.running
         if running is None or running.key is None:
             return None
         return messages.Progress(running.key, self.shard.rank, chunks_verified, bytes_read, flows)
 
-    # ------------------------------------------------------------------------------------- inputs: the coordinator
+    # ------------------------------------------------------------------------------------- inputs:
+    # the coordinator
 
     def state_lost(self, now: float) -> list[calls.Action]:
-        """The coordinator of the next session has lost the previous coordinator's state (R2). Call this before `connected`.
+        """The coordinator of the next session has lost the previous coordinator's state (R2). Call
+        this before `connected`.
 
-        Held content and votes are given up. One group call reports the loss: the running call, or else the next call.
+        Held content and votes are given up. One group call reports the loss: the running call, or
+        else the next call.
         """
         self._context.enter(now)
         call, known, reported = self.running, self._session.was_known, False
@@ -362,8 +419,8 @@ class Member:
         return self._context.take_actions()
 
     def connected(self, now: float, lease_s: float = LEASE_S) -> list[calls.Action]:
-        """A session is up: repeat an unanswered Abandon, and restate the content. `_registered` asks for missed messages
-        later.
+        """A session is up: repeat an unanswered Abandon, and restate the content. `_registered`
+        asks for missed messages later.
 
         `lease_s`: the lease in the coordinator's Welcome.
         """
@@ -376,7 +433,9 @@ class Member:
         return self._context.take_actions()
 
     def disconnected(self, now: float) -> list[calls.Action]:
-        """The coordinator hears nothing for now. An owner needs no coordinator to take its memory back."""
+        """The coordinator hears nothing for now. An owner needs no coordinator to take its memory
+        back.
+        """
         self._context.enter(now)
         self._session.disconnected(now)
         if isinstance(self.running, Leaving):
@@ -388,7 +447,9 @@ class Member:
         message: messages.ToRank,
         now: float,
     ) -> list[calls.Action]:
-        """The coordinator says something about this registration. A stale message changes nothing (G9)."""
+        """The coordinator says something about this registration. A stale message changes nothing
+        (G9).
+        """
         self._context.enter(now)
         call = self.running
         match message:
@@ -418,7 +479,11 @@ class Member:
                 elif isinstance(message, messages.LeaveGranted) and self.state is HandleState.READY:
                     self._memory.restate()  # the leave was given up, unheard: the content stays
             case messages.ManifestReply():
-                if isinstance(call, Filling | Publishing) and call.may_check and call.coverage.waits_for(message.request):
+                if (
+                    isinstance(call, Filling | Publishing)
+                    and call.may_check
+                    and call.coverage.waits_for(message.request)
+                ):
                     call.coverage.came(message)
                 elif isinstance(call, Filling):
                     call.manifest_came(message)
@@ -467,7 +532,8 @@ class Member:
         self._session.refusal = info
         self._context.act(calls.RegistrationFailed(info.error()))
         if self.running is not None:
-            self.running.give_up(info.error())  # an error object of its own: each call sets its memory field
+            # an error object of its own: each call sets its memory field
+            self.running.give_up(info.error())
 
     def _outcome(self, message: messages.Outcome) -> None:
         call, was_left = self.running, self._session.heard(message.key)
@@ -478,7 +544,9 @@ class Member:
         elif isinstance(call, GroupCall) and call.key == message.key:
             if not message.committed:
                 info = message.error
-                error = call.error or (info.error() if info is not None else GroupAborted("aborted"))
+                error = call.error or (
+                    info.error() if info is not None else GroupAborted("aborted")
+                )
                 end = call.aborted
                 if message.again:
                     end = call.again
@@ -490,13 +558,15 @@ class Member:
                 call.committed(message.version)
                 self._heard_retained(message)
         elif was_left and not self._has_left:
-            self._memory.restate()  # the call has ended without this rank; whatever its outcome, this content is held
+            # the call has ended without this rank; whatever its outcome, this content is held
+            self._memory.restate()
 
     def _heard_retained(self, outcome: messages.Outcome) -> None:
         if outcome.retained is not None and outcome.version is not None:
             self._memory.set_retained(True, outcome.retained, outcome.version.content_id)
 
-    # ------------------------------------------------------------------------------------------------------- time
+    # ----------------------------------------------------------------------------------------------
+    # time
 
     def next_deadline(self) -> float | None:
         return None if self.running is None else self.running.next_deadline()
@@ -514,7 +584,11 @@ class Member:
         memory.check_invariants()
         phase = None if call is None else call.phase
         is_filled = self.state is HandleState.FILLING
-        if phase in (Phase.COPYING, Phase.PULLING) and not is_filled and not (isinstance(call, Filling) and call.stages):
+        if (
+            phase in (Phase.COPYING, Phase.PULLING)
+            and not is_filled
+            and not (isinstance(call, Filling) and call.stages)
+        ):
             raise InvariantBroken(f"{self}: pulls in state {self.state}. Story:\n{memory.story}")
         voted = phase is Phase.VOTED or (phase is Phase.ABANDONING and isinstance(call, Publishing))
         has_staged = memory.staged is not None and not memory.applying and memory.doubt is None

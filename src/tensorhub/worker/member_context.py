@@ -1,4 +1,6 @@
-"""The context that the parts of one rank's machine share: its shard, the time, the single way to act. It has no rules."""
+"""The context that the parts of one rank's machine share: its shard, the time, the single way to
+act. It has no rules.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ class ShardCopies(Protocol):
         """The copies that have chunks of this content in that grid; complete copies first."""
 
     def keep(self, content_id: str, grid_id: str) -> bool:
-        """Whether a copy holds the whole content in that grid, and stays when the handle's memory is written (R4)."""
+        """Whether a copy holds the whole content in that grid, and stays when the handle's memory
+        is written (R4).
+        """
 
 
 class MemberContext:
-    """One rank under one registration. `requests` and `generations` mint numbers that are used once."""
+    """One rank under one registration. `requests` and `generations` mint numbers that are used
+    once.
+    """
 
     def __init__(
         self,
@@ -64,6 +70,8 @@ class MemberContext:
         self._actions.append(action)
 
     def say(self, message: FromWorker) -> None:
-        """Tell the coordinator. Without a connection the message is dropped (what matters is restated over the next one)."""
+        """Tell the coordinator. Without a connection the message is dropped (what matters is
+        restated over the next one).
+        """
         if self.session.online:
             self.act(Say(message))

@@ -1,11 +1,14 @@
-"""The content of one rank's memory, held or voted for, and the generation under which readers may read it.
+"""The content of one rank's memory, held or voted for, and the generation under which readers may
+read it.
 
-Theory of operation. Each verb is one event in the life of the memory: it moves the handle's state along its table, resets
-all that depends on the state, and asks the shell for the actions that follow (open, fence, reopen).
+Theory of operation. Each verb is one event in the life of the memory: it moves the handle's state
+along its table, resets all that depends on the state, and asks the shell for the actions that
+follow (open, fence, reopen).
 
-Responsible for `state` and `content`, for restating them to the coordinator, and for giving up content that must not be held
-any longer. Not responsible for when an event happens, nor for what follows a fence: the running call decides
-(`worker.active_call`). Access to memory is `worker.owner`'s.
+Responsible for `state` and `content`, for restating them to the coordinator, and for giving up
+content that must not be held any longer. Not responsible for when an event happens, nor for what
+follows a fence: the running call decides (`worker.active_call`). Access to memory is
+`worker.owner`'s.
 """
 
 from __future__ import annotations
@@ -36,14 +39,22 @@ class Content:
     retained: bool = False  # it is to be kept (R4), by the last word heard
     published: bool = False  # by this rank; else it was read from other workers
     root: bytes = b""  # of its chunks' digests, where it was voted for
-    roots: tuple[SelectionRoot, ...] = ()  # the root of each selection, instead, where it is held in another layout
-    base: Manifest | None = None  # names its regions, where it is held in another layout; None: `manifest`
+    # the root of each selection, instead, where it is held in another layout
+    roots: tuple[SelectionRoot, ...] = ()
+    # names its regions, where it is held in another layout; None: `manifest`
+    base: Manifest | None = None
     part_ids: tuple[str, ...] = ()  # of this content, as the coordinator names them
     spoiled: bool = False  # its bytes have changed since, so it is not restated
 
     def held(self, *, told: bool) -> Held:
-        """This content, for the coordinator. `told`: the coordinator has asked for the manifest itself."""
-        version, manifest, of = self.version, self.base or self.manifest, publication_in(self.manifest)
+        """This content, for the coordinator. `told`: the coordinator has asked for the manifest
+        itself.
+        """
+        version, manifest, of = (
+            self.version,
+            self.base or self.manifest,
+            publication_in(self.manifest),
+        )
         return Held(
             version=version.version,
             content_id=version.content_id,
@@ -67,17 +78,25 @@ class MemberMemory(Stateful[HandleState]):
 
     def __init__(self, context: MemberContext) -> None:
         super().__init__(HandleState.EMPTY)
-        self.content: Content | None = None  # READY, DRAINING: held; FILLING: filled with; IN_DOUBT: voted for; else None
-        self.voted: Content | None = None  # the running call's vote: only the coordinator decides on it
+        # READY, DRAINING: held; FILLING: filled with; IN_DOUBT: voted for; else None
+        self.content: Content | None = None
+        # the running call's vote: only the coordinator decides on it
+        self.voted: Content | None = None
         self.doubt: OpKey | None = None  # IN_DOUBT: the operation with the unknown outcome
         self.fencing = False  # the fence of `content` was asked for: it is not restated
-        self.given_up: int | None = None  # the version held until the coordinator knew that content no more (R2)
-        self.is_loss_unreported = False  # the coordinator has lost its state, and no call has said so yet (R2)
-        self.pending_fence: int | None = None  # the generation of content that was given up without a call, until fenced
-        self.salvage: Content | None = None  # TORN host copy: this worker may copy verified chunks under this generation
-        self.staged: Content | None = None  # voted for, in staging memory; `content` is still held, until it is applied
+        # the version held until the coordinator knew that content no more (R2)
+        self.given_up: int | None = None
+        # the coordinator has lost its state, and no call has said so yet (R2)
+        self.is_loss_unreported = False
+        # the generation of content that was given up without a call, until fenced
+        self.pending_fence: int | None = None
+        # TORN host copy: this worker may copy verified chunks under this generation
+        self.salvage: Content | None = None
+        # voted for, in staging memory; `content` is still held, until it is applied
+        self.staged: Content | None = None
         self.applying = False  # `staged` was committed, and is on its way into the memory
-        self._restate_pending = False  # the restatement since the vote may be out of date: repeated once applied
+        # the restatement since the vote may be out of date: repeated once applied
+        self._restate_pending = False
         self._context = context
 
     def __repr__(self) -> str:
@@ -108,10 +127,13 @@ class MemberMemory(Stateful[HandleState]):
             return self.content
         return self.salvage
 
-    # --------------------------------------------------------------------------------- publishing, and its vote
+    # --------------------------------------------------------------------------------- publishing,
+    # and its vote
 
     def promise(self, version: int, generation: int) -> None:
-        """This rank's vote to publish; the content id is not minted yet. Readers may come right after the commit."""
+        """This rank's vote to publish; the content id is not minted yet. Readers may come right
+        after the commit.
+        """
         s = self._context.shard
         assert s.manifest is not None
         info = VersionInfo(s.model, version, "", s.manifest.nbytes, s.world_size)
@@ -131,26 +153,37 @@ class MemberMemory(Stateful[HandleState]):
         self._context.act(calls.Fence(self.voted.generation))
         self.voted = None
 
-    # ------------------------------------------------------------------------------------ being filled, and its vote
+    # ------------------------------------------------------------------------------------ being
+    # filled, and its vote
 
     def fill(self, content: Content) -> None:
-        """The first byte may be written. Readers may read each chunk as it arrives, if this memory serves readers."""
+        """The first byte may be written. Readers may read each chunk as it arrives, if this memory
+        serves readers.
+        """
         self.drop_salvage()
         self.content = content
         version = content.version
         self._become(HandleState.FILLING, f"filled with {version.version}")
         if self._context.shard.serves:
             manifest = content.manifest
-            self._context.act(calls.OpenGeneration(content.generation, version.content_id, manifest, complete=False))
+            self._context.act(
+                calls.OpenGeneration(
+                    content.generation, version.content_id, manifest, complete=False
+                )
+            )
 
     def verified(self, root: bytes, roots: tuple[SelectionRoot, ...] = ()) -> None:
-        """All chunks are in place, with digests of that root: this rank's vote. `roots`: the selections' roots instead."""
+        """All chunks are in place, with digests of that root: this rank's vote. `roots`: the
+        selections' roots instead.
+        """
         assert self.content is not None
         self.voted = self.content
         self.voted.root, self.voted.roots = root, roots
 
     def unvote(self) -> None:
-        """The coordinator has found wrong chunks, and has not counted the vote: the fill goes on."""
+        """The coordinator has found wrong chunks, and has not counted the vote: the fill goes
+        on.
+        """
         self.voted = self.staged = None
 
     def filled(self) -> None:
@@ -158,19 +191,29 @@ class MemberMemory(Stateful[HandleState]):
         self._become(HandleState.READY, f"filled with {self.content.version.version}")
 
     def fetched(self) -> None:
-        """All chunks are verified, and belong to the caller. No other memory depends on a fetch, so it awaits no outcome."""
+        """All chunks are verified, and belong to the caller. No other memory depends on a fetch, so
+        it awaits no outcome.
+        """
         self.content = None
         self._become(HandleState.CLOSED, "fetched")
 
     def tear(self) -> None:
-        """The fill is broken off: fence it. Of a host copy this worker may still copy the verified chunks."""
+        """The fill is broken off: fence it. Of a host copy this worker may still copy the verified
+        chunks.
+        """
         assert self.content is not None
         broken = self.content
         self._context.act(calls.Fence(broken.generation))
         self.content = None
         self._become(HandleState.TORN, "fill broken off")
         if self.is_host:  # an update of this worker may copy the verified chunks
-            self.salvage = replace(broken, generation=self._context.new_generation(), retained=False, root=b"", roots=())
+            self.salvage = replace(
+                broken,
+                generation=self._context.new_generation(),
+                retained=False,
+                root=b"",
+                roots=(),
+            )
             self._context.act(calls.ReopenGeneration(self.salvage.generation))
 
     def drop_salvage(self) -> None:
@@ -179,20 +222,27 @@ class MemberMemory(Stateful[HandleState]):
             self._context.act(calls.Fence(self.salvage.generation))
             self.salvage = None
 
-    # -------------------------------------------------------------------------------- staged: filled beside, then applied
+    # -------------------------------------------------------------------------------- staged:
+    # filled beside, then applied
 
     def stage(self, content: Content) -> None:
-        """All chunks are in staging memory: this rank's vote. The held content stays unchanged until the commit."""
+        """All chunks are in staging memory: this rank's vote. The held content stays unchanged
+        until the commit.
+        """
         self.staged = content
 
     def drop_staged(self) -> None:
-        """The operation was aborted: the held content stays. Restate it, as the coordinator may count on it no more."""
+        """The operation was aborted: the held content stays. Restate it, as the coordinator may
+        count on it no more.
+        """
         self.staged, self._restate_pending = None, False
         self._context.act(calls.FreeStaging())
         self.restate()
 
     def apply(self) -> None:
-        """The operation was committed: fence the held content, then copy the staged content. This is never given up."""
+        """The operation was committed: fence the held content, then copy the staged content. This
+        is never given up.
+        """
         assert self.staged is not None
         self.applying = True
         if self.content is not None:
@@ -210,27 +260,35 @@ class MemberMemory(Stateful[HandleState]):
 
     def _overwrite(self) -> None:
         assert self.staged is not None
-        version, manifest, generation = self.staged.version, self.staged.manifest, self.staged.generation
+        version, manifest, generation = (
+            self.staged.version,
+            self.staged.manifest,
+            self.staged.generation,
+        )
         self.fill(replace(self.staged, retained=False, root=b"", roots=()))
         source = calls.LocalCopy(calls.staging_of(self._context.shard.registration), generation)
         self._context.act(calls.CopyLocally(version, manifest, generation, (source,), last=True))
 
     def applied(self, *, whole: bool) -> None:
-        """The staged content is in place; or (not `whole`) bytes did not arrive, which only broken memory can cause."""
+        """The staged content is in place; or (not `whole`) bytes did not arrive, which only broken
+        memory can cause.
+        """
         staged, self.staged, self.applying = self.staged, None, False
         self._context.act(calls.FreeStaging())
         if whole:
             self.filled()
             assert self.content is not None
             self.content.retained = staged is not None and staged.retained
-            if self._restate_pending:  # whether it is to be kept is asked again, now that it can be given up
+            # whether it is to be kept is asked again, now that it can be given up
+            if self._restate_pending:
                 self._restate_pending = False
                 self.restate()
         else:
             self.tear()
             self.restate()
 
-    # -------------------------------------------------------------------------------------------- taking it back
+    # --------------------------------------------------------------------------------------------
+    # taking it back
 
     def withdraw(self) -> None:
         self._become(HandleState.DRAINING, "withdrawn")
@@ -269,11 +327,13 @@ class MemberMemory(Stateful[HandleState]):
         if self.state is not HandleState.CLOSED:
             self._become(HandleState.CLOSED, "closed")
 
-    # --------------------------------------------------------------------------------- what only the coordinator knows
+    # --------------------------------------------------------------------------------- what only
+    # the coordinator knows
 
     def restate(self, *, told: bool = False, parts: Sequence[str] = ()) -> None:
-        """Register the content that is held or voted for, but no content that is being fenced or filled. `told`: the
-        coordinator has asked for the manifests themselves; `parts`: and for these parts.
+        """Register the content that is held or voted for, but no content that is being fenced or
+        filled. `told`: the coordinator has asked for the manifests themselves; `parts`: and for
+        these parts.
         """
         content, holds = self.voted, self.state in (HandleState.READY, HandleState.DRAINING)
         if self.applying:
@@ -281,17 +341,21 @@ class MemberMemory(Stateful[HandleState]):
         elif self.state is HandleState.IN_DOUBT or (holds and not self.fencing):
             content = self.content
         if self.staged is not None and not self.applying:
-            self._restate_pending = True  # if committed already, the coordinator counts on the held content no longer
+            # if committed already, the coordinator counts on the held content no longer
+            self._restate_pending = True
         said = self._parts(content, parts)
         held = content.held(told=told) if content is not None and not content.spoiled else None
-        undecided = content is self.voted or (self.state is HandleState.IN_DOUBT and self.staged is None)
+        undecided = content is self.voted or (
+            self.state is HandleState.IN_DOUBT and self.staged is None
+        )
         if held is not None and undecided:
             held = replace(held, voted=True)
         self._context.say(self._context.session.register(held, told=told, parts=said))
 
     def _parts(self, content: Content | None, asked: Sequence[str]) -> list[bytes]:
-        """The `asked` parts of the registration and of the content, where known. A copy knows only the ids of its parts.
-        Once the coordinator asks for such a part, the copy names no part any more; else the coordinator would ask for ever.
+        """The `asked` parts of the registration and of the content, where known. A copy knows only
+        the ids of its parts. Once the coordinator asks for such a part, the copy names no part any
+        more; else the coordinator would ask for ever.
         """
         shard, found = self._context.shard, dict[str, bytes]()
         held = content.manifest if content is not None else None
@@ -308,30 +372,43 @@ class MemberMemory(Stateful[HandleState]):
         return [found[each] for each in asked if each in found]
 
     def restate_after(self, commit: OpKey) -> None:
-        """Restate after a commit of an older membership: the coordinator may not know that this memory holds it."""
+        """Restate after a commit of an older membership: the coordinator may not know that this
+        memory holds it.
+        """
         if self._context.session.is_older(commit):
             self.restate()
 
     def not_kept(self) -> None:
-        """The coordinator does not know the restated content: give it up. During `apply` restate it later instead."""
+        """The coordinator does not know the restated content: give it up. During `apply` restate it
+        later instead.
+        """
         if self.applying:
             self._restate_pending = True
         elif self.state is HandleState.READY and not self.fencing:
             number = self.version
-            self._give_up_held(HandleState.EMPTY, "ordered out: the coordinator does not know that content")
+            self._give_up_held(
+                HandleState.EMPTY, "ordered out: the coordinator does not know that content"
+            )
             self.given_up = number
 
     def set_retained(self, keep: bool, seq: int, content_id: str | None = None) -> None:
-        """Mark the held content (if it has that id) as retained or not, and acknowledge it, unless it is being fenced."""
+        """Mark the held content (if it has that id) as retained or not, and acknowledge it, unless
+        it is being fenced.
+        """
         content = self.staged if self.applying else self.content
-        holds = self.applying or (self.state in (HandleState.READY, HandleState.DRAINING) and not self.fencing)
+        holds = self.applying or (
+            self.state in (HandleState.READY, HandleState.DRAINING) and not self.fencing
+        )
         if content is not None and holds and content_id in (None, content.version.content_id):
             content.retained = keep
-            self._context.say(RetainedAck(self._context.shard.registration, content.version.content_id, keep, seq))
+            self._context.say(
+                RetainedAck(self._context.shard.registration, content.version.content_id, keep, seq)
+            )
 
     def order_out(self, order: Revoked) -> None:
-        """The coordinator has retired this content: give it up. Content that is being fenced or overwritten is left to its
-        call; if that content is restated after all, the answer is that it is not kept.
+        """The coordinator has retired this content: give it up. Content that is being fenced or
+        overwritten is left to its call; if that content is restated after all, the answer is that
+        it is not kept.
         """
         if self.applying:
             self._restate_pending = True
@@ -341,19 +418,24 @@ class MemberMemory(Stateful[HandleState]):
             self._give_up_held(HandleState.EMPTY, order.reason)
 
     def spoil(self) -> None:
-        """The bytes have changed since they were published or verified (R8). A publisher keeps the memory until it
-        unpublishes, and gets the error then. A replica gives its content up.
+        """The bytes have changed since they were published or verified (R8). A publisher keeps the
+        memory until it unpublishes, and gets the error then. A replica gives its content up.
         """
         assert self.content is not None
         self.content.spoiled = True
-        if self.state is HandleState.READY and not self.content.published and not self.fencing and not self.applying:
+        if (
+            self.state is HandleState.READY
+            and not self.content.published
+            and not self.fencing
+            and not self.applying
+        ):
             self._give_up_held(HandleState.EMPTY, "its bytes have changed")
 
     def lose(self, *, reported: bool) -> None:
         """The coordinator has lost its state, and with it this content and the votes for it.
 
-        The running call ends content that is being fenced, filled, torn or overwritten by a staged update. A host copy
-        reports no loss, because it has no caller.
+        The running call ends content that is being fenced, filled, torn or overwritten by a staged
+        update. A host copy reports no loss, because it has no caller.
         """
         number = self.content.version.version if self.content is not None else None
         if self.applying:
@@ -363,10 +445,15 @@ class MemberMemory(Stateful[HandleState]):
             self.given_up = number
         elif self.doubt is not None:
             self._lose_doubt()
-        self.is_loss_unreported = not reported and not self.is_host and self.state is not HandleState.CLOSED
+        self.is_loss_unreported = (
+            not reported and not self.is_host and self.state is not HandleState.CLOSED
+        )
 
     def _lose_doubt(self) -> None:
-        intact, why = self.staged is not None or self._publishes, "in doubt, and the coordinator has lost its state"
+        intact, why = (
+            self.staged is not None or self._publishes,
+            "in doubt, and the coordinator has lost its state",
+        )
         self.doubt = None
         if self.staged is not None:
             self.staged = None
@@ -380,13 +467,18 @@ class MemberMemory(Stateful[HandleState]):
     def loss_error(self) -> LeaseLost:
         """The error that reports this loss."""
         return LeaseLost(
-            f"{self._context.title}: the coordinator has come back without its state, as a new cluster: what was published, "
-            "retained and pinned before is unknown to it, and nobody reads what this handle held. The next call goes on "
-            "in the new cluster: publish anew, or fetch what it has (a state_dir keeps a coordinator's state)"
+            f"{self._context.title}: the coordinator has come back without its state, as a new "
+            f"cluster: what was published, "
+            "retained and pinned before is unknown to it, and nobody reads what this handle held. "
+            "The next call goes on "
+            "in the new cluster: publish anew, or fetch what it has (a state_dir keeps a "
+            "coordinator's state)"
         )
 
     def _give_up_held(self, state: HandleState, why: str) -> None:
-        """Give up the held content. The next call waits for its fence, so that no reader is left by then."""
+        """Give up the held content. The next call waits for its fence, so that no reader is left by
+        then.
+        """
         assert self.content is not None
         self.pending_fence = self.content.generation
         self._context.act(calls.Fence(self.content.generation))
@@ -394,7 +486,9 @@ class MemberMemory(Stateful[HandleState]):
         self._become(state, why)
 
     def doubt_outcome(self, key: OpKey) -> None:
-        """This rank has voted, and has not heard the outcome: the memory stays unchanged until the outcome is known (R6)."""
+        """This rank has voted, and has not heard the outcome: the memory stays unchanged until the
+        outcome is known (R6).
+        """
         self.doubt = key
         if self.staged is None:
             self.content = self.voted
@@ -403,10 +497,14 @@ class MemberMemory(Stateful[HandleState]):
     @property
     def _publishes(self) -> bool:
         """Whether the operation in doubt is a publication: the coordinator mints its content id."""
-        return self.staged is None and self.content is not None and not self.content.version.content_id
+        return (
+            self.staged is None and self.content is not None and not self.content.version.content_id
+        )
 
     def ask_outcome(self, *, vote: bool) -> None:
-        """IN_DOUBT: ask for the outcome. `vote`: repeat the vote of a fill (the vote of a publication is restated)."""
+        """IN_DOUBT: ask for the outcome. `vote`: repeat the vote of a fill (the vote of a
+        publication is restated).
+        """
         assert self.doubt is not None
         rank = self._context.shard.rank
         if vote and not self._publishes:
@@ -427,7 +525,10 @@ class MemberMemory(Stateful[HandleState]):
             self._become(HandleState.READY, "doubt resolved: committed")
             self.restate_after(outcome.key)
         else:
-            self._give_up_held(HandleState.EMPTY if self._publishes else HandleState.TORN, "doubt resolved: aborted")
+            self._give_up_held(
+                HandleState.EMPTY if self._publishes else HandleState.TORN,
+                "doubt resolved: aborted",
+            )
 
     def _resolve_staged(self, outcome: Outcome) -> None:
         if outcome.committed:
@@ -442,10 +543,12 @@ class MemberMemory(Stateful[HandleState]):
     def pending_fence_stands(self) -> None:
         """The fence of the given-up content stands."""
         self.pending_fence = None
-        if self.is_host and self.content is None:  # a fill that was asked for before may have begun meanwhile
+        # a fill that was asked for before may have begun meanwhile
+        if self.is_host and self.content is None:
             self._context.act(calls.FreeMemory())
 
-    # -------------------------------------------------------------------------------------------------- helpers
+    # ----------------------------------------------------------------------------------------------
+    # helpers
 
     def _become(self, state: HandleState, why: str) -> None:
         self.given_up, self.voted, self.fencing = None, None, False
@@ -454,7 +557,8 @@ class MemberMemory(Stateful[HandleState]):
     def check_invariants(self) -> None:
         """Raise InvariantBroken if the parts disagree."""
         needs = (HandleState.READY, HandleState.DRAINING, HandleState.FILLING, HandleState.IN_DOUBT)
-        staged_doubt = self.staged is not None and self.state is HandleState.IN_DOUBT  # it may hold nothing meanwhile
+        # it may hold nothing meanwhile
+        staged_doubt = self.staged is not None and self.state is HandleState.IN_DOUBT
         if (self.content is not None) != (self.state in needs) and not staged_doubt:
             raise InvariantBroken(f"{self}: content {self.content}. Story:\n{self.story}")
         if not self.applying and (self.doubt is not None) != (self.state is HandleState.IN_DOUBT):

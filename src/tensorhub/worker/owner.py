@@ -1,19 +1,22 @@
-"""The owner's authority over its registered memory (R3): which chunks an access may read, and under which generation.
+"""The owner's authority over its registered memory (R3): which chunks an access may read, and under
+which generation.
 
-Theory of operation. Each registration is closed, or open under one generation word. Open means: these bytes are what
-`content_id` says, for every chunk that is marked available (G6). A lane that wants to touch memory calls `begin`, which
-checks registration, generation and content and counts the access; it calls `end` when the kernel or device no longer needs
-the bytes.
+Theory of operation. Each registration is closed, or open under one generation word. Open means:
+these bytes are what `content_id` says, for every chunk that is marked available (G6). A lane that
+wants to touch memory calls `begin`, which checks registration, generation and content and counts
+the access; it calls `end` when the kernel or device no longer needs the bytes.
 
-The fence is two steps: `close` (from here on every `begin` is refused) and waiting until `is_quiet`. Only then may the
-memory be written, and only then can it be opened with other bytes, under another generation (the caller mints each only
-once). A fence that is given up ends with `reopen`: the bytes are unchanged, so running accesses do no harm; they are counted
-by registration, so that the next fence waits for them, too. Results that name an older generation (a digest, a chunk that
-arrived) are dropped on sight.
+The fence is two steps: `close` (from here on every `begin` is refused) and waiting until
+`is_quiet`. Only then may the memory be written, and only then can it be opened with other bytes,
+under another generation (the caller mints each only once). A fence that is given up ends with
+`reopen`: the bytes are unchanged, so running accesses do no harm; they are counted by registration,
+so that the next fence waits for them, too. Results that name an older generation (a digest, a chunk
+that arrived) are dropped on sight.
 
-Responsible for the decision. Not responsible for the available chunks of a memory and their digests (`books`), nor for
-locks, waiting, sockets, digesting or time: `runtime.data.serving` wraps this in a condition variable. Every entry point
-costs at most the size of its request; `open` costs one pass over the chunks.
+Responsible for the decision. Not responsible for the available chunks of a memory and their digests
+(`books`), nor for locks, waiting, sockets, digesting or time: `runtime.data.serving` wraps this in
+a condition variable. Every entry point costs at most the size of its request; `open` costs one pass
+over the chunks.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ class Owner:
         self._running: dict[int, Access] = {}  # by number
         self._next_access = 0  # above every number given out
 
-    # ------------------------------------------------------------------------------------ life of memory
+    # ------------------------------------------------------------------------------------ life of
+    # memory
 
     def open(
         self,
@@ -53,11 +57,12 @@ class Owner:
         serves: bool = True,
         grid: str = "",
     ) -> None:
-        """Let readers in under `generation`. `sizes`: bytes per chunk; `complete`: every chunk may be read already; `tells`:
-        new digests are collected for `take_made`; `serves` False: no reader may read the memory, and only its books are
-        kept. `grid`: names its chunks.
+        """Let readers in under `generation`. `sizes`: bytes per chunk; `complete`: every chunk may
+        be read already; `tells`: new digests are collected for `take_made`; `serves` False: no
+        reader may read the memory, and only its books are kept. `grid`: names its chunks.
 
-        If this content was open in that grid before, its digests are kept from the last time: see `kept`.
+        If this content was open in that grid before, its digests are kept from the last time: see
+        `kept`.
         """
         old = self._memories.get(registration)
         if old is not None:
@@ -65,7 +70,11 @@ class Owner:
         if digests is not None and len(digests) != len(sizes):
             raise ValueError(f"{len(digests)} digests for {len(sizes)} chunks")
         origins: list[Origin | None] | None = None
-        is_known = old is not None and (content_id, grid, len(sizes)) == (old.content_id, old.grid_id, len(old.own.sizes))
+        is_known = old is not None and (content_id, grid, len(sizes)) == (
+            old.content_id,
+            old.grid_id,
+            len(old.own.sizes),
+        )
         if digests is None and old is not None and is_known and content_id:
             digests, origins = old.own.digests, old.origins
         memory = Books(
@@ -89,27 +98,38 @@ class Owner:
         if old.is_open:
             raise IllegalStep(f"{registration} is open already", old.story)
         if old.accesses:
-            raise IllegalStep(f"{registration} still has {old.accesses} running accesses", old.story)
+            raise IllegalStep(
+                f"{registration} still has {old.accesses} running accesses", old.story
+            )
         if generation == old.generation:
-            raise IllegalStep(f"generation {generation} of {registration} was used before", old.story)
+            raise IllegalStep(
+                f"generation {generation} of {registration} was used before", old.story
+            )
 
     def reopen(self, registration: RegistrationId, generation: int) -> None:
         """Let readers in again under another generation, to the unchanged bytes of the last one."""
         memory = self._memories[registration]
         if memory.is_open or generation == memory.generation:
-            raise IllegalStep(f"{registration} is open already, or was open under generation {generation}", memory.story)
+            raise IllegalStep(
+                f"{registration} is open already, or was open under generation {generation}",
+                memory.story,
+            )
         memory.generation, memory.is_open = generation, True
         memory.story.tell("reopened", generation, "accesses", memory.accesses)
 
     def close(self, registration: RegistrationId) -> None:
-        """Refuse every further access; running ones go on until they end. Closing twice changes nothing."""
+        """Refuse every further access; running ones go on until they end. Closing twice changes
+        nothing.
+        """
         memory = self._memories.get(registration)
         if memory is not None and memory.is_open:
             memory.is_open = False
             memory.story.tell("closed", memory.generation, "accesses", memory.accesses)
 
     def forget(self, registration: RegistrationId) -> None:
-        """Drop the books of a closed, quiet registration (it is deregistered; its id is never used again)."""
+        """Drop the books of a closed, quiet registration (it is deregistered; its id is never used
+        again).
+        """
         memory = self._memories.get(registration)
         if memory is None:
             return
@@ -117,8 +137,12 @@ class Owner:
             raise IllegalStep(f"{registration} is open or in use", memory.story)
         del self._memories[registration]
 
-    def select(self, registration: RegistrationId, generation: int, selection: str, sizes: Sequence[int]) -> bool:
-        """Let this memory be read in the chunks of that selection as well. False: it is not open under that generation."""
+    def select(
+        self, registration: RegistrationId, generation: int, selection: str, sizes: Sequence[int]
+    ) -> bool:
+        """Let this memory be read in the chunks of that selection as well. False: it is not open
+        under that generation.
+        """
         memory = self._at(registration, generation)
         if memory is None:
             return False
@@ -139,7 +163,8 @@ class Owner:
         memory = self._memories.get(registration)
         return () if memory is None else tuple(memory.selections)
 
-    # ------------------------------------------------------------------------------------------ available chunks
+    # ------------------------------------------------------------------------------------------
+    # available chunks
 
     def mark_available(
         self,
@@ -148,8 +173,8 @@ class Owner:
         arrived: Iterable[tuple[int, int | None]],
         origin: Origin | None = None,
     ) -> bool:
-        """Let readers read these verified (chunk, digest) pairs; `origin`: where the chunks were read, if known. False: they
-        are of an older generation, and dropped.
+        """Let readers read these verified (chunk, digest) pairs; `origin`: where the chunks were
+        read, if known. False: they are of an older generation, and dropped.
         """
         memory = self._at(registration, generation)
         if memory is None:
@@ -157,8 +182,12 @@ class Owner:
         memory.mark_available(arrived, origin)
         return True
 
-    def revoke(self, registration: RegistrationId, generation: int, chunks: Iterable[int]) -> frozenset[int]:
-        """Let no access begin to these chunks, which are not as published. Returns the running accesses to them."""
+    def revoke(
+        self, registration: RegistrationId, generation: int, chunks: Iterable[int]
+    ) -> frozenset[int]:
+        """Let no access begin to these chunks, which are not as published. Returns the running
+        accesses to them.
+        """
         memory = self._at(registration, generation)
         if memory is None:
             return frozenset()
@@ -174,19 +203,27 @@ class Owner:
     def take_made(
         self, registration: RegistrationId, selection: str = "", *, if_all: bool = False
     ) -> tuple[list[tuple[int, int]], bool]:
-        """The digests that were made since the last time, ascending; and whether all digests of that grid are known.
-        `if_all`: take them only if all are known.
+        """The digests that were made since the last time, ascending; and whether all digests of
+        that grid are known. `if_all`: take them only if all are known.
         """
         grid = self._grid(registration, selection)
         return ([], False) if grid is None else grid.take_made(if_all=if_all)
 
     def is_news(self, registration: RegistrationId, selection: str = "") -> bool:
-        """Whether made digests should be taken: the first one since the last time was made, or the last one of the grid."""
+        """Whether made digests should be taken: the first one since the last time was made, or the
+        last one of the grid.
+        """
         grid = self._grid(registration, selection)
-        return grid is not None and grid.made is not None and (len(grid.made) == 1 or not grid.undigested)
+        return (
+            grid is not None
+            and grid.made is not None
+            and (len(grid.made) == 1 or not grid.undigested)
+        )
 
     def chunk_count(self, registration: RegistrationId, selection: str = "") -> int:
-        """The chunk count of the memory's own grid, or of that selection; 0: the grid is not known."""
+        """The chunk count of the memory's own grid, or of that selection; 0: the grid is not
+        known.
+        """
         grid = self._grid(registration, selection)
         return 0 if grid is None else len(grid.sizes)
 
@@ -205,13 +242,18 @@ class Owner:
         return [None if origins is None else origins[chunk] for chunk in access.chunks]
 
     def set_digest(
-        self, registration: RegistrationId, generation: int, chunk: int, digest: int, selection: str = ""
+        self,
+        registration: RegistrationId,
+        generation: int,
+        chunk: int,
+        digest: int,
+        selection: str = "",
     ) -> int | None:
-        """Remember a chunk's digest; the first digest counts. Returns the digest that counts; None for an older generation
-        without accesses, and for a forgotten selection.
+        """Remember a chunk's digest; the first digest counts. Returns the digest that counts; None
+        for an older generation without accesses, and for a forgotten selection.
 
-        An access that began before the memory was closed or reopened gets the first digest, too: the bytes may have changed
-        since.
+        An access that began before the memory was closed or reopened gets the first digest, too:
+        the bytes may have changed since.
         """
         memory = self._memories.get(registration)
         if memory is None or (memory.generation != generation and not memory.accesses):
@@ -233,15 +275,19 @@ class Owner:
         memory = self._at(registration, generation)
         return None if memory is None else memory.own.digests[chunk]
 
-    def digests(self, registration: RegistrationId, generation: int, selection: str = "") -> tuple[int | None, ...] | None:
-        """All digests, None for an unknown digest; None altogether for an older generation and an unknown selection."""
+    def digests(
+        self, registration: RegistrationId, generation: int, selection: str = ""
+    ) -> tuple[int | None, ...] | None:
+        """All digests, None for an unknown digest; None altogether for an older generation and an
+        unknown selection.
+        """
         memory = self._at(registration, generation)
         grid = None if memory is None else memory.grid(selection)
         return None if grid is None else tuple(grid.digests)
 
     def kept(self, registration: RegistrationId, generation: int) -> list[tuple[int, int]]:
-        """Chunks that may not be read, with the digests that they had when this content was here before: a chunk that still
-        has its digest need not be brought again (R9).
+        """Chunks that may not be read, with the digests that they had when this content was here
+        before: a chunk that still has its digest need not be brought again (R9).
         """
         memory = self._at(registration, generation)
         return [] if memory is None else memory.kept()
@@ -253,9 +299,14 @@ class Owner:
 
     def _at(self, registration: RegistrationId, generation: int) -> Books | None:
         memory = self._memories.get(registration)
-        return memory if memory is not None and memory.is_open and memory.generation == generation else None
+        return (
+            memory
+            if memory is not None and memory.is_open and memory.generation == generation
+            else None
+        )
 
-    # ----------------------------------------------------------------------------------------------- accesses
+    # ----------------------------------------------------------------------------------------------
+    # accesses
 
     def begin(
         self,
@@ -266,8 +317,8 @@ class Owner:
         bytes_max: int,
         selection: str = "",
     ) -> Access | Wait | Refusal:
-        """Start an access to those of the `wanted` chunks that may be read now, one at least, then up to `bytes_max`. The
-        chunks are of that selection, or ("") of the memory's own grid.
+        """Start an access to those of the `wanted` chunks that may be read now, one at least, then
+        up to `bytes_max`. The chunks are of that selection, or ("") of the memory's own grid.
         """
         memory = self._memories.get(registration)
         if memory is None:
@@ -281,14 +332,19 @@ class Owner:
         if grid is None:
             return Refusal("that selection is not known here, or not any more")
         if not wanted or min(wanted) < 0 or max(wanted) >= len(grid.sizes):
-            return Refusal(f"the content has chunks 0 to {len(grid.sizes) - 1}, and others (or none) are asked for")
+            return Refusal(
+                f"the content has chunks 0 to {len(grid.sizes) - 1}, and others (or none) are "
+                f"asked for"
+            )
         chunks, rest = memory.readable(grid, wanted, bytes_max)
         if not chunks:
             return _WAIT
         number, self._next_access = self._next_access, self._next_access + 1
         memory.accesses += 1
         digests = tuple(grid.digests[chunk] for chunk in chunks)
-        made = Access(number, registration, generation, tuple(chunks), digests, tuple(rest), selection)
+        made = Access(
+            number, registration, generation, tuple(chunks), digests, tuple(rest), selection
+        )
         self._running[number] = made
         return made
 
@@ -296,7 +352,9 @@ class Owner:
         """The access no longer touches the memory."""
         memory = self._memories[access.registration]
         if self._running.pop(access.number, None) is None:
-            raise IllegalStep(f"access {access.number} to {access.registration} has ended before", memory.story)
+            raise IllegalStep(
+                f"access {access.number} to {access.registration} has ended before", memory.story
+            )
         memory.accesses -= 1
 
     def is_quiet(self, registration: RegistrationId) -> bool:
@@ -306,9 +364,14 @@ class Owner:
 
     def accesses_to(self, registration: RegistrationId) -> frozenset[int]:
         """The numbers of the accesses to this registration that run."""
-        return frozenset(number for number, access in self._running.items() if access.registration == registration)
+        return frozenset(
+            number
+            for number, access in self._running.items()
+            if access.registration == registration
+        )
 
-    # --------------------------------------------------------------------------------------------- inspection
+    # ---------------------------------------------------------------------------------------------
+    # inspection
 
     def check_invariants(self) -> None:
         """Raise IllegalStep if this object's own books disagree."""

@@ -1,11 +1,13 @@
-"""How a rank plans its read of a version of another layout: it gathers the parts of the publication, and plans from them.
+"""How a rank plans its read of a version of another layout: it gathers the parts of the
+publication, and plans from them.
 
-The coordinator names the publication. The rank asks for the publication, then for the parts that the publication names, and
-for the manifest to fill if the rank's own is another. Then the shell plans (`PlanReading`), which takes up to seconds. The
-parts, and the publication made of them, are kept for the worker's other handles and for later versions.
+The coordinator names the publication. The rank asks for the publication, then for the parts that
+the publication names, and for the manifest to fill if the rank's own is another. Then the shell
+plans (`PlanReading`), which takes up to seconds. The parts, and the publication made of them, are
+kept for the worker's other handles and for later versions.
 
-Not responsible for asking for parts (`gathering`) and keeping them (`known_parts`), nor for the plan itself
-(`tensorhub.layouts`), nor for what a group reads together (`coverage`).
+Not responsible for asking for parts (`gathering`) and keeping them (`known_parts`), nor for the
+plan itself (`tensorhub.layouts`), nor for what a group reads together (`coverage`).
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def plan(action: PlanReading) -> Planned | TensorHubError:
 
 
 class Planning:
-    """The planning of one fill. `publication_id`: as Start names it; `manifest_id`: the manifest that names the regions."""
+    """The planning of one fill. `publication_id`: as Start names it; `manifest_id`: the manifest
+    that names the regions.
+    """
 
     def __init__(self, context: MemberContext, publication_id: str, manifest_id: str) -> None:
         self.publication_id = publication_id
@@ -60,7 +64,9 @@ class Planning:
         self._is_whole = False  # it is a fetch of the whole model; the plan tells the regions
 
     def begin(self) -> ReshardedManifest | None:
-        """The plan, if it was made before; else ask for its parts. TensorHubError: the known bytes are no publication."""
+        """The plan, if it was made before; else ask for its parts. TensorHubError: the known bytes
+        are no publication.
+        """
         mine = self._context.shard.manifest
         if mine is None and not self._manifest_id:
             self._is_whole = True
@@ -84,7 +90,9 @@ class Planning:
         self._go_on()
 
     def ask_again(self) -> None:
-        """After a lost connection: repeat the questions to a coordinator that knows the publication."""
+        """After a lost connection: repeat the questions to a coordinator that knows the
+        publication.
+        """
         self._gathering.ask_again()
 
     def is_of(self, number: int) -> bool:
@@ -111,6 +119,10 @@ class Planning:
         if not gathering.is_done or self._published is None or self._number:
             return
         shard, self._number = self._context.shard, self._context.cause
-        declared = shard.declared if shard.declared is not None else Declaration(shard.rank, shard.world_size)
+        declared = (
+            shard.declared
+            if shard.declared is not None
+            else Declaration(shard.rank, shard.world_size)
+        )
         what = self._published, gathering.found, known, self.base, declared, shard.names
         self._context.act(PlanReading(self._number, *what))

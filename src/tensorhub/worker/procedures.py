@@ -1,12 +1,14 @@
-"""Tasks of several steps in a pure machine: a generator yields the condition that it waits for, and acts in between.
+"""Tasks of several steps in a pure machine: a generator yields the condition that it waits for, and
+acts in between.
 
-Theory of operation. A procedure waits for a condition. After each of the machine's events the conditions are checked, in the
-order in which the procedures began, and a procedure goes on in the event in which its condition came true. A wait ends
-earlier, with `Cancelled`, at the deadline of a `within` block, or when the procedure is cancelled. What the procedure does
-then, to put things in order, is not interrupted again.
+Theory of operation. A procedure waits for a condition. After each of the machine's events the
+conditions are checked, in the order in which the procedures began, and a procedure goes on in the
+event in which its condition came true. A wait ends earlier, with `Cancelled`, at the deadline of a
+`within` block, or when the procedure is cancelled. What the procedure does then, to put things in
+order, is not interrupted again.
 
-Responsible for when each procedure goes on, and for the order in which procedures that want one thing get it (`Turns`). No
-clock: time is an argument. Not responsible for what procedures do.
+Responsible for when each procedure goes on, and for the order in which procedures that want one
+thing get it (`Turns`). No clock: time is an argument. Not responsible for what procedures do.
 """
 
 from __future__ import annotations
@@ -22,11 +24,15 @@ Steps = Generator[Callable[[], bool], None, T]
 
 
 class Cancelled(Exception):
-    """Raised where a procedure waits: it is to end, or is too late. (It is no TensorHubError, as callers would see.)"""
+    """Raised where a procedure waits: it is to end, or is too late. (It is no TensorHubError, as
+    callers would see.)
+    """
 
 
 class Procedure:
-    """One procedure. `request`: the caller's request that ends with the procedure; None: no caller waits for it."""
+    """One procedure. `request`: the caller's request that ends with the procedure; None: no caller
+    waits for it.
+    """
 
     __slots__ = ("_is_interrupted", "is_cancelled", "request", "steps", "until", "waits_for")
 
@@ -40,7 +46,9 @@ class Procedure:
 
     @contextmanager
     def within(self, until: float, late: Callable[[], Exception]) -> Iterator[None]:
-        """If the block is not over at `until`, it raises the error that `late` makes. Such blocks are not nested."""
+        """If the block is not over at `until`, it raises the error that `late` makes. Such blocks
+        are not nested.
+        """
         self.until = until
         try:
             yield
@@ -56,7 +64,9 @@ class Procedure:
         return inf if self._is_interrupted else self.until
 
     def go_on(self, now: float) -> bool:
-        """Take one step, if what it waits for has come, or it has to end. Raises StopIteration, and what the steps raise."""
+        """Take one step, if what it waits for has come, or it has to end. Raises StopIteration, and
+        what the steps raise.
+        """
         is_met = self.waits_for()
         if not self._is_interrupted and (self.is_cancelled or (not is_met and now >= self.until)):
             self._is_interrupted = True
@@ -69,7 +79,9 @@ class Procedure:
 
 
 class Procedures:
-    """The running procedures of one machine. `ended` is told how each has ended: its result, or its error."""
+    """The running procedures of one machine. `ended` is told how each has ended: its result, or its
+    error.
+    """
 
     def __init__(self, ended: Callable[[Procedure, Any, Exception | None], None]) -> None:
         self._ended = ended
@@ -122,7 +134,9 @@ class Procedures:
 
 
 class Turns:
-    """One thing that several procedures want: one has it at a time, in the order in which they asked."""
+    """One thing that several procedures want: one has it at a time, in the order in which they
+    asked.
+    """
 
     def __init__(self) -> None:
         self._line: deque[object] = deque()  # one for each that wants it; the first has it

@@ -1,4 +1,6 @@
-"""A rank's publish: it opens the memory and says so. The coordinator decides whether that counts (R6)."""
+"""A rank's publish: it opens the memory and says so. The coordinator decides whether that counts
+(R6).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tensorhub.worker.states import PUBLISH_TABLE, Phase
 
 
 def check_has_shapes(shard: Shard) -> None:
-    """Raise StateError if a view does not say how large its whole tensor is: readers could not tell what it holds."""
+    """Raise StateError if a view does not say how large its whole tensor is: readers could not tell
+    what it holds.
+    """
     if shard.declared is not None and (unknown := without_shape(shard.declared.sources)):
         names = list(dict.fromkeys(unknown.values()))
         each_of = "each of " if len(names) > 1 else ""
@@ -29,12 +33,16 @@ def check_has_shapes(shard: Shard) -> None:
 
 
 class Publishing(GroupCall[PublishCall]):
-    """Votes when it starts. Then the coordinator may ask it to check what all ranks publish together."""
+    """Votes when it starts. Then the coordinator may ask it to check what all ranks publish
+    together.
+    """
 
     machine, table, what = "publish", PUBLISH_TABLE, "publish"
     unbound = Phase.VOTED
 
-    def __init__(self, call: PublishCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+    def __init__(
+        self, call: PublishCall, context: MemberContext, memory: MemberMemory, timeout_s: float
+    ) -> None:
         super().__init__(call, context, memory, timeout_s)
         self.coverage = Coverage(context, self)
 
@@ -55,7 +63,14 @@ class Publishing(GroupCall[PublishCall]):
     def _say_call(self) -> None:
         shard, left_s = self._context.shard, max(0.0, self.deadline - self._context.now)
         self._context.say(
-            Publish(self.operation, shard.rank, shard.registration, self._call.version, self.generation, left_s)
+            Publish(
+                self.operation,
+                shard.rank,
+                shard.registration,
+                self._call.version,
+                self.generation,
+                left_s,
+            )
         )
 
     def _say_phase_again(self) -> None:
@@ -90,4 +105,6 @@ class Publishing(GroupCall[PublishCall]):
             case Phase.ABANDONING:
                 self._doubt(error)
             case _:
-                raise InvariantBroken(f"{self} is in no phase of a publish. Story:\n{self._memory.story}")
+                raise InvariantBroken(
+                    f"{self} is in no phase of a publish. Story:\n{self._memory.story}"
+                )

@@ -1,8 +1,10 @@
-"""One registration's standing with the coordinator: whether it is connected, whether it is known, and its next operation.
+"""One registration's standing with the coordinator: whether it is connected, whether it is known,
+and its next operation.
 
-Responsible for the membership epoch and for the sequence of this rank's group calls: an `OpKey` is taken once. After each
-lost connection the session registers again, and ends an operation that was left without an outcome. Not responsible for
-calls (`worker.active_call`) or memory (`worker.member_memory`).
+Responsible for the membership epoch and for the sequence of this rank's group calls: an `OpKey` is
+taken once. After each lost connection the session registers again, and ends an operation that was
+left without an outcome. Not responsible for calls (`worker.active_call`) or memory
+(`worker.member_memory`).
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register,
 from tensorhub.model.manifest import Manifest
 from tensorhub.types import Medium, OpKey, Purpose
 
-# Of a lease. The coordinator counts on a worker for at most one lease after the coordinator's newest message that the worker
-# has answered, however late the answer arrives. The margin is for clocks that do not agree.
+# Of a lease. The coordinator counts on a worker for at most one lease after the coordinator's
+# newest message that the worker has answered, however late the answer arrives. The margin is for
+# clocks that do not agree.
 LEASE_MARGIN = 0.6
 TOLD_UNASKED_BYTES = 4096  # of a manifest
 
@@ -36,21 +39,28 @@ class Shard:
     spot: bool
     layout_id: str
     manifest: Manifest | None  # as this rank publishes; None: a fetch, which never serves readers
-    number: int  # of the shard of a version that this memory is for; the rank, but for a fetch and a copy of one shard
+    # of the shard of a version that this memory is for; the rank, but for a fetch and a copy of one
+    # shard
+    number: int
     medium: Medium = Medium.DEVICE
     purpose: Purpose = Purpose.USE
-    declared: Declaration | None = None  # the caller's declaration of the tensors; None: they are plain ones
-    coordinates: Coordinates | None = None  # of the declaration, if they can be known before a publication is
-    names: tuple[str, ...] | None = None  # patterns of what a fetch of the whole model takes; None: all
+    # the caller's declaration of the tensors; None: they are plain ones
+    declared: Declaration | None = None
+    # of the declaration, if they can be known before a publication is
+    coordinates: Coordinates | None = None
+    # patterns of what a fetch of the whole model takes; None: all
+    names: tuple[str, ...] | None = None
 
     @property
     def part_ids(self) -> tuple[str, ...]:
-        """The ids of the parts that describe its tensors. Empty: its manifest describes them, or nothing does."""
+        """The ids of the parts that describe its tensors. Empty: its manifest describes them, or
+        nothing does.
+        """
         return () if self.coordinates is None else tuple(parts_of(self.coordinates))
 
     def parts(self, manifest: Manifest) -> dict[str, bytes]:
-        """The catalogue, the arrangement and the coordinates of its tensors by their ids, for the positions in this
-        manifest: its own, or one of equal tensors. Empty as `part_ids`.
+        """The catalogue, the arrangement and the coordinates of its tensors by their ids, for the
+        positions in this manifest: its own, or one of equal tensors. Empty as `part_ids`.
         """
         if self.coordinates is None or self.declared is None:
             return {}
@@ -71,7 +81,9 @@ class Shard:
 
 
 def said_manifest(manifest: Manifest, *, told: bool) -> bytes:
-    """The manifest in Register, beside its id: all of it if the coordinator asked for it, or if it is short; else empty."""
+    """The manifest in Register, beside its id: all of it if the coordinator asked for it, or if it
+    is short; else empty.
+    """
     encoded = manifest.encode()
     return encoded if told or len(encoded) <= TOLD_UNASKED_BYTES else b""
 
@@ -82,10 +94,12 @@ class RegistrationSession:
     def __init__(self, shard: Shard, requests: Callable[[], int]) -> None:
         self.shard = shard
         self.online = False  # the coordinator can be told something
-        self.lease_over = -inf  # offline: when this worker's lease has ended for certain, by its own clock (R4)
+        # offline: when this worker's lease has ended for certain, by its own clock (R4)
+        self.lease_over = -inf
         self.confirmed = False  # it has answered the Register of this connection
         self.refusal: ErrorInfo | None = None  # the coordinator has refused the registration
-        self.left: Abandon | None = None  # this rank ended that operation, and has not heard the outcome
+        # this rank ended that operation, and has not heard the outcome
+        self.left: Abandon | None = None
         self._requests = requests
         self._lease_s = 0.0
         self._register_request = 0
@@ -94,7 +108,9 @@ class RegistrationSession:
 
     @property
     def ready(self) -> bool:
-        """Whether a group call can be made: the coordinator hears it, and knows this registration."""
+        """Whether a group call can be made: the coordinator hears it, and knows this
+        registration.
+        """
         return self.online and self.confirmed
 
     @property
@@ -107,14 +123,17 @@ class RegistrationSession:
         self._lease_s = lease_s
 
     def disconnected(self, now: float) -> None:
-        """The coordinator heard nothing after now: a lease (and a margin) later it does not count on this worker."""
+        """The coordinator heard nothing after now: a lease (and a margin) later it does not count
+        on this worker.
+        """
         if self.online:
             self.lease_over = now + self._lease_s * (1 + LEASE_MARGIN)
         self.online = self.confirmed = False
 
     def register(self, held: Held | None, *, told: bool, parts: Sequence[bytes] = ()) -> Register:
-        """The Register message. The coordinator forgets content that is not in `held`. `told`: the coordinator has asked for
-        the manifests themselves. `parts`: the parts that it has asked for.
+        """The Register message. The coordinator forgets content that is not in `held`. `told`: the
+        coordinator has asked for the manifests themselves. `parts`: the parts that it has asked
+        for.
         """
         s, manifest = self.shard, self.shard.manifest
         self._register_request = self._requests()
@@ -155,7 +174,9 @@ class RegistrationSession:
         self._move_to(message.epoch, message.sequence)
 
     def _move_to(self, epoch: int, sequence: int) -> None:
-        """Within an epoch the sequence never goes back: the coordinator may not have heard of a key that was taken here."""
+        """Within an epoch the sequence never goes back: the coordinator may not have heard of a key
+        that was taken here.
+        """
         self._sequence = max(sequence, self._sequence) if epoch == self._epoch else sequence
         self._epoch = epoch
 
@@ -166,7 +187,9 @@ class RegistrationSession:
         return key
 
     def is_older(self, key: OpKey) -> bool:
-        """Whether that operation began before the present membership: its commit may not have counted this memory."""
+        """Whether that operation began before the present membership: its commit may not have
+        counted this memory.
+        """
         return key.epoch != self._epoch
 
     def abandon(self, key: OpKey, error: ErrorInfo) -> Abandon:

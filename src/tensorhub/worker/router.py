@@ -1,14 +1,16 @@
-"""Routes each message of the coordinator: to a handle, to the asker of a question, or to the worker itself.
+"""Routes each message of the coordinator: to a handle, to the asker of a question, or to the worker
+itself.
 
 At the beginning of a session it says in which order the worker restates its wishes and its content.
 
-A message names its subject in one of three ways: by a request, with the answer going to the asker; by a registration; or by
-a rank of a group. Only this module keeps the worker's handles (of any kind `H`) under these names. The worker's own
-questions (`runtime.worker.coordinator_client`) take their numbers from this module's iterator, so no two questions share an
-answer.
+A message names its subject in one of three ways: by a request, with the answer going to the asker;
+by a registration; or by a rank of a group. Only this module keeps the worker's handles (of any kind
+`H`) under these names. The worker's own questions (`runtime.worker.coordinator_client`) take their
+numbers from this module's iterator, so no two questions share an answer.
 
-Responsible for messages about an unknown or former subject: an answer that comes twice, a rank that has left, a registration
-that has ended. Not responsible for connections, nor for what a handle does with a message (`worker.member`).
+Responsible for messages about an unknown or former subject: an answer that comes twice, a rank that
+has left, a registration that has ended. Not responsible for connections, nor for what a handle does
+with a message (`worker.member`).
 """
 
 from __future__ import annotations
@@ -43,9 +45,17 @@ class Examine(Generic[H]):
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answer to a question of the worker itself, unless the question is answered or given up already."""
+    """The answer to a question of the worker itself, unless the question is answered or given up
+    already.
+    """
 
-    message: messages.Done | messages.Refused | messages.ManifestReply | messages.PublicationReply | messages.Description
+    message: (
+        messages.Done
+        | messages.Refused
+        | messages.ManifestReply
+        | messages.PublicationReply
+        | messages.Description
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,9 @@ Routed = (
 
 @dataclass(frozen=True, slots=True)
 class LoseState(Generic[H]):
-    """The coordinator has lost its state: this handle's member hears of it (`Member.state_lost`)."""
+    """The coordinator has lost its state: this handle's member hears of it
+    (`Member.state_lost`).
+    """
 
     handle: H
 
@@ -99,8 +111,10 @@ class Router(Generic[H]):
     def __init__(self, numbers: Iterator[int]) -> None:
         self.handles: dict[str, H] = {}  # by registration, in the order in which they came
         self._numbers = numbers
-        self._at: dict[tuple[str, str, int], str] = {}  # by (model, group, rank): a registration that has not left
-        self._asked: dict[int, str] = {}  # by request that is not answered yet: a registration that has not ended
+        # by (model, group, rank): a registration that has not left
+        self._at: dict[tuple[str, str, int], str] = {}
+        # by request that is not answered yet: a registration that has not ended
+        self._asked: dict[int, str] = {}
         self._registered: dict[
             str, int
         ] = {}  # by registration: its Register that was answered last, which may be asked for again
@@ -120,8 +134,10 @@ class Router(Generic[H]):
         """Raise RegistrationError if this rank is registered here."""
         if (model, group, rank) in self._at:
             raise RegistrationError(
-                f"rank {rank} of group {group!r} of {model!r} is registered by this worker already: "
-                "close it first, or take another group name (two sets of one model in one process need two groups)"
+                f"rank {rank} of group {group!r} of {model!r} is registered by this worker "
+                f"already: "
+                "close it first, or take another group name (two sets of one model in one process "
+                "need two groups)"
             )
 
     def add(self, shard: Shard, handle: H) -> None:
@@ -140,7 +156,9 @@ class Router(Generic[H]):
         self.leave(shard)
         self.handles.pop(shard.registration, None)
         self._registered.pop(shard.registration, None)
-        for request in [number for number, asker in self._asked.items() if asker == shard.registration]:
+        for request in [
+            number for number, asker in self._asked.items() if asker == shard.registration
+        ]:
             del self._asked[request]
 
     def new_request(self, shard: Shard) -> int:
@@ -160,15 +178,17 @@ class Router(Generic[H]):
     # -- messages
 
     def welcomed(self, message: messages.Welcome) -> list[Welcomed[H]]:
-        """A session is up. If the coordinator is a new cluster, or has an older state than its predecessor, no state may go
-        back silently (R2, G3): the loss comes first. Pins are restated after the held content, so that there is something to
-        pin.
+        """A session is up. If the coordinator is a new cluster, or has an older state than its
+        predecessor, no state may go back silently (R2, G3): the loss comes first. Pins are restated
+        after the held content, so that there is something to pin.
         """
         before, self._coordinator = self._coordinator, message
         self._asked.clear()  # no earlier question is answered over the new session
         self._registered.clear()
         steps = list[Welcomed[H]]()
-        if before is not None and (before.cluster != message.cluster or before.epoch > message.epoch):
+        if before is not None and (
+            before.cluster != message.cluster or before.epoch > message.epoch
+        ):
             steps = [*map(LoseState, self.handles.values()), Anew.FORGET_VERSIONS]
         return [*steps, Anew.WATCH, *map(Resume, self.handles.values()), Anew.PIN]
 
@@ -181,7 +201,9 @@ class Router(Generic[H]):
                     self._registered[asker] = message.request
                 return self._tell(self._answer(message.request), message)
             case messages.RegisterAgain():
-                return self._tell(self._answer(message.request) or self._answered(message.request), message)
+                return self._tell(
+                    self._answer(message.request) or self._answered(message.request), message
+                )
             case messages.LeaveGranted():
                 return self._tell(self._answer(message.request), message)
             case messages.Done() | messages.Refused() | messages.ManifestReply():
@@ -204,7 +226,11 @@ class Router(Generic[H]):
                 return self._tell(self.rank_at(key.model, key.group, message.rank), message)
             case messages.EpochChanged():
                 group = message.model, message.group
-                return [Deliver(self.handles[there], message) for name, there in self._at.items() if name[:2] == group]
+                return [
+                    Deliver(self.handles[there], message)
+                    for name, there in self._at.items()
+                    if name[:2] == group
+                ]
             case messages.DigestAgain():
                 handle = self.handles.get(message.registration)
                 missing = messages.DigestedAgain(message.inquiry, message.registration, None)
@@ -212,9 +238,16 @@ class Router(Generic[H]):
             case messages.TellDigests():
                 handle = self.handles.get(message.registration)
                 of = message.selection, message.shard
-                nothing = messages.Digests(message.registration, message.generation, 0, (), b"", True, *of)
+                nothing = messages.Digests(
+                    message.registration, message.generation, 0, (), b"", True, *of
+                )
                 return [Examine(handle, message) if handle is not None else Reply(nothing)]
-            case messages.Announce() | messages.CutReader() | messages.MakeCopy() | messages.DropCopy():
+            case (
+                messages.Announce()
+                | messages.CutReader()
+                | messages.MakeCopy()
+                | messages.DropCopy()
+            ):
                 return [message]
             case messages.HeartbeatAck() | messages.Welcome() | messages.Dismissed():
                 return []  # the session's own
@@ -226,7 +259,9 @@ class Router(Generic[H]):
         return self.handles.get(self._asked.pop(request, ""))
 
     def _answered(self, request: int) -> H | None:
-        """The handle of that answered Register. The coordinator wants it again once it knows the layout of the group."""
+        """The handle of that answered Register. The coordinator wants it again once it knows the
+        layout of the group.
+        """
         found = (name for name, answered in self._registered.items() if answered == request)
         return self.handles.get(next(found, ""))
 

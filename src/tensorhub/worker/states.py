@@ -7,12 +7,14 @@ from enum import StrEnum
 
 from tensorhub.types import HandleState as H
 
-# Every publish, fill, withdrawal and close moves along this table; `machine.Stateful.become` is the only writer.
-# Held or doubtful content is given up first: only memory without content is closed (or a fetch that is complete).
+# Every publish, fill, withdrawal and close moves along this table; `machine.Stateful.become` is the
+# only writer. Held or doubtful content is given up first: only memory without content is closed (or
+# a fetch that is complete).
 HANDLE_TABLE: Mapping[H, frozenset[H]] = {
     H.EMPTY: frozenset({H.FILLING, H.READY, H.IN_DOUBT, H.CLOSED}),
     H.FILLING: frozenset({H.READY, H.TORN, H.IN_DOUBT, H.CLOSED}),
-    H.READY: frozenset({H.DRAINING, H.FILLING, H.EMPTY, H.IN_DOUBT}),  # in doubt: of what was staged
+    # in doubt: of what was staged
+    H.READY: frozenset({H.DRAINING, H.FILLING, H.EMPTY, H.IN_DOUBT}),
     H.DRAINING: frozenset({H.EMPTY, H.READY}),
     H.TORN: frozenset({H.FILLING, H.READY, H.IN_DOUBT, H.CLOSED}),
     H.IN_DOUBT: frozenset({H.READY, H.EMPTY, H.TORN, H.FILLING}),
@@ -42,7 +44,9 @@ class Phase(StrEnum):
 
 
 P = Phase
-UNVOTED = frozenset({P.QUEUED, P.ASKED, P.MANIFEST, P.HOOK, P.HELD, P.FENCING, P.ROOM, P.COPYING, P.PULLING})
+UNVOTED = frozenset(
+    {P.QUEUED, P.ASKED, P.MANIFEST, P.HOOK, P.HELD, P.FENCING, P.ROOM, P.COPYING, P.PULLING}
+)
 
 # Each kind of call has a table of its own; `ActiveCall.enter` is the only writer.
 PUBLISH_TABLE: Mapping[P, frozenset[P]] = {
@@ -51,9 +55,10 @@ PUBLISH_TABLE: Mapping[P, frozenset[P]] = {
     P.ABANDONING: frozenset({P.OVER}),
     P.OVER: frozenset(),
 }
-# Until the old version is fenced a fill ends by ABANDONING, while it copies or pulls by STOPPING. A staged fill waits for
-# room, copies and pulls without a fence, runs its hook behind that, and is fenced only while it is APPLYING. If its sources
-# are gone, and the selector names another version, either goes back to ASKED.
+# Until the old version is fenced a fill ends by ABANDONING, while it copies or pulls by STOPPING. A
+# staged fill waits for room, copies and pulls without a fence, runs its hook behind that, and is
+# fenced only while it is APPLYING. If its sources are gone, and the selector names another version,
+# either goes back to ASKED.
 _WRITING = frozenset({P.FENCING, P.COPYING, P.PULLING})
 FILL_TABLE: Mapping[P, frozenset[P]] = {
     P.QUEUED: frozenset({P.ASKED, P.OVER}),

@@ -1,10 +1,12 @@
-"""A rank's vote for its fill: the roots of its digests, and the chunks that differ from the published ones.
+"""A rank's vote for its fill: the roots of its digests, and the chunks that differ from the
+published ones.
 
-During a comparison the vote is not repeated, whatever connection is lost: it would count, and may be void in a moment.
+During a comparison the vote is not repeated, whatever connection is lost: it would count, and may
+be void in a moment.
 
-After the vote the coordinator may send the publisher's digests. For a version of the rank's own layout they are one list, of
-all chunks. For another layout there is a list for each selection that the rank reads. Lists and strays have the selection's
-numbers, and the memory has its own.
+After the vote the coordinator may send the publisher's digests. For a version of the rank's own
+layout they are one list, of all chunks. For another layout there is a list for each selection that
+the rank reads. Lists and strays have the selection's numbers, and the memory has its own.
 
 Not responsible for what follows (`filling`), nor for comparing (`chunk_reports`).
 """
@@ -27,18 +29,32 @@ Wrong: TypeAlias = "tuple[int, int, messages.Origin | None]"
 
 
 class _Comparison:
-    """The comparison with one list, which comes in pages. `chunks`: the chunks of the list, in its order; None: all."""
+    """The comparison with one list, which comes in pages. `chunks`: the chunks of the list, in its
+    order; None: all.
+    """
 
-    def __init__(self, selection: str = "", shard: int = 0, manifest: Manifest | None = None) -> None:
+    def __init__(
+        self, selection: str = "", shard: int = 0, manifest: Manifest | None = None
+    ) -> None:
         self.selection = selection
         self.shard = shard
-        self.chunks = manifest.chunks_of(shard, selection) if isinstance(manifest, ReshardedManifest) else None
+        self.chunks = (
+            manifest.chunks_of(shard, selection)
+            if isinstance(manifest, ReshardedManifest)
+            else None
+        )
         self.chunk_count = (
-            len(self.chunks) if self.chunks is not None else manifest.chunk_count if manifest is not None else 0
+            len(self.chunks)
+            if self.chunks is not None
+            else manifest.chunk_count
+            if manifest is not None
+            else 0
         )
         self.is_last = False  # the page that is being compared is the last one
-        self.wrong: dict[int, int] = {}  # chunks that are not as published, and their published digests
-        self.strays: dict[messages.Origin | None, messages.Stray] = {}  # one of each memory from which such chunks came
+        # chunks that are not as published, and their published digests
+        self.wrong: dict[int, int] = {}
+        # one of each memory from which such chunks came
+        self.strays: dict[messages.Origin | None, messages.Stray] = {}
 
     def takes(self, page: messages.Compare) -> bool:
         """Whether the page belongs to this list, and this rank reads the selection."""
@@ -60,7 +76,8 @@ class Vote:
 
     def __init__(self, context: MemberContext, operation: Callable[[], OpKey]) -> None:
         self.root = b""  # of this rank's digests, once all is there
-        self.roots: tuple[messages.SelectionRoot, ...] = ()  # the root of each selection, where it reads selections
+        # the root of each selection, where it reads selections
+        self.roots: tuple[messages.SelectionRoot, ...] = ()
         self.is_void = False  # some of it is being read again
         self._compares = False  # a page is being compared, which may make the vote void
         self._is_owed = False  # the vote is to be repeated after that
@@ -77,9 +94,13 @@ class Vote:
         if self._compares:
             self._is_owed = True
             return
-        self._context.say(messages.Prepared(self._operation(), self._context.shard.rank, self.root, self.roots))
+        self._context.say(
+            messages.Prepared(self._operation(), self._context.shard.rank, self.root, self.roots)
+        )
 
-    def compare(self, page: messages.Compare, manifest: Manifest, generation: int, *, staged: bool) -> None:
+    def compare(
+        self, page: messages.Compare, manifest: Manifest, generation: int, *, staged: bool
+    ) -> None:
         """The roots are not the published ones: find the wrong chunks."""
         if not page.first:
             self._comparison = _Comparison(page.selection, page.shard, manifest)
@@ -111,5 +132,7 @@ class Vote:
 
     def _say_compared(self, following: int, strays: tuple[messages.Stray, ...] = ()) -> None:
         of, rank = self._comparison, self._context.shard.rank
-        said = messages.Compared(self._operation(), rank, following, strays, self.is_void, of.selection, of.shard)
+        said = messages.Compared(
+            self._operation(), rank, following, strays, self.is_void, of.selection, of.shard
+        )
         self._context.say(said)

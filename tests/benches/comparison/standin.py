@@ -1,4 +1,6 @@
-"""Backends that go wrong, each in its manner. STANDIN_NOTES names a file for the ids of the processes they start."""
+"""Backends that go wrong, each in its manner. STANDIN_NOTES names a file for the ids of the
+processes they start.
+"""
 
 from __future__ import annotations
 

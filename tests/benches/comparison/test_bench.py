@@ -28,7 +28,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where stand-ins write whom they have started. Whoever of those is left after a test that failed is ended here."""
+    """Where stand-ins write whom they have started. Whoever of those is left after a test that
+    failed is ended here.
+    """
     path = tmp_path / "notes"
     path.touch()
     monkeypatch.setenv("STANDIN_NOTES", str(path))
@@ -50,7 +52,9 @@ def left(pid: int) -> list[Path]:
     return [place for root in roots for place in root.glob(f"thb{pid}-*")]
 
 
-def visits_of(*backends: Backend, timeout_s: float = 60.0, directory: Path = Path("/none")) -> list[Visit]:
+def visits_of(
+    *backends: Backend, timeout_s: float = 60.0, directory: Path = Path("/none")
+) -> list[Visit]:
     plan = Plan(backends, 1, 1, 4, [1], timeout_s, directory)
     visits: list[Visit] = []
     anyio.run(suite.run, plan, visits.append)
@@ -63,15 +67,22 @@ def test_a_run(tmp_path: Path, prepared_with_torch: None) -> None:
     done = run_here("bench", *plan, "--results", str(results), "--picture", str(picture))
     assert done.returncode == 0, done.stderr
     found = json.loads(results.read_text())
-    assert [(row["backend"], row["reason"]) for row in found["rows"]] == [("bare", None), ("tensorhub-tcp", None)]
-    assert all(row["seconds"]["median"] > 0 and row["peak_gib"] > 2 * 4 / 1024 for row in found["rows"])
+    assert [(row["backend"], row["reason"]) for row in found["rows"]] == [
+        ("bare", None),
+        ("tensorhub-tcp", None),
+    ]
+    assert all(
+        row["seconds"]["median"] > 0 and row["peak_gib"] > 2 * 4 / 1024 for row in found["rows"]
+    )
     assert found["rows"][1]["versions"]["tensorhub"]
     assert found["rows"][1]["offered_s"]["median"] > 0
     assert "TensorHub tcp" in picture.read_text()
     assert "TensorHub tcp" in done.stdout
 
 
-def test_a_backend_that_delivers_other_bytes_is_found_out(notes: Path, prepared_with_torch: None) -> None:
+def test_a_backend_that_delivers_other_bytes_is_found_out(
+    notes: Path, prepared_with_torch: None
+) -> None:
     (visit,) = visits_of(standin.backend("wrong"))
     assert visit.reason == "receiver 1 got other bytes than the source has, in copy 0"
     assert not visit.copies
@@ -89,7 +100,18 @@ main()
 
 def test_ctrl_c_leaves_nothing_but_what_is_known(notes: Path, tmp_path: Path) -> None:
     results = tmp_path / "results.json"
-    command = [sys.executable, "-c", PROGRAM, "bench", "--mib", "4", "--receivers", "1", "--results", str(results)]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        "bench",
+        "--mib",
+        "4",
+        "--receivers",
+        "1",
+        "--results",
+        str(results),
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             assert eventually(lambda: len(notes.read_text().split()) >= 2)

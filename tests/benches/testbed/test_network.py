@@ -18,7 +18,9 @@ WAN = Wan(25.0, 20.0)
 
 
 def inside(net: Network, host: str, *command: str) -> str:
-    return subprocess.run([*net.prefix(host), *command], capture_output=True, text=True, check=True, timeout=20).stdout
+    return subprocess.run(
+        [*net.prefix(host), *command], capture_output=True, text=True, check=True, timeout=20
+    ).stdout
 
 
 def spaces() -> set[str]:
@@ -55,27 +57,40 @@ def test_hosts_reach_each_other_and_nothing_is_left() -> None:
         assert "root rate 100Mbit" in inside(net, "a", "tc", "class", "show", "dev", "eth0")
         net.set_mbit("a", 10.0)
         assert "root rate 10Mbit" in inside(net, "a", "tc", "class", "show", "dev", "eth0")
-        hear = "import socket; l = socket.create_server(('', 7)); print('on', flush=True); print(l.accept()[0].recv(9))"
-        server = subprocess.Popen([*net.prefix("c"), sys.executable, "-c", hear], stdout=subprocess.PIPE, text=True)
+        hear = (
+            "import socket; l = socket.create_server(('', 7)); print('on', flush=True); "
+            "print(l.accept()[0].recv(9))"
+        )
+        server = subprocess.Popen(
+            [*net.prefix("c"), sys.executable, "-c", hear], stdout=subprocess.PIPE, text=True
+        )
         assert server.stdout is not None
         assert server.stdout.readline() == "on\n"
-        say = f"import socket; socket.create_connection(({net.address('c')!r}, 7), 10).sendall(b'across')"
+        say = (
+            f"import socket; socket.create_connection(({net.address('c')!r}, 7), "
+            f"10).sendall(b'across')"
+        )
         inside(net, "a", sys.executable, "-c", say)  # over the WAN
         assert server.communicate(timeout=20)[0] == "b'across'\n"
     eventually(lambda: not made & spaces())
-    named = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    named = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout
     assert "testbed" not in named
 
 
 @pytest.mark.root
 @pytest.mark.usefixtures("can_be_made")
 def test_a_link_is_shared_by_who_reads() -> None:
-    """Each address has a queue of its own, at the host for whom it sends to, and behind it for whom it hears from."""
+    """Each address has a queue of its own, at the host for whom it sends to, and behind it for whom
+    it hears from.
+    """
     with Network(HOSTS, WAN) as net:
         out, into = (
             inside(net, *where, "tc", "-s", "filter", "show", "dev", device)
             for where, device in ((("a",), "eth0"), (("near",), "to-0"))
         )
-        for text, offset in ((out, 16), (into, 12)):  # of the destination, and of the source, in an IP packet
+        # of the destination, and of the source, in an IP packet
+        for text, offset in ((out, 16), (into, 12)):
             for address in ("0ad50001", "0ad50002", "0ad50101"):
                 assert f"match {address}/ffffffff at {offset}" in text

@@ -1,5 +1,5 @@
-"""`python -m tests.rdma.guest COMMAND [ARGUMENT...]`: run a command in a guest that has RDMA devices, in this directory.
-With TENSORHUB_RDMA_GUEST=built only if its kernel is there already.
+"""`python -m tests.rdma.guest COMMAND [ARGUMENT...]`: run a command in a guest that has RDMA
+devices, in this directory. With TENSORHUB_RDMA_GUEST=built only if its kernel is there already.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def main(command: list[str]) -> int:
         sys.stderr.write(f"{fault if command else __doc__}\n")
         return 2
     with tempfile.TemporaryDirectory(prefix="tensorhub-guest-") as out:
-        passed_on = {name: os.environ[name] for name in ("PYTHONPATH", "VIRTUAL_ENV") if name in os.environ}
+        passed_on = {
+            name: os.environ[name] for name in ("PYTHONPATH", "VIRTUAL_ENV") if name in os.environ
+        }
         status = machine.run(command, Path(out), LIMIT_S, passed_on)
         sys.stdout.write((Path(out) / "console").read_text(errors="replace"))
     return status

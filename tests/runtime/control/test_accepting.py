@@ -32,11 +32,15 @@ def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
 
 
 class Served:
-    """What an accept loop has served: every connection until its peer says something, or for ever."""
+    """What an accept loop has served: every connection until its peer says something, or for
+    ever.
+    """
 
     def __init__(self, listener: socket.socket, pending_max: int) -> None:
         self.heard: list[bytes] = []
-        self.loop = AcceptLoop(listener, pending_max, self.serve, Tally(log.info, "x"), Tally(log.info, "y"))
+        self.loop = AcceptLoop(
+            listener, pending_max, self.serve, Tally(log.info, "x"), Tally(log.info, "y")
+        )
 
     async def serve(self, connection: socket.socket, authenticated: Callable[[], None]) -> None:
         await anyio.wait_readable(connection)
@@ -70,7 +74,9 @@ async def is_closed(peer: socket.socket) -> bool:
     return await anyio.to_thread.run_sync(peer.recv, 1) == b""
 
 
-async def test_a_connection_is_pending_until_it_authenticates_or_ends(listener: socket.socket) -> None:
+async def test_a_connection_is_pending_until_it_authenticates_or_ends(
+    listener: socket.socket,
+) -> None:
     async with accepted(listener) as served:
         with come(listener) as first, come(listener) as second:
             await until(lambda: served.pending == 2)
@@ -82,7 +88,9 @@ async def test_a_connection_is_pending_until_it_authenticates_or_ends(listener: 
             await until(lambda: served.loop.is_empty)
 
 
-async def test_at_the_cap_the_oldest_pending_connection_is_closed_and_no_other(listener: socket.socket) -> None:
+async def test_at_the_cap_the_oldest_pending_connection_is_closed_and_no_other(
+    listener: socket.socket,
+) -> None:
     async with accepted(listener, pending_max=2) as served:
         with come(listener) as authentic:
             authentic.sendall(b"hello")
@@ -106,7 +114,9 @@ async def test_at_the_cap_an_address_with_many_pending_connections_closes_its_ow
             with contextlib.ExitStack() as stack:
 
                 def come_from(host: str) -> socket.socket:
-                    peer = socket.create_connection(("127.0.0.1", port), WAIT_S, source_address=(host, 0))
+                    peer = socket.create_connection(
+                        ("127.0.0.1", port), WAIT_S, source_address=(host, 0)
+                    )
                     return stack.enter_context(peer)
 
                 slow = come_from("127.0.0.2")
@@ -118,7 +128,8 @@ async def test_at_the_cap_an_address_with_many_pending_connections_closes_its_ow
                 await until(lambda: served.heard == [b"hello"])
 
 
-# ---------------------------------------------------------------------------------------------------- addresses
+# --------------------------------------------------------------------------------------------------
+# addresses
 
 PEER = """
 import ast, os, socket, sys
@@ -134,7 +145,9 @@ async def address_of(code: str) -> set[str]:
     with unix.listen() as listener:
         async with accepted(listener) as served:
             name = listener.getsockname()
-            with subprocess.Popen([sys.executable, "-c", code, repr(name)], stdin=subprocess.PIPE) as process:  # noqa: ASYNC220
+            with subprocess.Popen(  # noqa: ASYNC220
+                [sys.executable, "-c", code, repr(name)], stdin=subprocess.PIPE
+            ) as process:
                 await until(lambda: served.pending == 1)
                 found = set(served.loop._by_address)
                 process.communicate(b"", WAIT_S)

@@ -39,11 +39,16 @@ def book(monkeypatch: pytest.MonkeyPatch) -> Iterator[Book]:
     return made
 
 
-async def test_a_coordinator_that_comes_back_elsewhere_is_found_and_calls_go_on(book: Book, tmp_path: Path) -> None:
+async def test_a_coordinator_that_comes_back_elsewhere_is_found_and_calls_go_on(
+    book: Book, tmp_path: Path
+) -> None:
     async with nothing_left():
         coordinator = await tensorhub.serve(token="", state_dir=tmp_path, options=OPTIONS)
         book.address = coordinator.address
-        async with connect("book://the hub", "trainer") as trainer, connect("book://the hub", "reader") as reader:
+        async with (
+            connect("book://the hub", "trainer") as trainer,
+            connect("book://the hub", "reader") as reader,
+        ):
             published = await trainer.register("actor", tensors(1))
             read = tensors()
             held = await reader.register("actor", read)
@@ -52,7 +57,8 @@ async def test_a_coordinator_that_comes_back_elsewhere_is_found_and_calls_go_on(
                 tasks.start_soon(_wait_for, reader, 2)
                 book.address, asked = "", len(book.asked)
                 await coordinator.close()
-                await until(lambda: len(book.asked) > asked + 1)  # nobody is found, and it is asked again
+                # nobody is found, and it is asked again
+                await until(lambda: len(book.asked) > asked + 1)
                 coordinator = await tensorhub.serve(token="", state_dir=tmp_path, options=OPTIONS)
                 book.address = coordinator.address
                 await until(lambda: all("online" in repr(hub) for hub in (trainer, reader)))
@@ -72,7 +78,9 @@ async def _wait_for(hub: tensorhub.Hub, number: int) -> None:
 async def test_a_name_that_leads_nowhere_is_told() -> None:
     with pytest.raises(CoordinatorUnavailable, match="nobody knows 'x'"):
         await tensorhub.connect("book://x", options=tensorhub.Options(coordinator_wait_s=0))
-    with pytest.raises(CoordinatorUnavailable, match="lost://x cannot be looked up here: No module named 'no'"):
+    with pytest.raises(
+        CoordinatorUnavailable, match="lost://x cannot be looked up here: No module named 'no'"
+    ):
         await tensorhub.connect("lost://x")
     with pytest.raises(InvalidValue, match="cannot name a coordinator"):
         tensorhub.connect("book://")
@@ -81,5 +89,8 @@ async def test_a_name_that_leads_nowhere_is_told() -> None:
 
 
 async def test_ray_is_not_needed_to_be_told_that_it_is() -> None:
-    with pytest.raises(CoordinatorUnavailable, match="ray-actor://x cannot be looked up here: No module named 'ray'"):
+    with pytest.raises(
+        CoordinatorUnavailable,
+        match="ray-actor://x cannot be looked up here: No module named 'ray'",
+    ):
         await tensorhub.connect("ray-actor://x")

@@ -14,7 +14,15 @@ import anyio.abc
 import pytest
 
 from tensorhub.coordinator import Action, Coordinator, Event, Received
-from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Heartbeat, HeartbeatAck, Join, Welcome
+from tensorhub.messages import (
+    Dismissed,
+    FromCoordinator,
+    FromWorker,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Welcome,
+)
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
@@ -33,18 +41,26 @@ STEP_S = 0.01  # so all workers' turns take some leases
 async def thin_worker(server: CoordinatorServer, number: int) -> MessageStream[FromCoordinator]:
     host, port = parse_address(server.address)
     messages = MessageStream(await anyio.connect_tcp(host, port), FROM_COORDINATOR, 2**20)
-    await messages.handshake(ClientHandshake("worker", f"life{number}", b"", bytes(NONCE_BYTES)), WAIT_S)
+    await messages.handshake(
+        ClientHandshake("worker", f"life{number}", b"", bytes(NONCE_BYTES)), WAIT_S
+    )
     return messages
 
 
 def say_at_once(messages: MessageStream[FromCoordinator], *words: FromWorker) -> None:
     """So that the server has no turn meanwhile."""
     data = b"".join(messages._encoder.frames(codec.encode(word)) for word in words)
-    assert os.write(messages._stream.extra(anyio.abc.SocketAttribute.raw_socket).fileno(), data) == len(data)
+    assert os.write(
+        messages._stream.extra(anyio.abc.SocketAttribute.raw_socket).fileno(), data
+    ) == len(data)
 
 
-async def test_in_a_burst_that_lasts_longer_than_the_lease_nobody_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each heartbeat takes the coordinator so long that others' lie unread for two leases. Then all fall silent."""
+async def test_in_a_burst_that_lasts_longer_than_the_lease_nobody_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each heartbeat takes the coordinator so long that others' lie unread for two leases. Then all
+    fall silent.
+    """
     step = Coordinator.step
 
     def slow(self: Coordinator, event: Event, now: float) -> list[Action]:
@@ -52,11 +68,20 @@ async def test_in_a_burst_that_lasts_longer_than_the_lease_nobody_is_lost(monkey
             time.sleep(STEP_S)
         return step(self, event, now)
 
-    async with nothing_left(), serving(Options(lease_s=LEASE_S)) as server, AsyncExitStack() as stack:
-        workers = [await stack.enter_async_context(await thin_worker(server, number)) for number in range(WORKERS)]
+    async with (
+        nothing_left(),
+        serving(Options(lease_s=LEASE_S)) as server,
+        AsyncExitStack() as stack,
+    ):
+        workers = [
+            await stack.enter_async_context(await thin_worker(server, number))
+            for number in range(WORKERS)
+        ]
         monkeypatch.setattr(Coordinator, "step", slow)
         for number, worker in enumerate(workers):
-            say_at_once(worker, Join(f"w{number}", Location(), (), 1, 0), *map(Heartbeat, range(BEATS)))
+            say_at_once(
+                worker, Join(f"w{number}", Location(), (), 1, 0), *map(Heartbeat, range(BEATS))
+            )
         for worker in workers:
             assert isinstance(await worker.receive(), Welcome)
             for sequence in range(BEATS):

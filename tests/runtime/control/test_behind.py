@@ -1,6 +1,8 @@
-"""A coordinator that has more to do than it comes to: it says so, and whoever makes it so hurts himself alone.
+"""A coordinator that has more to do than it comes to: it says so, and whoever makes it so hurts
+himself alone.
 
-Covers `runtime.control.pulse`, `runtime.control.hearing` and `runtime.control.link` (who waits is told).
+Covers `runtime.control.pulse`, `runtime.control.hearing` and `runtime.control.link` (who waits is
+told).
 """
 
 from __future__ import annotations
@@ -57,10 +59,16 @@ async def test_a_coordinator_that_is_behind_says_so_and_so_do_those_who_wait_for
     caplog.set_level("INFO", "tensorhub.coordinator")
 
     def told(logger: str, what: str) -> bool:
-        return any(record.name == logger and what in record.getMessage() for record in caplog.records)
+        return any(
+            record.name == logger and what in record.getMessage() for record in caplog.records
+        )
 
     monkeypatch.setattr(pulse, "PULSE_S", 0.05)
-    async with nothing_left(), serving(Options(lease_s=LEASE_S)) as server, connect(server.address) as hub:
+    async with (
+        nothing_left(),
+        serving(Options(lease_s=LEASE_S)) as server,
+        connect(server.address) as hub,
+    ):
         await hub.register("m", tensors())
         assert (await hub.describe("m")).coordinator_behind_s < STEP_S
         with monkeypatch.context() as slowed:
@@ -112,7 +120,9 @@ async def test_a_worker_that_is_lost_is_named_in_the_log_and_one_that_leaves_is_
 async def thin_worker(server: CoordinatorServer, number: int) -> MessageStream[Any]:
     host, port = parse_address(server.address)
     messages = MessageStream[Any](await anyio.connect_tcp(host, port), FROM_COORDINATOR, 2**20)
-    await messages.handshake(ClientHandshake("worker", f"life{number}", b"", bytes(NONCE_BYTES)), WAIT_S)
+    await messages.handshake(
+        ClientHandshake("worker", f"life{number}", b"", bytes(NONCE_BYTES)), WAIT_S
+    )
     await messages.send(Join(f"w{number}", Location(), (), 1, 0))
     return messages
 
@@ -120,11 +130,15 @@ async def thin_worker(server: CoordinatorServer, number: int) -> MessageStream[A
 async def test_who_has_more_to_say_than_his_queue_holds_connects_again_and_is_the_one_that_he_was(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A worker that says everything twice as fast as it can be heard is behind itself, in the end: nobody else is."""
+    """A worker that says everything twice as fast as it can be heard is behind itself, in the end:
+    nobody else is.
+    """
     monkeypatch.setattr(link, "OUTBOX_MESSAGES_MAX", 64)
     async with cluster("greedy", "other") as c:
         greedy, other = c.hubs
-        weights = [await hub.register(name, tensors(1)) for hub, name in ((greedy, "m"), (other, "n"))]
+        weights = [
+            await hub.register(name, tensors(1)) for hub, name in ((greedy, "m"), (other, "n"))
+        ]
         for each in weights:
             await each.publish(1)
         lives = [worker_of(hub).incarnation for hub in c.hubs]

@@ -1,5 +1,5 @@
-"""`describe` of everything: a page at a time, so that nobody else waits for them; and never older than what
-the asker did.
+"""`describe` of everything: a page at a time, so that nobody else waits for them; and never older
+than what the asker did.
 
 Covers `runtime.control.server` (long answers), with `coordinator.views` and `coordinator.views`.
 """
@@ -42,7 +42,9 @@ def many_models(coordinator: Coordinator, models: int = MODELS, prefix: str = "m
 async def test_everything_is_described_a_page_at_a_time_while_heartbeats_are_answered(
     monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
-    """Eight sessions ask for everything at once. Counted are models that are described between two turns of the others."""
+    """Eight sessions ask for everything at once. Counted are models that are described between two
+    turns of the others.
+    """
     described, askers, beats, runs = 0, 8, 0, [0]
     left = askers
     describe = views.describe
@@ -94,12 +96,17 @@ async def test_everything_is_described_a_page_at_a_time_while_heartbeats_are_ans
 
 
 async def test_a_description_that_no_frame_could_carry_arrives_whole() -> None:
-    async with nothing_left(), serving(replace(OPTIONS, frame_bytes_max=65_536)) as server, connect(server.address) as hub:
+    async with (
+        nothing_left(),
+        serving(replace(OPTIONS, frame_bytes_max=65_536)) as server,
+        connect(server.address) as hub,
+    ):
         names = many_models(server._core, prefix="m" * 100)
         assert [model.model for model in await hub.describe()] == names
 
 
-# ---------------------------------------------------------------------------------------------------- what it shows
+# --------------------------------------------------------------------------------------------------
+# what it shows
 
 
 def ask(cluster: StepwiseCluster, message: Describe) -> Description:
@@ -126,9 +133,9 @@ def test_what_was_acknowledged_before_the_question_is_in_its_answer() -> None:
     cluster.run()
     cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
     for number in range(1, 5):
-        assert [model.mark for page in pages(cluster) for model in page.models if model.model == "actor"] == [
-            number - 1 or None
-        ]
+        assert [
+            model.mark for page in pages(cluster) for model in page.models if model.model == "actor"
+        ] == [number - 1 or None]
         call = trainer.publish(number)
         cluster.run()
         assert call.version is not None

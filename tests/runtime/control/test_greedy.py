@@ -1,5 +1,5 @@
-"""Sessions that send large frames, and do not finish them: what the coordinator holds of those is bounded, and nobody whose
-token is another one waits for that.
+"""Sessions that send large frames, and do not finish them: what the coordinator holds of those is
+bounded, and nobody whose token is another one waits for that.
 
 Covers `runtime.control.server` and `protocol.pot`.
 """
@@ -44,7 +44,8 @@ from tests.rig import CHUNK_BYTES, WAIT_S, nothing_left, tensors, until
 
 SECRET = "the cluster's own"
 READ_ONLY = tensorhub.read_only_token(SECRET)
-PATIENT = Options(op_timeout_s=WAIT_S, lease_s=4 * WAIT_S, chunk_bytes=CHUNK_BYTES)  # nothing but the bounds helps
+# nothing but the bounds helps
+PATIENT = Options(op_timeout_s=WAIT_S, lease_s=4 * WAIT_S, chunk_bytes=CHUNK_BYTES)
 FRAME_BYTES = 2**18
 SESSIONS = 12
 
@@ -77,7 +78,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(options: Options = PATIENT) -> AsyncIterator[CoordinatorServer]:
-    server = CoordinatorServer(options=options, secrets_accepted=(SECRET.encode(),), store=MemoryStore())
+    server = CoordinatorServer(
+        options=options, secrets_accepted=(SECRET.encode(),), store=MemoryStore()
+    )
     listening = anyio.Event()
     async with nothing_left(), anyio.create_task_group() as tasks:
         tasks.start_soon(server.run, "127.0.0.1", 0, listening.set)
@@ -88,9 +91,13 @@ async def serving(options: Options = PATIENT) -> AsyncIterator[CoordinatorServer
 
 async def joined(server: CoordinatorServer, number: int, *, read_only: bool) -> MessageStream[Any]:
     """A worker by hand, that has joined."""
-    messages = MessageStream(await anyio.connect_tcp(*parse_address(server.address)), FROM_COORDINATOR, 2**26)
+    messages = MessageStream(
+        await anyio.connect_tcp(*parse_address(server.address)), FROM_COORDINATOR, 2**26
+    )
     secret = read_only_secret(SECRET.encode()) if read_only else SECRET.encode()
-    await messages.handshake(ClientHandshake("worker", f"by-hand-{number}", secret, bytes(NONCE_BYTES)), WAIT_S)
+    await messages.handshake(
+        ClientHandshake("worker", f"by-hand-{number}", secret, bytes(NONCE_BYTES)), WAIT_S
+    )
     await messages.send(Join(f"w{number}", Location(), (), 1, 0))
     await messages.receive()
     return messages
@@ -115,10 +122,13 @@ async def test_what_read_only_sessions_have_begun_to_send_is_bounded_and_keeps_n
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server_module, "READ_ONLY_FRAME_BYTES_MAX", FRAME_BYTES, raising=False)
-    monkeypatch.setattr(server_module, "READ_ONLY_UNDECODED_BYTES_MAX", 4 * FRAME_BYTES, raising=False)
+    monkeypatch.setattr(
+        server_module, "READ_ONLY_UNDECODED_BYTES_MAX", 4 * FRAME_BYTES, raising=False
+    )
     async with serving() as server, contextlib.AsyncExitStack() as stack:
         greedy = [
-            await stack.enter_async_context(await joined(server, number, read_only=True)) for number in range(SESSIONS)
+            await stack.enter_async_context(await joined(server, number, read_only=True))
+            for number in range(SESSIONS)
         ]
         for messages in greedy:
             await messages._stream.send(unfinished(FRAME_BYTES, FRAME_BYTES - 1))
@@ -137,23 +147,38 @@ async def test_what_read_only_sessions_have_begun_to_send_is_bounded_and_keeps_n
         assert len(first) == 4
         for stream in first:
             await stream.aclose()  # now it is the turn of four others
-        await until(lambda: sum(len(stream._decoder._buffer) >= FRAME_BYTES for stream in Watched.all) == 4 + len(first))
+        await until(
+            lambda: (
+                sum(len(stream._decoder._buffer) >= FRAME_BYTES for stream in Watched.all)
+                == 4 + len(first)
+            )
+        )
 
 
 async def test_a_read_only_session_that_begins_a_large_frame_is_closed_at_once() -> None:
     """Nothing that it may say is so long."""
     async with serving() as server, await joined(server, 1, read_only=True) as greedy:
         await greedy._stream.send(unfinished(48 * 2**20, 1000))
-        with anyio.fail_after(WAIT_S), contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+        with (
+            anyio.fail_after(WAIT_S),
+            contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError),
+        ):
             while await greedy._stream.receive():
                 pass
 
 
-async def test_answers_that_read_only_sessions_do_not_take_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred sessions ask for a part of a manifest and read nothing: each answer is more than the kernel holds."""
+async def test_answers_that_read_only_sessions_do_not_take_are_bounded_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hundred sessions ask for a part of a manifest and read nothing: each answer is more than
+    the kernel holds.
+    """
     part, answers_max = bytes(6 * 2**20), 20 * 2**20
     monkeypatch.setattr(server_module, "READ_ONLY_ANSWERS_BYTES_MAX", answers_max)
-    async with serving(replace(PATIENT, frame_bytes_max=2**23)) as server, contextlib.AsyncExitStack() as stack:
+    async with (
+        serving(replace(PATIENT, frame_bytes_max=2**23)) as server,
+        contextlib.AsyncExitStack() as stack,
+    ):
         core = server._core.cluster
         version = Version(VersionInfo("m", 1, "content", 1, 1), 0, "", OpKey("m", "trainer", 1, 1))
         core.model("m").versions[1] = version
@@ -161,7 +186,10 @@ async def test_answers_that_read_only_sessions_do_not_take_are_bounded_together(
         question = GetPart(1, core.manifests.id_of(part))
         reader = await stack.enter_async_context(await joined(server, 1000, read_only=True))
         trainer = await stack.enter_async_context(await joined(server, 1001, read_only=False))
-        greedy = [await stack.enter_async_context(await joined(server, number, read_only=True)) for number in range(100)]
+        greedy = [
+            await stack.enter_async_context(await joined(server, number, read_only=True))
+            for number in range(100)
+        ]
         tracemalloc.start()
         try:
             for messages in greedy:
@@ -181,9 +209,14 @@ async def test_answers_that_read_only_sessions_do_not_take_are_bounded_together(
         await until(lambda: answers.nbytes == 0)
 
 
-async def test_a_read_only_session_asks_one_question_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_read_only_session_asks_one_question_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     part = bytes(15 * 2**20)
-    async with serving(replace(PATIENT, frame_bytes_max=2**24)) as server, await joined(server, 1, read_only=True) as reader:
+    async with (
+        serving(replace(PATIENT, frame_bytes_max=2**24)) as server,
+        await joined(server, 1, read_only=True) as reader,
+    ):
         core = server._core.cluster
         version = Version(VersionInfo("m", 1, "content", 1, 1), 0, "", OpKey("m", "trainer", 1, 1))
         core.model("m").versions[1] = version
@@ -200,7 +233,10 @@ async def test_a_read_only_session_asks_one_question_at_a_time(monkeypatch: pyte
 
 
 async def test_who_does_not_take_a_long_answer_within_a_lease_is_cut_off() -> None:
-    async with serving(Options(lease_s=0.5)) as server, await joined(server, 1, read_only=True) as deaf:
+    async with (
+        serving(Options(lease_s=0.5)) as server,
+        await joined(server, 1, read_only=True) as deaf,
+    ):
         version = Version(VersionInfo("m", 1, "content", 1, 1), 0, "", OpKey("m", "trainer", 1, 1))
         core = server._core.cluster
         core.model("m").versions[1] = version
@@ -217,14 +253,20 @@ async def test_who_does_not_take_a_long_answer_within_a_lease_is_cut_off() -> No
 
 
 async def test_an_answer_that_no_frame_can_carry_is_refused_and_the_session_goes_on() -> None:
-    async with serving(replace(PATIENT, frame_bytes_max=65_536)) as server, connect(server, SECRET) as hub:
+    async with (
+        serving(replace(PATIENT, frame_bytes_max=65_536)) as server,
+        connect(server, SECRET) as hub,
+    ):
         await hub.register("m", tensors(1))
         core = server._core
         model = core.cluster.models["m"]
         for number in range(3000):
             info = VersionInfo("m", number, f"content-{number}", 1, 1)
             core._versions.recover(Version(info, 0, "", OpKey("m", "trainer", 1, number)), model)
-        with pytest.raises(StateError, match=r"the answer cannot be sent: it has \d+ bytes, frames have 65536 at most"):
+        with pytest.raises(
+            StateError,
+            match=r"the answer cannot be sent: it has \d+ bytes, frames have 65536 at most",
+        ):
             await hub.describe("m")
         assert server._sessions_minted == 1
         model.versions.clear()

@@ -1,4 +1,5 @@
-"""In which turns sessions are heard: nobody waits for who says much, and what is said comes out as it is said.
+"""In which turns sessions are heard: nobody waits for who says much, and what is said comes out as
+it is said.
 
 Floods of one session, and of read-only ones: `test_server.py` and `test_greedy.py`.
 """
@@ -38,16 +39,23 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 
 
 @contextlib.asynccontextmanager
-async def joined(count: int) -> AsyncIterator[tuple[CoordinatorServer, list[MessageStream[FromCoordinator]]]]:
+async def joined(
+    count: int,
+) -> AsyncIterator[tuple[CoordinatorServer, list[MessageStream[FromCoordinator]]]]:
     """So many workers by hand, that have joined."""
     async with nothing_left(), serving(Options()) as server, contextlib.AsyncExitStack() as stack:
-        found = [await stack.enter_async_context(await talk(server, JOIN, incarnation=f"w{n}")) for n in range(count)]
+        found = [
+            await stack.enter_async_context(await talk(server, JOIN, incarnation=f"w{n}"))
+            for n in range(count)
+        ]
         for messages in found:
             assert isinstance(await messages.receive(), Welcome)
         yield server, found
 
 
-async def test_whoever_says_much_has_a_few_words_in_each_turn(events: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_whoever_says_much_has_a_few_words_in_each_turn(
+    events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hearing, "TURNS_S", WAIT_S)
     async with joined(3) as (_, [one, other, third]):
         events.clear()

@@ -31,7 +31,11 @@ def test_each_change_of_the_file_is_in_force_after_a_second_at_most(path: Path) 
     clock = Clock()
     keyring = TokenFile(path, clock)
     assert (keyring[0], tuple(keyring), len(keyring)) == (b"old", (b"old",), 1)
-    for content, now in (("old\nnew\n", (b"old", b"new")), ("new\nold\n", (b"new", b"old")), ("new\n", (b"new",))):
+    for content, now in (
+        ("old\nnew\n", (b"old", b"new")),
+        ("new\nold\n", (b"new", b"old")),
+        ("new\n", (b"new",)),
+    ):
         before = tuple(keyring)
         path.write_text(content)
         clock.now += LOOK_S - 0.001
@@ -52,7 +56,9 @@ def test_what_cannot_be_used_leaves_the_last_good_tokens_and_is_said_once(
         caplog.clear()
         clock.now += LOOK_S
         assert tuple(keyring) == (b"old",)
-        return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        return [
+            record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+        ]
 
     path.write_text("# half wri")
     assert "is empty" in look()[0]

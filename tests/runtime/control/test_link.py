@@ -1,5 +1,5 @@
-"""Several addresses of a coordinator: the first that takes the connection, whatever the others do with it; and one at which
-nobody listens yet.
+"""Several addresses of a coordinator: the first that takes the connection, whatever the others do
+with it; and one at which nobody listens yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ import pytest
 
 import tensorhub
 from tensorhub import sync
-from tensorhub.errors import AuthenticationFailed, CoordinatorUnavailable, ProtocolError, StateError, TensorHubError
+from tensorhub.errors import (
+    AuthenticationFailed,
+    CoordinatorUnavailable,
+    ProtocolError,
+    StateError,
+    TensorHubError,
+)
 from tensorhub.runtime.control.link import CoordinatorLink
 from tensorhub.types import Options
 from tests.rig import OPTIONS, WAIT_S, cluster, connect, holds, nothing_left, tensors, until
@@ -50,7 +56,9 @@ async def test_an_address_that_closes_in_the_handshake_is_passed_over() -> None:
     with a_proxy_with_nobody_behind_it(2) as closed:
         async with cluster("trainer") as c:
             await (await c.hubs[0].register("m", tensors(1))).publish(1)
-            with pytest.raises(ProtocolError, match="closed the connection during the handshake") as caught:
+            with pytest.raises(
+                ProtocolError, match="closed the connection during the handshake"
+            ) as caught:
                 async with connect([closed]):
                     pass
             assert caught.value.retryable
@@ -63,10 +71,22 @@ async def test_an_address_that_closes_in_the_handshake_is_passed_over() -> None:
 @pytest.mark.parametrize(
     ("numbers", "kind", "said"),
     [
-        ([errno.EMFILE], StateError, r"Too many open files: this process .*\(RLIMIT_NOFILE is \d+\): raise its `ulimit -n`"),
-        ([errno.ENFILE], StateError, r"this machine has too many files open: raise its sysctl fs.file-max"),
+        (
+            [errno.EMFILE],
+            StateError,
+            r"Too many open files: this process .*\(RLIMIT_NOFILE is \d+\): raise its `ulimit -n`",
+        ),
+        (
+            [errno.ENFILE],
+            StateError,
+            r"this machine has too many files open: raise its sysctl fs.file-max",
+        ),
         ([errno.ENOMEM], StateError, r"Cannot allocate memory: this machine has no memory left"),
-        ([errno.ECONNREFUSED], CoordinatorUnavailable, r"tcp://127.0.0.1:1: Connection refused\): is one running there\?"),
+        (
+            [errno.ECONNREFUSED],
+            CoordinatorUnavailable,
+            r"tcp://127.0.0.1:1: Connection refused\): is one running there\?",
+        ),
         (
             [errno.ECONNREFUSED, errno.EHOSTUNREACH],
             CoordinatorUnavailable,
@@ -74,22 +94,30 @@ async def test_an_address_that_closes_in_the_handshake_is_passed_over() -> None:
         ),
     ],
 )
-async def test_why_no_connection_could_be_made_is_said(numbers: list[int], kind: type[TensorHubError], said: str) -> None:
+async def test_why_no_connection_could_be_made_is_said(
+    numbers: list[int], kind: type[TensorHubError], said: str
+) -> None:
     link, dialled = link_that_meets([numbers], Options(coordinator_wait_s=0))
     with pytest.raises(kind, match=said):
         await link.connect_first()
     assert dialled == ["127.0.0.1"]
 
 
-def link_that_meets(faults: Iterable[list[int]], options: Options) -> tuple[CoordinatorLink, list[str]]:
-    """A link, and the hosts that it has dialled: each time it meets the next of these lists of errors."""
+def link_that_meets(
+    faults: Iterable[list[int]], options: Options
+) -> tuple[CoordinatorLink, list[str]]:
+    """A link, and the hosts that it has dialled: each time it meets the next of these lists of
+    errors.
+    """
     ahead, dialled = iter(faults), list[str]()
 
     async def dial(host: str, port: int) -> anyio.abc.ByteStream:
         """As anyio does it, for each address of a host."""
         dialled.append(host)
         causes = [OSError(number, os.strerror(number)) for number in next(ahead)]
-        raise OSError("All connection attempts failed") from (causes[0] if len(causes) == 1 else ExceptionGroup("", causes))
+        raise OSError("All connection attempts failed") from (
+            causes[0] if len(causes) == 1 else ExceptionGroup("", causes)
+        )
 
     return CoordinatorLink(["tcp://127.0.0.1:1"], (b"",), options, None, dial), dialled  # type: ignore[arg-type]
 
@@ -124,7 +152,11 @@ async def test_a_worker_that_starts_before_its_coordinator_waits_for_it(
             else:
                 await hub.close()
             await coordinator.close()
-    told = [record.getMessage() for record in caplog.records if "coordinator_awaited" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "coordinator_awaited" in record.getMessage()
+    ]
     assert len(told) == 1
     assert address in told[0]
 
@@ -132,4 +164,6 @@ async def test_a_worker_that_starts_before_its_coordinator_waits_for_it(
 async def test_another_token_is_refused_at_once_though_a_coordinator_is_waited_for() -> None:
     async with cluster(token="right") as c:
         with pytest.raises(AuthenticationFailed):
-            await tensorhub.connect(c.address, token="wrong", options=Options(coordinator_wait_s=1e8))
+            await tensorhub.connect(
+                c.address, token="wrong", options=Options(coordinator_wait_s=1e8)
+            )

@@ -1,4 +1,6 @@
-"""The coordinator's shell: restarts with and without its state, a disk that fails, and peers that do not listen."""
+"""The coordinator's shell: restarts with and without its state, a disk that fails, and peers that
+do not listen.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from tests.rig import OPTIONS, WAIT_S, cluster, connect, nothing_left, tensors, 
 async def test_a_coordinator_that_cannot_listen_lets_go_of_its_state(tmp_path: Path) -> None:
     async with cluster() as c:
         with pytest.raises(StateError, match="is in use"):
-            async with tensorhub.serve(port=parse_address(c.address)[1], token="", state_dir=tmp_path):
+            async with tensorhub.serve(
+                port=parse_address(c.address)[1], token="", state_dir=tmp_path
+            ):
                 pass
         async with tensorhub.serve(token="", state_dir=tmp_path):
             pass
@@ -48,9 +52,13 @@ class FailingStore(MemoryStore):
 
 
 @contextlib.asynccontextmanager
-async def serving(options: Options, store: MemoryStore | None = None) -> AsyncIterator[CoordinatorServer]:
+async def serving(
+    options: Options, store: MemoryStore | None = None
+) -> AsyncIterator[CoordinatorServer]:
     """A server in this very loop."""
-    server = CoordinatorServer(options=options, secrets_accepted=(b"",), store=store or MemoryStore())
+    server = CoordinatorServer(
+        options=options, secrets_accepted=(b"",), store=store or MemoryStore()
+    )
     listening = anyio.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(server.run, "127.0.0.1", 0, listening.set)
@@ -64,7 +72,9 @@ async def test_a_publication_that_cannot_be_recorded_is_none() -> None:
     async with nothing_left(), serving(OPTIONS, store) as server, connect(server.address) as hub:
         source = await hub.register("m", tensors(1))
         store.broken = True
-        with pytest.raises(CoordinatorUnavailable, match="durable: no space left on device; see its state_dir") as caught:
+        with pytest.raises(
+            CoordinatorUnavailable, match="durable: no space left on device; see its state_dir"
+        ) as caught:
             await source.publish(1)
         assert (caught.value.retryable, caught.value.memory) == (True, "intact")
         assert source.state == "empty"
@@ -73,11 +83,15 @@ async def test_a_publication_that_cannot_be_recorded_is_none() -> None:
         await source.publish(1)
 
 
-async def talk(server: CoordinatorServer, *words: Any, incarnation: str = "by-hand") -> MessageStream[Any]:
+async def talk(
+    server: CoordinatorServer, *words: Any, incarnation: str = "by-hand"
+) -> MessageStream[Any]:
     """A worker by hand, that has proved itself and said `words`."""
     host, port = parse_address(server.address)
     messages = MessageStream(await anyio.connect_tcp(host, port), FROM_COORDINATOR, 2**20)
-    await messages.handshake(ClientHandshake("worker", incarnation, b"", bytes(NONCE_BYTES)), WAIT_S)
+    await messages.handshake(
+        ClientHandshake("worker", incarnation, b"", bytes(NONCE_BYTES)), WAIT_S
+    )
     for word in words:
         await messages.send(word)
     return messages
@@ -86,8 +100,12 @@ async def talk(server: CoordinatorServer, *words: Any, incarnation: str = "by-ha
 JOIN = Join("by hand", Location(), (), 1, 0)
 
 
-async def test_a_flood_of_messages_leaves_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one read brings are thousands of them; each is a step, and nothing in between waits by itself."""
+async def test_a_flood_of_messages_leaves_others_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What one read brings are thousands of them; each is a step, and nothing in between waits by
+    itself.
+    """
     monkeypatch.setattr(hearing, "TURNS_S", -1.0)
     steps, runs = 0, [0]
     step = CoordinatorServer._step
@@ -118,7 +136,9 @@ async def test_a_flood_of_messages_leaves_others_their_turn(monkeypatch: pytest.
     assert max(runs) <= 2
 
 
-async def test_who_asks_and_does_not_read_is_not_heard_on_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_asks_and_does_not_read_is_not_heard_on_until_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nobody has hundreds of large answers made, and leaves them in the coordinator's memory."""
     asked: list[int] = []
     describe = Answers.describe
@@ -128,7 +148,8 @@ async def test_who_asks_and_does_not_read_is_not_heard_on_until_it_does(monkeypa
         describe(self, session, message)
 
     monkeypatch.setattr(Answers, "describe", counting)
-    names = ["\U0001f40c" * 500 + str(number) for number in range(500)]  # a description of them is a megabyte
+    # a description of them is a megabyte
+    names = ["\U0001f40c" * 500 + str(number) for number in range(500)]
     use = ("g", 0, 0, 1, True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"manifest", None)
     async with (
         nothing_left(),
@@ -159,16 +180,23 @@ async def test_if_descriptors_are_short_whoever_fits_is_served_and_the_log_says_
         resource, "getrlimit", lambda _: (32, 32)
     )  # of which 8 are for pending connections, and 8 for everything else
     async with nothing_left(), serving(OPTIONS) as server, contextlib.AsyncExitStack() as stack:
-        served = [await stack.enter_async_context(await talk(server, JOIN, incarnation=f"w{n}")) for n in range(16)]
+        served = [
+            await stack.enter_async_context(await talk(server, JOIN, incarnation=f"w{n}"))
+            for n in range(16)
+        ]
         assert {type(await each.receive()) for each in served} == {Welcome}
         assert "no_descriptors" not in caplog.text
         for _ in range(3):
             async with await talk(server, JOIN, incarnation="late") as late:
                 refused = await late.receive()
                 assert isinstance(refused, Refused)
-                assert "has 16 connections already (Options.sessions_max, or its `ulimit -n`)" in refused.error.message
+                assert (
+                    "has 16 connections already (Options.sessions_max, or its `ulimit -n`)"
+                    in refused.error.message
+                )
                 assert refused.error.retryable
-        assert caplog.text.count("event='session_refused'") == 1  # of several in a second; they come again and again
+        # of several in a second; they come again and again
+        assert caplog.text.count("event='session_refused'") == 1
         assert "session_closed" not in caplog.text
         assert "no_descriptors_for_more_sessions" in caplog.text
         assert f"raise `ulimit -n` to {OPTIONS.sessions_max + 4096 + 128}" in caplog.text

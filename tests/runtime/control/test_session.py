@@ -1,4 +1,5 @@
-"""What is said over one session: at once as far as the peer takes it, together as far as it has gathered, in order always.
+"""What is said over one session: at once as far as the peer takes it, together as far as it has
+gathered, in order always.
 
 What a session may be behind with, and long answers: `test_greedy.py` and `test_server.py`.
 """
@@ -43,10 +44,16 @@ def sends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def sessions(count: int) -> AsyncIterator[list[tuple[Session, MessageStream[FromCoordinator]]]]:
+async def sessions(
+    count: int,
+) -> AsyncIterator[list[tuple[Session, MessageStream[FromCoordinator]]]]:
     """Sessions of one loop, each with what its peer hears."""
     kind = Kind(MOST, Pot(MOST), Pot(MOST))
-    async with nothing_left(), contextlib.AsyncExitStack() as stack, anyio.create_task_group() as tasks:
+    async with (
+        nothing_left(),
+        contextlib.AsyncExitStack() as stack,
+        anyio.create_task_group() as tasks,
+    ):
         poller, turn = Poller(), Turn()
         tasks.start_soon(poller.keep)
         found = []
@@ -54,7 +61,9 @@ async def sessions(count: int) -> AsyncIterator[list[tuple[Session, MessageStrea
             mine, theirs = socket.socketpair()
             mine.setblocking(False)
             theirs.setblocking(False)
-            messages: MessageStream[FromWorker] = MessageStream(poller.stream(mine), FROM_WORKER, MOST)
+            messages: MessageStream[FromWorker] = MessageStream(
+                poller.stream(mine), FROM_WORKER, MOST
+            )
             hears = MessageStream(poller.stream(theirs), FROM_COORDINATOR, MOST)
             await stack.enter_async_context(messages)
             await stack.enter_async_context(hears)
@@ -68,7 +77,8 @@ async def sessions(count: int) -> AsyncIterator[list[tuple[Session, MessageStrea
         tasks.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("said_per_turn", [1, 100])  # the kernel is full as it is spoken to at once, or at length
+# the kernel is full as it is spoken to at once, or at length
+@pytest.mark.parametrize("said_per_turn", [1, 100])
 async def test_what_the_peer_has_not_taken_is_said_later_and_in_order(said_per_turn: int) -> None:
     async with sessions(1) as [(session, hears)]:
         count = 0

@@ -1,4 +1,6 @@
-"""What a coordinator must not forget: durable, all or nothing, and never two owners of one directory."""
+"""What a coordinator must not forget: durable, all or nothing, and never two owners of one
+directory.
+"""
 
 import contextlib
 import os
@@ -34,7 +36,9 @@ from tensorhub.types import OpKey
 
 def publication(number: int, model: str = "m", lineage: int = 0) -> Publication:
     content_id = f"content-{number}" if model == "m" else f"{model}-content-{number}"
-    return Publication(model, lineage, number, content_id, 12, 1, "world/1", OpKey(model, "g", 7, number))
+    return Publication(
+        model, lineage, number, content_id, 12, 1, "world/1", OpKey(model, "g", 7, number)
+    )
 
 
 def decision(number: int, group: str = "g") -> Decision:
@@ -58,10 +62,16 @@ def test_what_was_written_is_read_by_the_next(tmp_path: Path) -> None:
 
 def test_what_was_published_is_known_by_its_manifests(tmp_path: Path) -> None:
     first = SqliteStore(tmp_path)
-    first.write([replace(publication(number), manifest_ids=bytes([number]) * 32) for number in (1, 2, 5)])
+    first.write(
+        [replace(publication(number), manifest_ids=bytes([number]) * 32) for number in (1, 2, 5)]
+    )
     first.write([Rollback("m", 1, 2, "why"), publication(5, lineage=1)])
     found = first.read().publications
-    assert [(each.number, each.manifest_ids) for each in found] == [(1, b"\1" * 32), (2, b"\2" * 32), (5, b"")]
+    assert [(each.number, each.manifest_ids) for each in found] == [
+        (1, b"\1" * 32),
+        (2, b"\2" * 32),
+        (5, b""),
+    ]
     first.close()
 
 
@@ -137,9 +147,14 @@ def pruning_store(path: Path, monkeypatch: pytest.MonkeyPatch) -> SqliteStore:
     return store
 
 
-def test_old_publications_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_publications_are_not_kept_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = pruning_store(tmp_path, monkeypatch)
-    found = {model: [p.number for p in store.read().publications if p.model == model] for model in ("m", "other", "much")}
+    found = {
+        model: [p.number for p in store.read().publications if p.model == model]
+        for model in ("m", "other", "much")
+    }
     store.close()
     assert found["m"][0] == 3
     assert 8 <= len(found["m"][1:]) <= 12
@@ -165,7 +180,9 @@ def test_a_batch_is_written_whole_or_not_at_all(tmp_path: Path, bad: Publication
 
 
 def test_every_commit_is_synced(tmp_path: Path) -> None:
-    """SQLite syncs a write-ahead log at each commit only if it is told to (synchronous = 2, FULL)."""
+    """SQLite syncs a write-ahead log at each commit only if it is told to (synchronous = 2,
+    FULL).
+    """
     store = SqliteStore(tmp_path)
     assert store._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert store._db.execute("PRAGMA synchronous").fetchone() == (2,)
@@ -174,7 +191,9 @@ def test_every_commit_is_synced(tmp_path: Path) -> None:
 
 def described(number: int, *parts: bytes) -> Described:
     named = (tuple(map(id_of, parts)),)
-    return Described("m", number, f"content-{number}", Published("xxh3-64", 4096, named).encode(), parts)
+    return Described(
+        "m", number, f"content-{number}", Published("xxh3-64", 4096, named).encode(), parts
+    )
 
 
 def test_descriptions_of_layouts_are_kept_once_and_as_long_as_a_publication_has_them(
@@ -182,7 +201,12 @@ def test_descriptions_of_layouts_are_kept_once_and_as_long_as_a_publication_has_
 ) -> None:
     monkeypatch.setattr(store_module, "PUBLICATIONS_KEPT_MAX", 2)
     monkeypatch.setattr(store_module, "PRUNED_AT", 1)
-    entries: list[Entry] = [publication(1), described(1, b"a", b"b", b"c"), described(2, b"manifest"), publication(2)]
+    entries: list[Entry] = [
+        publication(1),
+        described(1, b"a", b"b", b"c"),
+        described(2, b"manifest"),
+        publication(2),
+    ]
     entries += [publication(3), described(3, b"a", b"b", b"c"), described(3, b"a", b"b", b"c")]
     with contextlib.closing(SqliteStore(tmp_path)) as store:
         store.write(entries[:2])
@@ -216,11 +240,15 @@ def test_a_description_that_is_damaged(tmp_path: Path, damage: str) -> None:
 
 def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
     script = (
-        "import os, signal, sys; sys.path[:0] = sys.argv[2:]; from tests.runtime.control.test_store import *\n"
+        "import os, signal, sys; sys.path[:0] = sys.argv[2:]; from "
+        "tests.runtime.control.test_store import *\n"
         "store = SqliteStore(sys.argv[1]); store.write([publication(1), decision(1)])\n"
-        "store._db.execute('BEGIN IMMEDIATE'); store._write(publication(2)); os.kill(os.getpid(), signal.SIGKILL)"
+        "store._db.execute('BEGIN IMMEDIATE'); store._write(publication(2)); os.kill(os.getpid(), "
+        "signal.SIGKILL)"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), os.getcwd(), *sys.path], timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), os.getcwd(), *sys.path], timeout=60
+    )
     assert done.returncode == -signal.SIGKILL
     store = SqliteStore(tmp_path)
     found = store.read()
@@ -238,7 +266,9 @@ def test_one_coordinator_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:
-    (tmp_path / "state.sqlite3").write_text("something else, and long enough to be taken for a header" * 100)
+    (tmp_path / "state.sqlite3").write_text(
+        "something else, and long enough to be taken for a header" * 100
+    )
     for _ in range(2):  # and the lock was let go
         with pytest.raises(StateError, match="cannot be used: file is not a database"):
             SqliteStore(tmp_path)
@@ -257,12 +287,14 @@ def test_another_format(tmp_path: Path) -> None:
 def test_without_a_directory_each_coordinator_is_a_new_cluster() -> None:
     one, other = MemoryStore(), MemoryStore()
     assert one.cluster != other.cluster
-    assert one.epoch != other.epoch  # so that no key of the one's operations means something to the other
+    # so that no key of the one's operations means something to the other
+    assert one.epoch != other.epoch
     one.write([publication(1)])
     assert one.read() == Durable()
 
 
-# ------------------------------------------------------------------------------------------------- who else may write
+# -------------------------------------------------------------------------------------------------
+# who else may write
 
 
 def modes(place: Path) -> set[tuple[str, int]]:
@@ -274,7 +306,10 @@ def test_the_files_are_their_owners_only(tmp_path: Path) -> None:
     try:
         store = SqliteStore(place)
         store.write([publication(1)])
-        private = {(name, 0o600) for name in ("lock", "state.sqlite3", "state.sqlite3-wal", "state.sqlite3-shm")}
+        private = {
+            (name, 0o600)
+            for name in ("lock", "state.sqlite3", "state.sqlite3-wal", "state.sqlite3-shm")
+        }
         assert modes(place) == private
         assert stat.S_IMODE(place.stat().st_mode) == 0o700
         store.close()
@@ -290,18 +325,25 @@ def test_the_files_are_their_owners_only(tmp_path: Path) -> None:
 def test_a_directory_that_all_may_write_is_refused(tmp_path: Path) -> None:
     for mode in (0o777, 0o1777, 0o702):
         tmp_path.chmod(mode)
-        with pytest.raises(StateError, match="can be written by everybody on this machine: chmod o-w it"):
+        with pytest.raises(
+            StateError, match="can be written by everybody on this machine: chmod o-w it"
+        ):
             SqliteStore(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if os.geteuid() == 0:
         os.chown(tmp_path, 12_345, -1)
     else:
         another = os.geteuid() + 1
         monkeypatch.setattr("os.geteuid", lambda: another)
-    with pytest.raises(StateError, match=r"belongs to user \d+, not to this process' user \d+: give a directory of its own"):
+    with pytest.raises(
+        StateError,
+        match=r"belongs to user \d+, not to this process' user \d+: give a directory of its own",
+    ):
         SqliteStore(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -310,12 +352,15 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_a_symbolic_link_is_refused(tmp_path: Path, target: str) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(target)
-    with pytest.raises(StateError, match=r"cannot be used|is a symbolic link: give the directory itself"):
+    with pytest.raises(
+        StateError, match=r"cannot be used|is a symbolic link: give the directory itself"
+    ):
         SqliteStore(tmp_path / "link")
     assert not (tmp_path / "nowhere").exists()
     assert list((tmp_path / "there").iterdir()) == []
     (tmp_path / "above").symlink_to(".")
-    SqliteStore(tmp_path / "above" / "there").close()  # only the last component says whose state it is
+    # only the last component says whose state it is
+    SqliteStore(tmp_path / "above" / "there").close()
 
 
 @pytest.mark.parametrize("name", ["lock", "state.sqlite3", "state.sqlite3-wal"])
@@ -327,7 +372,9 @@ def test_a_file_that_is_a_symbolic_link_is_refused(tmp_path: Path, name: str) ->
     assert not (tmp_path / "victim").exists()
 
 
-def test_a_directory_that_a_group_may_write_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_a_group_may_write_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Kubernetes' fsGroup makes a volume so, and nobody can change it."""
     tmp_path.chmod(0o2770)
     SqliteStore(tmp_path).close()

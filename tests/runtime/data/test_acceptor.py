@@ -1,4 +1,6 @@
-"""Accepting readers: how many are served, peers that do not behave, and what is left when the listener ends."""
+"""Accepting readers: how many are served, peers that do not behave, and what is left when the
+listener ends.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ async def test_more_readers_than_allowed_are_turned_away() -> None:
 
 
 async def test_read_only_readers_have_half_of_the_places_at_most() -> None:
-    """Those that take what they asked for as slowly as they may kept a trainer's readers out for as long as they liked."""
+    """Those that take what they asked for as slowly as they may kept a trainer's readers out for as
+    long as they liked.
+    """
     manifest = manifest_of((LARGE,), chunk_bytes=LARGE)
     a = Node("a", manifest, filled=True, readers_max=4).open(complete=True)
     b = Node("b", manifest, filled=False).open(complete=False)
@@ -58,12 +62,17 @@ async def test_read_only_readers_have_half_of_the_places_at_most() -> None:
             for name in ("raw-1", "raw-2", "raw-3"):
                 peer = stack.enter_context(socket.create_connection(a.listener.getsockname()))
                 connection = BlockingConnection(peer, stall_timeout_s=WAIT_S)
-                handshake = ClientHandshake("reader", name, read_only_secret(SECRET), os.urandom(NONCE_BYTES))
+                handshake = ClientHandshake(
+                    "reader", name, read_only_secret(SECRET), os.urandom(NONCE_BYTES)
+                )
                 await anyio.to_thread.run_sync(connection.handshake, handshake, WAIT_S)
                 connection.send(read(a, (0, 1)))
             refusal = await anyio.to_thread.run_sync(connection.receive, FROM_OWNER)
             assert isinstance(refusal, ReadRefused)
-            assert "2 read-only connections are served here already (half of Options.readers_max)" in refusal.reason
+            assert (
+                "2 read-only connections are served here already (half of Options.readers_max)"
+                in refusal.reason
+            )
             to_b.add_source(a.grant())
             await finish(to_b)
             assert "2 accesses" in repr(a.owner)
@@ -86,7 +95,8 @@ async def test_a_malformed_peer_loses_its_connection_and_nobody_else_anything(da
 async def test_a_listener_that_is_cancelled_ends_lanes_in_the_middle_of_a_send() -> None:
     a = Node("a", manifest_of((LARGE,), chunk_bytes=LARGE), filled=True).open(complete=True)
     with socket.create_connection(a.listener.getsockname()) as sock:
-        async with serving(a):  # which checks, at its end, that the lane is over, though its reader takes nothing
+        # which checks, at its end, that the lane is over, though its reader takes nothing
+        async with serving(a):
             connection = BlockingConnection(sock, stall_timeout_s=WAIT_S)
             handshake = ClientHandshake("reader", "raw-1", SECRET, os.urandom(NONCE_BYTES))
             await anyio.to_thread.run_sync(connection.handshake, handshake, WAIT_S)

@@ -1,4 +1,6 @@
-"""Which transport reads a source: the choice, its log, and, where one fails again and again, the next one in mid-fetch."""
+"""Which transport reads a source: the choice, its log, and, where one fails again and again, the
+next one in mid-fetch.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,15 @@ def anyio_backend() -> str:
 
 
 class Faulty(Transport):
-    """A transport by which some arrivals come, and then none, `times` times; from then on it is as the inner one."""
+    """A transport by which some arrivals come, and then none, `times` times; from then on it is as
+    the inner one.
+    """
 
     lanes = 1
 
-    def __init__(self, name: str, inner: Transport, reason: Reason, arrivals: int, times: int = 10**9) -> None:
+    def __init__(
+        self, name: str, inner: Transport, reason: Reason, arrivals: int, times: int = 10**9
+    ) -> None:
         self.name = name
         self._inner = inner
         self._reason: Reason = reason
@@ -68,10 +74,16 @@ class Faulty(Transport):
     def reaches(self, here: Location, there: Location) -> bool:
         return True
 
-    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+    def open(
+        self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter
+    ) -> Channel:
         self.opened += 1
         channel = self._inner.open(endpoint, right, destination, cutter)
-        return channel if self.opened > self._times else _Failing(channel, self._reason, self._arrivals)
+        return (
+            channel
+            if self.opened > self._times
+            else _Failing(channel, self._reason, self._arrivals)
+        )
 
     def sweep(self) -> None:
         """Nothing is kept for so long here."""
@@ -119,11 +131,17 @@ async def fetched(c: Cluster, *, timeout: float = 30) -> tensorhub.FetchReport:
 
 
 def said(caplog: pytest.LogCaptureFixture, event: str) -> list[str]:
-    return [record.getMessage() for record in caplog.records if f"event='{event}'" in record.getMessage()]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if f"event='{event}'" in record.getMessage()
+    ]
 
 
 @pytest.mark.parametrize("reason", ["lost", "stalled", "corrupt"])
-async def test_a_fetch_goes_on_by_the_next_transport(reason: Reason, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_fetch_goes_on_by_the_next_transport(
+    reason: Reason, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "tensorhub.worker")
     with having(cma=lambda local: Faulty("cma", TcpTransport(local), reason, 2), tcp=TcpTransport):
         async with cluster("trainer", "reader") as c:
@@ -131,7 +149,9 @@ async def test_a_fetch_goes_on_by_the_next_transport(reason: Reason, caplog: pyt
     used = [(source.transport, source.outcome) for source in report.sources]
     assert used == [("cma", reason)] * FAILURES_MAX + [("tcp", "used")]
     assert report.reread_bytes == 0  # what came by the first one stays
-    assert [source.bytes_read for source in report.sources] == [2 * CHUNK_BYTES] * 3 + [(CHUNKS - 6) * CHUNK_BYTES]
+    assert [source.bytes_read for source in report.sources] == [2 * CHUNK_BYTES] * 3 + [
+        (CHUNKS - 6) * CHUNK_BYTES
+    ]
     (left,) = said(caplog, "transport_left")
     assert "transport='cma' source='trainer'" in left
     assert f"{FAILURES_MAX} reads failed, the last one as {reason}: on purpose" in left
@@ -140,7 +160,8 @@ async def test_a_fetch_goes_on_by_the_next_transport(reason: Reason, caplog: pyt
     assert f"transport='tcp' why='cma: {FAILURES_MAX} reads failed" in then
 
 
-# ---------------------------------------------------------------------------------------------------- the choice by itself
+# --------------------------------------------------------------------------------------------------
+# the choice by itself
 
 
 class Way(Transport):
@@ -156,7 +177,9 @@ class Way(Transport):
     def reaches(self, here: Location, there: Location) -> bool:
         return self.name != "shm" or here.host == there.host
 
-    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+    def open(
+        self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter
+    ) -> Channel:
         self.opened += 1
         if self.says is not None:
             raise self.says
@@ -195,11 +218,16 @@ def channels_of(*ways: Way) -> Channels:
 
 def test_the_reason_of_each_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "tensorhub.worker")
-    channels = channels_of(Way("shm"), Way("rdma"), Way("nixl", Unusable("no way: but")), Way("tcp"))
+    channels = channels_of(
+        Way("shm"), Way("rdma"), Way("nixl", Unusable("no way: but")), Way("tcp")
+    )
     for _ in range(2):
         assert chosen(channels, grant("tcp", "nixl", "shm")) == "tcp"
     (text,) = said(caplog, "transport_chosen")
-    assert "why='shm: does not reach it; rdma: the source does not offer it; nixl: no way: but'" in text
+    assert (
+        "why='shm: does not reach it; rdma: the source does not offer it; nixl: no way: but'"
+        in text
+    )
     assert chosen(channels, grant("tcp", "nixl", "shm", host="here")) == "shm"
 
 
@@ -256,14 +284,18 @@ def test_what_cannot_be_used_is_tried_again_later_and_each_time_twice_as_late(
         assert chosen(channels, grant("rdma", "tcp")) == "tcp"
         assert way.opened == opened  # it was not tried
         now[0] -= 0.9 * LEFT_S
-    assert (way.opened, len(said(caplog, "transport_unusable"))) == (3, 1)  # the same reason is no news
+    # the same reason is no news
+    assert (way.opened, len(said(caplog, "transport_unusable"))) == (3, 1)
     way.says = Unusable("another reason")
-    with pytest.raises(ReadFailure, match=r"none of the transports can be used: .*; rdma: another reason"):
+    with pytest.raises(
+        ReadFailure, match=r"none of the transports can be used: .*; rdma: another reason"
+    ):
         chosen(channels, grant("rdma"))  # there is no other one: it is tried all the same
     assert len(said(caplog, "transport_unusable")) == 2
     way.says = None
     assert chosen(channels, grant("rdma")) == "rdma"
-    assert chosen(channels, grant("rdma", "tcp")) == "tcp"  # that it opens is not all: a read has to end well
+    # that it opens is not all: a read has to end well
+    assert chosen(channels, grant("rdma", "tcp")) == "tcp"
     channels.opener(ContentId("c"))(grant("rdma"), Nowhere(8, 5), Cutter(), ENOUGH).ended(None)
     assert chosen(channels, grant("rdma", "tcp")) == "rdma"
 
@@ -277,7 +309,9 @@ def test_what_is_read_in_pieces_is_read_by_a_transport_that_can() -> None:
     assert [way.opened for way in ways] == [0, 0, 1]
     with pytest.raises(ReadFailure, match=r"of these, tcp can read across layouts"):
         opener(grant("ours", "rdma"), InPieces(8, 5), Cutter(), ENOUGH)
-    with pytest.raises(ReadFailure, match=r"refused: it is granted for a selection that this rank does not read"):
+    with pytest.raises(
+        ReadFailure, match=r"refused: it is granted for a selection that this rank does not read"
+    ):
         opener(replace(grant("tcp"), selection="unknown"), InPieces(8, 5), Cutter(), ENOUGH)
 
 

@@ -1,4 +1,6 @@
-"""Reading one-sidedly: by several threads, from sources that lie or change, and what happens where it cannot be done."""
+"""Reading one-sidedly: by several threads, from sources that lie or change, and what happens where
+it cannot be done.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +43,29 @@ def helped(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lane_module, most, 8192)
 
 
-# ------------------------------------------------------------------------------------------------- several threads
+# -------------------------------------------------------------------------------------------------
+# several threads
 
 
 @pytest.mark.parametrize("digest", ["xxh3-64", "none"])
 @pytest.mark.parametrize("batch_bytes", [1, 40_000, 2**20])
-async def test_several_threads_read_from_one_source(helped: None, digest: str, batch_bytes: int) -> None:
+async def test_several_threads_read_from_one_source(
+    helped: None, digest: str, batch_bytes: int
+) -> None:
     manifest = manifest_of(MANY, digest)  # type: ignore[arg-type]
     a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
-    async with serving(a, b.open(complete=False)), b.runner(transport="cma", lanes=4, batch_bytes=batch_bytes) as runner:
+    async with (
+        serving(a, b.open(complete=False)),
+        b.runner(transport="cma", lanes=4, batch_bytes=batch_bytes) as runner,
+    ):
         runner.add_source(a.grant())
         await finish(runner)
     report = runner.report()
     assert b.arrays == a.arrays
     assert (report.bytes_read, report.reread_bytes, report.retries) == (sum(MANY), 0, 0)
-    assert [(source.bytes_read, source.outcome) for source in report.sources] == [(sum(MANY), "used")]
+    assert [(source.bytes_read, source.outcome) for source in report.sources] == [
+        (sum(MANY), "used")
+    ]
 
 
 async def test_a_source_with_several_threads_fails_once(helped: None) -> None:
@@ -76,10 +86,13 @@ async def test_a_source_with_several_threads_fails_once(helped: None) -> None:
     assert b.arrays == a.arrays
 
 
-# ------------------------------------------------------------------------------------------------- sources that lie
+# -------------------------------------------------------------------------------------------------
+# sources that lie
 
 
-def lying(a: Node, *said: Callable[[GenerationWords], TransportReply | ChunksLie | ChunksFollow]) -> threading.Thread:
+def lying(
+    a: Node, *said: Callable[[GenerationWords], TransportReply | ChunksLie | ChunksFollow]
+) -> threading.Thread:
     """A source that says this, one after the other, to whatever it is asked."""
     words = GenerationWords()
     words.set(a.registration, a.generation)
@@ -95,7 +108,12 @@ def lie(
     a: Node, *chunks: int, request: int = 0, address: int | None = None, word: int | None = None
 ) -> Callable[[GenerationWords], ChunksLie]:
     def make(words: GenerationWords) -> ChunksLie:
-        places = tuple([(chunk, 0, a.memory.address(chunk) if address is None else address) for chunk in chunks])
+        places = tuple(
+            [
+                (chunk, 0, a.memory.address(chunk) if address is None else address)
+                for chunk in chunks
+            ]
+        )
         return ChunksLie(request, places, words.address(a.registration) if word is None else word)
 
     return make
@@ -135,7 +153,8 @@ async def test_a_source_that_lies_is_left(
     assert not any(map(any, b.arrays[1:]))
 
 
-# -------------------------------------------------------------------------------------------- where it cannot be done
+# -------------------------------------------------------------------------------------------- where
+# it cannot be done
 
 
 def wrong_nonce(header: Header) -> Header:
@@ -158,7 +177,11 @@ def owner_of(hub: Hub) -> GenerationWords:
 
 @pytest.mark.parametrize(
     ("spoil", "says"),
-    [(wrong_nonce, "another one here"), (wrong_process, "no such process"), (wrong_address, "Bad address")],
+    [
+        (wrong_nonce, "another one here"),
+        (wrong_process, "no such process"),
+        (wrong_address, "Bad address"),
+    ],
 )
 async def test_another_way_is_taken_and_the_reason_logged_once(
     spoil: Callable[[Header], Header], says: str, caplog: pytest.LogCaptureFixture
@@ -171,18 +194,25 @@ async def test_another_way_is_taken_and_the_reason_logged_once(
         for version in (1, 2):
             await source.publish(version)
             report = await weights.update()
-            assert [(source.transport, source.outcome) for source in report.sources] == [("tcp", "used")]
+            assert [(source.transport, source.outcome) for source in report.sources] == [
+                ("tcp", "used")
+            ]
             assert holds(mine, 1)
             await source.unpublish()
     said = [record for record in caplog.records if "transport_unusable" in record.getMessage()]
-    assert [(record.levelname, "transport='cma' source='trainer'" in record.getMessage()) for record in said] == [
-        ("WARNING", True)
-    ]
+    assert [
+        (record.levelname, "transport='cma' source='trainer'" in record.getMessage())
+        for record in said
+    ] == [("WARNING", True)]
     assert says in said[0].getMessage()
 
 
-async def test_nobody_is_told_addresses_over_another_hosts_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub.runtime.data.acceptor.sockets.is_local", lambda connection: False)
+async def test_nobody_is_told_addresses_over_another_hosts_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "tensorhub.runtime.data.acceptor.sockets.is_local", lambda connection: False
+    )
     async with cluster("trainer", "reader") as c:
         trainer, reader = c.hubs
         source = await trainer.register("m", tensors(1))

@@ -1,4 +1,6 @@
-"""Chunks from one memory of a worker to another: their digests, and how they were read, go with them."""
+"""Chunks from one memory of a worker to another: their digests, and how they were read, go with
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,17 @@ def test_whoever_copies_says_where_that_was_read() -> None:
         assert source.owner.mark_available(source.registration, source.generation, named, origin)
     arrived = partial(copy.owner.mark_available, copy.registration, copy.generation)
     sources = [LocalCopy(source.registration, source.generation)]
-    there = copy_chunks(source.owner, sources, CONTENT, copy.memory, frozenset(), arrived, lambda: None)
+    there = copy_chunks(
+        source.owner, sources, CONTENT, copy.memory, frozenset(), arrived, lambda: None
+    )
     assert there == origins.keys()
     for node in (source, copy):
-        assert {n: node.owner.origin(node.registration, node.generation, n) for n in origins} == origins
-    assert [copy.has(chunk) for chunk in range(CHUNKS)] == [chunk in origins for chunk in range(CHUNKS)]
+        assert {
+            n: node.owner.origin(node.registration, node.generation, n) for n in origins
+        } == origins
+    assert [copy.has(chunk) for chunk in range(CHUNKS)] == [
+        chunk in origins for chunk in range(CHUNKS)
+    ]
     for node in (source, copy):
         node.listener.close()
 
@@ -44,6 +52,8 @@ def test_memory_that_its_owner_has_written_is_not_copied(monkeypatch: pytest.Mon
     monkeypatch.setattr(source.owner, "digests_of", was_written)
     arrived = partial(copy.owner.mark_available, copy.registration, copy.generation)
     sources = [LocalCopy(source.registration, source.generation)]
-    assert not copy_chunks(source.owner, sources, CONTENT, copy.memory, frozenset(), arrived, lambda: None)
+    assert not copy_chunks(
+        source.owner, sources, CONTENT, copy.memory, frozenset(), arrived, lambda: None
+    )
     for node in (source, copy):
         node.listener.close()

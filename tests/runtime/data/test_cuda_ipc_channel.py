@@ -1,4 +1,6 @@
-"""Reading out of another process' GPU memory: with a stand-in for the device (tests/cuda/double.py), within one process."""
+"""Reading out of another process' GPU memory: with a stand-in for the device
+(tests/cuda/double.py), within one process.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from tensorhub.messages import TRANSPORT_BYTES_MAX, ChunksLie, NotThisWay
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.transport import cuda_ipc as ipc, segments as shm, unix
 from tensorhub.transport.base import Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
-from tensorhub.transport.cuda_ipc import ALLOCATIONS_MAX, DIALECT, AllocationsAre, CudaIpcTransport, Imports, OnDevice
+from tensorhub.transport.cuda_ipc import (
+    ALLOCATIONS_MAX,
+    DIALECT,
+    AllocationsAre,
+    CudaIpcTransport,
+    Imports,
+    OnDevice,
+)
 from tensorhub.transport.one_sided import Piece
 from tensorhub.transport.registry import Local
 from tensorhub.transport.segments import Segment
@@ -50,7 +59,8 @@ def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unix, "is_this_process", lambda descriptor: False)
 
 
-# ---------------------------------------------------------------------------------------------------- when it is chosen
+# --------------------------------------------------------------------------------------------------
+# when it is chosen
 
 
 async def test_a_gpu_reads_a_gpu_and_its_handle_is_opened_once() -> None:
@@ -58,12 +68,17 @@ async def test_a_gpu_reads_a_gpu_and_its_handle_is_opened_once() -> None:
     mine._allocations = theirs._allocations  # one GPU, two processes
     source, target = Own(theirs, 1), Own(mine, 0)
     async with cluster("trainer", "reader") as made:
-        published, weights = await source.register(made.hubs[0]), await target.register(made.hubs[1])
+        published, weights = (
+            await source.register(made.hubs[0]),
+            await target.register(made.hubs[1]),
+        )
         for version in (1, 2, 3):
             source.fill(version)
             await published.publish(version)
             report = await weights.update()
-            assert [(each.transport, each.outcome) for each in report.sources] == [("cuda_ipc", "used")]
+            assert [(each.transport, each.outcome) for each in report.sources] == [
+                ("cuda_ipc", "used")
+            ]
             assert target.holds(version)
             assert len(mine.opened) == 1
             await published.unpublish()
@@ -90,25 +105,39 @@ async def test_else_it_is_tcp(where: str, caplog: pytest.LogCaptureFixture) -> N
     transports = ("tcp",) if where == "left out" else None
     async with cluster("trainer") as made:
         await (await source.register(made.hubs[0], on_host=where == "host source")).publish(1)
-        connecting = tensorhub.connect(made.coordinator.address, name="reader", token="", transports=transports)
+        connecting = tensorhub.connect(
+            made.coordinator.address, name="reader", token="", transports=transports
+        )
         async with connecting as hub:
             report = await (await target.register(hub, on_host=where == "host reader")).replicate()
     assert ([each.transport for each in report.sources], device.opened) == (["tcp"], [])
     assert target.holds(1)
-    said = [record.getMessage() for record in caplog.records if "transport_unusable" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "transport_unusable" in record.getMessage()
+    ]
     assert len(said) == (1 if where == "expandable" else 0)
     assert all("leave expandable_segments out" in text for text in said)
 
 
-# ---------------------------------------------------------------------------------------------------------- allocations
+# --------------------------------------------------------------------------------------------------
+# allocations
 
 
 def test_allocations_are_named_once_and_closed_with_their_last_use() -> None:
     device = Double()
     first, second = device.bytes_of(bytearray(100)), device.bytes_of(bytearray(50))
-    places = [(second.address, 50), (first.address + 90, 10), (first.address, 10), (first.address + 40, 20)]
+    places = [
+        (second.address, 50),
+        (first.address + 90, 10),
+        (first.address, 10),
+        (first.address + 40, 20),
+    ]
     found = ipc.export(device, places)
-    assert sorted((each.address, each.nbytes) for each in found) == sorted([(first.address, 100), (second.address, 50)])
+    assert sorted((each.address, each.nbytes) for each in found) == sorted(
+        [(first.address, 100), (second.address, 50)]
+    )
     imports = Imports()
     opened = imports.open(device, found)
     assert imports.open(device, found[:1]) == opened[:1]
@@ -120,7 +149,8 @@ def test_allocations_are_named_once_and_closed_with_their_last_use() -> None:
     assert device.opened == []
 
 
-# ------------------------------------------------------------------------------------------------------ sources that lie
+# --------------------------------------------------------------------------------------------------
+# sources that lie
 
 
 @pytest.fixture
@@ -131,12 +161,16 @@ def listener() -> Iterator[socket.socket]:
     made.close()
 
 
-def said_by(listener: socket.socket, device: Double, say: Callable[[BlockingConnection], object]) -> Channel:
+def said_by(
+    listener: socket.socket, device: Double, say: Callable[[BlockingConnection], object]
+) -> Channel:
     """A channel to a source that answers so to the question for its allocations."""
 
     thread = answers(listener, say)
     endpoint = Endpoint("cuda_ipc", unix.address_of(listener))
-    transport = CudaIpcTransport(Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=5, stall_timeout_s=1)))
+    transport = CudaIpcTransport(
+        Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=5, stall_timeout_s=1))
+    )
     try:
         return transport.open(endpoint, RIGHT, Nowhere(device=device), Cutter())
     finally:
@@ -198,13 +232,21 @@ with contextlib.suppress(TensorHubError, OSError), BlockingConnection(accepted, 
 """
 
 
-def test_who_only_says_that_it_is_this_process_is_not_read_by_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may be anything: a copy from there would end this process. (Each reader is told its name.)"""
+def test_who_only_says_that_it_is_this_process_is_not_read_by_its_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They may be anything: a copy from there would end this process. (Each reader is told its
+    name.)
+    """
     monkeypatch.setattr(unix, "is_this_process", IS_THIS_PROCESS)
     device = Double()
-    transport = CudaIpcTransport(Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=60, stall_timeout_s=1)))
+    transport = CudaIpcTransport(
+        Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=60, stall_timeout_s=1))
+    )
     with subprocess.Popen(
-        [sys.executable, "-c", PRETENDER, ipc.this_process().hex()], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PRETENDER, ipc.this_process().hex()],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as pretender:
         assert pretender.stdout is not None
         endpoint = Endpoint("cuda_ipc", pretender.stdout.readline().strip())

@@ -1,4 +1,5 @@
-"""Peers that move next to nothing: they are given up like those that move nothing, and what they held goes on elsewhere.
+"""Peers that move next to nothing: they are given up like those that move nothing, and what they
+held goes on elsewhere.
 
 Covers `runtime.data.lanes` and `runtime.data.acceptor`.
 """
@@ -20,7 +21,17 @@ from tensorhub.protocol.codec import FROM_OWNER, FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.data.source_lane import SourceFailed
-from tests.runtime.data_rig import CONTENT, SECRET, WAIT_S, Node, finish, manifest_of, next_event, serving, until
+from tests.runtime.data_rig import (
+    CONTENT,
+    SECRET,
+    WAIT_S,
+    Node,
+    finish,
+    manifest_of,
+    next_event,
+    serving,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 LARGE = 2**20  # one chunk
@@ -34,8 +45,13 @@ async def test_a_source_that_drips_is_given_up_and_another_one_brings_what_it_he
     def drip() -> None:
         a.listener.setblocking(True)
         sock = a.listener.accept()[0]
-        with BlockingConnection(sock, stall_timeout_s=30) as connection, contextlib.suppress(OSError, ConnectionLost):
-            connection.handshake(ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30)
+        with (
+            BlockingConnection(sock, stall_timeout_s=30) as connection,
+            contextlib.suppress(OSError, ConnectionLost),
+        ):
+            connection.handshake(
+                ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30
+            )
             connection.receive(FROM_READER)
             connection.send_with_payload(ChunksFollow(0, ((0, a.memory.digest(0)),)), [])
             while not ended.wait(0.02):
@@ -43,7 +59,10 @@ async def test_a_source_that_drips_is_given_up_and_another_one_brings_what_it_he
 
     source = threading.Thread(target=drip)
     source.start()
-    async with serving(b.open(complete=True), c.open(complete=False)), c.runner(stall_timeout_s=0.3) as runner:
+    async with (
+        serving(b.open(complete=True), c.open(complete=False)),
+        c.runner(stall_timeout_s=0.3) as runner,
+    ):
         runner.add_source(a.grant())
         await until(lambda: runner.report().sources[0].seconds > 0)
         failed = await next_event(runner)

@@ -57,7 +57,11 @@ async def test_a_reader_serves_what_it_has_while_it_still_fills(transport: str) 
     a = Node("a", manifest, filled=True).open(complete=False)
     b = Node("b", manifest, filled=False).open(complete=False)
     c = Node("c", manifest, filled=False).open(complete=False)
-    async with serving(a, b, c), b.runner(transport=transport) as to_b, c.runner(transport=transport) as to_c:
+    async with (
+        serving(a, b, c),
+        b.runner(transport=transport) as to_b,
+        c.runner(transport=transport) as to_c,
+    ):
         to_b.add_source(a.grant(complete=False))
         to_c.add_source(b.grant(complete=False))
         for chunk in range(CHUNKS):
@@ -71,7 +75,9 @@ async def test_a_reader_serves_what_it_has_while_it_still_fills(transport: str) 
 
 @pytest.mark.parametrize("digest", ["xxh3-64", "none"])
 @pytest.mark.parametrize("broken_after", range(0, TOTAL, 3001))
-async def test_a_reader_goes_on_elsewhere_from_what_it_has_verified(broken_after: int, digest: Digest) -> None:
+async def test_a_reader_goes_on_elsewhere_from_what_it_has_verified(
+    broken_after: int, digest: Digest
+) -> None:
     manifest = manifest_of(digest=digest)
     a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
     proxy = Proxy(a.open(complete=True), broken_after, flip=False)
@@ -88,7 +94,8 @@ async def test_a_reader_goes_on_elsewhere_from_what_it_has_verified(broken_after
         await anyio.to_thread.run_sync(proxy.close)
     assert c.arrays == a.arrays
     assert report.reread_bytes == 0
-    assert report.sources[1].bytes_read == TOTAL - kept.bytes_verified  # what a verified is not read from b
+    # what a verified is not read from b
+    assert report.sources[1].bytes_read == TOTAL - kept.bytes_verified
     assert report.bytes_read == sum(source.bytes_read for source in report.sources) >= TOTAL
 
 
@@ -100,7 +107,9 @@ async def test_chunks_that_were_verified_before_are_not_read(transport: str) -> 
         async with b.runner(transport=transport, verified=verified) as runner:
             runner.add_source(a.grant())
             await finish(runner)
-            assert runner.report().bytes_read == TOTAL - sum(a.memory.sizes[chunk] for chunk in verified)
+            assert runner.report().bytes_read == TOTAL - sum(
+                a.memory.sizes[chunk] for chunk in verified
+            )
         async with b.runner(transport=transport, verified=range(CHUNKS)) as runner:
             await finish(runner)
 
@@ -122,7 +131,9 @@ async def test_a_flipped_bit_on_the_way_is_never_accepted(at: int) -> None:
     assert c.arrays == a.arrays
 
 
-async def test_a_source_whose_memory_changed_is_named_corrupt_with_the_chunk(transport: str) -> None:
+async def test_a_source_whose_memory_changed_is_named_corrupt_with_the_chunk(
+    transport: str,
+) -> None:
     manifest = manifest_of()
     a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
     a.make_available(*range(CHUNKS))
@@ -141,7 +152,9 @@ async def test_a_source_whose_memory_changed_is_named_corrupt_with_the_chunk(tra
     assert report.bytes_read == TOTAL + a.memory.sizes[5]  # the bad one counts as read
 
 
-async def test_what_is_read_again_must_be_what_was_published_whatever_its_source_says(transport: str) -> None:
+async def test_what_is_read_again_must_be_what_was_published_whatever_its_source_says(
+    transport: str,
+) -> None:
     """A source that vouches for other bytes would be believed a second time, and a third (R8)."""
     manifest = manifest_of()
     liar, honest, b = (Node(name, manifest, filled=name != "b") for name in ("liar", "honest", "b"))
@@ -184,7 +197,9 @@ async def test_a_read_under_another_right_fails_with_the_reason(
 
 
 async def test_a_source_that_never_gets_what_it_lacks_is_given_up(transport: str) -> None:
-    """It says that it is being filled, and is not. Another source has everything; nobody would look there."""
+    """It says that it is being filled, and is not. Another source has everything; nobody would look
+    there.
+    """
     manifest = manifest_of()
     a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
     async with (

@@ -1,4 +1,5 @@
-"""Reading by NIXL between workers: when it is used, what a source that lies gets for it, and that nothing stays.
+"""Reading by NIXL between workers: when it is used, what a source that lies gets for it, and that
+nothing stays.
 
 Without NIXL, by a stand-in within the process; with it (marked) the same stories by the real one.
 """
@@ -37,7 +38,9 @@ REAL = pytest.param(
     "real",
     marks=[
         pytest.mark.nixl,
-        pytest.mark.skipif(nixl.version() is None, reason=f"NIXL is not installed: {nixl.INSTALL}, or make nixl"),
+        pytest.mark.skipif(
+            nixl.version() is None, reason=f"NIXL is not installed: {nixl.INSTALL}, or make nixl"
+        ),
     ],
 )
 
@@ -67,9 +70,12 @@ def local() -> Local:
     return Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=5, stall_timeout_s=1))
 
 
-@pytest.mark.parametrize("check", [name for name in CHECKS if name != "silence"])  # that is the connection's
+# that is the connection's
+@pytest.mark.parametrize("check", [name for name in CHECKS if name != "silence"])
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_a_stand_in_keeps_the_rules(fabric: Fabric, check: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stand_in_keeps_the_rules(
+    fabric: Fabric, check: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("UCX_TLS", "all")
     transport, device = NixlTransport(local()), Double() if on_gpu else None
     CHECKS[check](transport, lambda: ServedSource(SECRET, side=NixlOwner(), device=device))
@@ -77,7 +83,8 @@ def test_a_stand_in_keeps_the_rules(fabric: Fabric, check: str, on_gpu: bool, mo
     assert not fabric.agents
 
 
-# ---------------------------------------------------------------------------------------------------- when it is chosen
+# --------------------------------------------------------------------------------------------------
+# when it is chosen
 
 
 @pytest.mark.anyio
@@ -128,7 +135,10 @@ async def test_gpus_are_read(fabric: Fabric, on_host: str, monkeypatch: pytest.M
             assert [each.transport for each in report.sources] == ["nixl"]
             assert target.holds(version)
             await published.unpublish()
-    kinds = ("DRAM", 0) if on_host == "reader" else ("VRAM", 1), ("DRAM", 0) if on_host == "source" else ("VRAM", 3)
+    kinds = (
+        ("DRAM", 0) if on_host == "reader" else ("VRAM", 1),
+        ("DRAM", 0) if on_host == "source" else ("VRAM", 3),
+    )
     assert set(fabric.kinds) == {(*kinds[0], *kinds[1]), ("DRAM", 0, "DRAM", 0)}
 
 
@@ -138,7 +148,9 @@ async def test_a_read_only_token_is_told_of_no_agent(fabric: Fabric) -> None:
     async with (
         cluster(token=token) as c,
         connect(c.address, "trainer", token=token, transports=["nixl", "tcp"]) as trainer,
-        connect(c.address, "reader", token=tensorhub.read_only_token(token), transports=["nixl", "tcp"]) as reader,
+        connect(
+            c.address, "reader", token=tensorhub.read_only_token(token), transports=["nixl", "tcp"]
+        ) as reader,
     ):
         await (await trainer.register("m", {"t": np.ones(100, np.float32)})).publish(1)
         await reader.fetch("m")
@@ -151,7 +163,9 @@ async def test_without_rdma_another_host_is_not_read_unless_somebody_asks_for_it
 ) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
     monkeypatch.setattr(nixl, "has_rdma", lambda: False)
-    monkeypatch.setattr("tensorhub.runtime.data.acceptor.sockets.is_local", lambda connection: False)
+    monkeypatch.setattr(
+        "tensorhub.runtime.data.acceptor.sockets.is_local", lambda connection: False
+    )
     for settings, used in (({}, "tcp"), ({"UCX_TLS": "tcp"}, "nixl")):
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
@@ -165,11 +179,18 @@ async def test_without_rdma_another_host_is_not_read_unless_somebody_asks_for_it
             assert [each.transport for each in report.sources] == [used]
 
 
-# ------------------------------------------------------------------------------------------------------ sources that lie
+# --------------------------------------------------------------------------------------------------
+# sources that lie
 
 
 def metadata(name: str, places: int = 1) -> bytes:
-    return b"nixlSerDes|Agent" + len(name).to_bytes(8, sys.byteorder) + name.encode() + b"|Conns" + b"x" * places
+    return (
+        b"nixlSerDes|Agent"
+        + len(name).to_bytes(8, sys.byteorder)
+        + name.encode()
+        + b"|Conns"
+        + b"x" * places
+    )
 
 
 def agent(name: str, metadata: bytes, word: int = 0) -> TransportReply:
@@ -181,7 +202,11 @@ LIES: dict[str, tuple[object, type[Exception], str]] = {
     "another name": (agent("other", metadata("agent")), Unusable, "none of that agent"),
     "nonsense": (agent("agent", b"\xff" * AGENT_BYTES_MAX), Unusable, "none of that agent"),
     "nobody": (agent("agent", metadata("agent")), Unusable, "NIXL cannot reach it"),
-    "something else": (ChunksLie(0, ((0, 0, 0),), 0), ReadFailure, "a ChunksLie is no message of nixl"),
+    "something else": (
+        ChunksLie(0, ((0, 0, 0),), 0),
+        ReadFailure,
+        "a ChunksLie is no message of nixl",
+    ),
     "refused": (ReadRefused(0, "not now"), ReadFailure, "not now"),
     "the end": (None, ReadFailure, "closed"),
 }
@@ -193,8 +218,14 @@ async def test_a_source_that_lies_is_left_and_nothing_stays(fabric: Fabric, name
     message, kind, text = LIES[name]
     async with nothing_left():
         with sockets.listen("127.0.0.1") as listener:
-            thread = answers(listener, lambda c: c.shutdown() if message is None else c.send(message))  # type: ignore[arg-type]
-            transport, endpoint = NixlTransport(local()), Endpoint("nixl", sockets.address_of(listener))
+            thread = answers(
+                listener,
+                lambda c: c.shutdown() if message is None else c.send(message),  # type: ignore[arg-type]
+            )
+            transport, endpoint = (
+                NixlTransport(local()),
+                Endpoint("nixl", sockets.address_of(listener)),
+            )
             with pytest.raises(kind, match=text):
                 await anyio.to_thread.run_sync(transport.open, endpoint, RIGHT, Nowhere(), Cutter())
             transport.close()

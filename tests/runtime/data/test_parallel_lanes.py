@@ -1,4 +1,6 @@
-"""A source in another site is read by several connections at once: equal bytes, what is kept of them, and which give way."""
+"""A source in another site is read by several connections at once: equal bytes, what is kept of
+them, and which give way.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.transport.owner import Lane
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.types import READ_ONLY, Incarnation
-from tests.runtime.data_rig import CHUNK_BYTES, WAIT_S, Node, finish, manifest_of, next_event, serving, until
+from tests.runtime.data_rig import (
+    CHUNK_BYTES,
+    WAIT_S,
+    Node,
+    finish,
+    manifest_of,
+    next_event,
+    serving,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 CHUNKS = 64
@@ -34,14 +45,19 @@ def anyio_backend() -> str:
 
 def nodes(readers_max: int = 64) -> tuple[Node, Node]:
     """A source that has nothing yet, and a reader."""
-    a = Node("a", MANIFEST, filled=True, patience_s=WAIT_S, readers_max=readers_max).open(complete=False)
+    a = Node("a", MANIFEST, filled=True, patience_s=WAIT_S, readers_max=readers_max).open(
+        complete=False
+    )
     return a, Node("b", MANIFEST, filled=False).open(complete=False)
 
 
 @asynccontextmanager
 async def reading(a: Node, b: Node, lease: str = "") -> AsyncIterator[PullRunner]:
     """Reads all of it; at the end of the block it is there."""
-    async with b.runner(connections=CONNECTIONS, batch_bytes=TOTAL) as runner, anyio.create_task_group() as tasks:
+    async with (
+        b.runner(connections=CONNECTIONS, batch_bytes=TOTAL) as runner,
+        anyio.create_task_group() as tasks,
+    ):
         runner.add_source(a.grant(lease))
         tasks.start_soon(finish, runner)  # the loop starts threads that help
         yield runner
@@ -66,7 +82,9 @@ async def test_all_connections_are_used_and_kept_for_the_next_read() -> None:
         report = runner.report()
         assert b.arrays == a.arrays
         assert (report.bytes_read, report.reread_bytes, report.retries) == (TOTAL, 0, 0)
-        assert [(source.transport, source.outcome) for source in report.sources] == [("tcp", "used")]
+        assert [(source.transport, source.outcome) for source in report.sources] == [
+            ("tcp", "used")
+        ]
         (way,) = b.ways
         assert isinstance(way, TcpTransport)
         assert repr(way._peers) == f"<Peers, {CONNECTIONS} kept>"
@@ -92,7 +110,9 @@ async def test_a_source_that_ends_all_connections_is_lost() -> None:
 
 async def test_further_connections_give_way_to_other_readers() -> None:
     a, b = nodes(readers_max=2 * CONNECTIONS)
-    others = [Node(f"c{number}", MANIFEST, filled=False).open(complete=False) for number in range(6)]
+    others = [
+        Node(f"c{number}", MANIFEST, filled=False).open(complete=False) for number in range(6)
+    ]
     async with serving(a, b, *others), AsyncExitStack() as stack:
         await stack.enter_async_context(reading(a, b, "first"))
         await until(lambda: leases(a) == {"first": CONNECTIONS})
@@ -107,7 +127,8 @@ async def test_further_connections_give_way_to_other_readers() -> None:
     assert b.arrays == a.arrays
 
 
-# ------------------------------------------------------------------------------------------------------ who gives way
+# --------------------------------------------------------------------------------------------------
+# who gives way
 
 
 def lanes_of(*served: tuple[str, str]) -> tuple[ServedLanes, list[Lane]]:
@@ -137,9 +158,13 @@ def test_the_read_with_most_connections_gives_one_up() -> None:
 
 
 @pytest.mark.parametrize(("read_only", "gets"), [(1, True), (2, False), (3, False)])
-def test_read_only_readers_that_have_half_of_all_end_no_workers_connection(read_only: int, gets: bool) -> None:
+def test_read_only_readers_that_have_half_of_all_end_no_workers_connection(
+    read_only: int, gets: bool
+) -> None:
     """Each may call itself another reader, so they could leave every worker with one."""
-    places, made = lanes_of(*[("a", "1")] * (4 - read_only), *[(f"{READ_ONLY}{each}", "2") for each in range(read_only)])
+    places, made = lanes_of(
+        *[("a", "1")] * (4 - read_only), *[(f"{READ_ONLY}{each}", "2") for each in range(read_only)]
+    )
     assert ask(places, f"{READ_ONLY}new", 4, 4) == gets
     assert [lane.reader for lane in made if lane.is_stopped] == ["a"] * gets
 

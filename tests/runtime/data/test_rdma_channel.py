@@ -1,4 +1,6 @@
-"""Reading by RDMA as a conversation: over a fabric that copies within this process (see tests/rdma for the real one)."""
+"""Reading by RDMA as a conversation: over a fabric that copies within this process (see tests/rdma
+for the real one).
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def read_all(transport: RdmaTransport, source: ServedSource, target: Target | No
     channel = transport.open(source.endpoint, source.right, target, Cutter())
     channel.submit(range(len(SIZES)))
     receive_all(channel)
-    assert [target.holds(chunk) for chunk in range(len(SIZES))] == [content(chunk) for chunk in range(len(SIZES))]
+    assert [target.holds(chunk) for chunk in range(len(SIZES))] == [
+        content(chunk) for chunk in range(len(SIZES))
+    ]
     target.check_edges()
     channel.close()
     return channel
@@ -136,7 +140,8 @@ def test_whose_token_is_revoked_is_cut_off_though_he_asks_for_nothing(
     assert open_queues() == 0
 
 
-# -------------------------------------------------------------------------------------------------------------- GPUs
+# --------------------------------------------------------------------------------------------------
+# GPUs
 
 
 def gpu(*, is_reached: bool) -> Double:
@@ -159,7 +164,9 @@ def test_between_gpus_the_conversation_keeps_the_rule(
 ) -> None:
     """Whether the device reads their memory, or they copy what it reads through the host."""
     device = gpu(is_reached=is_reached)
-    CHECKS[check](transport, lambda: ServedSource(SECRET, side=OwnRdma(FakeFabric()), device=device))
+    CHECKS[check](
+        transport, lambda: ServedSource(SECRET, side=OwnRdma(FakeFabric()), device=device)
+    )
     if is_reached and not check.startswith("strided"):
         assert device.pinned_bytes == 0
     if not is_reached:
@@ -179,7 +186,8 @@ def test_every_way_between_host_and_gpu(
         for _ in range(2):  # the second one by what is kept
             read_all(transport, source, Target(mine))
         assert "1 kept" in repr(transport)
-    assert mine is None or (mine.settled > 0) is here  # what the device has written is there for the GPU, too
+    # what the device has written is there for the GPU, too
+    assert mine is None or (mine.settled > 0) is here
     for device, is_reached in ((mine, here), (theirs, there)):
         assert device is None or device.pinned_bytes == (0 if is_reached else 4 * small_pieces)
 
@@ -212,7 +220,9 @@ def test_another_process_than_the_one_that_was_asked_is_found_out(
         read_all(transport, source)
 
 
-def test_memory_that_cannot_be_registered(transport: RdmaTransport, source: ServedSource, fabric: FakeFabric) -> None:
+def test_memory_that_cannot_be_registered(
+    transport: RdmaTransport, source: ServedSource, fabric: FakeFabric
+) -> None:
     theirs = fabric_of(source)
     theirs.only.fault = OSError(14, "it is a file's mapping")
     with pytest.raises(NotShared, match="at the source: it is a file's mapping"):
@@ -234,7 +244,8 @@ def test_memory_that_cannot_be_registered(transport: RdmaTransport, source: Serv
     channel.close()
 
 
-# ------------------------------------------------------------------------------------------------------ sources that lie
+# --------------------------------------------------------------------------------------------------
+# sources that lie
 
 CARD = QueueCard(5, 7, GID, 0, 5, 16)
 PORTS = PortsAre(said_of([PORT]))
@@ -249,7 +260,9 @@ def listener() -> Iterator[socket.socket]:
 
 
 def says(message: object) -> Callable[[BlockingConnection], object]:
-    """Words of the dialect are, like any other's, about the request that was made last, which is 0."""
+    """Words of the dialect are, like any other's, about the request that was made last, which is
+    0.
+    """
     said: Any = DIALECT.reply(0, message) if type(message) in DIALECT.numbers else message
     return lambda connection: connection.send(said)
 
@@ -260,15 +273,31 @@ def elsewhere(port: Port) -> PortsAre:
 
 LIES: dict[str, tuple[list[Any], type[Exception], str]] = {
     "no ports": ([says(PortsAre(()))], Unusable, "not to be read by RDMA"),
-    "ports of nonsense": ([says(PortsAre((RdmaPort("ethernet", b"", 1.0),)))], Unusable, "no RDMA port here"),
+    "ports of nonsense": (
+        [says(PortsAre((RdmaPort("ethernet", b"", 1.0),)))],
+        Unusable,
+        "no RDMA port here",
+    ),
     "another network": (
         [says(elsewhere(Port("ib0", 1, "infiniband", 0, GID, 1.0, "ACTIVE")))],
         Unusable,
         "no RDMA port here",
     ),
-    "something else": ([says(ChunksLie(0, ((0, 0, 0),), 0))], ReadFailure, "a ChunksLie is no message of rdma"),
-    "no queue pair": ([says(PORTS), says(NotThisWay(0, "not today", is_usual=False))], Unusable, "not today"),
-    "a file": ([says(PORTS), says(NotThisWay(0, "it is a file", is_usual=True))], NotShared, "it is a file"),
+    "something else": (
+        [says(ChunksLie(0, ((0, 0, 0),), 0))],
+        ReadFailure,
+        "a ChunksLie is no message of rdma",
+    ),
+    "no queue pair": (
+        [says(PORTS), says(NotThisWay(0, "not today", is_usual=False))],
+        Unusable,
+        "not today",
+    ),
+    "a file": (
+        [says(PORTS), says(NotThisWay(0, "it is a file", is_usual=True))],
+        NotShared,
+        "it is a file",
+    ),
     "a queue pair of nobody": (
         [says(PORTS), says(Paired(CARD, 4096, 1, bytes(16)))],
         Unusable,
@@ -285,12 +314,18 @@ LIES: dict[str, tuple[list[Any], type[Exception], str]] = {
         ReadFailure,
         "a Pair is answered with ChunksPinned",
     ),
-    "the end": ([says(PORTS), lambda connection: connection.shutdown()], ReadFailure, "closed|gone"),
+    "the end": (
+        [says(PORTS), lambda connection: connection.shutdown()],
+        ReadFailure,
+        "closed|gone",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_a_source_that_lies_is_left_and_nothing_stays(transport: RdmaTransport, listener: socket.socket, name: str) -> None:
+def test_a_source_that_lies_is_left_and_nothing_stays(
+    transport: RdmaTransport, listener: socket.socket, name: str
+) -> None:
     said, kind, text = LIES[name]
     thread = answers(listener, *said)
     with pytest.raises(kind, match=text):
@@ -299,7 +334,9 @@ def test_a_source_that_lies_is_left_and_nothing_stays(transport: RdmaTransport, 
     thread.join()
 
 
-def test_what_a_source_says_of_its_memory_is_only_read_from(transport: RdmaTransport, source: ServedSource) -> None:
+def test_what_a_source_says_of_its_memory_is_only_read_from(
+    transport: RdmaTransport, source: ServedSource
+) -> None:
     """Addresses and keys that are none give an error, and nothing is written."""
     target = Target()
     channel = transport.open(source.endpoint, source.right, target, Cutter())
@@ -313,17 +350,26 @@ def test_what_a_source_says_of_its_memory_is_only_read_from(transport: RdmaTrans
     channel.close()
 
 
-# ------------------------------------------------------------------------------------------------------ readers that lie
+# --------------------------------------------------------------------------------------------------
+# readers that lie
 
 
 def locate(source: ServedSource, request: int, chunk: int) -> Locate:
     right = source.right
-    return Locate(request, right.lease, right.registration, right.generation, right.content_id, ((chunk, 1),), "rdma")
+    return Locate(
+        request,
+        right.lease,
+        right.registration,
+        right.generation,
+        right.content_id,
+        ((chunk, 1),),
+        "rdma",
+    )
 
 
 def asks(source: ServedSource, *messages: object, count: int = 0) -> list[object]:
-    """What a source answers to a reader that says this, words of the dialect without what is around them; `count`: so many
-    answers, if not one for each.
+    """What a source answers to a reader that says this, words of the dialect without what is around
+    them; `count`: so many answers, if not one for each.
     """
     peers = Peers(Local(Incarnation("reader"), (SECRET,), Options()), DIALECT)
     connection = peers.open(source.endpoint.address, source.right, Cutter()).connection
@@ -335,14 +381,18 @@ def asks(source: ServedSource, *messages: object, count: int = 0) -> list[object
 
     with connection:
         for number, message in enumerate(messages, 1):
-            connection.send(message if isinstance(message, Locate) else DIALECT.request(number, message))
+            connection.send(
+                message if isinstance(message, Locate) else DIALECT.request(number, message)
+            )
             hear()
         while len(answers) < count:
             hear()
     return answers
 
 
-def test_a_source_makes_one_queue_pair_for_each_reader_and_none_for_what_is_not_there(source: ServedSource) -> None:
+def test_a_source_makes_one_queue_pair_for_each_reader_and_none_for_what_is_not_there(
+    source: ServedSource,
+) -> None:
     registration, generation = source.right.registration, source.right.generation
     other = QueueCard(6, 7, GID, 0, 5, 16)
     answers = asks(
@@ -355,21 +405,32 @@ def test_a_source_makes_one_queue_pair_for_each_reader_and_none_for_what_is_not_
         Pair(registration, generation, 0, other),
     )
     assert answers[0] == PortsAre(said_of([PORT]))
-    assert [type(answer).__name__ for answer in answers[1:]] == ["NotThisWay", "ReadRefused", "Paired", "Paired", "Paired"]
+    assert [type(answer).__name__ for answer in answers[1:]] == [
+        "NotThisWay",
+        "ReadRefused",
+        "Paired",
+        "Paired",
+        "Paired",
+    ]
     fourth, fifth, sixth = answers[3:]
     assert isinstance(fourth, Paired)
     assert isinstance(fifth, Paired)
     assert isinstance(sixth, Paired)
     assert fourth.card == fifth.card
-    assert asks(source, Pair(registration, generation, 0, replace(CARD, gid=b"short"))) == [None]  # it breaks the protocol
+    # it breaks the protocol
+    assert asks(source, Pair(registration, generation, 0, replace(CARD, gid=b"short"))) == [None]
     source.close()
     assert open_queues() == 0
 
 
-def test_a_queue_pair_for_what_is_in_host_memory_reads_nothing_on_a_gpu(source: ServedSource) -> None:
+def test_a_queue_pair_for_what_is_in_host_memory_reads_nothing_on_a_gpu(
+    source: ServedSource,
+) -> None:
     """Its addresses would be registered, were it asked for them by the same queue pair."""
     tensor = TensorDescription("t", "uint8", (8,), 1 << 40, 8)
-    on_gpu = ChunkMemory(build_manifest([tensor], 4096, "xxh3-64"), [gpu(is_reached=False).allocate(8)])
+    on_gpu = ChunkMemory(
+        build_manifest([tensor], 4096, "xxh3-64"), [gpu(is_reached=False).allocate(8)]
+    )
     other, right = RegistrationId("on a GPU"), source.right
     source.owner.open(other, 1, right.content_id, on_gpu, complete=True)
     locates = [
@@ -378,7 +439,9 @@ def test_a_queue_pair_for_what_is_in_host_memory_reads_nothing_on_a_gpu(source: 
     ]
     answers = asks(source, Pair(right.registration, right.generation, 0, CARD), *locates)
     assert [type(answer).__name__ for answer in answers[:2]] == ["Paired", "ChunksPinned"]
-    assert answers[2] == ReadRefused(3, "its tensors are on a GPU, and the queue pair was made to read others")
+    assert answers[2] == ReadRefused(
+        3, "its tensors are on a GPU, and the queue pair was made to read others"
+    )
     registered = fabric_of(source).only._memories
     assert [memory for memory, found in registered.items() if found._regions] == [source._memory]
 
@@ -402,17 +465,23 @@ def test_what_can_be_registered_in_part_only_is_staged_or_left(
             source.fill(chunk, content(chunk))
         channel = transport.open(source.endpoint, source.right, target, Cutter())
         channel.submit(range(len(SIZES)))
-        with pytest.raises(ReadFailure, match="lost: the memory to read into: there is no room for more"):
+        with pytest.raises(
+            ReadFailure, match="lost: the memory to read into: there is no room for more"
+        ):
             receive_all(channel)
         channel.close()
         if not is_gpu:
-            with pytest.raises(Unusable, match="the memory to read into: there is no room for more"):
+            with pytest.raises(
+                Unusable, match="the memory to read into: there is no room for more"
+            ):
                 transport.open(source.endpoint, source.right, target, Cutter())
             return
         read_all(transport, source, target)
 
 
-def test_a_reader_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, small_pieces: int) -> None:
+def test_a_reader_that_takes_nothing_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, small_pieces: int
+) -> None:
     """It neither has buffers overwritten, nor requests piled up, nor its source wait for ever."""
     device = gpu(is_reached=False)
     monkeypatch.setattr(read_server, "PENDING_MAX", 2)

@@ -1,4 +1,6 @@
-"""A reader of another layout: selections of several sources, read by real lanes into memory of strips."""
+"""A reader of another layout: selections of several sources, read by real lanes into memory of
+strips.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,17 @@ class Setting:
 
     def runner(self, transport: str = "tcp", connections: int = 1) -> PullRunner:
         nbytes = 2 * CHUNK_ROWS * self.columns
-        return self.reader.runner(batch_bytes=nbytes, transport=transport, connections=connections, selections=self.parts)
+        return self.reader.runner(
+            batch_bytes=nbytes, transport=transport, connections=connections, selections=self.parts
+        )
 
     def check(self) -> None:
-        rows = [bytes(array[at : at + ROW_BYTES]) for node in (self.a, self.b) for array in node.arrays for at in starts()]
+        rows = [
+            bytes(array[at : at + ROW_BYTES])
+            for node in (self.a, self.b)
+            for array in node.arrays
+            for at in starts()
+        ]
         (mine,) = self.reader.arrays
         for number, row in enumerate(rows):
             at, end = number * (self.columns + GAP), (number + 1) * (self.columns + GAP)
@@ -87,9 +96,16 @@ def setting(digest: Digest = "xxh3-64", columns: int = 700, chunk_bytes: int = 4
     taken: list[tuple[Strip, ...]] = []
     for first in range(0, ROWS, CHUNK_ROWS):
         count = min(CHUNK_ROWS, ROWS - first)
-        taken.append((Strip(0, first * ROW_BYTES + FIRST, 0, 0, 1, ((count, ROW_BYTES),), columns),))
-        places.append((Strip(0, first * (columns + GAP), 0, 0, 1, ((count, (columns + GAP)),), columns),))
-    lower = [tuple([place._replace(offset=place.offset + ROWS * (columns + GAP)) for place in strips]) for strips in places]
+        taken.append(
+            (Strip(0, first * ROW_BYTES + FIRST, 0, 0, 1, ((count, ROW_BYTES),), columns),)
+        )
+        places.append(
+            (Strip(0, first * (columns + GAP), 0, 0, 1, ((count, (columns + GAP)),), columns),)
+        )
+    lower = [
+        tuple([place._replace(offset=place.offset + ROWS * (columns + GAP)) for place in strips])
+        for strips in places
+    ]
     count = len(places)
     one = Part(0, (0,), Selection(tuple(taken)), tuple(range(count)))
     # The same columns, said in another way: else both parts would have one name.
@@ -100,7 +116,9 @@ def setting(digest: Digest = "xxh3-64", columns: int = 700, chunk_bytes: int = 4
     reading = Reading((*places, *lower), sizes, (one, two))
     reader = Node("reader", resharded(mine, digest, 4096, reading, "grid"), filled=False)
     made.extend([a, b, reader])
-    return Setting(a, b, reader, {part.selection.selection_id: part for part in (one, two)}, columns)
+    return Setting(
+        a, b, reader, {part.selection.selection_id: part for part in (one, two)}, columns
+    )
 
 
 def _rest(strip: Strip) -> Sequence[Strip]:
@@ -109,10 +127,13 @@ def _rest(strip: Strip) -> Sequence[Strip]:
     return (strip._replace(offset=strip.offset + apart, loops=((times - 1, apart),)),)
 
 
-@pytest.mark.parametrize("columns", [700, 2300])  # shorter ones are packed by their owner, whatever the transport
+# shorter ones are packed by their owner, whatever the transport
+@pytest.mark.parametrize("columns", [700, 2300])
 @pytest.mark.parametrize("transport", KINDS)
 @pytest.mark.parametrize("digest", ["xxh3-64", "sha-256", "none"])
-async def test_columns_come_from_two_ranks_that_hold_rows(digest: Digest, transport: str, columns: int) -> None:
+async def test_columns_come_from_two_ranks_that_hold_rows(
+    digest: Digest, transport: str, columns: int
+) -> None:
     its = setting(digest, columns)
     its.a.open(complete=True)
     its.b.open(complete=True)
@@ -131,7 +152,9 @@ async def test_columns_come_from_two_ranks_that_hold_rows(digest: Digest, transp
 
 @pytest.mark.parametrize("columns", [700, 2300])
 @pytest.mark.parametrize("transport", KINDS)
-async def test_a_holder_of_the_readers_layout_serves_its_chunks(transport: str, columns: int) -> None:
+async def test_a_holder_of_the_readers_layout_serves_its_chunks(
+    transport: str, columns: int
+) -> None:
     its, other = setting(columns=columns), setting(columns=columns)
     for node in (its.a, its.b):
         node.open(complete=True)
@@ -155,7 +178,10 @@ async def test_a_selection_that_is_not_of_the_memory_is_refused() -> None:
     its.reader.open(complete=False)
     beyond = Selection(((straight(0, ROWS * ROW_BYTES - 1, 2),),))
     part = Part(0, (0,), beyond, (0,))
-    async with serving(its.a, its.b, its.reader), its.reader.runner(selections={beyond.selection_id: part}) as runner:
+    async with (
+        serving(its.a, its.b, its.reader),
+        its.reader.runner(selections={beyond.selection_id: part}) as runner,
+    ):
         runner.add_source(its.a.grant(selection=beyond.selection_id))
         event = await next_event(runner)
     assert isinstance(event, SourceFailed)
@@ -163,7 +189,8 @@ async def test_a_selection_that_is_not_of_the_memory_is_refused() -> None:
     assert "not within the shard's memory" in event.detail
 
 
-# ------------------------------------------------------------------------------------------------ what an owner keeps
+# ------------------------------------------------------------------------------------------------
+# what an owner keeps
 
 
 def lane(reader: str) -> Lane:
@@ -216,7 +243,8 @@ def test_uploads_and_selections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         assert known.upload(readers[reader], MANY, name, len(blob), 0, blob[:3]) == (3, [])
     assert f"{kept_selections.UPLOADS_MAX} under way" in repr(known)
     name, blob = blob_of(0)
-    assert known.upload(readers[0], MANY, name, len(blob), 3, blob[3:]) == (0, [])  # it gave way, and begins again
+    # it gave way, and begins again
+    assert known.upload(readers[0], MANY, name, len(blob), 3, blob[3:]) == (0, [])
     monkeypatch.setattr(kept_selections, "KEPT_MAX", 3)
     names = []
     for number in range(5):
@@ -229,15 +257,23 @@ def test_uploads_and_selections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert [known.find(name) is not None for name in names] == [True, False, False, True, True]
 
 
-def test_few_bytes_that_say_many_strips_do_not_fill_an_owners_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers that follow a rule are encoded as a run of them, so the bytes of an encoding bound nothing."""
+def test_few_bytes_that_say_many_strips_do_not_fill_an_owners_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Numbers that follow a rule are encoded as a run of them, so the bytes of an encoding bound
+    nothing.
+    """
     monkeypatch.setattr(kept_selections, "KEPT_PARTS_MAX", 15_000)
     known, names = Selections(), list[str]()
     for number in range(4):
-        chunks = tuple([(Strip(0, chunk + number, 0, 0, 1, ((2, 10_000),), 1),) for chunk in range(2000)])
+        chunks = tuple(
+            [(Strip(0, chunk + number, 0, 0, 1, ((2, 10_000),), 1),) for chunk in range(2000)]
+        )
         names.append(upload(known, Selection(chunks)))
     kept = [known.find(name) is not None for name in names]
-    assert kept == [False, False, True, True], "2000 strips, which have a cell and a loop each, are 6000 parts"
+    assert kept == [False, False, True, True], (
+        "2000 strips, which have a cell and a loop each, are 6000 parts"
+    )
     larger = Selection(tuple([(straight(0, at, 1),) for at in range(10_000)]))
     assert known.find(upload(known, larger)) is not None, "what alone is too large is kept, alone"
     assert known.find(names[-1]) is None
@@ -246,7 +282,8 @@ def test_few_bytes_that_say_many_strips_do_not_fill_an_owners_memory(monkeypatch
 def test_few_bytes_do_not_make_a_source_work_without_end() -> None:
     """Of each chunk of a selection a source makes the digest."""
     memory = setting().a.memory
-    ends = (Strip(0, 0, 0, 0, 1, ((2, sum(memory.sizes) - 1),), 1),)  # of the first chunk, and of the last one
+    # of the first chunk, and of the last one
+    ends = (Strip(0, 0, 0, 0, 1, ((2, sum(memory.sizes) - 1),), 1),)
     everything = (straight(0, 0, sum(memory.sizes)),)
     assert not memory.fault(Selection((everything,) * 16))
     assert "more than 16 times" in memory.fault(Selection((everything,) * 16 + (ends,)))
@@ -305,7 +342,9 @@ def test_a_source_digests_no_more_bytes_than_it_sends(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ChunkMemory, "guarded_digest", counted)
     for chunk in range(len(ends)):
-        with its.a.owner.access(READER, its.a.registration, 7, CONTENT, [chunk], 64, 0.0, name) as answer:
+        with its.a.owner.access(
+            READER, its.a.registration, 7, CONTENT, [chunk], 64, 0.0, name
+        ) as answer:
             assert isinstance(answer, tuple)
             its.a.owner.digests_of(*answer)
     assert digested == 64 * len(ends)

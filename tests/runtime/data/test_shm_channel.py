@@ -1,4 +1,6 @@
-"""Reading out of mapped memory: when it is chosen, what is kept, and what a source that lies gets for it."""
+"""Reading out of mapped memory: when it is chosen, what is kept, and what a source that lies gets
+for it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def anyio_backend() -> str:
 
 
 def usual(value: float) -> dict[str, torch.Tensor]:
-    return {"large": torch.full((50_000,), value), "small": torch.full((3,), value), "none": torch.empty(0)}
+    return {
+        "large": torch.full((50_000,), value),
+        "small": torch.full((3,), value),
+        "none": torch.empty(0),
+    }
 
 
 def shared(value: float) -> dict[str, torch.Tensor]:
@@ -54,7 +60,8 @@ def holds(tensors: dict[str, torch.Tensor], value: float) -> bool:
     return all(bool(tensor.eq(value).all()) for tensor in tensors.values())
 
 
-# ---------------------------------------------------------------------------------------------------- when it is chosen
+# --------------------------------------------------------------------------------------------------
+# when it is chosen
 
 
 async def test_shared_memory_is_mapped_and_other_memory_is_not() -> None:
@@ -109,7 +116,9 @@ async def test_mappings_that_nobody_reads_are_given_up(monkeypatch: pytest.Monke
 def mappings() -> list[str]:
     """Where memfds of this library are mapped only to be read."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line.split()[0] for line in lines if "memfd:tensorhub" in line and line.split()[1] == "r--s"]
+    return [
+        line.split()[0] for line in lines if "memfd:tensorhub" in line and line.split()[1] == "r--s"
+    ]
 
 
 async def test_it_may_be_left_out() -> None:
@@ -117,8 +126,14 @@ async def test_it_may_be_left_out() -> None:
     async with cluster("trainer") as made:
         await (await made.hubs[0].register("m", source)).publish(1)
         address = made.coordinator.address
-        for transports, used in ((("cma", "tcp"), "cma"), (("tcp",), "tcp"), (("tcp", "shm"), "tcp")):
-            async with tensorhub.connect(address, name="reader", token="", transports=transports) as hub:
+        for transports, used in (
+            (("cma", "tcp"), "cma"),
+            (("tcp",), "tcp"),
+            (("tcp", "shm"), "tcp"),
+        ):
+            async with tensorhub.connect(
+                address, name="reader", token="", transports=transports
+            ) as hub:
                 report = await (await hub.register("m", usual(0))).replicate()
                 assert [source.transport for source in report.sources] == [used]
         async with tensorhub.connect(address, name="reader", token="", transports=("shm",)) as hub:
@@ -127,7 +142,8 @@ async def test_it_may_be_left_out() -> None:
                 await (await hub.register("other", usual(0))).replicate(timeout=0.5)
 
 
-# ----------------------------------------------------------------------------------------------------- the mapping itself
+# --------------------------------------------------------------------------------------------------
+# the mapping itself
 
 
 def test_only_what_is_in_a_segment_is_read() -> None:
@@ -149,7 +165,8 @@ def test_only_what_is_in_a_segment_is_read() -> None:
     assert not source.is_unchanged(there, 6)
 
 
-# ------------------------------------------------------------------------------------------------------ sources that lie
+# --------------------------------------------------------------------------------------------------
+# sources that lie
 
 
 def local() -> Local:
@@ -171,7 +188,9 @@ def hands_over(
 
     def say(connection: BlockingConnection) -> None:
         segment = Segment(4096)
-        descriptor = segment.descriptor if is_sealed else os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
+        descriptor = (
+            segment.descriptor if is_sealed else os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
+        )
         os.ftruncate(descriptor, 4096)
         connection.send(DIALECT.reply(0, SegmentsAre(said)))
         if descriptors:
@@ -192,21 +211,32 @@ LIES: dict[str, tuple[Callable[[BlockingConnection], object], type[Exception], s
     "too few": (hands_over(PAGE * SEGMENTS_MAX, 1), ReadFailure, "descriptors are said to follow"),
     "none": (hands_over(PAGE, 0), ReadFailure, "descriptors are said to follow"),
     "withheld": (lambda c: c.send(NotThisWay(0, "user 7", False)), Unusable, "user 7"),
-    "withheld as usual": (lambda c: c.send(NotThisWay(0, "read-only", True)), NotShared, "read-only"),
-    "something else": (lambda c: c.send(ChunksLie(0, ((0, 0, 0),), 0)), ReadFailure, "a ChunksLie is no message of shm"),
+    "withheld as usual": (
+        lambda c: c.send(NotThisWay(0, "read-only", True)),
+        NotShared,
+        "read-only",
+    ),
+    "something else": (
+        lambda c: c.send(ChunksLie(0, ((0, 0, 0),), 0)),
+        ReadFailure,
+        "a ChunksLie is no message of shm",
+    ),
     "the end": (lambda c: c.shutdown(), ReadFailure, "closed"),
 }
 
 
 @pytest.mark.parametrize("name", LIES)
-async def test_a_source_that_lies_is_left_and_nothing_stays(listener: socket.socket, name: str) -> None:
+async def test_a_source_that_lies_is_left_and_nothing_stays(
+    listener: socket.socket, name: str
+) -> None:
     say, kind, text = LIES[name]
     async with nothing_left():
         thread = answers(listener, say)
         transport, endpoint = ShmTransport(local()), Endpoint("shm", unix.address_of(listener))
         with pytest.raises(kind, match=text):
             await anyio.to_thread.run_sync(transport.open, endpoint, RIGHT, Nowhere(), Cutter())
-        assert f"{int(kind is NotShared)} kept" in repr(transport._peers)  # it has answered what it was asked
+        # it has answered what it was asked
+        assert f"{int(kind is NotShared)} kept" in repr(transport._peers)
         transport.close()
         await anyio.to_thread.run_sync(thread.join)
 

@@ -1,4 +1,5 @@
-"""Where a worker listens for its readers, and what they are told: `Options.listen_port` and `Options.advertise`.
+"""Where a worker listens for its readers, and what they are told: `Options.listen_port` and
+`Options.advertise`.
 
 Covers `runtime.worker.worker`.
 """
@@ -19,7 +20,8 @@ from tensorhub.types import Options
 from tests.rig import OPTIONS, cluster, connect, holds, tensors, until
 
 HOST = "127.0.0.1"
-OWN = f"127.1.{os.getpid() % 2**16 // 256}.{os.getpid() % 256 or 255}"  # of this process: others use 127.0.0.1
+# of this process: others use 127.0.0.1
+OWN = f"127.1.{os.getpid() % 2**16 // 256}.{os.getpid() % 256 or 255}"
 
 
 def a_free_port() -> int:
@@ -44,15 +46,21 @@ def forwarded(relay: Relay) -> tuple[Options, Path]:
 
 async def test_readers_come_through_what_is_advertised(relay: Relay) -> None:
     options, path = forwarded(relay)
-    async with cluster("reader") as c, connect(c.address, "trainer", options, transports=("tcp",)) as trainer:
+    async with (
+        cluster("reader") as c,
+        connect(c.address, "trainer", options, transports=("tcp",)) as trainer,
+    ):
         source, target = tensors(1), tensors()
         await (await trainer.register("m", source)).publish(1)
         await (await c.hubs[0].register("m", target)).replicate()
         assert holds(target, 1)
-        [shown] = [worker for worker in (await trainer.describe("m")).workers if worker.name == "trainer"]
+        [shown] = [
+            worker for worker in (await trainer.describe("m")).workers if worker.name == "trainer"
+        ]
         assert [endpoint.address for endpoint in shown.endpoints] == [f"tcp://{options.advertise}"]
         assert path.bytes_passed > sum(tensor.nbytes for tensor in source.values())
-        path.cut(reset=False)  # the relay's sockets are this process' too, and end when its thread comes to that
+        # the relay's sockets are this process' too, and end when its thread comes to that
+        path.cut(reset=False)
         await until(lambda: not path.links)
 
 
@@ -61,17 +69,25 @@ async def test_a_port_that_is_taken_is_named() -> None:
         port = taken.getsockname()[1]
         async with cluster() as c:
             with pytest.raises(
-                StateError, match=rf"'127.0.0.1', port {port} \(.*\): set Options.listen_host and listen_port"
+                StateError,
+                match=rf"'127.0.0.1', port {port} \(.*\): set Options.listen_host and listen_port",
             ):
-                async with connect(c.address, options=dataclasses.replace(OPTIONS, listen_port=port)):
+                async with connect(
+                    c.address, options=dataclasses.replace(OPTIONS, listen_port=port)
+                ):
                     pass
 
 
 async def test_open_access_is_not_advertised_beyond_loopback() -> None:
     """Whoever forwards a port of this machine's loopback takes the weights beyond it."""
     async with cluster() as c:
-        with pytest.raises(AuthenticationFailed, match=r"open access is for loopback only, and 'gateway\.example' is not"):
-            async with connect(c.address, options=dataclasses.replace(OPTIONS, advertise="gateway.example:4000")):
+        with pytest.raises(
+            AuthenticationFailed,
+            match=r"open access is for loopback only, and 'gateway\.example' is not",
+        ):
+            async with connect(
+                c.address, options=dataclasses.replace(OPTIONS, advertise="gateway.example:4000")
+            ):
                 pass
     async with cluster(token="secret") as c:
         options = dataclasses.replace(OPTIONS, advertise="gateway.example:4000")
@@ -81,7 +97,9 @@ async def test_open_access_is_not_advertised_beyond_loopback() -> None:
 
 @pytest.mark.parametrize("port", [-1, 65_536])
 def test_a_port_is_a_port(port: int) -> None:
-    with pytest.raises(StateError, match=r"Options\.listen_port = -?\d+: give a port, 0 \(any free one\) to 65535"):
+    with pytest.raises(
+        StateError, match=r"Options\.listen_port = -?\d+: give a port, 0 \(any free one\) to 65535"
+    ):
         Options(listen_port=port)
 
 
@@ -99,12 +117,23 @@ def test_what_can_be_advertised(address: str) -> None:
 @pytest.mark.parametrize(
     "address",
     [
-        *("", "gateway", ":7000", "gateway:0", "gateway:70000", "::1:7000", "0.0.0.0:7000", "[::]:7000", "a b:1"),
+        *(
+            "",
+            "gateway",
+            ":7000",
+            "gateway:0",
+            "gateway:70000",
+            "::1:7000",
+            "0.0.0.0:7000",
+            "[::]:7000",
+            "a b:1",
+        ),
         *(7000, b"g:1", "x" * 600 + ":1", "tcp://gateway:1", "gate\nway:1"),
     ],
 )
 def test_what_cannot_be_advertised(address: object) -> None:
     with pytest.raises(
-        StateError, match=r"Options\.advertise = (?s:.*): give HOST:PORT, as readers reach the data listener"
+        StateError,
+        match=r"Options\.advertise = (?s:.*): give HOST:PORT, as readers reach the data listener",
     ):
         Options(advertise=address)  # type: ignore[arg-type]

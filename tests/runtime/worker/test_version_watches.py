@@ -1,4 +1,6 @@
-"""Names of models that come and go: neither a worker nor its coordinator keeps those that nobody uses any more."""
+"""Names of models that come and go: neither a worker nor its coordinator keeps those that nobody
+uses any more.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_the_names_asked_for_first_are_left_first() -> None:
     for number in range(KEPT + 2):
         news.watch(f"m{number}")
     assert line.said[-3:] == [Unwatch("m0"), Watch(f"m{KEPT + 1}"), Unwatch("m1")]
-    assert [news.watches(f"m{number}") for number in range(KEPT + 2)] == [False, False] + [True] * KEPT
+    assert [news.watches(f"m{number}") for number in range(KEPT + 2)] == [False, False] + [
+        True
+    ] * KEPT
     news.announced(Announce("m0", version("m0")))  # said before the coordinator heard
     assert not news.watches("m0")
     news.watch("m0")

@@ -1,10 +1,11 @@
 """Deliberate bugs, each of which the simulator must find: the proof that its checks can fail.
 
-A bug is a context manager that breaks the code while it is entered. `tests/testing/test_bugs.py` runs seeds in it until one
-fails; if none does, that is a hole in the checks, not in this list. Modules here are `outside` (written by somebody who had
-read the public API and the rules only, not the checks), `inside`, `seen` (what callers see, for the reference model),
-`woken` (who goes on when), `behind` (what lies unread at the coordinator), `carried` (what a worker's shell is told
-to carry out), `bridged` (readers of another layout), and `moved` (readers that change their source).
+A bug is a context manager that breaks the code while it is entered. `tests/testing/test_bugs.py`
+runs seeds in it until one fails; if none does, that is a hole in the checks, not in this list.
+Modules here are `outside` (written by somebody who had read the public API and the rules only, not
+the checks), `inside`, `seen` (what callers see, for the reference model), `woken` (who goes on
+when), `behind` (what lies unread at the coordinator), `carried` (what a worker's shell is told to
+carry out), `bridged` (readers of another layout), and `moved` (readers that change their source).
 """
 
 from __future__ import annotations
@@ -38,14 +39,22 @@ class Bug:
     enter: Callable[[], AbstractContextManager[None]]
     faults: tuple[Fault, ...] | None = None  # that a seed may draw; None: all
     seeds_max: int = 200
-    draws: Mapping[str, object] = field(default_factory=dict)  # how `sim.layouts` and `sim.sites` draw instead
+    # how `sim.layouts` and `sim.sites` draw instead
+    draws: Mapping[str, object] = field(default_factory=dict)
     is_wild: bool = False  # anything is believed of links and workers (`tests.testing.wild`)
 
 
 def bug(
-    breaks: str, *, faults: tuple[Fault, ...] | None = None, seeds_max: int = 200, is_wild: bool = False, **draws: object
+    breaks: str,
+    *,
+    faults: tuple[Fault, ...] | None = None,
+    seeds_max: int = 200,
+    is_wild: bool = False,
+    **draws: object,
 ) -> Callable[[Callable[[], Iterator[None]]], Callable[[], AbstractContextManager[None]]]:
-    """Register a generator function, whose body before its `yield` breaks something, as a bug of its name."""
+    """Register a generator function, whose body before its `yield` breaks something, as a bug of
+    its name.
+    """
 
     def register(make: Callable[[], Iterator[None]]) -> Callable[[], AbstractContextManager[None]]:
         entered = contextmanager(make)

@@ -1,4 +1,6 @@
-"""Bugs of a coordinator that is behind with reading: it counts on who may have gone, or loses who is there."""
+"""Bugs of a coordinator that is behind with reading: it counts on who may have gone, or loses who
+is there.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ from tests.testing.bugs.inside import around
 
 
 @bug(
-    "R4: whoever is heard counts, however long that has lain unread: it may be cut off, and have gone",
+    "R4: whoever is heard counts, however long that has lain unread: it may be cut off, and have "
+    "gone",
     faults=(Fault.BEHIND,),
 )
 def unread_words_count() -> Iterator[None]:
-    def heard(before: Callable[..., None], self: Membership, worker: Worker, answers: float) -> None:
+    def heard(
+        before: Callable[..., None], self: Membership, worker: Worker, answers: float
+    ) -> None:
         before(self, worker, self._cluster.now)
 
     with around(Membership, "heard", heard):
@@ -27,11 +32,14 @@ def unread_words_count() -> Iterator[None]:
 
 
 @bug(
-    "R4: an echo is not looked at: a worker counts until half a lease after it was heard, and not after what it answers",
+    "R4: an echo is not looked at: a worker counts until half a lease after it was heard, and not "
+    "after what it answers",
     faults=(Fault.BEHIND,),
 )
 def answers_not_looked_at() -> Iterator[None]:
-    def heard(before: Callable[..., None], self: Membership, worker: Worker, answers: float) -> None:
+    def heard(
+        before: Callable[..., None], self: Membership, worker: Worker, answers: float
+    ) -> None:
         before(self, worker, answers)
         if worker.state is WorkerState.SUSPECT and worker.session is not None:
             self._cluster.become(worker, WorkerState.LIVE, "heard again")
@@ -41,7 +49,10 @@ def answers_not_looked_at() -> Iterator[None]:
         yield
 
 
-@bug("R11: a lease without a word makes a worker lost, though its words lie unread", faults=(Fault.BEHIND,))
+@bug(
+    "R11: a lease without a word makes a worker lost, though its words lie unread",
+    faults=(Fault.BEHIND,),
+)
 def timer_alone_loses() -> Iterator[None]:
     def look(self: Any, worker: Worker, timer: str) -> None:
         if timer == "worker":

@@ -17,10 +17,14 @@ from tensorhub.worker.router import Router
 from tests.testing.bugs import bug as any_bug, replaced
 from tests.testing.bugs.inside import around
 
-bug = partial(any_bug, LAYOUTS_DRAWN=1.0)  # in each seed groups have several layouts, and not only in some
+# in each seed groups have several layouts, and not only in some
+bug = partial(any_bug, LAYOUTS_DRAWN=1.0)
 
 
-@bug("R7: a rank overwrites what it holds once there is a source for any class of shards that it needs")
+@bug(
+    "R7: a rank overwrites what it holds once there is a source for any class of shards that it "
+    "needs"
+)
 def one_class_is_enough() -> Iterator[None]:
     def are_enough(sources: Iterable[ways.Source], needs: object) -> bool:
         return bool(list(sources))
@@ -29,7 +33,10 @@ def one_class_is_enough() -> Iterator[None]:
         yield
 
 
-@bug("R7: a group of several ranks overwrites what it holds, although nobody looks whether its ranks read everything")
+@bug(
+    "R7: a group of several ranks overwrites what it holds, although nobody looks whether its "
+    "ranks read everything"
+)
 def nobody_looks_whether_all_is_read() -> Iterator[None]:
     def is_known(self: Coverage, operation: Operation) -> bool:
         operation.covers = True
@@ -54,26 +61,47 @@ def bridge_is_not_mended() -> Iterator[None]:
         yield
 
 
-@bug("R8: votes count without the roots of selections", faults=(Fault.LIE,), COUNTS=(2,), LEFT_OUT_DRAWN=0.0)
+@bug(
+    "R8: votes count without the roots of selections",
+    faults=(Fault.LIE,),
+    COUNTS=(2,),
+    LEFT_OUT_DRAWN=0.0,
+)
 def roots_of_selections_forgotten() -> Iterator[None]:
-    def settle(before: Callable[..., Any], self: Testimonies, part: RankPart, need: Any, root: bytes) -> Any:
-        return self._agree(part, need, by_source=False) if need is not None else before(self, part, need, root)
-
-    with around(Testimonies, "_settle_claim", settle):
-        yield
-
-
-@bug("R8: the digests of the sources count, although the publisher has said otherwise or might", faults=())
-def sources_are_believed_first() -> Iterator[None]:
-    def settle(before: Callable[..., Any], self: Testimonies, part: RankPart, need: Any, root: bytes) -> Any:
-        return self._agree(part, need, by_source=True) if need is not None else before(self, part, need, root)
+    def settle(
+        before: Callable[..., Any], self: Testimonies, part: RankPart, need: Any, root: bytes
+    ) -> Any:
+        return (
+            self._agree(part, need, by_source=False)
+            if need is not None
+            else before(self, part, need, root)
+        )
 
     with around(Testimonies, "_settle_claim", settle):
         yield
 
 
 @bug(
-    "R2: a rank whose Register was answered does not hear that it shall say it again, once its group's layout is known",
+    "R8: the digests of the sources count, although the publisher has said otherwise or might",
+    faults=(),
+)
+def sources_are_believed_first() -> Iterator[None]:
+    def settle(
+        before: Callable[..., Any], self: Testimonies, part: RankPart, need: Any, root: bytes
+    ) -> Any:
+        return (
+            self._agree(part, need, by_source=True)
+            if need is not None
+            else before(self, part, need, root)
+        )
+
+    with around(Testimonies, "_settle_claim", settle):
+        yield
+
+
+@bug(
+    "R2: a rank whose Register was answered does not hear that it shall say it again, once its "
+    "group's layout is known",
     faults=(Fault.COORDINATOR,),
     COUNTS=(3,),
     LEFT_OUT_DRAWN=0.0,

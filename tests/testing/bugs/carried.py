@@ -13,7 +13,9 @@ from tests.testing.bugs.inside import around
 
 @bug("R3: the memory of a registration that is given up is let go without a fence")
 def given_up_without_a_fence() -> Iterator[None]:
-    def give_up(before: Callable[..., Any], self: Interpreter, now: float, gives_up_at: float = 0.0) -> Any:
+    def give_up(
+        before: Callable[..., Any], self: Interpreter, now: float, gives_up_at: float = 0.0
+    ) -> Any:
         first = not self.is_given_up
         said = before(self, now)
         if first:

@@ -89,7 +89,9 @@ def epochs_minted_again() -> Iterator[None]:
 
 @bug("R6: a decided operation's number is still the group's next one")
 def sequence_one_behind() -> Iterator[None]:
-    def close(before: Callable[..., None], self: Any, operation: Operation, outcomes: dict[int, Outcome]) -> None:
+    def close(
+        before: Callable[..., None], self: Any, operation: Operation, outcomes: dict[int, Outcome]
+    ) -> None:
         before(self, operation, outcomes)
         if operation.key.epoch == operation.group.epoch:
             operation.group.sequence = operation.key.sequence
@@ -98,7 +100,10 @@ def sequence_one_behind() -> Iterator[None]:
         yield
 
 
-@bug("R6: within an epoch, a rank's sequence goes back to what the coordinator has heard of: a key is taken twice")
+@bug(
+    "R6: within an epoch, a rank's sequence goes back to what the coordinator has heard of: a key "
+    "is taken twice"
+)
 def key_taken_twice() -> Iterator[None]:
     def move(self: Any, epoch: int, sequence: int) -> None:
         self._epoch, self._sequence = epoch, sequence
@@ -114,7 +119,11 @@ def key_taken_twice() -> Iterator[None]:
 def late_word_heeded() -> Iterator[None]:
     def receive(before: Callable[..., Any], self: Rank, message: Any, now: float) -> Any:
         call = self.running
-        if isinstance(message, Start | Write | Outcome) and call is not None and call.key is not None:
+        if (
+            isinstance(message, Start | Write | Outcome)
+            and call is not None
+            and call.key is not None
+        ):
             message = replace(message, key=call.key)
         return before(self, message, now)
 
@@ -150,18 +159,29 @@ def refused_number_stays_used() -> Iterator[None]:
 @bug("G3: a version that nobody holds does not count as the newest")
 def latest_falls_back() -> Iterator[None]:
     def newest(self: Model, skip: int = 0) -> Version | None:
-        numbers = sorted((v.number for v in self.versions.values() if v.visible and v.has_live_source()), reverse=True)
+        numbers = sorted(
+            (v.number for v in self.versions.values() if v.visible and v.has_live_source()),
+            reverse=True,
+        )
         return self.versions[numbers[skip]] if len(numbers) > skip else None
 
     with replaced(Model, "newest_visible", newest):
         yield
 
 
-@bug("R12: `available` replaces what a rank holds by an older version", faults=(Fault.CRASH, Fault.RESTART, Fault.PREEMPT))
+@bug(
+    "R12: `available` replaces what a rank holds by an older version",
+    faults=(Fault.CRASH, Fault.RESTART, Fault.PREEMPT),
+)
 def available_goes_below() -> Iterator[None]:
-    def resolve(before: Callable[..., Any], self: Any, operation: Operation, at_least: int | None) -> Version | None:
+    def resolve(
+        before: Callable[..., Any], self: Any, operation: Operation, at_least: int | None
+    ) -> Version | None:
         model = operation.group.model
-        readable = sorted((v.number for v in model.versions.values() if v.visible and v.can_be_read()), reverse=True)
+        readable = sorted(
+            (v.number for v in model.versions.values() if v.visible and v.can_be_read()),
+            reverse=True,
+        )
         return model.versions[readable[-1]] if readable else before(self, operation, at_least)
 
     with around(Versions, "available", resolve):
@@ -170,18 +190,27 @@ def available_goes_below() -> Iterator[None]:
 
 @bug("R12: `available` is an older version where the newest is held once only")
 def available_skips_what_is_held_once() -> Iterator[None]:
-    def newest(before: Callable[..., Any], self: Any, operation: Operation, least: int) -> tuple[Version | None, bool]:
+    def newest(
+        before: Callable[..., Any], self: Any, operation: Operation, least: int
+    ) -> tuple[Version | None, bool]:
         found, waits = before(self, operation, least)
         if found is None or found.holdings.copies() != 1:
             return found, waits
-        older = (v for v in operation.group.model.visible if least <= v.number < found.number and v.can_be_read())
+        older = (
+            v
+            for v in operation.group.model.visible
+            if least <= v.number < found.number and v.can_be_read()
+        )
         return next(older, found), waits
 
     with around(Versions, "_newest_readable", newest):
         yield
 
 
-@bug("R12: after a restart `available` waits for nobody who is recorded to hold a newer one", faults=(Fault.COORDINATOR,))
+@bug(
+    "R12: after a restart `available` waits for nobody who is recorded to hold a newer one",
+    faults=(Fault.COORDINATOR,),
+)
 def available_before_holders_are_back() -> Iterator[None]:
     with replaced(Versions, "_may_come_back", lambda self, version: False):
         yield
@@ -203,7 +232,10 @@ def watchers_not_told() -> Iterator[None]:
 # -- readers
 
 
-@bug("G7: a source that has failed once is never looked at again", faults=(Fault.CORRUPT, Fault.PARTITION, Fault.STALL))
+@bug(
+    "G7: a source that has failed once is never looked at again",
+    faults=(Fault.CORRUPT, Fault.PARTITION, Fault.STALL),
+)
 def retry_lost() -> Iterator[None]:
     with replaced(Readers, "set_retry_timer", nothing):
         yield
@@ -211,7 +243,14 @@ def retry_lost() -> Iterator[None]:
 
 @bug("G7: a reader does not report that a source has failed")
 def failure_not_reported() -> Iterator[None]:
-    def failed(before: Callable[..., None], self: Any, lane: str, reason: str, detail: str, chunk: int | None) -> None:
+    def failed(
+        before: Callable[..., None],
+        self: Any,
+        lane: str,
+        reason: str,
+        detail: str,
+        chunk: int | None,
+    ) -> None:
         if reason == "dropped":
             before(self, lane, reason, detail, chunk)
         else:
@@ -235,7 +274,9 @@ def fenced_lease_leaks() -> Iterator[None]:
 
 @bug("R9: a complete source's loss does not make its readers complete one another")
 def readers_not_reconsidered() -> Iterator[None]:
-    def leave(before: Callable[..., None], self: Any, holding: Held, why: str, **named: Any) -> None:
+    def leave(
+        before: Callable[..., None], self: Any, holding: Held, why: str, **named: Any
+    ) -> None:
         version = holding.version
         with replaced(version, "bound", {}):
             before(self, holding, why, **named)
@@ -247,10 +288,19 @@ def readers_not_reconsidered() -> Iterator[None]:
 # -- suspicions
 
 
-@bug("R8: an owner whose bytes have changed says that they have not", faults=(Fault.OVERWRITE, Fault.CUT, Fault.PAUSE))
+@bug(
+    "R8: an owner whose bytes have changed says that they have not",
+    faults=(Fault.OVERWRITE, Fault.CUT, Fault.PAUSE),
+)
 def change_denied() -> Iterator[None]:
     def again(
-        before: Callable[..., Any], self: Any, inquiry: str, generation: int, changed: bool | None, *more: Any, **named: Any
+        before: Callable[..., Any],
+        self: Any,
+        inquiry: str,
+        generation: int,
+        changed: bool | None,
+        *more: Any,
+        **named: Any,
     ) -> Any:
         return before(self, inquiry, generation, changed and False, *more, **named)
 
@@ -264,7 +314,10 @@ def owner_never_asked() -> Iterator[None]:
         yield
 
 
-@bug("R8: a vote counts, whatever digests its publisher has made", faults=(Fault.LIE, Fault.CRASH, Fault.RESTART))
+@bug(
+    "R8: a vote counts, whatever digests its publisher has made",
+    faults=(Fault.LIE, Fault.CRASH, Fault.RESTART),
+)
 def vote_not_compared() -> Iterator[None]:
     def settle(self: Any, operation: Operation) -> None:
         for part in operation.parts.values():
@@ -275,7 +328,10 @@ def vote_not_compared() -> Iterator[None]:
         yield
 
 
-@bug("R8: what a reader finds to be other than published is not taken from those who read it there", faults=(Fault.LIE,))
+@bug(
+    "R8: what a reader finds to be other than published is not taken from those who read it there",
+    faults=(Fault.LIE,),
+)
 def wrong_chunks_served_on() -> Iterator[None]:
     def revoke(self: Any, registration: Any, generation: int, chunks: Any) -> frozenset[int]:
         return frozenset()
@@ -316,7 +372,10 @@ def handover_never_retried() -> Iterator[None]:
     def fail(before: Callable[..., None], self: Any, model: Model, handover: Handover) -> None:
         before(self, model, handover)
         failures, _ = handover.version.refusals[handover.shard, handover.worker.incarnation]
-        handover.version.refusals[handover.shard, handover.worker.incarnation] = failures, float("inf")
+        handover.version.refusals[handover.shard, handover.worker.incarnation] = (
+            failures,
+            float("inf"),
+        )
 
     with around(Handovers, "_fail", fail):
         yield
@@ -353,7 +412,15 @@ def digests_kept() -> Iterator[None]:
     ) -> None:
         old = self._memories.get(registration)
         digests = old.digests if old is not None and named["complete"] else None
-        before(self, registration, generation, content_id, sizes, digests=digests, complete=named["complete"])
+        before(
+            self,
+            registration,
+            generation,
+            content_id,
+            sizes,
+            digests=digests,
+            complete=named["complete"],
+        )
 
     with around(Owner, "open", open_):
         yield
@@ -362,7 +429,10 @@ def digests_kept() -> Iterator[None]:
 # -- the pull
 
 
-@bug("G8: what is in flight at a source that is dropped is wanted again at once, though its lane may still write it")
+@bug(
+    "G8: what is in flight at a source that is dropped is wanted again at once, though its lane "
+    "may still write it"
+)
 def chunk_given_to_two_lanes() -> Iterator[None]:
     def drop(before: Callable[..., None], self: Any, lease: Any) -> None:
         before(self, lease)
@@ -400,9 +470,14 @@ def pin_outlives_rollback() -> Iterator[None]:
         yield
 
 
-@bug("R8: quarantined memory counts again once its worker has reconnected", faults=(Fault.OVERWRITE, Fault.CUT))
+@bug(
+    "R8: quarantined memory counts again once its worker has reconnected",
+    faults=(Fault.OVERWRITE, Fault.CUT),
+)
 def quarantine_lifted() -> Iterator[None]:
-    def again(before: Callable[..., None], self: Membership, member: Member, message: Register) -> None:
+    def again(
+        before: Callable[..., None], self: Membership, member: Member, message: Register
+    ) -> None:
         lifted = [holding for holding in member.leaving if holding.trust.quarantined]
         if not lifted:
             before(self, member, message)
@@ -421,7 +496,8 @@ def quarantine_lifted() -> Iterator[None]:
 
 
 @bug(
-    "G7: a lease is left: a fill that was begun under a former coordinator ends, and its leases do not",
+    "G7: a lease is left: a fill that was begun under a former coordinator ends, and its leases do "
+    "not",
     faults=(Fault.COORDINATOR, Fault.SLOW, Fault.STALL),
 )
 def resumed_fill_keeps_leases() -> Iterator[None]:
@@ -438,7 +514,13 @@ def resumed_fill_keeps_leases() -> Iterator[None]:
     faults=(Fault.OVERWRITE, Fault.CORRUPT),
 )
 def asked_once_only() -> Iterator[None]:
-    def ask(before: Callable[..., None], self: CorruptionChecks, part: RankPart, holding: Held, chunk: int) -> None:
+    def ask(
+        before: Callable[..., None],
+        self: CorruptionChecks,
+        part: RankPart,
+        holding: Held,
+        chunk: int,
+    ) -> None:
         if not holding.trust.inquiries:
             before(self, part, holding, chunk)
 
@@ -446,7 +528,10 @@ def asked_once_only() -> Iterator[None]:
         yield
 
 
-@bug("R8: that one source was cleared counts for all: a reader is the guilty one at once", faults=(Fault.CORRUPT,))
+@bug(
+    "R8: that one source was cleared counts for all: a reader is the guilty one at once",
+    faults=(Fault.CORRUPT,),
+)
 def cleared_at_once() -> Iterator[None]:
     with replaced(fills, "EXONERATED_MAX", 1):
         yield
@@ -462,11 +547,14 @@ def spot_worker_not_noted() -> Iterator[None]:
 
 
 @bug(
-    "G9: a Join that comes late, over a connection that its worker has given up, takes the newer one's place",
+    "G9: a Join that comes late, over a connection that its worker has given up, takes the newer "
+    "one's place",
     faults=(Fault.REORDER, Fault.DELAY, Fault.DROP),
 )
 def late_join_heeded() -> Iterator[None]:
-    def join(before: Callable[..., None], self: Membership, session: Session, message: Join) -> None:
+    def join(
+        before: Callable[..., None], self: Membership, session: Session, message: Join
+    ) -> None:
         worker = self._cluster.workers.get(session.incarnation)
         if worker is not None and worker.session is not None and worker.session > session.number:
             self.disconnected(self._cluster.sessions[worker.session])
@@ -513,13 +601,18 @@ def answered_by_the_newest() -> Iterator[None]:
 
 @bug("R5: room is reserved whatever other copies have reserved")
 def room_reserved_twice() -> Iterator[None]:
-    with replaced(Budget, "_missing", lambda self, ident, nbytes: 0), replaced(Budget, "check_invariants", nothing):
+    with (
+        replaced(Budget, "_missing", lambda self, ident, nbytes: 0),
+        replaced(Budget, "check_invariants", nothing),
+    ):
         yield
 
 
 @contextmanager
 def newest_copy_goes() -> Iterator[None]:
-    """R5: of the copies that may have to make room, the newest one goes. Seeds hardly ever have two of them."""
+    """R5: of the copies that may have to make room, the newest one goes. Seeds hardly ever have two
+    of them.
+    """
 
     def plan(before: Callable[..., Any], self: Any, *asked: Any) -> Any:
         oldest_first, self._reserved = self._reserved, dict(reversed(self._reserved.items()))
@@ -535,7 +628,11 @@ def newest_copy_goes() -> Iterator[None]:
 @bug("R5: a copy has to make room although there is some")
 def copy_goes_needlessly() -> Iterator[None]:
     def plan(before: Callable[..., Any], self: Any, ident: str, purpose: Any, nbytes: int) -> Any:
-        lower = [other for other, has in self._reserved.items() if other != ident and has.purpose in OUTRANKS[purpose]]
+        lower = [
+            other
+            for other, has in self._reserved.items()
+            if other != ident and has.purpose in OUTRANKS[purpose]
+        ]
         return before(self, ident, purpose, nbytes) or tuple(lower[:1])
 
     with around(Budget, "plan", plan):
@@ -551,7 +648,10 @@ def prefetch_takes_room() -> Iterator[None]:
 # -- what the runtime's lanes, links and copies share with the simulated ones
 
 
-@bug("R8: what has arrived with another digest than its source has told counts as verified", faults=(Fault.CORRUPT,))
+@bug(
+    "R8: what has arrived with another digest than its source has told counts as verified",
+    faults=(Fault.CORRUPT,),
+)
 def damaged_chunk_counts() -> Iterator[None]:
     def sort_out(arrived: Any, made: Any, published: Any, *, is_digested: bool) -> Any:
         return [*arrived], []
@@ -579,9 +679,14 @@ def silence_is_not_noticed() -> Iterator[None]:
         yield
 
 
-@bug("G5: a seed takes the next version although it alone keeps one that is retained", SEEDERS_DRAWN=1.0)
+@bug(
+    "G5: a seed takes the next version although it alone keeps one that is retained",
+    SEEDERS_DRAWN=1.0,
+)
 def seed_gives_up_what_is_retained() -> Iterator[None]:
-    def staying(before: Callable[..., list[Held]], self: Fills, operation: Operation, version: Version) -> list[Held]:
+    def staying(
+        before: Callable[..., list[Held]], self: Fills, operation: Operation, version: Version
+    ) -> list[Held]:
         seeds = all(part.member.said.purpose is Purpose.SEED for part in operation.parts.values())
         return [] if seeds else before(self, operation, version)
 

@@ -1,5 +1,5 @@
-"""Bugs in what becomes of readers that change their source in mid-fill. Whatever is believed of links
-and workers (`tests.testing.wild`), so that they do so again and again.
+"""Bugs in what becomes of readers that change their source in mid-fill. Whatever is believed of
+links and workers (`tests.testing.wild`), so that they do so again and again.
 """
 
 from __future__ import annotations

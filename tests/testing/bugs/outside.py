@@ -1,7 +1,7 @@
 """Deliberate bugs by somebody who had read the rules and the code, but none of the checks.
 
-Each is a mistake that an engineer could make in good faith: a forgotten condition, a wrong order, one word of a rule
-misread. Where it can it calls the code that it breaks.
+Each is a mistake that an engineer could make in good faith: a forgotten condition, a wrong order,
+one word of a rule misread. Where it can it calls the code that it breaks.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ from tensorhub.worker.owner import Owner
 from tensorhub.worker.states import Phase
 from tests.testing.bugs import bug, replaced
 
-# ---------------------------------------------------------------------------------------------- the owner's memory
+# ---------------------------------------------------------------------------------------------- the
+# owner's memory
 
 
 @bug(
-    "G2, R3: a fence is taken to stand as soon as new accesses are refused; those that run are not waited for",
+    "G2, R3: a fence is taken to stand as soon as new accesses are refused; those that run are not "
+    "waited for",
     faults=(Fault.DEVICE, Fault.SLOW, Fault.STALL),
 )
 def fence_does_not_wait() -> Iterator[None]:
@@ -60,7 +62,8 @@ def fence_does_not_wait() -> Iterator[None]:
 
 
 @bug(
-    "G2: a fence that cannot be completed in time ends as if it stood, instead of with DrainTimeout",
+    "G2: a fence that cannot be completed in time ends as if it stood, instead of with "
+    "DrainTimeout",
     faults=(Fault.DEVICE, Fault.HASTE, Fault.STALL),
 )
 def unpublish_gives_up_into_an_overwrite() -> Iterator[None]:
@@ -83,7 +86,10 @@ def request_of_an_old_generation_served() -> Iterator[None]:
         yield
 
 
-@bug("R8, R9: digests are kept for the next content of the same layout, so that its chunks seem to be there already")
+@bug(
+    "R8, R9: digests are kept for the next content of the same layout, so that its chunks seem to "
+    "be there already"
+)
 def digests_kept_for_another_content() -> Iterator[None]:
     open_ = Owner.open
 
@@ -110,18 +116,22 @@ def partial_copy_serves_everything() -> Iterator[None]:
 
     def broken(self: MemberContext, action: Any) -> None:
         if isinstance(action, OpenGeneration):
-            action = OpenGeneration(action.generation, action.content_id, action.manifest, complete=True)
+            action = OpenGeneration(
+                action.generation, action.content_id, action.manifest, complete=True
+            )
         act(self, action)
 
     with replaced(MemberContext, "act", broken):
         yield
 
 
-# ------------------------------------------------------------------------------------------------------ the reader
+# --------------------------------------------------------------------------------------------------
+# the reader
 
 
 @bug(
-    "G8: when a lane breaks off, all that it was asked for is wanted again, also what it has brought",
+    "G8: when a lane breaks off, all that it was asked for is wanted again, also what it has "
+    "brought",
     faults=(Fault.STALL, Fault.CUT, Fault.CRASH),
 )
 def verified_chunks_asked_again() -> Iterator[None]:
@@ -146,7 +156,8 @@ def verified_chunks_asked_again() -> Iterator[None]:
 
 
 @bug(
-    "G8: what a broken-off lane has brought is not taken over by the next pull: everything is read anew",
+    "G8: what a broken-off lane has brought is not taken over by the next pull: everything is read "
+    "anew",
     faults=(Fault.CANCEL, Fault.CRASH, Fault.CORRUPT),
 )
 def chunks_that_are_there_not_counted() -> Iterator[None]:
@@ -160,7 +171,8 @@ def chunks_that_are_there_not_counted() -> Iterator[None]:
 
 
 @bug(
-    "G1, R10: a host copy of the content is taken to have all of it; a prefetch may have been ended half-way",
+    "G1, R10: a host copy of the content is taken to have all of it; a prefetch may have been "
+    "ended half-way",
     faults=(Fault.CANCEL, Fault.CRASH, Fault.CORRUPT),
 )
 def half_prefetch_adopted_as_whole() -> Iterator[None]:
@@ -190,7 +202,8 @@ def voted_rank_times_out() -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------ versions and lineages
+# ------------------------------------------------------------------------------------------
+# versions and lineages
 
 
 @bug(
@@ -227,7 +240,8 @@ def cut_off_call_waits_for_ever() -> Iterator[None]:
 
 
 @bug(
-    "G3, R2: `latest` is the newest version that somebody has announced to hold, not the newest that was recorded",
+    "G3, R2: `latest` is the newest version that somebody has announced to hold, not the newest "
+    "that was recorded",
     faults=(Fault.CRASH, Fault.RESTART, Fault.PREEMPT),
 )
 def latest_of_what_is_held() -> Iterator[None]:
@@ -253,7 +267,10 @@ def previous_falls_back() -> Iterator[None]:
         yield
 
 
-@bug("R1: the newest number itself may be published again", faults=(Fault.DIFFER, Fault.CANCEL, Fault.HASTE))
+@bug(
+    "R1: the newest number itself may be published again",
+    faults=(Fault.DIFFER, Fault.CANCEL, Fault.HASTE),
+)
 def number_published_twice() -> Iterator[None]:
     overtaken = Versions.overtaken
 
@@ -289,12 +306,19 @@ def rollback_done_twice() -> Iterator[None]:
         yield
 
 
-@bug("R2: a rollback leaves fills of the versions that it retires alone", faults=(Fault.SLOW, Fault.STALL, Fault.DELAY))
+@bug(
+    "R2: a rollback leaves fills of the versions that it retires alone",
+    faults=(Fault.SLOW, Fault.STALL, Fault.DELAY),
+)
 def fill_survives_rollback() -> Iterator[None]:
     rolled_back = Operations.rolled_back
 
     def broken(self: Operations, model: Model, to: int) -> None:
-        fills = [g for g in model.groups.values() if g.operation is not None and g.operation.kind is not OpKind.PUBLISH]
+        fills = [
+            g
+            for g in model.groups.values()
+            if g.operation is not None and g.operation.kind is not OpKind.PUBLISH
+        ]
         spared = [(group, group.operation) for group in fills]
         for group in fills:
             group.operation = None
@@ -306,7 +330,10 @@ def fill_survives_rollback() -> Iterator[None]:
         yield
 
 
-@bug("R2: a rollback strikes the later versions from the coordinator's books, and does not tell their holders")
+@bug(
+    "R2: a rollback strikes the later versions from the coordinator's books, and does not tell "
+    "their holders"
+)
 def rollback_does_not_order_out() -> Iterator[None]:
     def broken(self: Holdings, holding: Holding, reason: str) -> None:
         self.leave(holding, reason)
@@ -316,7 +343,10 @@ def rollback_does_not_order_out() -> Iterator[None]:
         yield
 
 
-@bug("R2: who announces a number that is recorded is believed to hold its content", faults=(Fault.PARTITION,))
+@bug(
+    "R2: who announces a number that is recorded is believed to hold its content",
+    faults=(Fault.PARTITION,),
+)
 def another_content_announced() -> Iterator[None]:
     announce = Announcements.heard
 
@@ -330,11 +360,13 @@ def another_content_announced() -> Iterator[None]:
         yield
 
 
-# -------------------------------------------------------------------------------------------------- groups of ranks
+# --------------------------------------------------------------------------------------------------
+# groups of ranks
 
 
 @bug(
-    "R6: a fill of several ranks is decided without a record of it", faults=(Fault.COORDINATOR, Fault.DELAY, Fault.PARTITION)
+    "R6: a fill of several ranks is decided without a record of it",
+    faults=(Fault.COORDINATOR, Fault.DELAY, Fault.PARTITION),
 )
 def commit_not_recorded() -> Iterator[None]:
     with replaced(Fills, "entry", lambda self, operation: None):
@@ -342,7 +374,8 @@ def commit_not_recorded() -> Iterator[None]:
 
 
 @bug(
-    "R6: a coordinator that has come back answers who asks for an outcome that all was aborted, whatever was recorded",
+    "R6: a coordinator that has come back answers who asks for an outcome that all was aborted, "
+    "whatever was recorded",
     faults=(Fault.COORDINATOR, Fault.CUT, Fault.DROP),
 )
 def record_not_looked_at() -> Iterator[None]:
@@ -370,7 +403,8 @@ def deadline_ends_what_is_prepared() -> Iterator[None]:
 
 
 @bug(
-    "R6: a rank that is lost ends its group's operation, although its decision is on its way to the store",
+    "R6: a rank that is lost ends its group's operation, although its decision is on its way to "
+    "the store",
     faults=(Fault.STORE_SLOW, Fault.CRASH, Fault.COORDINATOR),
 )
 def lost_rank_ends_what_is_prepared() -> Iterator[None]:
@@ -379,7 +413,11 @@ def lost_rank_ends_what_is_prepared() -> Iterator[None]:
     def broken(self: Operations, member: Member, why: str) -> None:
         operation = member.group.operation
         member_gone(self, member, why)
-        if operation is not None and operation.state is OperationState.PREPARED and operation.record is not None:
+        if (
+            operation is not None
+            and operation.state is OperationState.PREPARED
+            and operation.record is not None
+        ):
             self._decisions.not_recorded(operation.record, why)
 
     with replaced(Operations, "member_gone", broken):
@@ -388,7 +426,9 @@ def lost_rank_ends_what_is_prepared() -> Iterator[None]:
 
 @bug("R6: the ranks' calls are compared by their kind only, not by version and selector")
 def differing_calls_accepted() -> Iterator[None]:
-    with replaced(operations, "_describe", lambda call: "publish" if isinstance(call, Publish) else call.kind):
+    with replaced(
+        operations, "_describe", lambda call: "publish" if isinstance(call, Publish) else call.kind
+    ):
         yield
 
 
@@ -409,7 +449,8 @@ def only_the_guilty_rank_is_told() -> Iterator[None]:
 
 
 @bug(
-    "R6, R8: what was begun under a former coordinator goes on with the newest version, not with its own",
+    "R6, R8: what was begun under a former coordinator goes on with the newest version, not with "
+    "its own",
     faults=(Fault.COORDINATOR, Fault.SLOW, Fault.STALL),
 )
 def resumed_with_another_content() -> Iterator[None]:
@@ -420,10 +461,14 @@ def resumed_with_another_content() -> Iterator[None]:
         yield
 
 
-# -------------------------------------------------------------------------------------------------- retention
+# --------------------------------------------------------------------------------------------------
+# retention
 
 
-@bug("R4: who has been granted its leave counts as a holder until its fence is confirmed, so that two can go")
+@bug(
+    "R4: who has been granted its leave counts as a holder until its fence is confirmed, so that "
+    "two can go"
+)
 def draining_holder_counts() -> Iterator[None]:
     leave = Holdings.leave
 
@@ -451,7 +496,10 @@ def told_is_taken_for_known() -> Iterator[None]:
         yield
 
 
-@bug("R4: retain() is answered before it is durable", faults=(Fault.COORDINATOR, Fault.STORE_SLOW, Fault.STORE_FAIL))
+@bug(
+    "R4: retain() is answered before it is durable",
+    faults=(Fault.COORDINATOR, Fault.STORE_SLOW, Fault.STORE_FAIL),
+)
 def retain_not_durable() -> Iterator[None]:
     def broken(self: Retentions, order: PendingWrite, entry: Any) -> None:
         self._cluster.persist(entry)
@@ -461,7 +509,10 @@ def retain_not_durable() -> Iterator[None]:
         yield
 
 
-@bug("R4: an owner that is cut off takes a retained version back at once", faults=(Fault.PARTITION, Fault.CUT, Fault.DROP))
+@bug(
+    "R4: an owner that is cut off takes a retained version back at once",
+    faults=(Fault.PARTITION, Fault.CUT, Fault.DROP),
+)
 def cut_off_owner_does_not_wait() -> Iterator[None]:
     free_at = Leaving._free_at
 
@@ -490,11 +541,14 @@ def handover_ends_before_ready() -> Iterator[None]:
 
 
 @bug(
-    "G5: a holder that may be preempted at any time counts for retention", faults=(Fault.PREEMPT, Fault.CRASH, Fault.RESTART)
+    "G5: a holder that may be preempted at any time counts for retention",
+    faults=(Fault.PREEMPT, Fault.CRASH, Fault.RESTART),
 )
 def spot_holder_counts() -> Iterator[None]:
     def broken(self: Retentions, holding: Holding) -> bool:
-        return ((holding.told and holding.kept) or holding.member.group.spot) and self.may_count(holding)
+        return ((holding.told and holding.kept) or holding.member.group.spot) and self.may_count(
+            holding
+        )
 
     with replaced(Holding, "is_spot", False), replaced(Retentions, "is_reliable", broken):
         yield
@@ -515,7 +569,10 @@ def own_copy_counts_for_close() -> Iterator[None]:
         yield
 
 
-@bug("R7, G5: an update overwrites the last copy of a retained version", faults=(Fault.CRASH, Fault.RESTART, Fault.CANCEL))
+@bug(
+    "R7, G5: an update overwrites the last copy of a retained version",
+    faults=(Fault.CRASH, Fault.RESTART, Fault.CANCEL),
+)
 def update_does_not_ask_for_its_leave() -> Iterator[None]:
     with replaced(Fills, "staying", lambda self, operation, version: []):
         yield
@@ -538,7 +595,8 @@ def retention_not_recovered() -> Iterator[None]:
 
 
 @bug(
-    "G6: a copy that is being filled counts as a source like a whole one: for visibility, retention, and as a begin",
+    "G6: a copy that is being filled counts as a source like a whole one: for visibility, "
+    "retention, and as a begin",
     faults=(Fault.CRASH, Fault.SLOW, Fault.STALL),
 )
 def partial_copy_counts() -> Iterator[None]:
@@ -548,11 +606,14 @@ def partial_copy_counts() -> Iterator[None]:
 
 @bug("G4: a replica that is announced again is READY with its first rank")
 def one_rank_makes_a_replica() -> Iterator[None]:
-    with replaced(Replica, "is_whole", property(lambda self: any(h.committed for h in self.holdings.values()))):
+    with replaced(
+        Replica, "is_whole", property(lambda self: any(h.committed for h in self.holdings.values()))
+    ):
         yield
 
 
-# ----------------------------------------------------------------------------------------------- readers, liveness
+# -----------------------------------------------------------------------------------------------
+# readers, liveness
 
 
 @bug(
@@ -593,7 +654,8 @@ def spoiled_memory_announced() -> Iterator[None]:
 
 
 @bug(
-    "R12: a last source that crashes is taken for one that left on purpose: its readers fail at once",
+    "R12: a last source that crashes is taken for one that left on purpose: its readers fail at "
+    "once",
     faults=(Fault.CRASH, Fault.PREEMPT, Fault.SLOW),
 )
 def crash_taken_for_a_leave() -> Iterator[None]:
@@ -614,7 +676,9 @@ def abandoned_for_ever() -> Iterator[None]:
     refresh = Versions.refresh
 
     def broken(self: Versions, model: Model) -> None:
-        before = [layout for v in model.versions.values() for layout in v.layouts if layout.abandoned]
+        before = [
+            layout for v in model.versions.values() for layout in v.layouts if layout.abandoned
+        ]
         refresh(self, model)
         for layout in before:
             layout.abandoned = True
@@ -629,15 +693,23 @@ def overwritten_without_a_source() -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------------------------- old incarnations
+# ---------------------------------------------------------------------------------------------- old
+# incarnations
 
 
-@bug("G9: what arrives late over a worker's former connection is acted on", faults=(Fault.REORDER, Fault.CUT, Fault.DROP))
+@bug(
+    "G9: what arrives late over a worker's former connection is acted on",
+    faults=(Fault.REORDER, Fault.CUT, Fault.DROP),
+)
 def former_connection_heard() -> Iterator[None]:
     join = Membership.join
 
     def broken(self: Membership, session: Session, message: Join) -> None:
-        former = [s for s in self._cluster.sessions.values() if s.worker and s.incarnation == session.incarnation]
+        former = [
+            s
+            for s in self._cluster.sessions.values()
+            if s.worker and s.incarnation == session.incarnation
+        ]
         worker = former[0].worker if former else None
         join(self, session, message)
         for each in former:
@@ -663,7 +735,8 @@ def lost_incarnation_comes_back() -> Iterator[None]:
 
 
 @bug(
-    "G9: a confirmed fence ends whatever the registration holds by now, not the generation that it names",
+    "G9: a confirmed fence ends whatever the registration holds by now, not the generation that it "
+    "names",
     faults=(Fault.CRASH, Fault.CANCEL, Fault.SLOW),
 )
 def fence_of_another_generation() -> Iterator[None]:

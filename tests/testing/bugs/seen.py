@@ -20,7 +20,9 @@ FEW = (Fault.CUT, Fault.DELAY, Fault.CANCEL)
 
 @bug("R12: `latest` is the version before the newest one, where there is one", faults=FEW)
 def latest_one_behind() -> Iterator[None]:
-    def resolve(before: Resolve, self: Versions, model: Model, selector: Selector, at_least: int | None) -> Version | None:
+    def resolve(
+        before: Resolve, self: Versions, model: Model, selector: Selector, at_least: int | None
+    ) -> Version | None:
         older = before(self, model, PREVIOUS, at_least) if selector == LATEST else None
         return older or before(self, model, selector, at_least)
 
@@ -30,7 +32,9 @@ def latest_one_behind() -> Iterator[None]:
 
 @bug("R12: `latest-1` is two versions before the newest one, where there is that", faults=FEW)
 def previous_skips_one() -> Iterator[None]:
-    def resolve(before: Resolve, self: Versions, model: Model, selector: Selector, at_least: int | None) -> Version | None:
+    def resolve(
+        before: Resolve, self: Versions, model: Model, selector: Selector, at_least: int | None
+    ) -> Version | None:
         older = model.newest_visible(skip=2) if selector == PREVIOUS else None
         return older or before(self, model, selector, at_least)
 
@@ -40,16 +44,23 @@ def previous_skips_one() -> Iterator[None]:
 
 @bug("R12: `at_least` is not looked at", faults=FEW)
 def at_least_ignored() -> Iterator[None]:
-    def resolve(before: Resolve, self: Versions, model: Model, selector: Selector, at_least: int | None) -> Version | None:
+    def resolve(
+        before: Resolve, self: Versions, model: Model, selector: Selector, at_least: int | None
+    ) -> Version | None:
         return before(self, model, selector, None)
 
     with around(Versions, "resolve", resolve):
         yield
 
 
-@bug("R12: `available` is the newest version, also where nobody holds it", faults=(Fault.CRASH, Fault.RESTART, Fault.CANCEL))
+@bug(
+    "R12: `available` is the newest version, also where nobody holds it",
+    faults=(Fault.CRASH, Fault.RESTART, Fault.CANCEL),
+)
 def available_that_nobody_holds() -> Iterator[None]:
-    def available(before: Callable[..., Any], self: Versions, operation: Operation, at_least: int | None) -> Version | None:
+    def available(
+        before: Callable[..., Any], self: Versions, operation: Operation, at_least: int | None
+    ) -> Version | None:
         return operation.group.model.newest_visible() or before(self, operation, at_least)
 
     with around(Versions, "available", available):
@@ -58,7 +69,9 @@ def available_that_nobody_holds() -> Iterator[None]:
 
 @bug("R12: a number that is asked for, and was overtaken, is the newest one", faults=FEW)
 def number_is_the_newest() -> Iterator[None]:
-    def resolve(before: Resolve, self: Versions, model: Model, selector: Selector, at_least: int | None) -> Version | None:
+    def resolve(
+        before: Resolve, self: Versions, model: Model, selector: Selector, at_least: int | None
+    ) -> Version | None:
         found = before(self, model, selector, at_least)
         return model.newest_visible() if isinstance(selector, int) else found
 
@@ -66,7 +79,10 @@ def number_is_the_newest() -> Iterator[None]:
         yield
 
 
-@bug("G3: the newest version that is announced is the newest that somebody holds: it goes back when holders are lost")
+@bug(
+    "G3: the newest version that is announced is the newest that somebody holds: it goes back when "
+    "holders are lost"
+)
 def newest_goes_back() -> Iterator[None]:
     def refresh(before: Callable[..., None], self: Versions, model: Model) -> None:
         def held(model: Model, skip: int = 0) -> Version | None:

@@ -1,4 +1,6 @@
-"""Bugs in what wakes those who wait: each call that nobody wakes costs its caller the whole deadline."""
+"""Bugs in what wakes those who wait: each call that nobody wakes costs its caller the whole
+deadline.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,19 @@ def source_wakes_nobody() -> Iterator[None]:
         yield
 
 
-@bug("G7: the newest version is held again, and nobody who waits for it is woken, since its number is the same")
+@bug(
+    "G7: the newest version is held again, and nobody who waits for it is woken, since its number "
+    "is the same"
+)
 def version_held_again_wakes_nobody() -> Iterator[None]:
     refresh_ = Versions.refresh
 
     def refresh(self: Any, model: Model) -> None:
-        announced, unbound, model.waiting.unbound = model.history.announced, model.waiting.unbound, {}
+        announced, unbound, model.waiting.unbound = (
+            model.history.announced,
+            model.waiting.unbound,
+            {},
+        )
         refresh_(self, model)
         model.waiting.unbound = unbound
         if model.history.announced != announced:
@@ -39,7 +48,12 @@ def version_held_again_wakes_nobody() -> Iterator[None]:
         yield
 
 
-@bug("G7: one shard comes back, and a copy that needs no other waits on", seeds_max=300, SEEDERS_DRAWN=1.0, PARTED_DRAWN=1.0)
+@bug(
+    "G7: one shard comes back, and a copy that needs no other waits on",
+    seeds_max=300,
+    SEEDERS_DRAWN=1.0,
+    PARTED_DRAWN=1.0,
+)
 def shard_that_comes_back_wakes_no_copy() -> Iterator[None]:
     wake_all_ = Cluster.wake_all
 

@@ -1,4 +1,6 @@
-"""Who is heard when: half a round trip later, one after the other, and not once its process is gone."""
+"""Who is heard when: half a round trip later, one after the other, and not once its process is
+gone.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ ROUND_TRIP_S = 0.2
 @pytest.fixture
 def hub() -> Coordinated:
     made = load("standalone")
-    return Coordinated(World.of(replace(made, links=replace(made.links, round_trip_ms=1000 * ROUND_TRIP_S))))
+    return Coordinated(
+        World.of(replace(made, links=replace(made.links, round_trip_ms=1000 * ROUND_TRIP_S)))
+    )
 
 
 def rollouts(hub: Coordinated) -> list[str]:
@@ -58,12 +62,18 @@ def test_who_is_gone_says_and_hears_nothing_more(hub: Coordinated) -> None:
     assert hub.steps == steps + 2, "that its connection has ended, and what the other one says"
 
 
-def test_of_the_digests_of_a_selection_only_those_hear_who_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank reads a part of what each of the trainer's ranks has. Everybody looked at everything after each answer."""
+def test_of_the_digests_of_a_selection_only_those_hear_who_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank reads a part of what each of the trainer's ranks has. Everybody looked at
+    everything after each answer.
+    """
     its = testimonies.Testimonies
     looked, settle_claim = 0, its._settle_claim
 
-    def counted(self: testimonies.Testimonies, part: RankPart, need: Need | None, root: bytes) -> Blame | None:
+    def counted(
+        self: testimonies.Testimonies, part: RankPart, need: Need | None, root: bytes
+    ) -> Blame | None:
         nonlocal looked
         looked += 1
         return settle_claim(self, part, need, root)
@@ -72,4 +82,5 @@ def test_of_the_digests_of_a_selection_only_those_hear_who_need_it(monkeypatch: 
     ranks, groups, versions = 16, 2, 2
     row = run_one(at_scale(load("update"), ranks * groups, "70B", ranks), "tensorhub+resharded").row
     assert row.updates.done == groups
-    assert looked <= versions * groups * ranks**2 * ranks  # for each selection, at the claims of the rank that needs it
+    # for each selection, at the claims of the rank that needs it
+    assert looked <= versions * groups * ranks**2 * ranks

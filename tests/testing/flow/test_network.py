@@ -1,4 +1,6 @@
-"""Max-min fair shares: feasible, as large as can be, the same in any order; and kept, the same as found anew."""
+"""Max-min fair shares: feasible, as large as can be, the same in any order; and kept, the same as
+found anew.
+"""
 
 from __future__ import annotations
 
@@ -34,23 +36,46 @@ def cases(draw: st.DrawFn, *, bounded: bool = False) -> Case:
 
 
 def used(case: Case, rates: dict[int, float]) -> list[float]:
-    return [sum(rates[f] for f, path in case.paths.items() if link in path) for link in range(len(case.capacities))]
+    return [
+        sum(rates[f] for f, path in case.paths.items() if link in path)
+        for link in range(len(case.capacities))
+    ]
 
 
 @given(cases(bounded=True))
-def test_no_link_carries_more_than_it_can_and_nobody_is_ahead_of_whom_it_follows(case: Case) -> None:
+def test_no_link_carries_more_than_it_can_and_nobody_is_ahead_of_whom_it_follows(
+    case: Case,
+) -> None:
     rates = max_min(case.paths, case.capacities, case.follows)
-    assert all(have <= most * (1 + 1e-9) for have, most in zip(used(case, rates), case.capacities, strict=True))
-    assert all(rates[flow] <= sum(rates[other] for other in others) + 1e-9 for flow, (_, others) in case.follows.items())
+    assert all(
+        have <= most * (1 + 1e-9)
+        for have, most in zip(used(case, rates), case.capacities, strict=True)
+    )
+    assert all(
+        rates[flow] <= sum(rates[other] for other in others) + 1e-9
+        for flow, (_, others) in case.follows.items()
+    )
 
 
 @given(cases(bounded=True))
-def test_each_flow_has_a_full_link_on_which_nobody_has_more_or_has_all_of_whom_it_follows(case: Case) -> None:
+def test_each_flow_has_a_full_link_on_which_nobody_has_more_or_has_all_of_whom_it_follows(
+    case: Case,
+) -> None:
     rates = max_min(case.paths, case.capacities, case.follows)
-    full = [have >= most * (1 - 1e-9) for have, most in zip(used(case, rates), case.capacities, strict=True)]
+    full = [
+        have >= most * (1 - 1e-9)
+        for have, most in zip(used(case, rates), case.capacities, strict=True)
+    ]
     for flow, path in case.paths.items():
-        most = [max(rates[f] for f, other in case.paths.items() if link in other) for link in path if full[link]]
-        follows_all = flow in case.follows and rates[flow] >= sum(rates[o] for o in case.follows[flow][1]) - 1e-9
+        most = [
+            max(rates[f] for f, other in case.paths.items() if link in other)
+            for link in path
+            if full[link]
+        ]
+        follows_all = (
+            flow in case.follows
+            and rates[flow] >= sum(rates[o] for o in case.follows[flow][1]) - 1e-9
+        )
         assert follows_all or any(rates[flow] >= there - 1e-9 for there in most)
 
 
@@ -65,7 +90,9 @@ def test_the_order_of_flows_makes_no_difference(case: Case, random: object) -> N
 
 @settings(deadline=None)
 @given(cases(bounded=True), st.data())
-def test_shares_that_are_kept_are_those_that_are_found_anew(case: Case, data: st.DataObject) -> None:
+def test_shares_that_are_kept_are_those_that_are_found_anew(
+    case: Case, data: st.DataObject
+) -> None:
     network: Network[int] = Network(case.capacities)
     there: Paths = {}
     follows: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -77,7 +104,9 @@ def test_shares_that_are_kept_are_those_that_are_found_anew(case: Case, data: st
             network.follow(flow, follows[flow][1])
         if data.draw(st.booleans()):
             gone = data.draw(st.sampled_from(sorted(there)))
-            for follower in [f for f, (_, others) in follows.items() if gone in others and f != gone]:
+            for follower in [
+                f for f, (_, others) in follows.items() if gone in others and f != gone
+            ]:
                 del follows[follower]
                 network.follow(follower, None)
             network.remove(gone)
@@ -95,16 +124,26 @@ def test_a_flow_that_may_follow_nobody_gets_nothing() -> None:
 
 def test_a_chain_gets_what_its_narrowest_link_carries_from_there_on() -> None:
     paths = {1: (0,), 2: (1,), 3: (2,)}
-    assert max_min(paths, [3.0, 1.0, 3.0], {2: (0.0, (1,)), 3: (0.0, (2,))}) == {1: 3.0, 2: 1.0, 3: 1.0}
+    assert max_min(paths, [3.0, 1.0, 3.0], {2: (0.0, (1,)), 3: (0.0, (2,))}) == {
+        1: 3.0,
+        2: 1.0,
+        3: 1.0,
+    }
 
 
 def test_a_bound_may_have_a_constant_part() -> None:
     paths = {1: (0,), 2: (1,), 3: (2,)}
-    assert max_min(paths, [1.0, 9.0, 9.0], {2: (0.5, (1,)), 3: (2.0, ())}) == {1: 1.0, 2: 1.5, 3: 2.0}
+    assert max_min(paths, [1.0, 9.0, 9.0], {2: (0.5, (1,)), 3: (2.0, ())}) == {
+        1: 1.0,
+        2: 1.5,
+        3: 2.0,
+    }
 
 
 def test_who_follows_flows_over_other_links_hears_of_each_change() -> None:
-    """Flow 9 shares no link with those that it follows: one that comes, slows down, goes, or is not followed any more."""
+    """Flow 9 shares no link with those that it follows: one that comes, slows down, goes, or is not
+    followed any more.
+    """
     network: Network[int] = Network([6.0, 6.0, 100.0])
     network.add(9, (2,))
     network.follow(9, (1, 2))

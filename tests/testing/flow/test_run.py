@@ -1,4 +1,6 @@
-"""Whole scenarios under the real coordinator and under the baselines, against times that can be worked out."""
+"""Whole scenarios under the real coordinator and under the baselines, against times that can be
+worked out.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tensorhub.testing.flow.workload import Attempt
 
 
 def updates(run: Run) -> list[float]:
-    return [each.seconds for each in run.workload.attempts if not each.joins and each.outcome == "done"]
+    return [
+        each.seconds for each in run.workload.attempts if not each.joins and each.outcome == "done"
+    ]
 
 
 def short(name: str, versions: int = 4) -> Scenario:
@@ -25,7 +29,10 @@ def short(name: str, versions: int = 4) -> Scenario:
 def told(scenario: Scenario, system: str) -> str:
     """Everything that a run says, but for how long it took here."""
     found = run_one(scenario, system)
-    attempts = [(a.rollout, a.joins, a.began_s, a.ended_s, a.version, a.outcome) for a in found.workload.attempts]
+    attempts = [
+        (a.rollout, a.joins, a.began_s, a.ended_s, a.version, a.outcome)
+        for a in found.workload.attempts
+    ]
     row = replace(found.row, wall_s=0.0)
     return json.dumps([Report(scenario, [row]).as_json(), attempts, found.world.transfers.carried])
 
@@ -53,17 +60,22 @@ def test_every_system_runs_every_scenario_that_it_can(name: str) -> None:
 
 
 def test_a_rollout_that_updates_alone_is_stalled_for_a_copy() -> None:
-    """Less than one part in a hundred is the conversation: half round trips, the coordinator's turn, connecting."""
+    """Less than one part in a hundred is the conversation: half round trips, the coordinator's
+    turn, connecting.
+    """
     found = run_one(load("standalone"), "tensorhub")
     copy_s = found.world.scenario.copy_s
     assert all(copy_s <= each < 1.01 * copy_s for each in updates(found))
-    assert max(each.seconds for each in found.workload.attempts if not each.joins) < 1.01 * copy_s  # however many there were
+    # however many there were
+    assert max(each.seconds for each in found.workload.attempts if not each.joins) < 1.01 * copy_s
     assert len(updates(found)) > 20 * 7
     found.workload.system.coordinated.coordinator.check_invariants()  # type: ignore[attr-defined]
 
 
 def test_the_phases_of_an_update_add_up_to_its_stall() -> None:
-    """Alone, nearly all of it is the reading; all eight at once wait for nothing but that either."""
+    """Alone, nearly all of it is the reading; all eight at once wait for nothing but that
+    either.
+    """
     found = run_one(short("standalone"), "tensorhub")
     phases, stalls = found.row.phases, updates(found)
     assert phases["read_s"] == pytest.approx(found.world.scenario.copy_s, rel=0.005)
@@ -83,7 +95,9 @@ def test_a_chain_of_all_costs_a_lag_for_each_hop() -> None:
 
 def test_one_copy_crosses_the_wan_for_each_version_and_a_seed_takes_it_out_of_the_stall() -> None:
     scenario = short("cross-datacenter", 3)
-    without, seeded, pulled = (run_one(scenario, name) for name in ("tensorhub", "tensorhub+seeds", "pull"))
+    without, seeded, pulled = (
+        run_one(scenario, name) for name in ("tensorhub", "tensorhub+seeds", "pull")
+    )
     wan_s = scenario.rank_bytes / (scenario.links.wan_mbit_per_s * 125_000)
     assert without.row.wan_copies == pytest.approx(1.0)
     assert seeded.row.wan_copies == pytest.approx(1.0)
@@ -103,9 +117,12 @@ def test_a_paused_broadcast_takes_a_copy_and_a_tree_of_whole_copies_one_for_each
     scenario = short("update", 3)
     piped, poor = run_one(scenario, "broadcast"), run_one(scenario, "broadcast-poor")
     assert updates(piped) == pytest.approx([scenario.copy_s * 1.06] * 16, rel=0.02)
-    assert updates(poor) == pytest.approx([scenario.copy_s * 4] * 16, rel=0.01)  # 9 members: 4 levels
+    # 9 members: 4 levels
+    assert updates(poor) == pytest.approx([scenario.copy_s * 4] * 16, rel=0.01)
     paused = run_one(short("standalone"), "broadcast-pausing")
-    assert updates(paused) == pytest.approx([scenario.copy_s * 1.06] * len(updates(paused)), rel=0.02)
+    assert updates(paused) == pytest.approx(
+        [scenario.copy_s * 1.06] * len(updates(paused)), rel=0.02
+    )
 
 
 def test_readers_of_one_uplink_share_it() -> None:
@@ -122,10 +139,18 @@ def test_a_waiting_broadcast_holds_everybody_up_until_the_last_is_free() -> None
 
 
 def test_a_fixed_group_is_not_offered_where_members_come_and_go() -> None:
-    assert not any(name.startswith("broadcast") for name in (*possible(load("elastic")), *possible(load("churn"))))
-    assert set(possible(load("standalone"))) == {*SYSTEMS} - {"tensorhub+seeds", "tensorhub+resharded"}
+    assert not any(
+        name.startswith("broadcast")
+        for name in (*possible(load("elastic")), *possible(load("churn")))
+    )
+    assert set(possible(load("standalone"))) == {*SYSTEMS} - {
+        "tensorhub+seeds",
+        "tensorhub+resharded",
+    }
     assert set(possible(in_groups(load("standalone"), 2))) == {*SYSTEMS} - {"tensorhub+seeds"}
-    with pytest.raises(ScenarioError, match="elastic cannot be run under 'broadcast': give some of tensorhub"):
+    with pytest.raises(
+        ScenarioError, match="elastic cannot be run under 'broadcast': give some of tensorhub"
+    ):
         check(load("elastic"), ["broadcast"])
     with pytest.raises(ScenarioError, match="there is no system 'nccl'"):
         check(load("elastic"), ["nccl"])
@@ -136,7 +161,8 @@ def test_groups_of_ranks_update_together() -> None:
     found = run_one(scenario, "tensorhub")
     assert (scenario.ranks, len(found.workload.rollouts)) == (4, 8)
     assert max(updates(found)) < 1.05 * scenario.copy_s
-    assert min(updates(found)) == pytest.approx(scenario.copy_s / 12, rel=0.05)  # of the other group on the same host
+    # of the other group on the same host
+    assert min(updates(found)) == pytest.approx(scenario.copy_s / 12, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["standalone", "elastic"])
@@ -149,14 +175,18 @@ def test_groups_of_two_hosts_update_as_fast_as_single_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("standalone", 2), ("elastic", 2), ("standalone", 4)])
-def test_groups_of_another_layout_read_of_all_ranks_or_of_one_of_their_own(name: str, ranks: int) -> None:
+def test_groups_of_another_layout_read_of_all_ranks_or_of_one_of_their_own(
+    name: str, ranks: int
+) -> None:
     scenario = replace(in_groups(load(name), ranks), versions=6)
     found = run_one(scenario, "tensorhub+resharded")
     assert found.row.to_floor is not None
     assert found.row.to_floor < 1.05
     given = dict[tuple[str, str], float]()
     for edge in found.world.transfers.edges:
-        given[edge.source, edge.reader] = given.get((edge.source, edge.reader), 0.0) + edge.nbytes / scenario.rank_bytes
+        given[edge.source, edge.reader] = (
+            given.get((edge.source, edge.reader), 0.0) + edge.nbytes / scenario.rank_bytes
+        )
     across = {pair: copies for pair, copies in given.items() if pair[0].startswith("trainer")}
     readers = {reader for _, reader in across}
     assert {pair[0] for pair in across} == {f"trainer-0/{rank}" for rank in range(ranks)}
@@ -197,7 +227,8 @@ def _attempt(seconds: float, outcome: str = "done") -> Attempt:
 def test_a_call_that_was_cut_short_counts_as_one_that_took_longer() -> None:
     attempts = [_attempt(1.0), _attempt(2.0, "preempted"), _attempt(3.0), _attempt(4.0)]
     assert quantile(attempts, 0.25) == 1.0
-    assert quantile(attempts, 0.5) == 3.0  # half of the three quarters that are left after the first, and of two
+    # half of the three quarters that are left after the first, and of two
+    assert quantile(attempts, 0.5) == 3.0
     assert quantile([_attempt(1.0), _attempt(2.0, "unfinished")], 0.95) is None
     assert quantile([], 0.5) is None
     stalls = Stalls.of(attempts)
@@ -206,7 +237,12 @@ def test_a_call_that_was_cut_short_counts_as_one_that_took_longer() -> None:
 
 
 def test_a_tree_is_of_whom_each_had_most_from() -> None:
-    edges = [Edge("t", "a", 10.0, 1.0), Edge("a", "b", 9.0, 1.0), Edge("t", "b", 1.0, 1.0), Edge("b", "c", 5.0, 1.0)]
+    edges = [
+        Edge("t", "a", 10.0, 1.0),
+        Edge("a", "b", 9.0, 1.0),
+        Edge("t", "b", 1.0, 1.0),
+        Edge("b", "c", 5.0, 1.0),
+    ]
     tree = parents(edges)
     assert tree == {"a": "t", "b": "a", "c": "b"}
     assert depths(tree) == {"a": 1, "b": 2, "c": 3}
@@ -215,7 +251,9 @@ def test_a_tree_is_of_whom_each_had_most_from() -> None:
 
 @pytest.mark.slow
 def test_one_update_of_a_thousand_gpus_is_simulated() -> None:
-    """docs/simulation.md says how long it takes: this says what comes of it, at the paper's scale."""
+    """docs/simulation.md says how long it takes: this says what comes of it, at the paper's
+    scale.
+    """
     scenario = at_scale(load("update"), 1024, "1T")
     found = run_one(scenario, "tensorhub")
     assert len(updates(found)) == 16

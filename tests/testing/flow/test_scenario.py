@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.testing.flow.scenario import ScenarioError, at_scale, in_groups, load, names, parameters, read
+from tensorhub.testing.flow.scenario import (
+    ScenarioError,
+    at_scale,
+    in_groups,
+    load,
+    names,
+    parameters,
+    read,
+)
 
 GOOD = """\
 format = 1
@@ -58,30 +66,71 @@ def test_each_built_in_scenario_can_be_run_small_and_large(name: str) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("seed = 1", "sed = 1", "scenario, line 3: sed: a scenario has no such key: did you mean 'seed'?"),
-        ("every_copies", "every_copys", "scenario, line 25: trainer.every_copys: [trainer] has no such key: did you mean"),
+        (
+            "seed = 1",
+            "sed = 1",
+            "scenario, line 3: sed: a scenario has no such key: did you mean 'seed'?",
+        ),
+        (
+            "every_copies",
+            "every_copys",
+            "scenario, line 25: trainer.every_copys: [trainer] has no such key: did you mean",
+        ),
         (
             '"rollout"',
             '"rolout"',
-            "line 20: hosts.role: 'rolout': did you mean 'rollout'? Give 'trainer', 'rollout', 'seed'",
+            (
+                "line 20: hosts.role: 'rolout': did you mean 'rollout'? Give 'trainer', 'rollout', "
+                "'seed'"
+            ),
         ),
         ("count = 2", "count = 0", "line 22: hosts.count: 0: give a whole number, 1 to 65536"),
-        ("count = 2", "count = 2\nslow = 0.5", "line 23: hosts.slow: 0.5: give a number, 1 to 1000"),
+        (
+            "count = 2",
+            "count = 2\nslow = 0.5",
+            "line 23: hosts.slow: 0.5: give a number, 1 to 1000",
+        ),
         ("count = 2", "count = 2\nspot = true", "line 23: hosts.spot: there is no [spot]"),
         ("count = 2", 'count = "many"', "line 22: hosts.count: 'many': give a whole number"),
-        ("nic_mbit_per_s = 80.0", "nic_mbit_per_s = -1", "line 11: links.nic_mbit_per_s: -1: give a number"),
-        ("nic_mbit_per_s = 80.0", "nic_mbit_per_s = nan", "line 11: links.nic_mbit_per_s: nan: give a number"),
+        (
+            "nic_mbit_per_s = 80.0",
+            "nic_mbit_per_s = -1",
+            "line 11: links.nic_mbit_per_s: -1: give a number",
+        ),
+        (
+            "nic_mbit_per_s = 80.0",
+            "nic_mbit_per_s = nan",
+            "line 11: links.nic_mbit_per_s: nan: give a number",
+        ),
         ("round_trip_ms = 0.2", "", "line 10: links: it lacks 'round_trip_ms'"),
-        ('"rollout"\nsite = "a"\ncount = 2', '"rollout"', "line 19: hosts: it lacks 'site', 'count'"),
-        ("[rollout]", "[rolout]", "line 27: rolout: a scenario has no such key: did you mean 'rollout'?"),
+        (
+            '"rollout"\nsite = "a"\ncount = 2',
+            '"rollout"',
+            "line 19: hosts: it lacks 'site', 'count'",
+        ),
+        (
+            "[rollout]",
+            "[rolout]",
+            "line 27: rolout: a scenario has no such key: did you mean 'rollout'?",
+        ),
         ("format = 1", "format = 2", "line 1: format: 2: give a whole number, 1 to 1"),
         ('"rollout"', '"trainer"', "line 20: hosts.role: there is one trainer, of count 1"),
-        ('"rollout"\nsite = "a"', '"rollout"\nsite = "b"', "links: there are several sites, and it lacks 'wan_mbit_per_s'"),
+        (
+            '"rollout"\nsite = "a"',
+            '"rollout"\nsite = "b"',
+            "links: there are several sites, and it lacks 'wan_mbit_per_s'",
+        ),
         ("seed = 1", "seed = ", "scenario, line 3: it is no TOML: Invalid value at column 8"),
-        ("generate_sigma = 0.6", "generate_sigma = '''", "scenario, line 29: it is no TOML: Expected \"'''\" at the end"),
+        (
+            "generate_sigma = 0.6",
+            "generate_sigma = '''",
+            "scenario, line 29: it is no TOML: Expected \"'''\" at the end",
+        ),
     ],
 )
-def test_a_mistake_is_named_with_its_line_and_with_what_may_stand_there(before: str, after: str, said: str) -> None:
+def test_a_mistake_is_named_with_its_line_and_with_what_may_stand_there(
+    before: str, after: str, said: str
+) -> None:
     assert before in GOOD
     with pytest.raises(ScenarioError) as caught:
         read(GOOD.replace(before, after, 1), "two")
@@ -113,10 +162,13 @@ def test_a_name_that_is_none_is_answered_with_all(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_placed_is_refused() -> None:
-    with pytest.raises(ScenarioError, match=r"a group has 64 of them.*give a multiple of 64, 64 or more"):
+    with pytest.raises(
+        ScenarioError, match=r"a group has 64 of them.*give a multiple of 64, 64 or more"
+    ):
         at_scale(load("update"), 100, "1T")
     with pytest.raises(
-        ScenarioError, match=r"each is a group, and the file has 3 \[\[hosts\]\] of rollouts; give 3 or more"
+        ScenarioError,
+        match=r"each is a group, and the file has 3 \[\[hosts\]\] of rollouts; give 3 or more",
     ):
         at_scale(load("churn"), 2, "7B")
     with pytest.raises(ScenarioError, match=r"two has no \[scale\]"):
@@ -144,6 +196,10 @@ def test_groups_take_the_place_of_hosts_of_each_kind() -> None:
         ("rollout", 2),
         ("seed", 1),
     ]
-    assert (found.ranks, found.rank_bytes, found.copy_s) == (2, load("churn").rank_bytes, load("churn").copy_s)
+    assert (found.ranks, found.rank_bytes, found.copy_s) == (
+        2,
+        load("churn").rank_bytes,
+        load("churn").copy_s,
+    )
     assert found.links.wan_mbit_per_s == 2 * load("churn").links.wan_mbit_per_s
     assert in_groups(load("elastic"), 1) == load("elastic")

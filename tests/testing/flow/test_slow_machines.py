@@ -1,4 +1,6 @@
-"""One slow machine among eight, under the real coordinator: what it costs the others, and itself."""
+"""One slow machine among eight, under the real coordinator: what it costs the others, and
+itself.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import pytest
 from tensorhub.testing.flow.run import Run, run_one
 from tensorhub.testing.flow.scenario import Scenario, load
 
-LONG = 8  # times as many bytes: moves take as long as ever, and the bar is of what they cost beside a copy
+# times as many bytes: moves take as long as ever, and the bar is of what they cost beside a copy
+LONG = 8
 
 
 def scenario_of(name: str, versions: int) -> Scenario:
@@ -28,13 +31,19 @@ def run_with_slow(scenario: Scenario, worker: str, slow: float) -> Run:
 
 def copies(run: Run, *, without: str, since: int = 2) -> list[float]:
     """What each call of the others took from that version on, in copies."""
-    calls = [each for each in run.workload.attempts if each.rollout != without and (each.version or 0) >= since]
+    calls = [
+        each
+        for each in run.workload.attempts
+        if each.rollout != without and (each.version or 0) >= since
+    ]
     return [each.seconds / run.world.scenario.copy_s for each in calls]
 
 
 @pytest.mark.parametrize("slow", ["rollout-3", "rollout-7"])
 @pytest.mark.parametrize("times", [2.0, 4.0])
-def test_from_the_second_version_on_it_costs_the_others_nearly_nothing(slow: str, times: float) -> None:
+def test_from_the_second_version_on_it_costs_the_others_nearly_nothing(
+    slow: str, times: float
+) -> None:
     """All call at once, and it is in the midst, or the last."""
     scenario = scenario_of("update", 3)
     without = copies(run_one(scenario, "tensorhub"), without=slow)
@@ -43,7 +52,9 @@ def test_from_the_second_version_on_it_costs_the_others_nearly_nothing(slow: str
     assert len(others) == 7 * 2
     assert sum(others) / len(others) <= 1.05 * sum(without) / len(without)
     assert max(copies(found, without=slow, since=1)) < 1.4  # and while it is learnt
-    its = [each.seconds / scenario.copy_s for each in found.workload.attempts if each.rollout == slow]
+    its = [
+        each.seconds / scenario.copy_s for each in found.workload.attempts if each.rollout == slow
+    ]
     assert times <= min(its)
     assert max(its) <= 1.05 * times
 

@@ -1,4 +1,6 @@
-"""What one rank has in its memory, and what it tells the coordinator of that, against times that can be worked out."""
+"""What one rank has in its memory, and what it tells the coordinator of that, against times that
+can be worked out.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ def version(number: int) -> VersionInfo:
 
 
 class Given(Peer):
-    """A worker over links of a chunk a second, of which ten are all; with memories by the lease that grants them. `said`: by
-    its rank.
+    """A worker over links of a chunk a second, of which ten are all; with memories by the lease
+    that grants them. `said`: by its rank.
     """
 
     def __init__(self) -> None:
@@ -76,7 +78,9 @@ class Given(Peer):
     def closed(self, rank: ThinRank) -> None:
         self.live.discard(rank.generation)
 
-    def read(self, source: tuple[Place, Memory], reader: Memory, broken: Callable[[], None]) -> Flow:
+    def read(
+        self, source: tuple[Place, Memory], reader: Memory, broken: Callable[[], None]
+    ) -> Flow:
         path = self.world.topology.path(source[0], self.place)
         return self.transfers.open(source[1], reader, path, 0.0, 0.0, broken)
 
@@ -114,7 +118,9 @@ def rank_of(shell: Given) -> ThinRank:
     return made
 
 
-def begin(rank: ThinRank, number: int, *grants: Grant, kind: OpKind = OpKind.UPDATE) -> list[VersionInfo | None]:
+def begin(
+    rank: ThinRank, number: int, *grants: Grant, kind: OpKind = OpKind.UPDATE
+) -> list[VersionInfo | None]:
     """It calls, and is told to write. What comes of the call."""
     ended: list[VersionInfo | None] = []
     rank.begin_fill(kind, ended.append)
@@ -143,13 +149,19 @@ def test_a_fill_reads_votes_and_holds_what_was_committed(shell: Given) -> None:
     assert shell.live == {1}
 
 
-def test_a_call_says_into_which_generation_it_reads_and_that_no_engine_is_held(shell: Given) -> None:
+def test_a_call_says_into_which_generation_it_reads_and_that_no_engine_is_held(
+    shell: Given,
+) -> None:
     rank = rank_of(shell)
     for number, kind in enumerate((OpKind.REPLICATE, OpKind.UPDATE), 1):
         begin(rank, number, shell.source(f"{number}"), kind=kind)
         shell.until(20.0 * number)
         end(rank, number)
-    said = [(each.kind, each.generation, each.hold) for each in shell.heard(Fill) if isinstance(each, Fill)]
+    said = [
+        (each.kind, each.generation, each.hold)
+        for each in shell.heard(Fill)
+        if isinstance(each, Fill)
+    ]
     assert said == [(OpKind.REPLICATE, 1, False), (OpKind.UPDATE, 2, False)]
     assert rank.generation == 2
 
@@ -159,13 +171,17 @@ def test_it_reports_what_has_come_each_second_and_no_more_when_all_is_there(shel
     begin(rank, 1, shell.source("a"))
     shell.until(30.0)
     reports = [each for each in shell.heard(Progress) if isinstance(each, Progress)]
-    assert [each.bytes_read for each in reports[:9]] == pytest.approx([CHUNK * second for second in range(1, 10)], abs=1)
+    assert [each.bytes_read for each in reports[:9]] == pytest.approx(
+        [CHUNK * second for second in range(1, 10)], abs=1
+    )
     assert (reports[-1].chunks_verified, reports[-1].bytes_read) == (10, BYTES)
     assert [(each.lease, each.nbytes) for each in reports[-1].flows] == [("a", BYTES)]
     assert len(reports) in (10, 11)
 
 
-def test_the_old_version_is_fenced_under_its_own_generation_before_it_is_overwritten(shell: Given) -> None:
+def test_the_old_version_is_fenced_under_its_own_generation_before_it_is_overwritten(
+    shell: Given,
+) -> None:
     rank = rank_of(shell)
     begin(rank, 1, shell.source("a"))
     shell.until(20.0)
@@ -191,7 +207,9 @@ def test_what_broke_off_is_held_by_nobody(shell: Given) -> None:
     assert not shell.heard(Prepared)
 
 
-def test_a_source_that_is_lost_dropped_or_never_there_is_said_and_another_one_goes_on(shell: Given) -> None:
+def test_a_source_that_is_lost_dropped_or_never_there_is_said_and_another_one_goes_on(
+    shell: Given,
+) -> None:
     rank = rank_of(shell)
     begin(rank, 1, shell.source("a"), grant("nowhere"))
     assert rank.key is not None
@@ -207,13 +225,19 @@ def test_a_source_that_is_lost_dropped_or_never_there_is_said_and_another_one_go
     assert rank.memory is not None
     assert len(rank.lanes) == len(rank.memory.inflows) == 1
     shell.until(30.0)
-    failed = [(each.lease, each.reason) for each in shell.heard(ReadFailed) if isinstance(each, ReadFailed)]
+    failed = [
+        (each.lease, each.reason)
+        for each in shell.heard(ReadFailed)
+        if isinstance(each, ReadFailed)
+    ]
     assert failed == [("nowhere", "lost"), ("a", "lost"), ("b", "dropped")]
     assert rank.times[-1] == pytest.approx(11.0)  # nothing came from 2 to 3
     assert len(shell.heard(Prepared)) == 1
 
 
-def test_what_its_host_memory_has_of_the_version_is_copied_from_there_and_the_rest_is_read(shell: Given) -> None:
+def test_what_its_host_memory_has_of_the_version_is_copied_from_there_and_the_rest_is_read(
+    shell: Given,
+) -> None:
     rank, beside = rank_of(shell), rank_of(shell)
     rank.beside = beside
     begin(beside, 2, shell.source("a"), kind=OpKind.PREFETCH)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from tensorhub.testing.flow.timeline import Timeline
 
 
-def test_what_is_due_at_one_moment_is_done_in_the_order_in_which_it_was_said_and_settled_once() -> None:
+def test_what_is_due_at_one_moment_is_done_in_the_order_in_which_it_was_said_and_settled_once() -> (
+    None
+):
     timeline, done = Timeline(), list[object]()
     timeline.settled = lambda: done.append(timeline.now)
     timeline.at(2.0, lambda: done.append("late"))

@@ -33,13 +33,20 @@ def test_spot_hosts_come_and_go_and_half_of_them_are_told() -> None:
     assert min(away) > 0
     told = [life for life in lives if life.notice_s is not None]
     assert len(told) / len(lives) == pytest.approx(0.5, abs=0.05)
-    assert all(life.begin_s <= life.notice_s <= life.end_s for life in told if life.notice_s is not None)
+    assert all(
+        life.begin_s <= life.notice_s <= life.end_s for life in told if life.notice_s is not None
+    )
 
 
 def test_kills_are_of_reliable_rollouts_which_come_back() -> None:
     scenario = replace(load("churn"), versions=200)
-    found, reliable = presences(scenario), {name for name, hosts in rollouts(scenario) if not hosts.spot}
-    killed = [life for name in reliable for life in found.get(name, []) if life.end_s < scenario.ends_s]
+    found, reliable = (
+        presences(scenario),
+        {name for name, hosts in rollouts(scenario) if not hosts.spot},
+    )
+    killed = [
+        life for name in reliable for life in found.get(name, []) if life.end_s < scenario.ends_s
+    ]
     assert len(killed) == pytest.approx(scenario.ends_s / 15, rel=0.25)
     for name in reliable & found.keys():
         for life, later in pairwise(found[name]):
@@ -50,16 +57,25 @@ def test_a_spot_host_is_told_as_long_before_its_end_as_is_said_or_when_it_comes(
     scenario = replace(load("elastic"), versions=500)
     assert scenario.spot is not None
     for notice_copies in (0.0, scenario.spot.notice_copies, 11.0):
-        lives = _lives(replace(scenario, spot=replace(scenario.spot, notice_share=1.0, notice_copies=notice_copies)))
+        lives = _lives(
+            replace(
+                scenario, spot=replace(scenario.spot, notice_share=1.0, notice_copies=notice_copies)
+            )
+        )
         notice_s = notice_copies * scenario.copy_s
         assert all(life.notice_s == max(life.begin_s, life.end_s - notice_s) for life in lives)
-    assert any(life.notice_s == life.begin_s for life in lives), "some are shorter than the last notice"
+    assert any(life.notice_s == life.begin_s for life in lives), (
+        "some are shorter than the last notice"
+    )
 
 
 def test_spot_hosts_are_there_for_about_as_long_as_is_said_and_do_not_come_all_at_once() -> None:
     scenario = replace(load("elastic"), versions=500)
     assert scenario.spot is not None
-    least, most = ((1 + sign * scenario.spot.spread) * scenario.spot.on_copies * scenario.copy_s for sign in (-1, 1))
+    least, most = (
+        (1 + sign * scenario.spot.spread) * scenario.spot.on_copies * scenario.copy_s
+        for sign in (-1, 1)
+    )
     long = [life.end_s - life.begin_s for life in _lives(scenario)]
     assert least <= min(long) < 1.1 * least
     assert 0.9 * most < max(long) <= most
@@ -70,7 +86,10 @@ def test_spot_hosts_are_there_for_about_as_long_as_is_said_and_do_not_come_all_a
 
 def test_who_is_killed_is_there_before_and_stays_after_the_last_time() -> None:
     scenario = replace(load("churn"), versions=200)
-    found, reliable = presences(scenario), {name for name, hosts in rollouts(scenario) if not hosts.spot}
+    found, reliable = (
+        presences(scenario),
+        {name for name, hosts in rollouts(scenario) if not hosts.spot},
+    )
     for name in reliable & found.keys():
         lives = found[name]
         assert lives[0].begin_s == 0

@@ -1,4 +1,6 @@
-"""Where workers are, which links a flow crosses, and how far it is behind: against what can be counted by hand."""
+"""Where workers are, which links a flow crosses, and how far it is behind: against what can be
+counted by hand.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,31 @@ EAST = Hosts("rollout", "east", 2)
 
 
 def scenario(*hosts: Hosts, **fields: object) -> Scenario:
-    """Groups of three ranks, two workers on a host, two hosts in a rack: two racks for each trainer or kind of rollouts."""
-    made = {"ranks": 3, "gpus_per_host": 2, "hosts_per_rack": 2, "rank_bytes": 10**9, "chunk_bytes": 10**6, **fields}
+    """Groups of three ranks, two workers on a host, two hosts in a rack: two racks for each trainer
+    or kind of rollouts.
+    """
+    made = {
+        "ranks": 3,
+        "gpus_per_host": 2,
+        "hosts_per_rack": 2,
+        "rank_bytes": 10**9,
+        "chunk_bytes": 10**6,
+        **fields,
+    }
     there = (Hosts("trainer", "west", 1), *(hosts or (Hosts("rollout", "west", 1), EAST)))
     return replace(load("standalone"), links=LINKS, hosts=there, **made)  # type: ignore[arg-type]
 
 
 def path(topology: Topology, source: str, reader: str) -> list[str]:
-    return [topology.names[link] for link in topology.path(topology.places[source], topology.places[reader])]
+    return [
+        topology.names[link]
+        for link in topology.path(topology.places[source], topology.places[reader])
+    ]
 
 
-def test_workers_fill_hosts_and_hosts_fill_racks_and_each_kind_begins_on_a_host_of_its_own() -> None:
+def test_workers_fill_hosts_and_hosts_fill_racks_and_each_kind_begins_on_a_host_of_its_own() -> (
+    None
+):
     places = Topology(scenario()).places
     assert [(name, each.location.host, each.location.rack) for name, each in places.items()] == [
         ("trainer-0/0", "host-0", "rack-0"),
@@ -60,7 +76,10 @@ def test_workers_fill_hosts_and_hosts_fill_racks_and_each_kind_begins_on_a_host_
 def test_a_flow_crosses_what_is_between_two_workers_in_its_own_direction() -> None:
     topology = Topology(scenario())
     assert path(topology, "trainer-0/0", "trainer-0/0") == ["trainer-0/0 copy"]
-    assert path(topology, "trainer-0/0", "trainer-0/1") == ["trainer-0/0 to its host", "trainer-0/1 from its host"]
+    assert path(topology, "trainer-0/0", "trainer-0/1") == [
+        "trainer-0/0 to its host",
+        "trainer-0/1 from its host",
+    ]
     assert path(topology, "trainer-0/0", "trainer-0/2") == ["trainer-0/0 out", "trainer-0/2 in"]
     assert path(topology, "trainer-0/0", "rollout-0/0") == [
         "trainer-0/0 out",
@@ -100,8 +119,17 @@ def test_without_uplinks_a_flow_crosses_nics_alone() -> None:
 def test_each_link_carries_what_is_said_of_its_kind() -> None:
     topology = Topology(scenario())
     of = dict(zip(topology.names, topology.capacities, strict=True))
-    said = {"trainer-0/0 out": 100, "rollout-1/0 in": 100, "rack-0 of west out": 50, "wan into east": 10}
-    said |= {"trainer-0/0 to its host": 400, "trainer-0/0 from its host": 400, "trainer-0/0 copy": 800}
+    said = {
+        "trainer-0/0 out": 100,
+        "rollout-1/0 in": 100,
+        "rack-0 of west out": 50,
+        "wan into east": 10,
+    }
+    said |= {
+        "trainer-0/0 to its host": 400,
+        "trainer-0/0 from its host": 400,
+        "trainer-0/0 copy": 800,
+    }
     assert {name: of[name] for name in said} == {name: mbit * MBIT for name, mbit in said.items()}
 
 
@@ -120,7 +148,8 @@ def test_a_reader_is_a_chunk_and_a_hop_behind_a_source_that_fills() -> None:
     places = topology.places
     near = 10**6 + (HOP_S + 0.0005) * 100 * MBIT  # half a round trip of 1 ms
     assert topology.lag(places["trainer-0/0"], places["trainer-0/2"]) == pytest.approx(near)
-    assert topology.lag(places["trainer-0/0"], places["trainer-0/1"]) == pytest.approx(near)  # its source's NIC
+    # its source's NIC
+    assert topology.lag(places["trainer-0/0"], places["trainer-0/1"]) == pytest.approx(near)
     far = 10**6 + (HOP_S + 0.05) * 10 * MBIT
     assert topology.lag(places["trainer-0/0"], places["rollout-1/0"]) == pytest.approx(far)
     small = Topology(scenario(rank_bytes=1000))
@@ -130,5 +159,9 @@ def test_a_reader_is_a_chunk_and_a_hop_behind_a_source_that_fills() -> None:
 def test_to_open_a_source_takes_three_round_trips_of_its_way() -> None:
     topology = Topology(scenario())
     places = topology.places
-    assert topology.opening_s(places["trainer-0/0"], places["trainer-0/1"]) == pytest.approx(0.003 + HOP_S)
-    assert topology.opening_s(places["trainer-0/0"], places["rollout-1/0"]) == pytest.approx(0.3 + HOP_S)
+    assert topology.opening_s(places["trainer-0/0"], places["trainer-0/1"]) == pytest.approx(
+        0.003 + HOP_S
+    )
+    assert topology.opening_s(places["trainer-0/0"], places["rollout-1/0"]) == pytest.approx(
+        0.3 + HOP_S
+    )

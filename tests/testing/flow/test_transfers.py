@@ -1,4 +1,6 @@
-"""When memories are full, against times worked out by hand: 1,000 bytes over links of 100 bytes per second, a lag of 10."""
+"""When memories are full, against times worked out by hand: 1,000 bytes over links of 100 bytes per
+second, a lag of 10.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,16 @@ class Wires:
 
     def memory(self, name: str) -> Memory:
         if name not in self.memories:
-            self.memories[name] = Memory(name, BYTES, lambda: self.full.update({name: self.timeline.now}))
+            self.memories[name] = Memory(
+                name, BYTES, lambda: self.full.update({name: self.timeline.now})
+            )
         return self.memories[name]
 
     def read(self, source: str, reader: str, *path: int, after_s: float = 0.0) -> Flow:
         broken = lambda: self.lost.append(reader)  # noqa: E731
-        return self.transfers.open(self.memory(source), self.memory(reader), path, LAG, after_s, broken)
+        return self.transfers.open(
+            self.memory(source), self.memory(reader), path, LAG, after_s, broken
+        )
 
     def at(self, when: float, call: Callable[[], object]) -> None:
         def due() -> None:
@@ -61,7 +67,9 @@ def test_a_star_shares_its_uplink() -> None:
 
 
 def test_who_comes_later_shares_what_is_left() -> None:
-    """The first has half of its bytes when the second comes. Both then get half of the link, until the first is done."""
+    """The first has half of its bytes when the second comes. Both then get half of the link, until
+    the first is done.
+    """
     wires = Wires([100.0] * 3)
     wires.read("a", "b", 0, 1)
     wires.read("a", "c", 0, 2, after_s=5.0)
@@ -78,7 +86,9 @@ def test_a_thin_link_is_crossed_once_and_all_behind_it_follow() -> None:
 
 
 def test_who_has_caught_up_with_its_source_gets_what_that_gets() -> None:
-    """b fills at 10 from a; c comes at 50, runs through b's 490 bytes at 100, and is then as fast as b."""
+    """b fills at 10 from a; c comes at 50, runs through b's 490 bytes at 100, and is then as fast
+    as b.
+    """
     wires = Wires([10.0, 100.0, 100.0, 100.0])
     wires.read("a", "b", 0, 1)
     flow = wires.read("b", "c", 2, 3, after_s=50.0)
@@ -90,7 +100,9 @@ def test_who_has_caught_up_with_its_source_gets_what_that_gets() -> None:
 
 
 def test_a_reader_waits_for_a_source_that_has_less() -> None:
-    """At 5, c has 500 bytes from a. It is given b, which has 0 and begins then: c waits until b is a lag ahead."""
+    """At 5, c has 500 bytes from a. It is given b, which has 0 and begins then: c waits until b is
+    a lag ahead.
+    """
     wires = Wires([100.0] * 6)
     first = wires.read("a", "c", 0, 1)
     wires.at(5.0, lambda: wires.transfers.close(first))
@@ -134,22 +146,26 @@ def test_a_source_that_was_gone_before_is_told_as_one_that_is_lost() -> None:
     assert (wires.lost, wires.timeline.now) == (["b"], 2.0)
 
 
-def test_what_a_flow_has_carried_is_known_when_it_is_closed_and_one_that_carried_nothing_leaves_no_trace() -> None:
+def test_what_a_flow_has_carried_is_known_when_it_is_closed_and_one_that_carried_nothing_leaves_no_trace() -> (
+    None
+):
     wires = Wires([100.0] * 2)
     flow = wires.read("a", "b", 0, 1)
     wires.at(4.0, lambda: wires.transfers.close(flow))
     wires.at(4.0, lambda: wires.transfers.close(flow))
     wires.at(5.0, lambda: wires.transfers.close(wires.read("a", "b", 0, 1, after_s=1.0)))
     assert wires.run() == {}
-    assert [(each.source, each.reader, each.nbytes, each.ended_s) for each in wires.transfers.edges] == [
-        ("a", "b", 400.0, 4.0)
-    ]
+    assert [
+        (each.source, each.reader, each.nbytes, each.ended_s) for each in wires.transfers.edges
+    ] == [("a", "b", 400.0, 4.0)]
     assert wires.memory("b").have == pytest.approx(400.0)
     assert wires.transfers.carried == pytest.approx([400.0, 400.0])
 
 
 def test_a_flow_has_begun_when_its_first_byte_came_however_often_it_had_to_wait() -> None:
-    """c reads from a from 1 on. Then b, which has less than c, is its only source, until b is ahead."""
+    """c reads from a from 1 on. Then b, which has less than c, is its only source, until b is
+    ahead.
+    """
     wires = Wires([100.0, 200.0, 100.0, 100.0])
     first = wires.read("a", "b", 0, 2)
     wires.read("b", "c", 3, 1)

@@ -1,4 +1,6 @@
-"""What a trainer and rollouts do when, and which of it is a stall; under a system whose times are given."""
+"""What a trainer and rollouts do when, and which of it is a stall; under a system whose times are
+given.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ from tensorhub.testing.flow.workload import AGAIN_S, Attempt, Rollout, System, W
 
 
 class Given(System):
-    """`put_s`, `get_s`: how long these take. `fails`: so many gets fail at first. `said`: what it was told, when."""
+    """`put_s`, `get_s`: how long these take. `fails`: so many gets fail at first. `said`: what it
+    was told, when.
+    """
 
     name = "given"
     workload: Workload
 
-    def __init__(self, scenario: Scenario, *, put_s: float = 0.0, get_s: float = 1.0, fails: int = 0) -> None:
+    def __init__(
+        self, scenario: Scenario, *, put_s: float = 0.0, get_s: float = 1.0, fails: int = 0
+    ) -> None:
         self.world = World.of(scenario)
         self.workload = Workload(self.world, self)
         self.put_s, self.get_s, self.fails = put_s, get_s, fails
@@ -44,7 +50,9 @@ class Given(System):
     def newest(self, rollout: Rollout) -> int:
         return self.version
 
-    def get(self, rollout: Rollout, done: Callable[[int], None], failed: Callable[[], None]) -> None:
+    def get(
+        self, rollout: Rollout, done: Callable[[int], None], failed: Callable[[], None]
+    ) -> None:
         self._note("get")
         if self.fails:
             self.fails -= 1
@@ -57,7 +65,10 @@ class Given(System):
 
     def run(self) -> list[tuple[Any, ...]]:
         self.workload.run()
-        return [(a.joins, pytest.approx(a.began_s), pytest.approx(a.ended_s), a.version, a.outcome) for a in self.attempts]
+        return [
+            (a.joins, pytest.approx(a.began_s), pytest.approx(a.ended_s), a.version, a.outcome)
+            for a in self.attempts
+        ]
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -67,7 +78,9 @@ class Given(System):
 def scenario(spot: Spot | None = None, *, generate: float = 4.0) -> Scenario:
     """One rollout, a publication each 10 s, and generations of 4 s."""
     hosts = Hosts("trainer", "a", 1), Hosts("rollout", "a", 1, spot is not None)
-    made = replace(load("standalone"), versions=3, every_copies=10.0, hosts=hosts, spot=spot, scale=None)
+    made = replace(
+        load("standalone"), versions=3, every_copies=10.0, hosts=hosts, spot=spot, scale=None
+    )
     made = replace(made, generate_mean_copies=generate, generate_sigma=0.0)
     assert made.copy_s == 1.0
     return made
@@ -79,7 +92,11 @@ def lives(on_s: float, off_s: float) -> Spot:
 
 def test_a_rollout_fetches_when_its_generation_has_ended_and_there_is_a_newer_version() -> None:
     system = Given(scenario())
-    assert system.run() == [(True, 0.0, 1.0, 1, "done"), (False, 13.0, 14.0, 2, "done"), (False, 22.0, 23.0, 3, "done")]
+    assert system.run() == [
+        (True, 0.0, 1.0, 1, "done"),
+        (False, 13.0, 14.0, 2, "done"),
+        (False, 22.0, 23.0, 3, "done"),
+    ]
     assert system.workload.puts == [(0.0, 0.0), (10.0, 10.0), (20.0, 20.0)]
     assert system.world.timeline.now == 30.0
 
@@ -105,13 +122,18 @@ def test_without_generations_a_rollout_waits_for_the_next_version_and_that_is_no
 
 
 def test_who_comes_back_holds_nothing_and_its_former_generation_does_not_count() -> None:
-    """It fetches for 3 s, and is gone 2 s into its generation of 4 s, whose end would be in its next life."""
+    """It fetches for 3 s, and is gone 2 s into its generation of 4 s, whose end would be in its
+    next life.
+    """
     made = scenario(lives(5.0, 1.0))
     system = Given(made, get_s=3.0)
     began = [life.begin_s for life in presences(made)["rollout-0"] if life.begin_s < 30]
     attempts = system.run()
     assert len(attempts) == len(began) > 4
-    assert all(attempt[:3] == (True, begin, begin + 3) for attempt, begin in zip(attempts[:-1], began[:-1], strict=True))
+    assert all(
+        attempt[:3] == (True, begin, begin + 3)
+        for attempt, begin in zip(attempts[:-1], began[:-1], strict=True)
+    )
     assert {attempt[4] for attempt in attempts[:-1]} == {"done"}
     assert [when for what, when in system.said if what == "get"] == pytest.approx(began)
     assert [when for what, when in system.said if what == "notice"] == pytest.approx(
@@ -148,4 +170,8 @@ def test_a_paused_generation_goes_on_for_what_was_left_of_it() -> None:
 
     timeline.at(2.0, pause)
     timeline.at(4.0, resume)
-    assert system.run()[:3] == [(True, 0.0, 1.0, 1, "done"), (False, 2.0, 4.0, 1, "done"), (False, 7.0, 8.0, 2, "done")]
+    assert system.run()[:3] == [
+        (True, 0.0, 1.0, 1, "done"),
+        (False, 2.0, 4.0, 1, "done"),
+        (False, 7.0, 8.0, 2, "done"),
+    ]

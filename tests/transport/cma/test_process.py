@@ -1,4 +1,6 @@
-"""Reading another process' memory: what is copied, what words say, and that no stale or torn byte is ever named."""
+"""Reading another process' memory: what is copied, what words say, and that no stale or torn byte
+is ever named.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,15 @@ HERE = os.getpid()
 needs_cma = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 
 
-# --------------------------------------------------------------------------------------------------------- copying
+# --------------------------------------------------------------------------------------------------
+# copying
 
 
 @given(st.lists(st.integers(0, 3 * CALL_BYTES), max_size=8), st.integers(0, 3000))
 def test_calls_are_small_and_leave_nothing_out(sizes: list[int], many: int) -> None:
-    pieces = [Piece(index << 40, index << 50, size) for index, size in enumerate([*sizes, *[7] * many])]
+    pieces = [
+        Piece(index << 40, index << 50, size) for index, size in enumerate([*sizes, *[7] * many])
+    ]
     calls = list(cut_up(pieces))
     for call in calls:
         assert 0 < len(call) <= CALL_PIECES_MAX
@@ -64,7 +69,12 @@ def test_what_cannot_be_read_is_an_error_and_what_lies_before_it_is_copied() -> 
 
 
 def _libc_mprotect(address: int) -> None:
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), ctypes.c_int(0)) == 0
+    assert (
+        ctypes.CDLL(None).mprotect(
+            ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), ctypes.c_int(0)
+        )
+        == 0
+    )
 
 
 @needs_cma
@@ -99,7 +109,9 @@ def test_a_kernel_that_forbids_it_is_told_of(monkeypatch: pytest.MonkeyPatch) ->
     assert "seccomp" in fault
 
 
-@pytest.mark.parametrize(("scope", "says"), [("0", None), ("1", "name cma in transports="), ("2", "CAP_SYS_PTRACE")])
+@pytest.mark.parametrize(
+    ("scope", "says"), [("0", None), ("1", "name cma in transports="), ("2", "CAP_SYS_PTRACE")]
+)
 def test_yama_is_told_of(scope: str, says: str | None, tmp_path: Path) -> None:
     file = tmp_path / "ptrace_scope"
     assert cma.restriction(file) is None  # no Yama
@@ -108,7 +120,8 @@ def test_yama_is_told_of(scope: str, says: str | None, tmp_path: Path) -> None:
     assert found is None if says is None else found is not None and says in found
 
 
-# ----------------------------------------------------------------------------------------------------------- words
+# --------------------------------------------------------------------------------------------------
+# words
 
 
 @needs_cma
@@ -123,7 +136,9 @@ def test_every_registration_has_a_word_of_its_own() -> None:
     assert all(look.is_unchanged(words.address(RegistrationId(str(n))), n + 1) for n in range(many))
     words.close()
     assert not look.is_there()
-    assert not any(look.is_unchanged(words.address(RegistrationId(str(n))), n + 1) for n in range(many))
+    assert not any(
+        look.is_unchanged(words.address(RegistrationId(str(n))), n + 1) for n in range(many)
+    )
 
 
 @needs_cma
@@ -140,13 +155,16 @@ def test_a_word_is_looked_at_with_the_nonce() -> None:
     assert not Process(words.header).is_unchanged(at, 0)  # no generation at all
 
 
-# --------------------------------------------------------------------------- what an owner does while a reader reads
+# --------------------------------------------------------------------------- what an owner does
+# while a reader reads
 
 CELLS = 4
 CELL_BYTES = 4096
 REGISTRATION = RegistrationId("r")
 MANIFEST = build_manifest(
-    [TensorDescription("t", "uint8", (CELLS * CELL_BYTES,), 1 << 40, CELLS * CELL_BYTES)], CELL_BYTES, "none"
+    [TensorDescription("t", "uint8", (CELLS * CELL_BYTES,), 1 << 40, CELLS * CELL_BYTES)],
+    CELL_BYTES,
+    "none",
 )
 
 
@@ -170,7 +188,9 @@ class _Owner:
             self.shared.fence(REGISTRATION)
         else:
             self.write(range(CELLS))
-            self.shared.open(REGISTRATION, self.generation, ContentId("c"), self.memory, complete=True)
+            self.shared.open(
+                REGISTRATION, self.generation, ContentId("c"), self.memory, complete=True
+            )
         self.is_open = not self.is_open
 
     def write(self, cells: range) -> None:
@@ -178,13 +198,17 @@ class _Owner:
         if not self.is_open:
             self.generation = next(self.generations)
             for cell in cells:
-                self.bytes[cell * CELL_BYTES : (cell + 1) * CELL_BYTES] = bytes([self.generation % 256]) * CELL_BYTES
+                self.bytes[cell * CELL_BYTES : (cell + 1) * CELL_BYTES] = (
+                    bytes([self.generation % 256]) * CELL_BYTES
+                )
 
     def forget(self) -> None:
         """The registration ends, and another one takes its place."""
         if not self.is_open:
             self.shared.forget(REGISTRATION)
-            self.words.set(RegistrationId(f"other {self.generation}"), 2**40 + next(self.generations))
+            self.words.set(
+                RegistrationId(f"other {self.generation}"), 2**40 + next(self.generations)
+            )
 
 
 @dataclass
@@ -202,7 +226,11 @@ class _Reader:
             with self.owner.shared.access(None, *right, range(CELLS), 2**40, 0) as answer:
                 assert isinstance(answer, tuple)
                 access, memory = answer
-                self.located = access.generation, memory.address(0), self.owner.shared.word_of(access)
+                self.located = (
+                    access.generation,
+                    memory.address(0),
+                    self.owner.shared.word_of(access),
+                )
                 self.copied = 0
 
     def copy(self) -> None:
@@ -221,7 +249,20 @@ class _Reader:
         self.located = None
 
 
-STEPS = st.sampled_from(["toggle", "toggle", "write one", "write one", "forget", "end", "locate", "copy", "copy", "look"])
+STEPS = st.sampled_from(
+    [
+        "toggle",
+        "toggle",
+        "write one",
+        "write one",
+        "forget",
+        "end",
+        "locate",
+        "copy",
+        "copy",
+        "look",
+    ]
+)
 
 
 @needs_cma

@@ -1,4 +1,6 @@
-"""Agents: what they expose and for how long, and reads that nobody waits for any more. Without NIXL."""
+"""Agents: what they expose and for how long, and reads that nobody waits for any more. Without
+NIXL.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from tensorhub.errors import TransportUnavailable
 from tensorhub.transport.base import NotShared
 from tensorhub.transport.nixl import agents as nixl, reading as nixl_reading
 from tensorhub.transport.nixl.agents import Exposures, OnGpu
-from tensorhub.transport.nixl.reading import LANDINGS_MAX, SLOT_BYTES, Agents, Remote, check_metadata
+from tensorhub.transport.nixl.reading import (
+    LANDINGS_MAX,
+    SLOT_BYTES,
+    Agents,
+    Remote,
+    check_metadata,
+)
 from tensorhub.transport.one_sided import Piece
 from tensorhub.types import RegistrationId
 from tests.cuda.double import Double
@@ -40,7 +48,13 @@ class Rig:
         self.is_over = False
 
     def remote(self, stall_timeout_s: float = 5.0) -> Remote:
-        return Remote(self.agents, self.exposed.name, self.exposed.metadata, lambda: self.is_over, stall_timeout_s)
+        return Remote(
+            self.agents,
+            self.exposed.name,
+            self.exposed.metadata,
+            lambda: self.is_over,
+            stall_timeout_s,
+        )
 
     def whole(self) -> list[Piece]:
         return [Piece(place_of(self.here)[0], *place_of(self.there))]
@@ -50,7 +64,8 @@ class Rig:
         self.exposures.close()
 
 
-# ------------------------------------------------------------------------------------------------------------- sources
+# --------------------------------------------------------------------------------------------------
+# sources
 
 
 def test_memory_is_kept_and_read_until_its_exposure_ends(fabric: Fabric) -> None:
@@ -70,7 +85,9 @@ def test_memory_is_kept_and_read_until_its_exposure_ends(fabric: Fabric) -> None
         rig.exposures.of(R, places, rig)
 
 
-def test_what_is_too_much_for_an_agent_is_read_otherwise(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_much_for_an_agent_is_read_otherwise(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page, exposures = mmap.PAGESIZE, Exposures()
     with pytest.raises(NotShared, match="pack_bytes"):
         exposures.of(R, [(2 * page * n, 1) for n in range(nixl.PLACES_MAX + 1)], None)
@@ -86,13 +103,16 @@ def test_without_nixl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
         Agents()
 
 
-def test_an_environment_without_rdma_is_left_as_it_was(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_without_rdma_is_left_as_it_was(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("UCX_MODULES", raising=False)
     Agents().close()
     assert "UCX_MODULES" not in os.environ
 
 
-# ------------------------------------------------------------------------------------------------------------- readers
+# --------------------------------------------------------------------------------------------------
+# readers
 
 
 def test_what_is_read_is_copied_whole(fabric: Fabric) -> None:
@@ -116,7 +136,10 @@ def test_what_is_read_is_copied_whole(fabric: Fabric) -> None:
 def test_what_is_not_exposed_is_not_read(fabric: Fabric) -> None:
     rig = Rig()
     remote = rig.remote()
-    for wrong in (Piece(place_of(rig.here)[0], place_of(rig.there)[0] - 1, 8), Piece(place_of(rig.here)[0], 0, 8)):
+    for wrong in (
+        Piece(place_of(rig.here)[0], place_of(rig.there)[0] - 1, 8),
+        Piece(place_of(rig.here)[0], 0, 8),
+    ):
         with pytest.raises(OSError, match="cannot read there"):
             remote.copy([wrong])
     remote.copy(rig.whole())
@@ -151,7 +174,9 @@ def test_a_read_that_was_given_up_writes_nowhere_and_its_agent_is_replaced(
     assert not fabric.agents
 
 
-def test_a_read_that_brings_nothing_has_stalled(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_brings_nothing_has_stalled(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nixl_reading, "GRACE_S", 0.0)
     rig = Rig()
     remote = rig.remote(stall_timeout_s=0.01)
@@ -212,7 +237,8 @@ def test_metadata_is_that_of_the_agent_that_it_is_said_to_be_of(fabric: Fabric) 
     assert not fabric.agents
 
 
-# -------------------------------------------------------------------------------------------------------- GPUs' memory
+# --------------------------------------------------------------------------------------------------
+# GPUs' memory
 
 
 class GpuRig(Rig):
@@ -234,11 +260,15 @@ def test_a_gpu_is_read_into_a_gpu_and_the_word_in_host_memory(fabric: Fabric) ->
     rig = GpuRig()
     assert rig.exposures.of(R, [(ctypes.addressof(rig.word), 8)], rig, rig.gpu) is rig.exposed
     remote = rig.reading(here=rig.device)
-    for _ in range(2):  # more than there are slots: none is read into before the device has copied it out
+    # more than there are slots: none is read into before the device has copied it out
+    for _ in range(2):
         remote.copy(rig.whole())
         assert rig.here.raw == rig.there.raw
         ctypes.memset(rig.here, 0, ctypes.sizeof(rig.here))
-    assert (remote.is_unchanged(ctypes.addressof(rig.word), 7), set(fabric.kinds[:-1])) == (True, {("VRAM", 1, "VRAM", 3)})
+    assert (remote.is_unchanged(ctypes.addressof(rig.word), 7), set(fabric.kinds[:-1])) == (
+        True,
+        {("VRAM", 1, "VRAM", 3)},
+    )
     assert fabric.kinds[-1] == ("DRAM", 0, "DRAM", 0)
     assert rig.device.settled == 12  # what the network card has written is seen by each copy
     assert "2 landings, 0 reads left" in repr(remote)
@@ -277,11 +307,16 @@ def test_nothing_is_copied_on_a_gpu_after_a_read_was_given_up(fabric: Fabric) ->
 def test_without_cuda_in_ucx_both_ends_say_what_it_needs(fabric: Fabric) -> None:
     rig = GpuRig()
     fabric.knows_gpus = False
-    with pytest.raises(NotShared, match=r"no memory to read into .*BACKEND.*must know CUDA .*UCX_TLS.*nvidia-peermem"):
+    with pytest.raises(
+        NotShared,
+        match=r"no memory to read into .*BACKEND.*must know CUDA .*UCX_TLS.*nvidia-peermem",
+    ):
         rig.reading(here=rig.device)
     rig.reading(3, None).close()
     rig.exposures.end(R)
-    with pytest.raises(TransportUnavailable, match=r"cannot register 1 places in a GPU's memory .*must know CUDA"):
+    with pytest.raises(
+        TransportUnavailable, match=r"cannot register 1 places in a GPU's memory .*must know CUDA"
+    ):
         rig.exposures.of(R, [(ctypes.addressof(rig.word), 8)], rig, rig.gpu)
     rig.close()
     assert not fabric.agents

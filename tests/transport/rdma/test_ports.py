@@ -1,4 +1,6 @@
-"""What is decided about RDMA without a device: ports as sysfs shows them, who reaches whom, work requests, and errors."""
+"""What is decided about RDMA without a device: ports as sysfs shows them, who reaches whom, work
+requests, and errors.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,13 @@ def test_the_best_gid_is_one_of_roce_v2_with_an_address(
 ) -> None:
     machine.add("mlx5_0", gids)
     (port,) = machine.usable()
-    assert (port.gid_index, port.fault, port.gbits, port.state, port.link) == (index, "", 100.0, "ACTIVE", "ethernet")
+    assert (port.gid_index, port.fault, port.gbits, port.state, port.link) == (
+        index,
+        "",
+        100.0,
+        "ACTIVE",
+        "ethernet",
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +116,11 @@ def test_the_best_gid_is_one_of_roce_v2_with_an_address(
         ({"kind": "4: RNIC"}, {0: (IPV4, V2)}, "it is iWARP"),
         ({"node": False}, {0: (IPV4, V2)}, "no device node: load the kernel module ib_uverbs"),
         ({}, {}, "entry 0 of its GID table is empty: give its interface an IP address"),
-        ({}, {0: (IPV4, V1)}, "entry 0 of its GID table is of IB/RoCE v1, not of RoCE v2: choose another one"),
+        (
+            {},
+            {0: (IPV4, V1)},
+            "entry 0 of its GID table is of IB/RoCE v1, not of RoCE v2: choose another one",
+        ),
         ({"link": "InfiniBand"}, {}, "is a subnet manager running"),
     ],
 )
@@ -124,7 +136,9 @@ def test_what_is_in_the_way_of_a_port_is_named(
 def test_a_node_that_may_not_be_opened(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.add("mlx5_0", {0: (IPV4, V2)})
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(TransportUnavailable, match=r"uverbs0 cannot be opened: give the container /dev/infiniband"):
+    with pytest.raises(
+        TransportUnavailable, match=r"uverbs0 cannot be opened: give the container /dev/infiniband"
+    ):
         machine.usable()
 
 
@@ -138,7 +152,10 @@ def test_a_machine_without_devices(machine: Machine, tmp_path: Path) -> None:
 def test_ports_may_be_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.add("mlx5_0", {0: (LINK, V2), 3: (IPV4, V2)})
     machine.add("mlx5_1", {0: (IPV4, V2)})
-    assert [(port.device, port.gid_index) for port in machine.usable("mlx5_1, mlx5_0:1:0")] == [("mlx5_1", 0), ("mlx5_0", 0)]
+    assert [(port.device, port.gid_index) for port in machine.usable("mlx5_1, mlx5_0:1:0")] == [
+        ("mlx5_1", 0),
+        ("mlx5_0", 0),
+    ]
     monkeypatch.setenv(rdma.PORTS_VARIABLE, "mlx5_1")
     assert [port.device for port in machine.usable()] == ["mlx5_1"]
     assert [port.device for port in machine.usable("mlx5_0")] == ["mlx5_0"]
@@ -165,7 +182,13 @@ def theirs(*ports: Port) -> tuple[RdmaPort, ...]:
 
 def test_who_is_nearest_is_read_through() -> None:
     mine = [port("10.1.0.1"), port("10.2.0.1"), port("fe80::1")]
-    others = theirs(port("10.2.0.9"), port("10.1.0.9"), port("192.168.0.1"), port("2001:db8::1"), port("fe80::2"))
+    others = theirs(
+        port("10.2.0.9"),
+        port("10.1.0.9"),
+        port("192.168.0.1"),
+        port("2001:db8::1"),
+        port("fe80::2"),
+    )
     found = pairs(mine, others)
     assert found[:3] == [(2, 4), (0, 1), (1, 0)]
     assert sorted(found) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 4)]
@@ -175,7 +198,11 @@ def test_who_is_nearest_is_read_through() -> None:
 def test_equal_ways_take_turns_and_faster_ones_come_first() -> None:
     mine = [port("10.0.0.1"), port("10.0.0.1"), port("10.0.0.1", gbits=400)]
     assert pairs(mine, theirs(port("10.0.0.2", gbits=400)))[0] == (2, 0)
-    assert [pairs(mine[:2], theirs(port("10.0.0.2")), turn)[0] for turn in range(3)] == [(0, 0), (1, 0), (0, 0)]
+    assert [pairs(mine[:2], theirs(port("10.0.0.2")), turn)[0] for turn in range(3)] == [
+        (0, 0),
+        (1, 0),
+        (0, 0),
+    ]
 
 
 def test_infiniband_is_one_subnet() -> None:
@@ -189,14 +216,22 @@ def test_infiniband_is_one_subnet() -> None:
 
 
 def test_ports_that_are_nonsense_are_reached_by_nobody() -> None:
-    assert pairs([port("10.0.0.1")], [RdmaPort("ethernet", b"short", 1.0), RdmaPort("x", bytes(16), 1.0)]) == []
+    assert (
+        pairs(
+            [port("10.0.0.1")], [RdmaPort("ethernet", b"short", 1.0), RdmaPort("x", bytes(16), 1.0)]
+        )
+        == []
+    )
     assert "nonsense" in rdma.apart([port("10.0.0.1")], [RdmaPort("ethernet", b"short", 1.0)])
 
 
-# ------------------------------------------------------------------------------------------------- registered memory
+# -------------------------------------------------------------------------------------------------
+# registered memory
 
 
-def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, soft: int, capabilities: int, pinned_kib: int) -> Path:
+def limits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, soft: int, capabilities: int, pinned_kib: int
+) -> Path:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, soft))
     status = tmp_path / "status"
     status.write_text(f"Name:\tx\nVmPin:\t{pinned_kib:8} kB\nCapEff:\t{capabilities:016x}\n")
@@ -213,9 +248,16 @@ def test_what_fits_under_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_who_is_above_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert rdma.memlock_fault(2**40, limits(monkeypatch, tmp_path, 65536, 1 << 14, 0)) is None  # CAP_IPC_LOCK
-    assert rdma.memlock_fault(2**40, limits(monkeypatch, tmp_path, resource.RLIM_INFINITY, 0, 0)) is None
-    assert rdma.memlock_fault(1, limits(monkeypatch, tmp_path, 0, ~(1 << 14) & 2**40 - 1, 0)) is not None
+    # CAP_IPC_LOCK
+    assert rdma.memlock_fault(2**40, limits(monkeypatch, tmp_path, 65536, 1 << 14, 0)) is None
+    assert (
+        rdma.memlock_fault(2**40, limits(monkeypatch, tmp_path, resource.RLIM_INFINITY, 0, 0))
+        is None
+    )
+    assert (
+        rdma.memlock_fault(1, limits(monkeypatch, tmp_path, 0, ~(1 << 14) & 2**40 - 1, 0))
+        is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,7 +270,9 @@ def test_who_is_above_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         (0, errno.EINVAL, r"7 bytes cannot be registered \(Invalid argument\)"),
     ],
 )
-def test_why_memory_cannot_be_registered(monkeypatch: pytest.MonkeyPatch, limit: int, code: int, text: str) -> None:
+def test_why_memory_cannot_be_registered(
+    monkeypatch: pytest.MonkeyPatch, limit: int, code: int, text: str
+) -> None:
     import os
     import re
 
@@ -236,7 +280,8 @@ def test_why_memory_cannot_be_registered(monkeypatch: pytest.MonkeyPatch, limit:
     assert re.search(text, rdma.registration_fault(OSError(code, os.strerror(code)), 7))
 
 
-# ---------------------------------------------------------------------------------------------------------- reading
+# --------------------------------------------------------------------------------------------------
+# reading
 
 
 def test_every_byte_is_read_once_wherever_it_is() -> None:
@@ -246,11 +291,27 @@ def test_every_byte_is_read_once_wherever_it_is() -> None:
         for _ in range(chance.randrange(1, 9)):
             here += chance.choice((0, 0, 3))
             size = chance.randrange(1, 40)
-            moves.append(Move(here, chance.randrange(2), here * 2 + 5000 if chance.random() < 0.3 else 9000 + here, 7, size))
+            moves.append(
+                Move(
+                    here,
+                    chance.randrange(2),
+                    here * 2 + 5000 if chance.random() < 0.3 else 9000 + here,
+                    7,
+                    size,
+                )
+            )
             here += size
-        wanted = {(m.here + n, m.here_key, m.there + n, m.there_key) for m in moves for n in range(m.nbytes)}
+        wanted = {
+            (m.here + n, m.here_key, m.there + n, m.there_key)
+            for m in moves
+            for n in range(m.nbytes)
+        }
         pieces = list(cut(moves, 16))
-        got = [(m.here + n, m.here_key, m.there + n, m.there_key) for m in pieces for n in range(m.nbytes)]
+        got = [
+            (m.here + n, m.here_key, m.there + n, m.there_key)
+            for m in pieces
+            for n in range(m.nbytes)
+        ]
         assert len(got) == len(wanted)
         assert set(got) == wanted
         assert max(piece.nbytes for piece in pieces) <= 16

@@ -26,11 +26,14 @@ class Slots:
 
 
 class Queue:
-    """Completes what it is told to, in order, as a device does: those that are signaled are told of."""
+    """Completes what it is told to, in order, as a device does: those that are signaled are told
+    of.
+    """
 
     def __init__(self, slots: Slots, generation: int, depth: int) -> None:
         self.posted: list[Move] = []
-        self.generation: int | None = generation  # None: it says that it has read the word, and has written nothing
+        # None: it says that it has read the word, and has written nothing
+        self.generation: int | None = generation
         self._slots = slots
         self._depth = depth
         self._flags: list[tuple[bool, bool]] = []
@@ -38,10 +41,14 @@ class Queue:
         self._told: list[tuple[int, int]] = []
         self._room = depth
 
-    def post(self, moves: Sequence[Move], first: int, signaled: frozenset[int], fenced: frozenset[int]) -> None:
+    def post(
+        self, moves: Sequence[Move], first: int, signaled: frozenset[int], fenced: frozenset[int]
+    ) -> None:
         assert first == len(self.posted)
         self.posted += moves
-        self._flags += [(number in signaled, number in fenced) for number in range(first, first + len(moves))]
+        self._flags += [
+            (number in signaled, number in fenced) for number in range(first, first + len(moves))
+        ]
         self._room -= len(moves)
         assert self._room >= 0, "the queue takes no more"
 
@@ -54,7 +61,9 @@ class Queue:
             assert is_fenced == self.is_word(number)
             assert is_signaled or not is_fenced
             if is_fenced and self.generation is not None:
-                self._slots.word(self.posted[number].here - self._slots.address).value = self.generation
+                self._slots.word(
+                    self.posted[number].here - self._slots.address
+                ).value = self.generation
             if is_signaled or status:
                 self._told.append((number, status))
             self._done += 1
@@ -87,7 +96,14 @@ def test_a_group_is_proved_by_its_word_alone() -> None:
     add(reads, 1, 3)
     add(reads, 2, 1)
     reads.post()
-    assert [queue.is_word(number) for number in range(6)] == [False, False, False, True, False, True]
+    assert [queue.is_word(number) for number in range(6)] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
     queue.complete(3)
     assert proved(reads) == []
     queue.complete(1)

@@ -1,4 +1,6 @@
-"""How memory is registered, with a stand-in for pyverbs. Whether a device understands: tests/rdma."""
+"""How memory is registered, with a stand-in for pyverbs. Whether a device understands:
+tests/rdma.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +74,17 @@ class Memory:
 def test_gpu_memory_is_registered_as_a_dma_buf(made: list[dict[str, Any]]) -> None:
     device = WithDmaBuf()
     keys = verbs.Registered("domain", Memory(device)).keys(9000, 10)
-    assert made[1:] == [{"kind": "dma-buf", "nbytes": NBYTES, "access": 5, "dmabuf": device.given[0], "offset": 512}]
+    assert made[1:] == [
+        {"kind": "dma-buf", "nbytes": NBYTES, "access": 5, "dmabuf": device.given[0], "offset": 512}
+    ]
     assert keys == verbs.Keys(1, 2, 512 - 8192)  # addresses begin with the dma-buf
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(device.given[0])
 
 
-def test_gpu_memory_is_registered_by_its_address_where_that_is_known(made: list[dict[str, Any]]) -> None:
+def test_gpu_memory_is_registered_by_its_address_where_that_is_known(
+    made: list[dict[str, Any]],
+) -> None:
     made[0]["refused"] = ("dma-buf",)
     for device in (Double(), WithDmaBuf()):
         assert verbs.Registered("domain", Memory(device)).keys(8192, NBYTES) == verbs.Keys(1, 2)
@@ -91,7 +97,10 @@ def test_gpu_memory_that_cannot_be_reached_is_tried_once(made: list[dict[str, An
     made[0]["refused"] = ("dma-buf", "address")
     memory = Memory(WithDmaBuf())
     registered, gone = verbs.Registered("domain", memory), weakref.ref(memory)
-    with pytest.raises(OSError, match=r"double:0 and this device do not reach each other \(dma-buf: .*; peer memory: .*\)"):
+    with pytest.raises(
+        OSError,
+        match=r"double:0 and this device do not reach each other \(dma-buf: .*; peer memory: .*\)",
+    ):
         registered.keys(8192, 1)
     made[0]["refused"] = ()
     with pytest.raises(OSError, match="do not reach each other"):

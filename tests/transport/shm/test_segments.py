@@ -1,4 +1,6 @@
-"""Memory that other processes can map: what is in it, what it costs, and what a reader takes from a peer."""
+"""Memory that other processes can map: what is in it, what it costs, and what a reader takes from a
+peer.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def copied(segment: MappedSegment) -> bytes:
 
 def memfds() -> int:
     links = [
-        os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").exists()
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if Path(f"/proc/self/fd/{fd}").exists()
     ]
     return sum("memfd:tensorhub" in link for link in links)
 
@@ -57,7 +61,9 @@ def test_tensors_are_alike_and_one_segment_has_them_all() -> None:
     for name, tensor in given.items():
         assert (made[name].shape, made[name].dtype) == (tensor.shape, tensor.dtype), name
         assert not made[name].any()
-    assert all(tensor.is_contiguous() for tensor in made.values() if isinstance(tensor, torch.Tensor))
+    assert all(
+        tensor.is_contiguous() for tensor in made.values() if isinstance(tensor, torch.Tensor)
+    )
     made["tied"].fill_(2)
     assert made["tied too"].eq(2).all()
     found = describe(made)  # they can be registered
@@ -116,7 +122,9 @@ def test_what_has_no_plain_bytes_is_refused(tensor: object) -> None:
 
 def test_a_module_is_no_mapping() -> None:
     for given in (torch.nn.Linear(2, 2), 3, None):
-        with pytest.raises(InvalidType, match="give a mapping of names to tensors; of a module, its state_dict"):
+        with pytest.raises(
+            InvalidType, match="give a mapping of names to tensors; of a module, its state_dict"
+        ):
             shared_empty_like(given)  # type: ignore[arg-type]
 
 

@@ -1,9 +1,11 @@
-"""Accepting the connections of a listening socket, and bounding those that have not authenticated: pending connections.
+"""Accepting the connections of a listening socket, and bounding those that have not authenticated:
+pending connections.
 
-There is a cap on pending connections. At the cap a new connection closes an old one: the oldest of its own address if that
-address has `PENDING_PER_ADDRESS_MAX` or more, else the oldest of all. So a flood from one address closes its own connections
-only, and a handshake that takes its usual milliseconds is over before its connection is the oldest. The deadline of a
-handshake is the caller's: `serve` runs it.
+There is a cap on pending connections. At the cap a new connection closes an old one: the oldest of
+its own address if that address has `PENDING_PER_ADDRESS_MAX` or more, else the oldest of all. So a
+flood from one address closes its own connections only, and a handshake that takes its usual
+milliseconds is over before its connection is the oldest. The deadline of a handshake is the
+caller's: `serve` runs it.
 """
 
 from __future__ import annotations
@@ -53,9 +55,17 @@ class _Pending:
 class AcceptLoop:
     """The accept loop of one listener."""
 
-    def __init__(self, listener: socket.socket, pending_max: int, serve: Serve, closings: Tally, shortages: Tally) -> None:
-        """`listener`: a non-blocking one, which stays the caller's. `serve` serves a non-blocking connection to its end, and
-        calls its second argument once the peer has authenticated; until then it may be cancelled.
+    def __init__(
+        self,
+        listener: socket.socket,
+        pending_max: int,
+        serve: Serve,
+        closings: Tally,
+        shortages: Tally,
+    ) -> None:
+        """`listener`: a non-blocking one, which stays the caller's. `serve` serves a non-blocking
+        connection to its end, and calls its second argument once the peer has authenticated; until
+        then it may be cancelled.
         """
         self._listener = listener
         self._pending_max = pending_max
@@ -67,7 +77,10 @@ class AcceptLoop:
         self._by_address: dict[str, dict[_Pending, None]] = {}
 
     def __repr__(self) -> str:
-        return f"<AcceptLoop: {len(self._pending)} of {self._pending_max} pending, of {len(self._by_address)} addresses>"
+        return (
+            f"<AcceptLoop: {len(self._pending)} of {self._pending_max} pending, of "
+            f"{len(self._by_address)} addresses>"
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -75,7 +88,9 @@ class AcceptLoop:
         return not self._pending and not self._is_readable()
 
     async def run(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Accept until cancelled, and serve in these tasks. Raises OSError if the listener is unusable."""
+        """Accept until cancelled, and serve in these tasks. Raises OSError if the listener is
+        unusable.
+        """
         try:
             while True:
                 await anyio.wait_readable(self._listener)
@@ -92,7 +107,9 @@ class AcceptLoop:
                     pending.connection.close()
 
     def _accept_some(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Accept the connections that wait. What keeps one of them out, such as a lack of descriptors, is raised."""
+        """Accept the connections that wait. What keeps one of them out, such as a lack of
+        descriptors, is raised.
+        """
         for _ in range(ACCEPTED_PER_TURN):
             try:
                 connection, address = self._listener.accept()
@@ -105,7 +122,9 @@ class AcceptLoop:
             if len(self._pending) >= self._pending_max:
                 mine = self._by_address.get(pending.address, {})
                 among = mine if len(mine) >= PENDING_PER_ADDRESS_MAX else self._pending
-                self._close(next(iter(among)), f"more than {self._pending_max} connections are pending")
+                self._close(
+                    next(iter(among)), f"more than {self._pending_max} connections are pending"
+                )
             self._pending[pending] = None
             self._by_address.setdefault(pending.address, {})[pending] = None
             tasks.start_soon(self._run, pending)
@@ -120,10 +139,12 @@ class AcceptLoop:
             pending.connection.close()
 
     async def _make_room(self, reason: str) -> None:
-        """Descriptors are short: a quarter of the pending connections goes, and one at least, unless no connection waits:
-        the kernel reports a lack of descriptors even then.
+        """Descriptors are short: a quarter of the pending connections goes, and one at least,
+        unless no connection waits: the kernel reports a lack of descriptors even then.
         """
-        self._shortages.count(reason=reason, advice="raise `ulimit -n` if it is descriptors that are missing")
+        self._shortages.count(
+            reason=reason, advice="raise `ulimit -n` if it is descriptors that are missing"
+        )
         if not self._is_readable():
             return
         oldest = list(self._pending)[: max(1, len(self._pending) // 4)]
@@ -172,7 +193,8 @@ def network_of(host: object) -> str:
 
 
 def caps(sessions_max: int, descriptors: int | None = None) -> tuple[int, int]:
-    """How many pending connections and how many sessions fit so many descriptors, at most `sessions_max` of these.
+    """How many pending connections and how many sessions fit so many descriptors, at most
+    `sessions_max` of these.
 
     None: this process' limit, `ulimit -n`. Each connection is one descriptor.
     """
@@ -188,7 +210,9 @@ def descriptors_for(sessions: int) -> int:
 
 
 def pending_readers_max() -> int:
-    """How many pending connections each listener of an owner may have: most descriptors of its process are its user's."""
+    """How many pending connections each listener of an owner may have: most descriptors of its
+    process are its user's.
+    """
     return max(1, min(PENDING_READERS_MAX, _descriptors() // 8))
 
 

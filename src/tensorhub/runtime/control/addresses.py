@@ -1,6 +1,8 @@
-"""Where a coordinator is: addresses that say it, and names that are looked up anew at each connection.
+"""Where a coordinator is: addresses that say it, and names that are looked up anew at each
+connection.
 
-Responsible for the schemes of addresses. Not responsible for "tcp://host:port" itself (`types`), nor for connecting.
+Responsible for the schemes of addresses. Not responsible for "tcp://host:port" itself (`types`),
+nor for connecting.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import anyio.to_thread
 from tensorhub.errors import CoordinatorUnavailable, StateError
 from tensorhub.types import check_name, parse_address
 
-# By scheme, a module whose `look_up(name)` gives the coordinator's "tcp://host:port" of now. It is named and not imported:
-# it is an adapter, above this layer, and brings its framework.
+# By scheme, a module whose `look_up(name)` gives the coordinator's "tcp://host:port" of now. It is
+# named and not imported: it is an adapter, above this layer, and brings its framework.
 LOOKED_UP: Final = {"ray-actor": "tensorhub.integrations.ray"}
 
 
 def check_address(address: object) -> None:
-    """Raise InvalidValue or InvalidType unless it is a coordinator's address, or a name that can be looked up."""
+    """Raise InvalidValue or InvalidType unless it is a coordinator's address, or a name that can be
+    looked up.
+    """
     scheme, name = _split(address)
     if scheme in LOOKED_UP:
         check_name("coordinator", name)
@@ -42,9 +46,13 @@ async def locate(address: str) -> tuple[str, int]:
     try:
         look_up = import_module(LOOKED_UP[scheme]).look_up
     except ImportError as error:
-        raise CoordinatorUnavailable(f"{address} cannot be looked up here: {error}", retryable=False) from error
+        raise CoordinatorUnavailable(
+            f"{address} cannot be looked up here: {error}", retryable=False
+        ) from error
     # The look-up may take longer than its caller waits; its thread is abandoned then.
-    return parse_address(await anyio.to_thread.run_sync(partial(look_up, name), abandon_on_cancel=True))
+    return parse_address(
+        await anyio.to_thread.run_sync(partial(look_up, name), abandon_on_cancel=True)
+    )
 
 
 def _split(address: object) -> tuple[str, str]:

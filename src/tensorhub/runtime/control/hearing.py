@@ -22,15 +22,27 @@ import anyio.lowlevel
 from tensorhub.coordinator import Event, Received
 from tensorhub.errors import StateError
 from tensorhub.logs import get_logger
-from tensorhub.messages import Describe, FromWorker, GetManifest, GetPart, GetPublication, Join, Register
+from tensorhub.messages import (
+    Describe,
+    FromWorker,
+    GetManifest,
+    GetPart,
+    GetPublication,
+    Join,
+    Register,
+)
 from tensorhub.protocol.secret import is_loopback
 from tensorhub.runtime.control.session import ReadOnlyAnswers, Session, call_soon
 from tensorhub.types import parse_address
 
 ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
 MESSAGES_PER_TURN = 4  # of one session; then the next one has a turn
-ADVICE = "set Options.advertise or Options.listen_host there, or have it connect by an address that is not loopback"
-TURNS_S = 0.005  # for the turns of all sessions, one message at least; then the loop does everything else
+ADVICE = (
+    "set Options.advertise or Options.listen_host there, or have it connect by an address "
+    "that is not loopback"
+)
+# for the turns of all sessions, one message at least; then the loop does everything else
+TURNS_S = 0.005
 
 log = get_logger("tensorhub.coordinator")
 
@@ -45,7 +57,8 @@ class Hearing:
         self._step = step
         self._reach = Reach()
         self._call_soon = call_soon()
-        self._queue: deque[Callable[[float], object]] = deque()  # turns, which are told until when they may last
+        # turns, which are told until when they may last
+        self._queue: deque[Callable[[float], object]] = deque()
         self._is_called = False  # the next ones will be given
 
     def __repr__(self) -> str:
@@ -85,7 +98,9 @@ class Hearing:
         self._step(Received(session.number, message))
 
     async def hear(self, session: Session) -> None:
-        """Pass on what the peer says, for as long as it takes what it is told. Returns at its end."""
+        """Pass on what the peer says, for as long as it takes what it is told. Returns at its
+        end.
+        """
         messages, kind = session.messages, session.kind
         ear = _Ear(self, session) if kind.places is None else None
         while True:
@@ -97,7 +112,9 @@ class Hearing:
             if isinstance(message, LongQuestion):
                 await self._answer_at_length(session, message)
             else:
-                await session.wait_taken(0 if isinstance(kind.answers, ReadOnlyAnswers) else ANSWERS_UNREAD_MAX)
+                await session.wait_taken(
+                    0 if isinstance(kind.answers, ReadOnlyAnswers) else ANSWERS_UNREAD_MAX
+                )
                 async with kind.places or contextlib.nullcontext():
                     self.take(session, message)
                     if ear is None:
@@ -139,8 +156,8 @@ class _Ear:
         self._failure: Exception | None = None  # for the task to raise
 
     async def listen(self) -> FromWorker | None:
-        """Hear the session until its task has to go on: with this message; None: with the next one, or the end. Raises what
-        `receive` raises, and whatever comes of a message.
+        """Hear the session until its task has to go on: with this message; None: with the next one,
+        or the end. Raises what `receive` raises, and whatever comes of a message.
         """
         self._is_open, self._is_shut = True, anyio.Event()
         self._session.messages.tell_news(self._news)
@@ -191,7 +208,9 @@ class _Ear:
 
 
 def loopback_address(join: Join) -> str:
-    """The loopback address that a worker advertises for readers on any host; "": it advertises another one, or none."""
+    """The loopback address that a worker advertises for readers on any host; "": it advertises
+    another one, or none.
+    """
     for endpoint in join.endpoints:
         try:
             if endpoint.transport == "tcp" and is_loopback(parse_address(endpoint.address)[0]):
@@ -202,11 +221,12 @@ def loopback_address(join: Join) -> str:
 
 
 class Reach:
-    """Warns if workers of one coordinator are on several hosts, and one worker registers memory at an address that only its
-    own host reaches.
+    """Warns if workers of one coordinator are on several hosts, and one worker registers memory at
+    an address that only its own host reaches.
 
-    A worker listens for readers on the address by which it has reached its coordinator. On the coordinator's own machine, or
-    behind a tunnel, that is 127.0.0.1. While all workers are on one host, nothing is wrong with it, and nothing is said.
+    A worker listens for readers on the address by which it has reached its coordinator. On the
+    coordinator's own machine, or behind a tunnel, that is 127.0.0.1. While all workers are on one
+    host, nothing is wrong with it, and nothing is said.
     """
 
     def __init__(self) -> None:
@@ -233,5 +253,8 @@ class Reach:
             self._unreachable = join
 
     def _warn(self, join: Join) -> None:
-        reason = f"it advertises {loopback_address(join)}, and there are workers on other hosts than {join.location.host!r}"
+        reason = (
+            f"it advertises {loopback_address(join)}, and there are workers on other hosts "
+            f"than {join.location.host!r}"
+        )
         log.warning("worker_out_of_reach", source=join.name, reason=reason, advice=ADVICE)

@@ -1,8 +1,10 @@
-"""The secrets that this process uses now: a sequence. It presents the first one and accepts each of them.
+"""The secrets that this process uses now: a sequence. It presents the first one and accepts each of
+them.
 
-A token that a caller or the environment gives never changes. A token file is read again while it is in use, so that a
-cluster changes its token without a stop: "old, new", then "new, old", then "new", everywhere. While the file cannot be used
-(half written, gone, open to others), its last good tokens stay in force. May be used from any thread.
+A token that a caller or the environment gives never changes. A token file is read again while it is
+in use, so that a cluster changes its token without a stop: "old, new", then "new, old", then "new",
+everywhere. While the file cannot be used (half written, gone, open to others), its last good tokens
+stay in force. May be used from any thread.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def open_keyring(found: Secret | Path) -> Sequence[Secret]:
 
 
 class TokenFile(Sequence[Secret]):
-    """The tokens of a file. The file is read each time: its time of change is too coarse to show every change."""
+    """The tokens of a file. The file is read each time: its time of change is too coarse to show
+    every change.
+    """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises AuthenticationFailed for a file that cannot be used."""
@@ -72,7 +76,11 @@ class TokenFile(Sequence[Secret]):
         except AuthenticationFailed as error:
             tokens, problem = self._tokens, str(error)
         if problem and problem != self._problem:
-            log.warning("token_file_not_taken", reason=problem, instead="the tokens that it had before stay in force")
+            log.warning(
+                "token_file_not_taken",
+                reason=problem,
+                instead="the tokens that it had before stay in force",
+            )
         elif tokens != self._tokens or (self._problem and not problem):
             log.info("token_file_read", path=str(self.path), tokens=len(tokens))
         self._tokens, self._problem = tokens, problem

@@ -1,8 +1,9 @@
 """A worker's connection to its coordinator: one session at a time, for as long as the worker lives.
 
-Responsible for connecting and reconnecting, for the heartbeat, for giving up a session in which nothing comes back, and for
-a bounded queue of messages to the coordinator. Not responsible for the messages: the `SessionHandler` is given those that
-come, and is told when each session begins and ends.
+Responsible for connecting and reconnecting, for the heartbeat, for giving up a session in which
+nothing comes back, and for a bounded queue of messages to the coordinator. Not responsible for the
+messages: the `SessionHandler` is given those that come, and is told when each session begins and
+ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ import anyio
 import anyio.abc
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, ProtocolError, StateError, TensorHubError, shortage
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    OperationTimeout,
+    ProtocolError,
+    StateError,
+    TensorHubError,
+    shortage,
+)
 from tensorhub.logs import get_logger
 from tensorhub.messages import (
     NO_REQUEST,
@@ -38,14 +46,17 @@ from tensorhub.types import Incarnation, Options
 from tensorhub.worker.heartbeats import Heartbeats
 
 OUTBOX_MESSAGES_MAX = 8192
-BEHIND = "it has more to do than it comes to, was stopped, or the way is slow: calls take longer by that"
+BEHIND = (
+    "it has more to do than it comes to, was stopped, or the way is slow: calls take longer by that"
+)
 RECONNECT_S_FIRST = 0.05
 RECONNECT_S_MAX = 2.0
 
 log = get_logger("tensorhub.worker")
 
 Messages = MessageStream[FromCoordinator]
-Dial = Callable[[str, int], Awaitable[anyio.abc.ByteStream]]  # a connection to (host, port); raises OSError
+# a connection to (host, port); raises OSError
+Dial = Callable[[str, int], Awaitable[anyio.abc.ByteStream]]
 
 
 class SessionHandler(Protocol):
@@ -91,8 +102,10 @@ class CoordinatorLink:
         self.local_host = ""  # the address by which the coordinator was reached
         self.welcome_came = anyio.Event()
         self.refusal = ""  # why the coordinator took no session of this worker, the last time
-        self._outbox: MemoryObjectSendStream[FromWorker] | None = None  # of the session, while there is one
-        self._outbox_done = anyio.Event()  # all that was queued for the present session is said, or never will be
+        # of the session, while there is one
+        self._outbox: MemoryObjectSendStream[FromWorker] | None = None
+        # all that was queued for the present session is said, or never will be
+        self._outbox_done = anyio.Event()
         self._beats = Heartbeats(options.lease_s)
         self._closing = False
 
@@ -138,10 +151,13 @@ class CoordinatorLink:
             await self._outbox.aclose()
             await self._outbox_done.wait()
 
-    # --------------------------------------------------------------------------------------------- connecting
+    # ---------------------------------------------------------------------------------------------
+    # connecting
 
     async def connect_first(self) -> Messages:
-        """As `connect`. A coordinator that cannot be reached yet is waited for, `Options.coordinator_wait_s` long."""
+        """As `connect`. A coordinator that cannot be reached yet is waited for,
+        `Options.coordinator_wait_s` long.
+        """
         for_s, wait_s, reason = self._options.coordinator_wait_s, RECONNECT_S_FIRST, ""
         deadline = anyio.current_time() + for_s
         while True:
@@ -153,13 +169,18 @@ class CoordinatorLink:
                     raise
                 if not reason:
                     reason = str(error)
-                    log.warning("coordinator_awaited", coordinator=self.addresses, for_s=for_s, reason=reason)
+                    log.warning(
+                        "coordinator_awaited",
+                        coordinator=self.addresses,
+                        for_s=for_s,
+                        reason=reason,
+                    )
             await anyio.sleep(min(wait_s, left_s))
             wait_s = min(wait_s * 2, RECONNECT_S_MAX)
 
     async def connect(self) -> Messages:
-        """A connection to the first coordinator that takes one. Raises CoordinatorUnavailable, AuthenticationFailed,
-        ProtocolError, StateError (this process lacks something).
+        """A connection to the first coordinator that takes one. Raises CoordinatorUnavailable,
+        AuthenticationFailed, ProtocolError, StateError (this process lacks something).
         """
         problems, refusal = list[str](), list[TensorHubError]()
         for address in self._addresses:
@@ -174,11 +195,14 @@ class CoordinatorLink:
             except TensorHubError as error:
                 if not error.retryable:
                     raise
-                refusal.append(error)  # a proxy before a coordinator that is gone closes: another address may do
+                # a proxy before a coordinator that is gone closes: another address may do
+                refusal.append(error)
         if refusal:
             raise refusal[0]
         reasons = "; ".join(problems)
-        raise CoordinatorUnavailable(f"no coordinator can be reached ({reasons}): is one running there? (tensorhub serve)")
+        raise CoordinatorUnavailable(
+            f"no coordinator can be reached ({reasons}): is one running there? (tensorhub serve)"
+        )
 
     async def _connect(self, address: str) -> Messages:
         with anyio.move_on_after(self._options.connect_timeout_s) as scope:
@@ -214,9 +238,12 @@ class CoordinatorLink:
             try:
                 messages = await self.connect()
             except TensorHubError as error:
-                log.warning("coordinator_unreachable", coordinator=self.addresses, reason=str(error))
+                log.warning(
+                    "coordinator_unreachable", coordinator=self.addresses, reason=str(error)
+                )
 
-    # --------------------------------------------------------------------------------------------- one session
+    # ---------------------------------------------------------------------------------------------
+    # one session
 
     async def _hold_session(self, messages: Messages, ready: Callable[[], None]) -> bool:
         """One session, to its end. True if it was welcomed."""
@@ -250,7 +277,9 @@ class CoordinatorLink:
                         self._ears.received(message)
                 tasks.cancel_scope.cancel()
         except* (ConnectionLost, TensorHubError) as group:
-            log.warning("coordinator_lost", coordinator=self.addresses, reason=str(group.exceptions[0]))
+            log.warning(
+                "coordinator_lost", coordinator=self.addresses, reason=str(group.exceptions[0])
+            )
         finally:
             self._outbox_done.set()
             if self._outbox is outbox:
@@ -259,7 +288,10 @@ class CoordinatorLink:
         return welcomed.is_set()
 
     async def _talk(
-        self, messages: Messages, to_say: MemoryObjectReceiveStream[FromWorker], scope: anyio.CancelScope
+        self,
+        messages: Messages,
+        to_say: MemoryObjectReceiveStream[FromWorker],
+        scope: anyio.CancelScope,
     ) -> None:
         async for message in to_say:
             await messages.send(message)
@@ -276,13 +308,21 @@ class CoordinatorLink:
             await anyio.sleep(self._beats.every_s)
             if self._beats.is_in_vain():
                 raise ConnectionLost(f"nothing was heard for {self.lease_s:g} s")
-            if self._beats.late_s > self._beats.every_s:  # with one beat, it may have been this process that was stopped
-                log.warning("coordinator_behind", coordinator=self.addresses, seconds=self._beats.late_s, reason=BEHIND)
+            # with one beat, it may have been this process that was stopped
+            if self._beats.late_s > self._beats.every_s:
+                log.warning(
+                    "coordinator_behind",
+                    coordinator=self.addresses,
+                    seconds=self._beats.late_s,
+                    reason=BEHIND,
+                )
             self.say(self._beats.next())
 
 
 def _causes(error: BaseException) -> tuple[BaseException, ...]:
-    """The causes of an error: anyio's own error for several addresses of a host does not name them."""
+    """The causes of an error: anyio's own error for several addresses of a host does not name
+    them.
+    """
     cause = error.__cause__ if isinstance(error, OSError) and error.errno is None else None
     if isinstance(cause, BaseExceptionGroup):
         return cause.exceptions
@@ -291,4 +331,5 @@ def _causes(error: BaseException) -> tuple[BaseException, ...]:
 
 def _text(error: BaseException) -> str:
     number = error.errno if isinstance(error, OSError) else None
-    return os.strerror(number) if number is not None and number > 0 else str(error)  # below 0: of getaddrinfo
+    # below 0: of getaddrinfo
+    return os.strerror(number) if number is not None and number > 0 else str(error)

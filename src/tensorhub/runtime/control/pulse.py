@@ -22,7 +22,8 @@ LATE = 1 / 8  # of a lease: a coordinator that is so late says so
 BUSY = 1 / 2  # of a core: a process that has used so much of it since the last look was not stopped
 TOO_MUCH = "it has more to do than it comes to"
 STOPPED = "it was stopped, or others had the processor"
-TURNS_TO_CORE = 4  # of the loop: in fewer, bytes that it has taken from the kernel have come to the core, or to a wait
+# of the loop: in fewer, bytes that it has taken from the kernel have come to the core, or to a wait
+TURNS_TO_CORE = 4
 
 log = get_logger("tensorhub.coordinator")
 
@@ -42,8 +43,12 @@ class Pulse:
         """How long what comes waits for its turn now."""
         return max(self._late_s, clock.now() - self._due)
 
-    async def keep(self, lease_s: float, sessions: Callable[[], int], catch_up: Callable[[], Awaitable[None]]) -> None:
-        """Look, until cancelled. `sessions`: how many there are, for the log. `catch_up` waits for all that waits now."""
+    async def keep(
+        self, lease_s: float, sessions: Callable[[], int], catch_up: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Look, until cancelled. `sessions`: how many there are, for the log. `catch_up` waits for
+        all that waits now.
+        """
         worst_s = 0.0
         while True:
             since, used_s = clock.now(), time.thread_time()
@@ -56,7 +61,13 @@ class Pulse:
                 busy = (time.thread_time() - used_s) / (clock.now() - since)
                 reason = TOO_MUCH if busy > BUSY else STOPPED
                 late_s = round(self._late_s, 1)
-                log.warning("coordinator_behind", seconds=late_s, sessions=sessions(), busy=round(busy, 2), reason=reason)
+                log.warning(
+                    "coordinator_behind",
+                    seconds=late_s,
+                    sessions=sessions(),
+                    busy=round(busy, 2),
+                    reason=reason,
+                )
             elif worst_s:
                 log.info("coordinator_caught_up", seconds=round(worst_s, 1), sessions=sessions())
                 worst_s = 0.0

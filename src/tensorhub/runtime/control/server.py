@@ -1,7 +1,7 @@
 """The coordinator's shell: sockets, a clock and a store around `coordinator.Coordinator`.
 
-Responsible for sessions (their handshake and their end), for feeding events to the core one at a time,
-and for carrying out its actions in order. Decides nothing. Runs on asyncio and trio alike.
+Responsible for sessions (their handshake and their end), for feeding events to the core one at a
+time, and for carrying out its actions in order. Decides nothing. Runs on asyncio and trio alike.
 
 A connection that has not authenticated belongs to the `AcceptLoop`. A session may send only small
 frames before Join, which has to come soon; afterwards its lease keeps it. The server reads a few
@@ -67,11 +67,16 @@ LOST_NAMED_MAX = 16  # workers, of those that are lost within TALLY_S
 SILENT_PER_STEP = 64  # sessions; each may end a worker
 READ_ONLY_HEARD_MAX = 16  # messages of all read-only sessions together, in each round of turns
 FIRST_FRAME_BYTES_MAX = 65_536  # of a session that has not said Join
-READ_ONLY_FRAME_BYTES_MAX = 2**20  # of a read-only one that has; who publishes nothing says nothing long
-UNDECODED_BYTES_MAX = 2**30  # of all sessions' frames that are large, and not whole or not heard yet; one frame at least
-READ_ONLY_UNDECODED_BYTES_MAX = 2**26  # the same of all read-only sessions, which are not counted there
-ANSWERS_BYTES_MAX = 2**30  # of long answers, to all full sessions together, that are on their way; one frame at least
-READ_ONLY_ANSWERS_BYTES_MAX = 2**26  # of all answers that are queued to read-only sessions; one frame at least
+# of a read-only one that has; who publishes nothing says nothing long
+READ_ONLY_FRAME_BYTES_MAX = 2**20
+# of all sessions' frames that are large, and not whole or not heard yet; one frame at least
+UNDECODED_BYTES_MAX = 2**30
+# the same of all read-only sessions, which are not counted there
+READ_ONLY_UNDECODED_BYTES_MAX = 2**26
+# of long answers, to all full sessions together, that are on their way; one frame at least
+ANSWERS_BYTES_MAX = 2**30
+# of all answers that are queued to read-only sessions; one frame at least
+READ_ONLY_ANSWERS_BYTES_MAX = 2**26
 
 log = get_logger("tensorhub.coordinator")
 
@@ -79,7 +84,9 @@ log = get_logger("tensorhub.coordinator")
 class CoordinatorServer:
     """One coordinator on one listening address. `await run(...)` serves until cancelled."""
 
-    def __init__(self, *, options: Options, secrets_accepted: Sequence[bytes], store: Store) -> None:
+    def __init__(
+        self, *, options: Options, secrets_accepted: Sequence[bytes], store: Store
+    ) -> None:
         self.address = ""  # "tcp://host:port", once it listens
         self._options = options
         self._secrets = secrets_accepted
@@ -108,7 +115,9 @@ class CoordinatorServer:
         self._shortness = Tally(log.warning, "no_descriptors_for_more_sessions")
         frame_bytes_max = options.frame_bytes_max
         self._full = Kind(
-            frame_bytes_max, Pot(max(UNDECODED_BYTES_MAX, frame_bytes_max)), Pot(max(ANSWERS_BYTES_MAX, frame_bytes_max))
+            frame_bytes_max,
+            Pot(max(UNDECODED_BYTES_MAX, frame_bytes_max)),
+            Pot(max(ANSWERS_BYTES_MAX, frame_bytes_max)),
         )
         self._read_only = Kind(
             min(READ_ONLY_FRAME_BYTES_MAX, frame_bytes_max),
@@ -157,15 +166,22 @@ class CoordinatorServer:
                 sessions_max=self._sessions_max,
             )
             ready()
-            self._accept_loop = AcceptLoop(listener, self._pending_max, self._serve, self._closings, self._shortages)
+            self._accept_loop = AcceptLoop(
+                listener, self._pending_max, self._serve, self._closings, self._shortages
+            )
             await self._accept_loop.run(tasks)
 
     async def _listen(self, host: str, port: int) -> anyio.abc.Listener[anyio.abc.SocketStream]:
         try:
             with anyio.fail_after(self._options.connect_timeout_s):
-                multi = await anyio.create_tcp_listener(local_host=host, local_port=port, backlog=sockets.BACKLOG)
+                multi = await anyio.create_tcp_listener(
+                    local_host=host, local_port=port, backlog=sockets.BACKLOG
+                )
         except TimeoutError as error:
-            text = f"host {host!r} was not resolved within {self._options.connect_timeout_s:g} s: give an address"
+            text = (
+                f"host {host!r} was not resolved within {self._options.connect_timeout_s:g} s: "
+                f"give an address"
+            )
             raise StateError(text, retryable=True) from error
         except OSError as error:
             cause: BaseException = error.__cause__ or error
@@ -173,7 +189,10 @@ class CoordinatorServer:
                 raise lack from error
             number = getattr(cause, "errno", None)
             if errno.EADDRINUSE in (number, error.errno):
-                advice = "is in use: stop whoever listens there, or choose another port (0 takes a free one)"
+                advice = (
+                    "is in use: stop whoever listens there, or choose another port (0 takes a "
+                    "free one)"
+                )
             elif errno.EACCES in (number, error.errno):
                 advice = "needs more rights: choose a port above 1023"
             else:
@@ -188,10 +207,13 @@ class CoordinatorServer:
         self.address = format_address(str(bound[0]), int(bound[1]))
         return first
 
-    # ---------------------------------------------------------------------------------------------------- the core
+    # ----------------------------------------------------------------------------------------------
+    # the core
 
     def _step(self, event: Event) -> None:
-        """Feed one event, and do what follows. Never awaits: nothing comes between an event and its actions."""
+        """Feed one event, and do what follows. Never awaits: nothing comes between an event and its
+        actions.
+        """
         for action in self._core.step(event, self._now()):
             match action:
                 case Send():
@@ -232,14 +254,15 @@ class CoordinatorServer:
         messages.
         """
         session = self._sessions.get(number)
-        if session is not None and not session.is_ending:  # what it says meanwhile does not put its end off
+        # what it says meanwhile does not put its end off
+        if session is not None and not session.is_ending:
             session.is_ending = True
             session.scope.deadline = self._now() + LAST_WORDS_S
             self._send(number, None)
 
     async def _keep_time(self) -> None:
-        """Let time pass for the core when it wants that. Most deadlines are moved on before they come: this is no business
-        of most events, and what wakes too early looks when to wake next.
+        """Let time pass for the core when it wants that. Most deadlines are moved on before they
+        come: this is no business of most events, and what wakes too early looks when to wake next.
         """
         while True:
             deadline = self._core.next_deadline()
@@ -247,7 +270,10 @@ class CoordinatorServer:
                 self._step(Tick())
                 await anyio.lowlevel.checkpoint()
                 continue
-            self._is_sooner, self._wakes_at = anyio.Event(), math.inf if deadline is None else deadline
+            self._is_sooner, self._wakes_at = (
+                anyio.Event(),
+                math.inf if deadline is None else deadline,
+            )
             with anyio.move_on_after(self._wakes_at - self._now()):
                 await self._is_sooner.wait()
 
@@ -287,7 +313,11 @@ class CoordinatorServer:
                 await anyio.lowlevel.checkpoint()
             for first in range(0, len(quiet), SILENT_PER_STEP):
                 few = quiet[first : first + SILENT_PER_STEP]
-                silent = [each for each in few if self._waits_for_peer(each) and self._has_nothing_unread(each)]
+                silent = [
+                    each
+                    for each in few
+                    if self._waits_for_peer(each) and self._has_nothing_unread(each)
+                ]
                 self._step(Silent(tuple(silent)))
                 await anyio.lowlevel.checkpoint()
 
@@ -307,7 +337,9 @@ class CoordinatorServer:
         if number == DOOR:
             return self._nobody_comes()
         session = self._sessions.get(number)
-        return session is not None and (not session.messages.readiness & ~select.POLLOUT or session.is_deaf())
+        return session is not None and (
+            not session.messages.readiness & ~select.POLLOUT or session.is_deaf()
+        )
 
     def _waits_for_peer(self, number: int) -> bool:
         if number == DOOR:
@@ -316,35 +348,52 @@ class CoordinatorServer:
         return session is not None and (session.messages.awaits_bytes or session.is_deaf())
 
     def _nobody_comes(self) -> bool:
-        """Whether no connection waits to be accepted, nor for its handshake, nor has one still to say Join."""
-        joining = any(each.scope.deadline < math.inf and not each.is_ending for each in self._sessions.values())
+        """Whether no connection waits to be accepted, nor for its handshake, nor has one still to
+        say Join.
+        """
+        joining = any(
+            each.scope.deadline < math.inf and not each.is_ending
+            for each in self._sessions.values()
+        )
         return not joining and self._accept_loop.is_empty
 
     async def _keep_access(self) -> None:
-        """End the sessions of tokens that are no longer accepted, also of peers that only listen. A peer that has another
-        token connects again, and goes on.
+        """End the sessions of tokens that are no longer accepted, also of peers that only listen. A
+        peer that has another token connects again, and goes on.
         """
         while True:
             await anyio.sleep(LOOK_S)
             accepted = tuple(self._secrets)
             for number, session in self._sessions.items():
                 if session.secret not in accepted:
-                    log.info("session_closed", session=number, reason="its token is not accepted any more")
+                    log.info(
+                        "session_closed",
+                        session=number,
+                        reason="its token is not accepted any more",
+                    )
                     session.scope.cancel()
 
-    # ------------------------------------------------------------------------------------------------- one session
+    # ----------------------------------------------------------------------------------------------
+    # one session
 
     async def _serve(self, connection: socket.socket, authenticated: Callable[[], None]) -> None:
-        """One connection, from its first byte to its last. Whatever a peer does, it costs only this connection."""
+        """One connection, from its first byte to its last. Whatever a peer does, it costs only this
+        connection.
+        """
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             stream = self._poller.stream(connection)
         except OSError:  # its peer has gone already
             return
         try:
-            async with MessageStream(stream, FROM_WORKER, self._options.frame_bytes_max) as messages:
+            async with MessageStream(
+                stream, FROM_WORKER, self._options.frame_bytes_max
+            ) as messages:
                 handshake = ServerHandshake(
-                    "coordinator", self._incarnation, self._secrets, secrets.token_bytes(NONCE_BYTES)
+                    "coordinator",
+                    self._incarnation,
+                    self._secrets,
+                    secrets.token_bytes(NONCE_BYTES),
                 )
                 await messages.handshake(handshake, self._options.connect_timeout_s)
                 authenticated()
@@ -354,7 +403,9 @@ class CoordinatorServer:
         except TensorHubError as error:
             self._refusals.count(kind=type(error).__name__, reason=str(error))
 
-    async def _converse(self, messages: MessageStream[FromWorker], handshake: ServerHandshake) -> None:
+    async def _converse(
+        self, messages: MessageStream[FromWorker], handshake: ServerHandshake
+    ) -> None:
         self._sessions_minted += 1
         number = self._sessions_minted
         kind = self._read_only if handshake.read_only else self._full
@@ -364,7 +415,11 @@ class CoordinatorServer:
         if handshake.peer.role == "worker":
             session.scope.deadline = self._now() + self._options.connect_timeout_s
         self._tell_if_short()
-        self._step(Connected(number, handshake.client_incarnation, handshake.peer.role, handshake.read_only))
+        self._step(
+            Connected(
+                number, handshake.client_incarnation, handshake.peer.role, handshake.read_only
+            )
+        )
         try:
             with session.scope:
                 async with anyio.create_task_group() as tasks:
@@ -390,4 +445,6 @@ class CoordinatorServer:
         """
         if self._sessions_max < min(len(self._sessions), self._options.sessions_max):
             needed = descriptors_for(self._options.sessions_max)
-            self._shortness.count(sessions=self._sessions_max, advice=f"raise `ulimit -n` to {needed}")
+            self._shortness.count(
+                sessions=self._sessions_max, advice=f"raise `ulimit -n` to {needed}"
+            )

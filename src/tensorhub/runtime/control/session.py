@@ -5,8 +5,8 @@ Responsible for the bounded queue to a peer, for one send for all that has gathe
 of the loop, and for the turns and the room of long answers. Not responsible for reading messages
 (`hearing`).
 
-A long answer to a full session waits until there is room for it. An answer to a read-only session never waits: it is encoded
-when it is queued, and `ReadOnlyAnswers` counts its bytes.
+A long answer to a full session waits until there is room for it. An answer to a read-only session
+never waits: it is encoded when it is queued, and `ReadOnlyAnswers` counts its bytes.
 """
 
 from __future__ import annotations
@@ -45,25 +45,30 @@ from tensorhub.types import Options
 OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut off
 SAID_AT_ONCE_MAX = 64  # messages in one send
 
-LongAnswer = Description | ManifestReply | PublicationReply | Compare  # what has its room taken before it is sent
+# what has its room taken before it is sent
+LongAnswer = Description | ManifestReply | PublicationReply | Compare
 
 log = get_logger("tensorhub.coordinator")
 
 
 class ReadOnlyAnswers:
-    """Counts the bytes of every answer that is queued to a read-only session. If there are too many, the session that has
-    taken nothing for the longest time is cut off.
+    """Counts the bytes of every answer that is queued to a read-only session. If there are too
+    many, the session that has taken nothing for the longest time is cut off.
     """
 
     def __init__(self, nbytes_max: int) -> None:
         self.nbytes_max = nbytes_max
         self.nbytes = 0
-        self._by_session: dict[Session, int] = {}  # the session that has taken nothing for the longest time is first
+        # the session that has taken nothing for the longest time is first
+        self._by_session: dict[Session, int] = {}
         self._cut: dict[Session, int] = {}  # those that are cut off, and have not ended yet
         self._fewer = anyio.Event()
 
     def __repr__(self) -> str:
-        return f"<ReadOnlyAnswers: {self.nbytes} of {self.nbytes_max} bytes, to {len(self._by_session)} sessions>"
+        return (
+            f"<ReadOnlyAnswers: {self.nbytes} of {self.nbytes_max} bytes, to "
+            f"{len(self._by_session)} sessions>"
+        )
 
     async def wait_room(self) -> None:
         """Until the sessions that are cut off have ended, if there are too many bytes."""
@@ -84,7 +89,9 @@ class ReadOnlyAnswers:
             slowest.cut_off("read-only sessions do not take their answers")
 
     def took_some(self, session: Session) -> None:
-        """The peer of this session has taken something. The bytes are given back once it has taken everything."""
+        """The peer of this session has taken something. The bytes are given back once it has taken
+        everything.
+        """
         nbytes = self._by_session.pop(session, 0)
         if session.unread and nbytes:
             self._by_session[session] = nbytes
@@ -102,20 +109,26 @@ class ReadOnlyAnswers:
 
 @dataclass(slots=True)
 class Kind:
-    """What all full sessions share, or all read-only ones: so read-only sessions never keep full ones waiting."""
+    """What all full sessions share, or all read-only ones: so read-only sessions never keep full
+    ones waiting.
+    """
 
     frame_bytes_max: int
     pot: Pot  # for their frames that are not whole or not heard yet
-    answers: Pot | ReadOnlyAnswers  # for what is long, and on its way to them; to read-only sessions, for everything
+    # for what is long, and on its way to them; to read-only sessions, for everything
+    answers: Pot | ReadOnlyAnswers
     turn: anyio.Lock = field(default_factory=anyio.Lock)  # to be answered at length
     page_turn: anyio.Lock = field(default_factory=anyio.Lock)  # to be sent a page of digests
-    places: anyio.Semaphore | None = None  # to be heard, in each round of all sessions; None: for every one
+    # to be heard, in each round of all sessions; None: for every one
+    places: anyio.Semaphore | None = None
 
 
 def call_soon() -> Callable[[Callable[[], None]], object]:
     """What has the loop that runs now call something in its next turn."""
     native: Any = anyio.lowlevel.current_token().native_token
-    found: Callable[[Callable[[], None]], object] = getattr(native, "call_soon", None) or native.run_sync_soon
+    found: Callable[[Callable[[], None]], object] = (
+        getattr(native, "call_soon", None) or native.run_sync_soon
+    )
     return found
 
 
@@ -175,10 +188,12 @@ class Session:
         self.has_joined = False  # it has said Join before it had to end
         self.join: Join | None = None  # what it said then
         self.is_ending = False  # its last words are being said
-        self.unread = 0  # messages that the peer has not taken, those that are on their way included
+        # messages that the peer has not taken, those that are on their way included
+        self.unread = 0
         self._options = options
         self._turn = turn
-        self._outbox: deque[FromCoordinator | bytes | None] = deque()  # bytes: encoded already; None: nothing more is said
+        # bytes: encoded already; None: nothing more is said
+        self._outbox: deque[FromCoordinator | bytes | None] = deque()
         self._has_words = anyio.Event()  # for `talk`
         self._talks = False  # `talk` is at it
         self._begun = 0  # messages that `speak` has sent in part
@@ -186,7 +201,9 @@ class Session:
         self._moved = anyio.Event()  # see `wait_moved`
 
     def __repr__(self) -> str:
-        return f"<Session {self.number}: {self.unread} unread{', ending' if self.is_ending else ''}>"
+        return (
+            f"<Session {self.number}: {self.unread} unread{', ending' if self.is_ending else ''}>"
+        )
 
     def is_deaf(self) -> bool:
         """Whether it is the peer that does not take what it is told."""
@@ -295,16 +312,22 @@ class Session:
             return self._turn.encoded(message)
         if isinstance(message, Description):
             late_s = self._turn.pulse.behind_s
-            models: Any = tuple(replace(model, coordinator_behind_s=late_s) for model in message.models)
+            models: Any = tuple(
+                replace(model, coordinator_behind_s=late_s) for model in message.models
+            )
             message = replace(message, models=models)
         return _encoded(message, self._options.frame_bytes_max)
 
     async def _say_at_length(self, message: LongAnswer, answers: Pot) -> None:
-        """The turn stays this session's until there is room for its answer, so that no other answer is made meanwhile.
-        Nothing else can be said while an answer is on its way, so the peer must take it within a lease.
+        """The turn stays this session's until there is room for its answer, so that no other answer
+        is made meanwhile. Nothing else can be said while an answer is on its way, so the peer must
+        take it within a lease.
         """
-        # Pages go unasked to many at once: one is encoded and waits for room, and an answer waits for no more than that.
-        async with self.kind.page_turn if isinstance(message, Compare) else contextlib.nullcontext():
+        # Pages go unasked to many at once: one is encoded and waits for room, and an answer waits
+        # for no more than that.
+        async with (
+            self.kind.page_turn if isinstance(message, Compare) else contextlib.nullcontext()
+        ):
             body = self._encoded(message)
             await answers.take(len(body))
         try:
@@ -312,7 +335,10 @@ class Session:
             with anyio.move_on_after(self._options.lease_s) as sending:
                 await self.messages.send_encoded(body)
             if sending.cancelled_caught:
-                text = f"an answer of {len(body)} bytes was not taken within {self._options.lease_s:g} s"
+                text = (
+                    f"an answer of {len(body)} bytes was not taken within "
+                    f"{self._options.lease_s:g} s"
+                )
                 raise ConnectionLost(text)
         finally:
             answers.give_back(len(body))
@@ -326,7 +352,11 @@ def _encoded(message: LongAnswer, bytes_max: int) -> bytes:
         body = codec.encode(message)
         if len(body) <= bytes_max:
             return body
-        what = f"it has {len(body)} bytes, frames have {bytes_max} at most (Options.frame_bytes_max)"
+        what = (
+            f"it has {len(body)} bytes, frames have {bytes_max} at most (Options.frame_bytes_max)"
+        )
     except ProtocolError as error:
         what = str(error)
-    return codec.encode(Refused(message.request, ErrorInfo.of(StateError(f"the answer cannot be sent: {what}"))))
+    return codec.encode(
+        Refused(message.request, ErrorInfo.of(StateError(f"the answer cannot be sent: {what}")))
+    )

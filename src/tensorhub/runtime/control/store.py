@@ -1,7 +1,8 @@
-"""What a coordinator must not forget (R2): marks, lineages, retention, pins, commit records, and its own identity.
+"""What a coordinator must not forget (R2): marks, lineages, retention, pins, commit records, and
+its own identity.
 
-Responsible for durability: an entry that `write` returned for survives a crash of process and machine. Not responsible
-for what the entries mean.
+Responsible for durability: an entry that `write` returned for survives a crash of process and
+machine. Not responsible for what the entries mean.
 """
 
 from __future__ import annotations
@@ -41,33 +42,39 @@ from tensorhub.types import OpKey
 
 PUBLICATIONS_READ_MAX = 64  # newest of each model, at the start, besides retained and pinned ones
 PUBLICATIONS_KEPT_MAX = (
-    4096  # newest of each model, that a rollback may make the newest again; besides retained and pinned ones
+    # newest of each model, that a rollback may make the newest again; besides retained and pinned
+    # ones
+    4096
 )
 PRUNED_AT = 256  # deleted at once, so that not every publish deletes
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS cluster (id TEXT NOT NULL, epoch INTEGER NOT NULL, format INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS cluster (
+    id TEXT NOT NULL, epoch INTEGER NOT NULL, format INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS publications (
-    model TEXT NOT NULL, lineage INTEGER NOT NULL, number INTEGER NOT NULL, content_id TEXT NOT NULL,
-    nbytes INTEGER NOT NULL, world_size INTEGER NOT NULL, layout_id TEXT NOT NULL,
-    "group" TEXT NOT NULL, epoch INTEGER NOT NULL, sequence INTEGER NOT NULL, manifest_ids BLOB NOT NULL,
+    model TEXT NOT NULL, lineage INTEGER NOT NULL, number INTEGER NOT NULL,
+    content_id TEXT NOT NULL, nbytes INTEGER NOT NULL, world_size INTEGER NOT NULL,
+    layout_id TEXT NOT NULL,
+    "group" TEXT NOT NULL, epoch INTEGER NOT NULL, sequence INTEGER NOT NULL,
+    manifest_ids BLOB NOT NULL,
     PRIMARY KEY (model, lineage, number));
 CREATE TABLE IF NOT EXISTS decisions (
     model TEXT NOT NULL, "group" TEXT NOT NULL, epoch INTEGER NOT NULL, sequence INTEGER NOT NULL,
-    number INTEGER NOT NULL, content_id TEXT NOT NULL, nbytes INTEGER NOT NULL, world_size INTEGER NOT NULL,
-    PRIMARY KEY (model, "group"));
+    number INTEGER NOT NULL, content_id TEXT NOT NULL, nbytes INTEGER NOT NULL,
+    world_size INTEGER NOT NULL, PRIMARY KEY (model, "group"));
 CREATE TABLE IF NOT EXISTS models (
-    model TEXT NOT NULL PRIMARY KEY, lineage INTEGER NOT NULL DEFAULT 0, mark INTEGER, rollback TEXT NOT NULL DEFAULT '',
-    retain INTEGER NOT NULL DEFAULT 0);
+    model TEXT NOT NULL PRIMARY KEY, lineage INTEGER NOT NULL DEFAULT 0, mark INTEGER,
+    rollback TEXT NOT NULL DEFAULT '', retain INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS pins (
-    pin TEXT NOT NULL PRIMARY KEY, incarnation TEXT NOT NULL, model TEXT NOT NULL, number INTEGER NOT NULL,
-    content_id TEXT NOT NULL);
+    pin TEXT NOT NULL PRIMARY KEY, incarnation TEXT NOT NULL, model TEXT NOT NULL,
+    number INTEGER NOT NULL, content_id TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS digested (
     model TEXT NOT NULL, number INTEGER NOT NULL, content_id TEXT NOT NULL, roots BLOB NOT NULL,
     PRIMARY KEY (model, number));
 CREATE TABLE IF NOT EXISTS described (
     model TEXT NOT NULL, number INTEGER NOT NULL, content_id TEXT NOT NULL, layout TEXT NOT NULL,
     PRIMARY KEY (model, number));
-CREATE TABLE IF NOT EXISTS layouts (id TEXT NOT NULL, place INTEGER NOT NULL, blob BLOB NOT NULL, PRIMARY KEY (id, place));
+CREATE TABLE IF NOT EXISTS layouts (
+    id TEXT NOT NULL, place INTEGER NOT NULL, blob BLOB NOT NULL, PRIMARY KEY (id, place));
 CREATE TABLE IF NOT EXISTS pruned (model TEXT NOT NULL PRIMARY KEY, up_to INTEGER NOT NULL);
 """
 _OF_VERSIONS = ("publications", "digested", "described")
@@ -81,7 +88,8 @@ _RECORDS: tuple[tuple[type, Callable[[Durable], Sequence[object]]], ...] = (
     (Digested, lambda durable: durable.digested),
     (Described, lambda durable: durable.described),
 )
-_UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # the latter where SQLite's own words repeat what it has read
+# the latter where SQLite's own words repeat what it has read
+_UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 
 
 log = get_logger("tensorhub.coordinator")
@@ -112,7 +120,8 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.cluster = secrets.token_hex(8)
-        self.epoch = 1 + secrets.randbelow(2**30)  # what belongs to a former one's operations does not fit this one's (G9)
+        # what belongs to a former one's operations does not fit this one's (G9)
+        self.epoch = 1 + secrets.randbelow(2**30)
 
     def read(self) -> Durable:
         return Durable()
@@ -125,7 +134,9 @@ class MemoryStore:
 
 
 class SqliteStore:
-    """Entries in `state_dir`, each transaction synced to the disk. One coordinator at a time may have it open."""
+    """Entries in `state_dir`, each transaction synced to the disk. One coordinator at a time may
+    have it open.
+    """
 
     blocks = True
 
@@ -150,7 +161,8 @@ class SqliteStore:
             text = f"the state_dir {path} is in use by another coordinator: give each its own"
             raise StateError(text, retryable=True) from error
         try:
-            for name in (_DATABASE, f"{_DATABASE}-wal", f"{_DATABASE}-shm"):  # SQLite gives new ones the mode of the first
+            # SQLite gives new ones the mode of the first
+            for name in (_DATABASE, f"{_DATABASE}-wal", f"{_DATABASE}-shm"):
                 if name == _DATABASE or os.path.lexists(path / name):
                     os.close(_private(path / name))
             self._open(path)
@@ -177,7 +189,10 @@ class SqliteStore:
                     or type(row[1]) is not int
                     or not 0 <= row[1] < 2**31
                 ):
-                    raise StateError(f"it is damaged: its cluster is called {brief(row[0])}, its epoch is {brief(row[1])}")
+                    raise StateError(
+                        f"it is damaged: its cluster is called {brief(row[0])}, its epoch is "
+                        f"{brief(row[1])}"
+                    )
                 self.cluster, self.epoch = row[0], row[1] + 1
                 self._db.execute("UPDATE cluster SET epoch = ?", (self.epoch,))
         except BaseException:
@@ -209,43 +224,81 @@ class SqliteStore:
         for each in found.publications:
             model = models.get(each.model, ModelRecord(each.model))
             if model.mark is None or each.number > model.mark or each.lineage > model.lineage:
-                raise self._damaged(f"version {each.number} of {each.model!r} is beyond its model's mark")
-            if len(each.manifest_ids) not in (0, 2 * ID_BYTES * each.world_size):  # all who hold it would be turned away
-                raise self._damaged(f"the ids of the manifests of version {each.number} of {each.model!r} are cut")
+                raise self._damaged(
+                    f"version {each.number} of {each.model!r} is beyond its model's mark"
+                )
+            # all who hold it would be turned away
+            if len(each.manifest_ids) not in (0, 2 * ID_BYTES * each.world_size):
+                raise self._damaged(
+                    f"the ids of the manifests of version {each.number} of {each.model!r} are cut"
+                )
         return found
 
     def _damaged(self, what: str) -> StateError:
         return StateError(
-            f"the state_dir {self._path} is damaged ({what}): restore it from a copy, or begin with another one"
+            f"the state_dir {self._path} is damaged ({what}): restore it from a copy, or begin "
+            f"with another one"
         )
 
     def _read(self) -> Durable:
-        lost = self._db.execute("SELECT model FROM publications WHERE model NOT IN (SELECT model FROM models)").fetchone()
+        lost = self._db.execute(
+            "SELECT model FROM publications WHERE model NOT IN (SELECT model FROM models)"
+        ).fetchone()
         if lost is not None:
             raise self._damaged(f"of {lost[0]!r} only versions are there")
         publications = self._db.execute(
             "SELECT model, lineage, number, content_id, nbytes, world_size, layout_id, "
             '"group", epoch, sequence, manifest_ids FROM (SELECT *, row_number() OVER '
-            "(PARTITION BY model ORDER BY lineage DESC, number DESC) AS age FROM publications) AS p "
+            "(PARTITION BY model ORDER BY lineage DESC, number DESC) AS age FROM publications) AS "
+            "p "
             "WHERE age <= max(?, (SELECT retain FROM models WHERE model = p.model)) "
             "OR content_id IN (SELECT content_id FROM pins) ORDER BY model, number",
             (PUBLICATIONS_READ_MAX,),
         ).fetchall()
         decisions = self._db.execute(
-            'SELECT model, "group", epoch, sequence, number, content_id, nbytes, world_size FROM decisions '
+            'SELECT model, "group", epoch, sequence, number, content_id, nbytes, world_size FROM '
+            "decisions "
             'ORDER BY model, "group"'
         )
-        models = self._db.execute("SELECT model, lineage, mark, rollback, retain FROM models ORDER BY model")
+        models = self._db.execute(
+            "SELECT model, lineage, mark, rollback, retain FROM models ORDER BY model"
+        )
         known = "(SELECT model, number, content_id FROM publications)"
         of_publications = f"WHERE (model, number, content_id) IN {known} ORDER BY model, number"
-        digested = self._db.execute(f"SELECT model, number, content_id, roots FROM digested {of_publications}")
-        described = self._db.execute(f"SELECT model, number, content_id, layout FROM described {of_publications}").fetchall()
+        digested = self._db.execute(
+            f"SELECT model, number, content_id, roots FROM digested {of_publications}"
+        )
+        described = self._db.execute(
+            f"SELECT model, number, content_id, layout FROM described {of_publications}"
+        ).fetchall()
         layouts = {layout: self._layout(layout) for layout in {row[-1] for row in described}}
-        pins = self._db.execute("SELECT pin, incarnation, model, number, content_id FROM pins ORDER BY pin")
+        pins = self._db.execute(
+            "SELECT pin, incarnation, model, number, content_id FROM pins ORDER BY pin"
+        )
         return Durable(
             publications=tuple(
-                Publication(model, lineage, number, content_id, nbytes, world_size, layout_id, OpKey(model, *key), ids)
-                for model, lineage, number, content_id, nbytes, world_size, layout_id, *key, ids in publications
+                Publication(
+                    model,
+                    lineage,
+                    number,
+                    content_id,
+                    nbytes,
+                    world_size,
+                    layout_id,
+                    OpKey(model, *key),
+                    ids,
+                )
+                for (
+                    model,
+                    lineage,
+                    number,
+                    content_id,
+                    nbytes,
+                    world_size,
+                    layout_id,
+                    *key,
+                    ids,
+                ) in publications
             ),
             decisions=tuple(
                 Decision(OpKey(model, group, epoch, sequence), model, *content)
@@ -254,12 +307,17 @@ class SqliteStore:
             models=tuple(ModelRecord(*row) for row in models.fetchall()),
             pins=tuple(Pinned(*row) for row in pins.fetchall()),
             digested=tuple(Digested(*row) for row in digested.fetchall()),
-            described=tuple(Described(model, number, ident, *layouts[layout]) for model, number, ident, layout in described),
+            described=tuple(
+                Described(model, number, ident, *layouts[layout])
+                for model, number, ident, layout in described
+            ),
         )
 
     def _layout(self, ident: str) -> tuple[bytes, tuple[bytes, ...]]:
         """A description, and all that the description names. Versions of one layout share them."""
-        rows = self._db.execute("SELECT blob FROM layouts WHERE id = ? ORDER BY place", (ident,)).fetchall()
+        rows = self._db.execute(
+            "SELECT blob FROM layouts WHERE id = ? ORDER BY place", (ident,)
+        ).fetchall()
         blobs = [blob for (blob,) in rows if type(blob) is bytes]
         try:
             named = Published.decode(blobs[0] if blobs else b"").part_ids
@@ -288,13 +346,30 @@ class SqliteStore:
                 self._write(entry.decision())
                 self._prune(entry.model)
             case Decision():
-                row = (entry.model, *_key(entry.key), entry.number, entry.content_id, entry.nbytes, entry.world_size)
+                row = (
+                    entry.model,
+                    *_key(entry.key),
+                    entry.number,
+                    entry.content_id,
+                    entry.nbytes,
+                    entry.world_size,
+                )
                 self._db.execute("INSERT OR REPLACE INTO decisions VALUES (?,?,?,?,?,?,?,?)", row)
             case Rollback():
                 changed = "lineage = ?, mark = ?, rollback = substr(? || rollback, 1, ?)"
-                self._change(entry.model, changed, entry.lineage, entry.to, f"{entry.ident}\n", IDENTS_CHARS_MAX)
+                self._change(
+                    entry.model,
+                    changed,
+                    entry.lineage,
+                    entry.to,
+                    f"{entry.ident}\n",
+                    IDENTS_CHARS_MAX,
+                )
                 for table in _OF_VERSIONS:
-                    self._db.execute(f"DELETE FROM {table} WHERE model = ? AND number > ?", (entry.model, entry.to))
+                    self._db.execute(
+                        f"DELETE FROM {table} WHERE model = ? AND number > ?",
+                        (entry.model, entry.to),
+                    )
                 self._stand_in(entry)
             case Retention():
                 self._change(entry.model, "retain = ?", entry.retain)
@@ -308,21 +383,39 @@ class SqliteStore:
                 self._db.execute("INSERT OR REPLACE INTO digested VALUES (?,?,?,?)", roots)
             case Described():
                 layout = id_of(entry.description)
-                if self._db.execute("SELECT 1 FROM layouts WHERE id = ?", (layout,)).fetchone() is None:
+                if (
+                    self._db.execute("SELECT 1 FROM layouts WHERE id = ?", (layout,)).fetchone()
+                    is None
+                ):
                     blobs = enumerate((entry.description, *entry.parts))
-                    self._db.executemany("INSERT INTO layouts VALUES (?,?,?)", [(layout, *blob) for blob in blobs])
+                    self._db.executemany(
+                        "INSERT INTO layouts VALUES (?,?,?)", [(layout, *blob) for blob in blobs]
+                    )
                 described = (entry.model, entry.number, entry.content_id, layout)
                 self._db.execute("INSERT OR REPLACE INTO described VALUES (?,?,?,?)", described)
             case Forgotten():
-                self._db.execute('DELETE FROM decisions WHERE model = ? AND "group" = ?', (entry.model, entry.group))
+                self._db.execute(
+                    'DELETE FROM decisions WHERE model = ? AND "group" = ?',
+                    (entry.model, entry.group),
+                )
             case _:
                 assert_never(entry)
 
     def _prune(self, model: str) -> None:
-        """Delete its oldest publications, where there are too many: a coordinator that runs for years writes millions."""
-        newest = "SELECT number FROM publications WHERE model = ?1 ORDER BY lineage DESC, number DESC LIMIT 1 OFFSET"
+        """Delete its oldest publications, where there are too many: a coordinator that runs for
+        years writes millions.
+        """
+        newest = (
+            "SELECT number FROM publications WHERE model = ?1 ORDER BY lineage DESC, number "
+            "DESC LIMIT 1 OFFSET"
+        )
         kept = "(SELECT max(?2, retain) FROM models WHERE model = ?1)"
-        if self._db.execute(f"{newest} {kept} + ?3", (model, PUBLICATIONS_KEPT_MAX, PRUNED_AT)).fetchone() is None:
+        if (
+            self._db.execute(
+                f"{newest} {kept} + ?3", (model, PUBLICATIONS_KEPT_MAX, PRUNED_AT)
+            ).fetchone()
+            is None
+        ):
             return
         (up_to,) = self._db.execute(f"{newest} {kept}", (model, PUBLICATIONS_KEPT_MAX)).fetchone()
         old = "model = ? AND number <= ? AND content_id NOT IN (SELECT content_id FROM pins)"
@@ -338,7 +431,8 @@ class SqliteStore:
         known = "SELECT 1 FROM publications WHERE model = ?1 AND number = ?2"
         content_id = f"pruned-{secrets.token_hex(12)}"
         self._db.execute(
-            "INSERT INTO publications SELECT model, ?3, ?2, ?4, 0, 1, '', '', 0, 0, x'' FROM pruned "
+            "INSERT INTO publications SELECT model, ?3, ?2, ?4, 0, 1, '', '', 0, 0, x'' FROM "
+            "pruned "
             f"WHERE model = ?1 AND ?2 <= up_to AND NOT EXISTS ({known})",
             (rollback.model, rollback.to, rollback.lineage - 1, content_id),
         )
@@ -361,7 +455,10 @@ def _key(key: OpKey) -> tuple[str, int, int]:
 def _check_directory(path: Path) -> None:
     """Raise StateError if other users may write the state, OSError if the path is no directory."""
     if path.is_symlink():
-        raise StateError(f"the state_dir {path} is a symbolic link: give the directory itself, {os.path.realpath(path)!r}")
+        raise StateError(
+            f"the state_dir {path} is a symbolic link: give the directory itself, "
+            f"{os.path.realpath(path)!r}"
+        )
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -369,14 +466,22 @@ def _check_directory(path: Path) -> None:
         os.close(descriptor)
     if status.st_uid not in (0, os.geteuid()):
         whose = f"belongs to user {status.st_uid}, not to this process' user {os.geteuid()}"
-        raise StateError(f"the state_dir {path} {whose}: give a directory of its own (chown it, or another one)")
+        raise StateError(
+            f"the state_dir {path} {whose}: give a directory of its own (chown it, or another one)"
+        )
     if status.st_mode & stat.S_IWOTH:
         raise StateError(
-            f"the state_dir {path} can be written by everybody on this machine: chmod o-w it, or give another one"
+            f"the state_dir {path} can be written by everybody on this machine: chmod o-w it, or "
+            f"give another one"
         )
     if status.st_mode & stat.S_IWGRP:  # as Kubernetes' fsGroup makes its volumes
-        why = "who is in the group may change what is the newest version; chmod g-w it, unless it has to be so"
-        log.warning("state_dir_writable_by_group", state_dir=str(path), group=status.st_gid, hint=why)
+        why = (
+            "who is in the group may change what is the newest version; chmod g-w it, unless it "
+            "has to be so"
+        )
+        log.warning(
+            "state_dir_writable_by_group", state_dir=str(path), group=status.st_gid, hint=why
+        )
 
 
 def _private(path: Path) -> int:

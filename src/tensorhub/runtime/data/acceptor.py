@@ -34,8 +34,11 @@ from tensorhub.transport.owner import Lane
 from tensorhub.transport.read_server import ReadServer, not_served
 from tensorhub.types import Incarnation
 
-PATIENCE_S = 0.25  # how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
-ENDING_MAX = 64  # threads besides those that serve: of refused readers, and of lanes that were stopped and have not ended
+# how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
+PATIENCE_S = 0.25
+# threads besides those that serve: of refused readers, and of lanes that were stopped and have not
+# ended
+ENDING_MAX = 64
 REVOKED_S = 1.0  # between two looks for readers whose token is no longer accepted
 
 log = get_logger("tensorhub.owner")
@@ -43,8 +46,8 @@ log = get_logger("tensorhub.owner")
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """How readers are served. `secrets`: each is accepted, as they are now; b"" is open access. `shared_memory_uids`: see
-    `Options`.
+    """How readers are served. `secrets`: each is accepted, as they are now; b"" is open access.
+    `shared_memory_uids`: see `Options`.
     """
 
     incarnation: Incarnation
@@ -59,15 +62,24 @@ class ServeSettings:
 class _Acceptor:
     """One listener's connections. All belongs to the loop's thread."""
 
-    def __init__(self, listener: socket.socket, owner: SharedOwner, settings: ServeSettings) -> None:
+    def __init__(
+        self, listener: socket.socket, owner: SharedOwner, settings: ServeSettings
+    ) -> None:
         self.owner = owner
         self.settings = settings
         self.lanes: set[Lane] = set()  # all whose sockets are open
-        closings, shortages = Tally(log.warning, "pending_connection_closed"), Tally(log.warning, "accept_failed")
-        self.accept_loop = AcceptLoop(listener, pending_readers_max(), self._serve, closings, shortages)
+        closings, shortages = (
+            Tally(log.warning, "pending_connection_closed"),
+            Tally(log.warning, "accept_failed"),
+        )
+        self.accept_loop = AcceptLoop(
+            listener, pending_readers_max(), self._serve, closings, shortages
+        )
 
     async def _serve(self, accepted: socket.socket, authenticated: Callable[[], None]) -> None:
-        handshake = ServerHandshake("owner", self.settings.incarnation, self.settings.secrets, os.urandom(NONCE_BYTES))
+        handshake = ServerHandshake(
+            "owner", self.settings.incarnation, self.settings.secrets, os.urandom(NONCE_BYTES)
+        )
         try:
             await _authenticate(accepted, handshake, self.settings.handshake_timeout_s)
         except ConnectionLost:
@@ -77,7 +89,9 @@ class _Acceptor:
             return
         authenticated()
         if len(self.lanes) >= self.settings.readers_max + ENDING_MAX:
-            _unserved.count(reader=handshake.client_incarnation, reason="too many connections have not ended")
+            _unserved.count(
+                reader=handshake.client_incarnation, reason="too many connections have not ended"
+            )
             return
         connection = _tuned(accepted, self.settings.stall_timeout_s)
         if connection is not None:
@@ -93,13 +107,17 @@ class _Acceptor:
             self.lanes.add(lane)
             try:
                 limiter = anyio.CapacityLimiter(1)  # its place is taken already
-                await anyio.to_thread.run_sync(_serve_lane, lane, connection, handshake, self, limiter=limiter)
+                await anyio.to_thread.run_sync(
+                    _serve_lane, lane, connection, handshake, self, limiter=limiter
+                )
             finally:
                 connection.close()
                 self.lanes.remove(lane)
 
 
-async def _authenticate(connection: socket.socket, handshake: ServerHandshake, timeout_s: float) -> None:
+async def _authenticate(
+    connection: socket.socket, handshake: ServerHandshake, timeout_s: float
+) -> None:
     """Run the handshake in the loop, so that a pending connection takes no thread."""
     with anyio.move_on_after(timeout_s) as scope:
         while not handshake.done:
@@ -114,14 +132,18 @@ async def _authenticate(connection: socket.socket, handshake: ServerHandshake, t
             except OSError as error:
                 raise ConnectionLost(f"the connection is gone: {error!r}") from error
             finally:
-                if answer := handshake.data_to_send():  # also where the handshake has failed: it says why
-                    with contextlib.suppress(OSError):  # a peer that does not take so little is not worth waiting for
+                # also where the handshake has failed: it says why
+                if answer := handshake.data_to_send():
+                    # a peer that does not take so little is not worth waiting for
+                    with contextlib.suppress(OSError):
                         connection.send(answer)
     if scope.cancelled_caught:
         raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s")
 
 
-async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: ServeSettings) -> None:
+async def serve_readers(
+    listener: socket.socket, owner: SharedOwner, settings: ServeSettings
+) -> None:
     """Serve each connection to this non-blocking listener, until cancelled; then end all lanes.
     Leaves the listener open.
     """
@@ -143,7 +165,11 @@ async def _end_revoked(acceptor: _Acceptor) -> None:
     while True:
         await anyio.sleep(REVOKED_S)
         accepted = tuple(acceptor.settings.secrets)
-        for lane in [lane for lane in acceptor.lanes if lane.secret is not None and lane.secret not in accepted]:
+        for lane in [
+            lane
+            for lane in acceptor.lanes
+            if lane.secret is not None and lane.secret not in accepted
+        ]:
             _ended.count(reader=lane.reader, reason="its token is not accepted any more")
             acceptor.owner.stop(lane)
 
@@ -176,7 +202,8 @@ def _tuned(connection: socket.socket, stall_timeout_s: float) -> BlockingConnect
     return BlockingConnection(connection, stall_timeout_s=stall_timeout_s)
 
 
-# --------------------------------------------------------------------------------------------------- one lane
+# --------------------------------------------------------------------------------------------------
+# one lane
 
 
 _unserved = Tally(log.warning, "reader_refused")
@@ -184,8 +211,12 @@ _ended = Tally(log.info, "lane_ended")
 _meddled = Tally(log.warning, "frame_not_authentic")
 
 
-def _serve_lane(lane: Lane, connection: BlockingConnection, handshake: ServerHandshake, acceptor: _Acceptor) -> None:
-    """Serve one reader until it leaves, breaks the protocol, stops taking bytes, or the lane is stopped."""
+def _serve_lane(
+    lane: Lane, connection: BlockingConnection, handshake: ServerHandshake, acceptor: _Acceptor
+) -> None:
+    """Serve one reader until it leaves, breaks the protocol, stops taking bytes, or the lane is
+    stopped.
+    """
     owner, settings = acceptor.owner, acceptor.settings
     owner.add_lane(lane)
     try:
@@ -193,7 +224,9 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, handshake: ServerHan
             return
         reader, readers_max = Incarnation(handshake.client_incarnation), settings.readers_max
         refusal = owner.admit(lane, reader, readers_max, max(1, readers_max // 2))
-        with contextlib.closing(ReadServer(lane, connection, owner, owner.sides, settings.patience_s)) as server:
+        with contextlib.closing(
+            ReadServer(lane, connection, owner, owner.sides, settings.patience_s)
+        ) as server:
             while (read := server.pending() or _next_read(lane, connection)) is not None:
                 if handshake.secret not in settings.secrets:
                     raise AuthenticationFailed("its token is not accepted any more")
@@ -209,7 +242,9 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, handshake: ServerHan
     except StateError as error:  # this process' own: a GPU that has failed, or a lack of memory
         not_served.count(reader=lane.reader, reason=str(error))
     except TensorHubError as error:
-        (_meddled if isinstance(error, NotAuthentic) else _ended).count(reader=lane.reader, reason=str(error))
+        (_meddled if isinstance(error, NotAuthentic) else _ended).count(
+            reader=lane.reader, reason=str(error)
+        )
     # a defect: it costs this reader its connection, and no other reader anything (G11)
     except Exception:
         log.exception("lane_failed", reader=lane.reader)
@@ -223,8 +258,8 @@ def _next_read(lane: Lane, connection: BlockingConnection) -> FromReader | None:
         try:
             return connection.receive(FROM_READER)
         except OperationTimeout:
-            # Idle: a reader that is gone is found out by the socket's keepalive. One in the midst of a message, or that is
-            # not served, is given up.
+            # Idle: a reader that is gone is found out by the socket's keepalive. One in the midst
+            # of a message, or that is not served, is given up.
             if connection.is_inside_message or lane.reader is None:
                 raise
     return None

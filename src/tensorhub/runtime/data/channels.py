@@ -1,4 +1,5 @@
-"""A reader's channels: each to a granted source, over the best transport that the two workers have in common.
+"""A reader's channels: each to a granted source, over the best transport that the two workers have
+in common.
 
 The best transport is the first, in the order of preference, by which the source can be read: both
 workers have it, it reaches from one to the other, and no read has shown otherwise. A transport that
@@ -59,15 +60,18 @@ from tensorhub.types import (
 )
 
 PEERS_MAX = 4096  # that are remembered, of each kind of thing that is remembered of them
-FAILURES_MAX = 3  # of a transport with one source, one after the other; then the next transport is taken
+# of a transport with one source, one after the other; then the next transport is taken
+FAILURES_MAX = 3
 # for so long a transport is avoided, and twice as long each next time: the obstacle may be gone
 LEFT_S = 300.0
 LEFT_S_MAX = 86_400.0
 _LOOPBACK = (
-    "only the source's own host reaches that address, and this is another one: set Options.advertise or Options.listen_host "
+    "only the source's own host reaches that address, and this is another one: set "
+    "Options.advertise or Options.listen_host "
     "at the source, or have it connect to the coordinator by an address that is not loopback"
 )
-CONNECTION_CHUNKS = 32  # left to read for each further connection: the last chunks come by the slowest one
+# left to read for each further connection: the last chunks come by the slowest one
+CONNECTION_CHUNKS = 32
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -86,7 +90,13 @@ class _Left(NamedTuple):
 class Channels:
     """Those of one worker. `wanted`: names of transports, best first; None: all that work here."""
 
-    def __init__(self, secrets: Sequence[bytes], options: Options, location: Location, wanted: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        secrets: Sequence[bytes],
+        options: Options,
+        location: Location,
+        wanted: Sequence[str] | None,
+    ) -> None:
         self._secrets = secrets
         self._options = options
         self._location = location
@@ -94,10 +104,13 @@ class Channels:
         self._transports: tuple[Transport, ...] = ()
         self._kept: dict[str, Any] = {}  # see `Local.kept`
         self._lock = threading.Lock()  # guards the attributes below
-        self._not_shared: dict[tuple[str, str, str], str] = {}  # why, by (transport, incarnation, registration)
-        self._failures: dict[tuple[str, str], int] = {}  # by (transport, incarnation): since a read ended well
+        # why, by (transport, incarnation, registration)
+        self._not_shared: dict[tuple[str, str, str], str] = {}
+        # by (transport, incarnation): since a read ended well
+        self._failures: dict[tuple[str, str], int] = {}
         self._left: dict[tuple[str, str], _Left] = {}  # by (transport, incarnation)
-        self._chosen: dict[str, str] = {}  # the transport of each source that was logged last, by incarnation
+        # the transport of each source that was logged last, by incarnation
+        self._chosen: dict[str, str] = {}
 
     def __repr__(self) -> str:
         return f"<Channels over {self._names()}>"
@@ -144,7 +157,8 @@ class Channels:
         while True:
             await anyio.sleep(KEPT_S)
             for transport in self._transports:
-                await anyio.to_thread.run_sync(transport.sweep)  # a GPU's memory may wait for the GPU
+                # a GPU's memory may wait for the GPU
+                await anyio.to_thread.run_sync(transport.sweep)
 
     def close(self) -> None:
         """Give back all that was kept for reads. No lane runs any more."""
@@ -165,14 +179,16 @@ class Channels:
         content_id: ContentId,
         selections: Mapping[str, Part] | None = None,
     ) -> ChannelOpener:
-        """What opens the best transport to a granted source; for one content. `selections`: by name, those that grants
-        name.
+        """What opens the best transport to a granted source; for one content. `selections`: by
+        name, those that grants name.
         """
 
         def open_one(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
             part = (selections or {}).get(grant.selection)
             if grant.selection and part is None:
-                raise ReadFailure("refused", "it is granted for a selection that this rank does not read")
+                raise ReadFailure(
+                    "refused", "it is granted for a selection that this rank does not read"
+                )
             right = ReadRight(
                 LeaseId(grant.lease),
                 Incarnation(grant.incarnation),
@@ -182,45 +198,75 @@ class Channels:
                 None if part is None else part.selection,
             )
             is_far = grant.location.site != self._location.site
-            worth = 1 + left // max(1, CONNECTION_CHUNKS * max(destination.sizes, default=0)) if is_far else 1
+            worth = (
+                1 + left // max(1, CONNECTION_CHUNKS * max(destination.sizes, default=0))
+                if is_far
+                else 1
+            )
             for transport, endpoint in self._common(grant, destination):
                 connections = min(transport.connections, worth)
                 try:
                     if connections > 1:
                         opens = partial(transport.open, endpoint, right, destination)
-                        channel: Channel = ParallelChannel(opens, connections, destination.sizes, cutter)
+                        channel: Channel = ParallelChannel(
+                            opens, connections, destination.sizes, cutter
+                        )
                     else:
                         channel = transport.open(endpoint, right, destination, cutter)
                 except Unusable as error:
-                    if isinstance(lack := error.__cause__, OSError) and lack.errno in (errno.EMFILE, errno.ENFILE):
-                        raise shortage(lack) or error from error  # of this process: the source is not to blame
+                    if isinstance(lack := error.__cause__, OSError) and lack.errno in (
+                        errno.EMFILE,
+                        errno.ENFILE,
+                    ):
+                        # of this process: the source is not to blame
+                        raise shortage(lack) or error from error
                     if cutter.is_cut:  # which looks like this, too
                         raise ReadFailure("lost", "the read was given up") from error
                     self._note_unusable(transport.name, grant, error)
                 except ReadFailure as failure:
                     if not cutter.is_cut:
                         self._ended(transport.name, grant, destination, failure)
-                    if failure.reason == "unreachable" and self._is_of_another_loopback(endpoint, grant):
-                        raise ReadFailure("unreachable", f"{failure.detail}; {_LOOPBACK}") from failure
+                    if failure.reason == "unreachable" and self._is_of_another_loopback(
+                        endpoint, grant
+                    ):
+                        raise ReadFailure(
+                            "unreachable", f"{failure.detail}; {_LOOPBACK}"
+                        ) from failure
                     raise
                 else:
                     self._note_chosen(transport.name, grant, destination)
                     ended = partial(self._ended, transport.name, grant, destination)
                     lanes = connections if connections > 1 else transport.lanes
-                    return Opened(transport.name, channel, lanes, transport.batch_bytes, ended, connections > 1)
+                    return Opened(
+                        transport.name,
+                        channel,
+                        lanes,
+                        transport.batch_bytes,
+                        ended,
+                        connections > 1,
+                    )
             offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
             reasons = self._in_the_way(grant)
             what = "none of the transports can be used" if reasons else "no transport in common"
             text = f"{what}: {grant.source} offers {offered}, here are {self._names()}"
             if destination.is_strided:
-                able = [transport.name for transport in self._transports if transport.name in self.strided]
-                text = f"{text}; of these, {', '.join(able) or 'none'} can read across layouts (tcp can)"
+                able = [
+                    transport.name
+                    for transport in self._transports
+                    if transport.name in self.strided
+                ]
+                text = (
+                    f"{text}; of these, {', '.join(able) or 'none'} can read across layouts "
+                    f"(tcp can)"
+                )
             raise ReadFailure("unreachable", "; ".join([text, *reasons]))
 
         return open_one
 
     def _common(self, grant: Grant, destination: Destination) -> list[tuple[Transport, Endpoint]]:
-        """The transports by which this source may be read, best first, each with its endpoint; those last that were left."""
+        """The transports by which this source may be read, best first, each with its endpoint;
+        those last that were left.
+        """
         now, peer = time.monotonic(), grant.incarnation
         found = [
             (transport, endpoint)
@@ -231,12 +277,22 @@ class Channels:
             and can_fill(transport, destination)
         ]
         with self._lock:
-            found = [each for each in found if (each[0].name, peer, grant.registration) not in self._not_shared]
-            found.sort(key=lambda each: (left := self._left.get((each[0].name, peer))) is not None and left.until > now)
+            found = [
+                each
+                for each in found
+                if (each[0].name, peer, grant.registration) not in self._not_shared
+            ]
+            found.sort(
+                key=lambda each: (
+                    (left := self._left.get((each[0].name, peer))) is not None and left.until > now
+                )
+            )
         return found
 
     def _is_of_another_loopback(self, endpoint: Endpoint, grant: Grant) -> bool:
-        """Whether the address is a loopback address of the source's host, which is not this host."""
+        """Whether the address is a loopback address of the source's host, which is not this
+        host.
+        """
         if grant.location.host == self._location.host or not endpoint.address.startswith("tcp://"):
             return False
         try:
@@ -247,8 +303,12 @@ class Channels:
     def _in_the_way(self, grant: Grant) -> list[str]:
         """Why transports are not used with this source, of those that could have been."""
         with self._lock:
-            found = [why for (_, peer, _), why in self._not_shared.items() if peer == grant.incarnation]
-            return found + [left.why for (_, peer), left in self._left.items() if peer == grant.incarnation]
+            found = [
+                why for (_, peer, _), why in self._not_shared.items() if peer == grant.incarnation
+            ]
+            return found + [
+                left.why for (_, peer), left in self._left.items() if peer == grant.incarnation
+            ]
 
     def _note_chosen(self, name: str, grant: Grant, destination: Destination) -> None:
         """Say once by which transport a source is read, and why by no better one."""
@@ -257,18 +317,32 @@ class Channels:
                 return
             _remember(self._chosen, grant.incarnation, name)
         offered = {endpoint.transport for endpoint in grant.endpoints}
-        better = [transport.name for transport in self._transports if can_fill(transport, destination)]
+        better = [
+            transport.name for transport in self._transports if can_fill(transport, destination)
+        ]
         better = better[: better.index(name)]
         known = dict(why.split(": ", 1) for why in self._in_the_way(grant))
         reasons = [
-            f"{each}: {known.get(each, 'does not reach it') if each in offered else 'the source does not offer it'}"
+            f"{each}: {known.get(each, 'does not reach it')}"
+            if each in offered
+            else f"{each}: the source does not offer it"
             for each in better
         ]
-        log.info("transport_chosen", source=grant.source, transport=name, why="; ".join(reasons) or "the best one here")
+        log.info(
+            "transport_chosen",
+            source=grant.source,
+            transport=name,
+            why="; ".join(reasons) or "the best one here",
+        )
 
-    def _ended(self, name: str, grant: Grant, destination: Destination, failure: ReadFailure | None) -> None:
-        """A read ended by itself, well or not: a transport that fails again and again with a source is left for the next."""
-        if failure is not None and failure.reason in ("refused", "starved"):  # the source's own word
+    def _ended(
+        self, name: str, grant: Grant, destination: Destination, failure: ReadFailure | None
+    ) -> None:
+        """A read ended by itself, well or not: a transport that fails again and again with a source
+        is left for the next.
+        """
+        # the source's own word
+        if failure is not None and failure.reason in ("refused", "starved"):
             return
         key = name, grant.incarnation
         with self._lock:
@@ -282,10 +356,14 @@ class Channels:
         reason = f"{FAILURES_MAX} reads failed, the last one as {failure}"
         for_s, _ = self._leave(key, f"{name}: {reason}")
         if any(transport.name != name for transport, _ in self._common(grant, destination)):
-            log.warning("transport_left", transport=name, source=grant.source, for_s=for_s, reason=reason)
+            log.warning(
+                "transport_left", transport=name, source=grant.source, for_s=for_s, reason=reason
+            )
 
     def _leave(self, key: tuple[str, str], why: str) -> tuple[float, bool]:
-        """Leave that transport with that source for a while: for how long, and whether the reason is a new one."""
+        """Leave that transport with that source for a while: for how long, and whether the reason
+        is a new one.
+        """
         with self._lock:
             last = self._left.get(key)
             for_s = LEFT_S if last is None else min(2 * last.for_s, LEFT_S_MAX)

@@ -49,9 +49,15 @@ def copy_chunks(
 
 
 def _copy_some(
-    owner: SharedOwner, access: Access, memory: ChunkMemory, destination: ChunkMemory, check: Callable[[], object]
+    owner: SharedOwner,
+    access: Access,
+    memory: ChunkMemory,
+    destination: ChunkMemory,
+    check: Callable[[], object],
 ) -> dict[int, int | None]:
-    """Chunk by chunk, so that each is digested where it is still in the cache; on a GPU by one launch for all of them."""
+    """Chunk by chunk, so that each is digested where it is still in the cache; on a GPU by one
+    launch for all of them.
+    """
     good: dict[int, int | None] = {}
     try:
         chunks = owner.digests_of(access, memory)

@@ -1,11 +1,11 @@
-"""The reader's side of the data plane: one shard, read from every source that it is granted, chunk by chunk.
+"""The reader's side of the data plane: one shard, read from every source that it is granted, chunk
+by chunk.
 
-Theory of operation
--------------------
-Each source has a lane: a blocking thread that takes batches from the `Pull` under one lock, keeps two of them
-asked for, receives straight into the destination, checks digests while the bytes are in the cache, and offers
-each verified chunk to other readers (`SharedOwner`) at once. Nothing of that passes through the event loop.
-The loop hears only events: a source failed, everything is verified.
+Theory of operation ------------------- Each source has a lane: a blocking thread that takes batches
+from the `Pull` under one lock, keeps two of them asked for, receives straight into the destination,
+checks digests while the bytes are in the cache, and offers each verified chunk to other readers
+(`SharedOwner`) at once. Nothing of that passes through the event loop. The loop hears only events:
+a source failed, everything is verified.
 
 If the transport gains by it (`Transport.lanes`) and there is enough to read, more threads *help*
 the lane: they drive the same channel and share its requests, so that a source still has one
@@ -43,19 +43,28 @@ from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.pages import read_only
 from tensorhub.messages import FLOWS_MAX, Flow, Grant, Origin
 from tensorhub.runtime.data.serving import SharedOwner
-from tensorhub.runtime.data.source_lane import CoreShare, NumberedChannel, Opened, SourceFailed, SourceLane
+from tensorhub.runtime.data.source_lane import (
+    CoreShare,
+    NumberedChannel,
+    Opened,
+    SourceFailed,
+    SourceLane,
+)
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.scheduler.pull import Pull
 from tensorhub.scheduler.requests import Requests
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
-HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
+# left to read for each thread that helps: one takes a fraction of a millisecond to begin
+HELP_BYTES = 16 * 2**20
 LANES_MAX = 64
 
 
 ChannelOpener = Callable[[Grant, Destination, Cutter, int], Opened]
-"""Opens the best channel to a grant's source, in a lane's thread, for as many bytes as are left. ReadFailure if none."""
+"""Opens the best channel to a grant's source, in a lane's thread, for as many bytes as are left.
+ReadFailure if none.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +77,8 @@ PullEvent = SourceFailed | AllVerified
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """What a pull has done up to now; see `FetchReport`. `phases`: wait, transfer, verify; they add up to the time
-    that its lanes have existed, summed over lanes.
+    """What a pull has done up to now; see `FetchReport`. `phases`: wait, transfer, verify; they add
+    up to the time that its lanes have existed, summed over lanes.
     """
 
     bytes_read: int
@@ -80,14 +89,25 @@ class PullReport:
     bytes_wanted: int  # that were not there at the start
     phases: dict[str, float]
     sources: tuple[SourceReport, ...]
-    flows: tuple[Flow, ...] = ()  # those of its sources that have lasted long enough to tell something
+    # those of its sources that have lasted long enough to tell something
+    flows: tuple[Flow, ...] = ()
 
     @classmethod
     def of(
-        cls, pull: Pull, phases: dict[str, float], sources: tuple[SourceReport, ...], flows: tuple[Flow, ...] = ()
+        cls,
+        pull: Pull,
+        phases: dict[str, float],
+        sources: tuple[SourceReport, ...],
+        flows: tuple[Flow, ...] = (),
     ) -> Self:
         """With the counts of these books."""
-        counts = pull.bytes_read, pull.reread_bytes, pull.retries, pull.chunks_verified, pull.bytes_verified
+        counts = (
+            pull.bytes_read,
+            pull.reread_bytes,
+            pull.retries,
+            pull.chunks_verified,
+            pull.bytes_verified,
+        )
         return cls(*counts, pull.bytes_wanted, phases, sources, flows)
 
 
@@ -114,9 +134,10 @@ class PullRunner:
         counts: Sequence[tuple[int, int]] = (),
         patience_s: float = math.inf,
     ) -> None:
-        """`verified`: chunks that `memory` holds, and that were verified, already. `published`: what these chunks must have
-        as digest, whatever their source says. `selections`: what grants bring that name one. `counts`: of how
-        many cells and runs each chunk is, if it comes by a selection. `patience_s`: see `Requests`.
+        """`verified`: chunks that `memory` holds, and that were verified, already. `published`:
+        what these chunks must have as digest, whatever their source says. `selections`: what grants
+        bring that name one. `counts`: of how many cells and runs each chunk is, if it comes by a
+        selection. `patience_s`: see `Requests`.
         """
         self._published = published or {}
         self._selections = selections or {}
@@ -127,7 +148,8 @@ class PullRunner:
         self._generation = generation
         self._open_channel = open_channel
         self._patience_s = patience_s
-        self._changed = threading.Condition()  # guards the pull, the events and `_is_over`; notified when they change
+        # guards the pull, the events and `_is_over`; notified when they change
+        self._changed = threading.Condition()
         self._pull = Pull(memory.sizes, verified)
         self._events: deque[PullEvent] = deque()  # one per lane at most, and the last one
         self._is_over = self._pull.done  # no lane asks for anything more
@@ -143,18 +165,23 @@ class PullRunner:
     def __repr__(self) -> str:
         return f"<PullRunner of {self._registration}: {self._pull!r}>"
 
-    # ------------------------------------------------------------------------------------ the loop's own side
+    # ------------------------------------------------------------------------------------ the
+    # loop's own side
 
     async def __aenter__(self) -> Self:
         self._wakeup = Wakeup()
         self._limiter = anyio.CapacityLimiter(LANES_MAX)
-        self._helpers = anyio.CapacityLimiter(LANES_MAX)  # of their own: no source waits for those that help another one
+        # of their own: no source waits for those that help another one
+        self._helpers = anyio.CapacityLimiter(LANES_MAX)
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool | None:
         with self._changed:
             self._is_over = True
@@ -165,7 +192,9 @@ class PullRunner:
         return await self._tasks.__aexit__(kind, error, trace)
 
     def add_source(self, grant: Grant) -> None:
-        """Read from this source as well, from now on; unless all is there, the block is being left, or it was one before."""
+        """Read from this source as well, from now on; unless all is there, the block is being left,
+        or it was one before.
+        """
         origin = Origin(grant.registration, grant.generation)
         lease = LeaseId(grant.lease)
         part = self._selections.get(grant.selection)
@@ -203,9 +232,16 @@ class PullRunner:
         """Counts and seconds up to now."""
         with self._changed:
             now, pull, lanes = time.perf_counter(), self._pull, list(self._lanes.values())
-            transfer_s, verify_s = sum(lane.sizer.transfer_s for lane in lanes), sum(lane.sizer.verify_s for lane in lanes)
+            transfer_s, verify_s = (
+                sum(lane.sizer.transfer_s for lane in lanes),
+                sum(lane.sizer.verify_s for lane in lanes),
+            )
             lanes_s = sum(lane.threads_s_up_to(now) for lane in lanes)
-            phases = {"wait": max(0.0, lanes_s - transfer_s - verify_s), "transfer": transfer_s, "verify": verify_s}
+            phases = {
+                "wait": max(0.0, lanes_s - transfer_s - verify_s),
+                "transfer": transfer_s,
+                "verify": verify_s,
+            }
             sources = tuple(lane.report(self._pull.source_bytes(lane.lease), now) for lane in lanes)
             flows = tuple(flow for lane in lanes if (flow := lane.flow) is not None)[-FLOWS_MAX:]
             return PullReport.of(pull, phases, sources, flows)
@@ -220,7 +256,8 @@ class PullRunner:
     async def _help_lane(self, lane: SourceLane) -> None:
         await anyio.to_thread.run_sync(self._helping_thread, lane, limiter=self._helpers)
 
-    # ---------------------------------------------------------------------------------------- a lane's threads
+    # ---------------------------------------------------------------------------------------- a
+    # lane's threads
 
     def _lane_thread(self, lane: SourceLane) -> None:
         with self._changed:
@@ -230,14 +267,18 @@ class PullRunner:
         try:
             destination = self._memory if lane.brings is None else self._memory.part(lane.brings)
             with self._changed:
-                left = min(self._pull.bytes_wanted - self._pull.bytes_verified, sum(destination.sizes))
+                left = min(
+                    self._pull.bytes_wanted - self._pull.bytes_verified, sum(destination.sizes)
+                )
             opened = self._open_channel(lane.grant, destination, lane.cutter, left)
             lane.transport, channel, lanes, lane.batch_bytes, lane.ended, lane.waits = opened
             if lane.brings is not None:
                 channel = NumberedChannel(channel, lane.brings)
             with self._changed:
                 lane.channel = channel
-                self._help.extend([lane] * (lanes - 1 if lane.waits else min(lanes - 1, left // HELP_BYTES)))
+                self._help.extend(
+                    [lane] * (lanes - 1 if lane.waits else min(lanes - 1, left // HELP_BYTES))
+                )
                 if self._help:
                     self._wakeup.set()
             self._read(lane, channel)
@@ -263,14 +304,22 @@ class PullRunner:
                 self._leave(lane, failure)
 
     def _of_source(self, error: ReadFailure | OSError) -> ReadFailure:
-        """The failure, if its source may be to blame. StateError: it is this process' own, which ends the pull."""
+        """The failure, if its source may be to blame. StateError: it is this process' own, which
+        ends the pull.
+        """
         if isinstance(error, TensorHubError):  # some are OSErrors, too
             raise error
         cause: BaseException | None = error
         while cause is not None:
             number = getattr(cause, "errno", None)
-            if number == errno.EFAULT and self._memory.device is None and read_only(self._memory.places):
-                raise StateError("this process cannot write its own memory, into which it reads") from error
+            if (
+                number == errno.EFAULT
+                and self._memory.device is None
+                and read_only(self._memory.places)
+            ):
+                raise StateError(
+                    "this process cannot write its own memory, into which it reads"
+                ) from error
             if isinstance(cause, OSError) and (lacks := shortage(cause)) is not None:
                 raise lacks from error
             cause = cause.__cause__
@@ -279,7 +328,9 @@ class PullRunner:
         return error.alone()
 
     def _retire(self, lane: SourceLane) -> bool:
-        """Let this thread stop helping. False, and the thread stays, if it is the lane's last one."""
+        """Let this thread stop helping. False, and the thread stays, if it is the lane's last
+        one.
+        """
         with self._changed:
             if lane.threads == 1:
                 return False
@@ -287,7 +338,9 @@ class PullRunner:
             return True
 
     def _leave(self, lane: SourceLane, failure: ReadFailure | None) -> None:
-        """This thread drives the lane no more. If it has failed, no other one shall; the last one closes the channel."""
+        """This thread drives the lane no more. If it has failed, no other one shall; the last one
+        closes the channel.
+        """
         with self._changed:
             if failure is not None:
                 self._pull.discarded(lane.lease, failure.bytes_discarded)
@@ -309,7 +362,9 @@ class PullRunner:
             self._wakeup.set()
 
     def _lane_ended(self, lane: SourceLane) -> None:
-        """Give back what the lane did not bring, now that it writes no more. A second call does nothing."""
+        """Give back what the lane did not bring, now that it writes no more. A second call does
+        nothing.
+        """
         with self._changed:
             is_first = lane.outcome == "reading"
             if is_first and (lane.failure is not None or self._pull.done or lane.is_through):
@@ -325,8 +380,8 @@ class PullRunner:
         self._wakeup.set()
 
     def _read(self, lane: SourceLane, channel: Channel, share: CoreShare | None = None) -> bool:
-        """Drive the channel until there is nothing more to do. `share`: of this thread, which helps as long as it gets a
-        core; True: it has retired.
+        """Drive the channel until there is nothing more to do. `share`: of this thread, which helps
+        as long as it gets a core; True: it has retired.
         """
         while share is None or not share.is_small or not self._retire(lane):
             if (taken := self._take(lane)) is None:
@@ -335,7 +390,9 @@ class PullRunner:
             for batch in batches:
                 channel.submit(batch)
             # A GPU's digests are made by one launch: small calls do not pay.
-            answer = channel.receive(lane.sizer.call_bytes if self._memory.device is None else lane.batch_bytes)
+            answer = channel.receive(
+                lane.sizer.call_bytes if self._memory.device is None else lane.batch_bytes
+            )
             if isinstance(answer, Lacking):
                 self._look_elsewhere(lane, answer)
             elif answer.chunks:
@@ -345,8 +402,8 @@ class PullRunner:
         return True
 
     def _take(self, lane: SourceLane) -> tuple[list[tuple[int, ...]], int] | None:
-        """Batches to ask for now (a second one before the first has arrived), and how many answers were dealt with before.
-        Waits while the lane has nothing to do. None: the lane is over.
+        """Batches to ask for now (a second one before the first has arrived), and how many answers
+        were dealt with before. Waits while the lane has nothing to do. None: the lane is over.
         """
         batches: list[tuple[int, ...]] = []
         with self._changed:
@@ -363,7 +420,9 @@ class PullRunner:
             return (batches, lane.answers) if lane.requests.asked else None
 
     def _is_answered_by_others(self, lane: SourceLane, answers: int) -> bool:
-        """All that is asked for is in the hands of other threads of this lane: wait for one of them. False: it is over."""
+        """All that is asked for is in the hands of other threads of this lane: wait for one of
+        them. False: it is over.
+        """
         with self._changed:
             while lane.answers == answers and not self._is_over and not lane.cutter.is_cut:
                 self._changed.wait()
@@ -384,11 +443,15 @@ class PullRunner:
         """
         started = time.perf_counter()
         made, is_digested = self._digests(arrival), bool(self._memory.width)
-        good, bad = Requests.sort_out(arrival.chunks, made, self._published, is_digested=is_digested)
+        good, bad = Requests.sort_out(
+            arrival.chunks, made, self._published, is_digested=is_digested
+        )
         seconds = time.perf_counter() - started + arrival.digest_s
         nbytes = sum([self._memory.sizes[chunk] for chunk, _ in arrival.chunks])
         with self._changed:
-            lane.sizer.arrived(nbytes, arrival.transfer_s, seconds, started, is_digested=self._memory.is_digested)
+            lane.sizer.arrived(
+                nbytes, arrival.transfer_s, seconds, started, is_digested=self._memory.is_digested
+            )
             lane.answers += 1
             if lane.brings is not None and self._counts:
                 lane.cells += sum([self._counts[chunk][0] for chunk, _ in good])
@@ -404,14 +467,18 @@ class PullRunner:
             raise ReadFailure("corrupt", f"chunk {bad[0]} does not have its digest", bad[0])
 
     def _digests(self, arrival: Arrival) -> Mapping[int, int]:
-        """Of what has arrived, as it is in the destination; none, where there are none to compare them with."""
+        """Of what has arrived, as it is in the destination; none, where there are none to compare
+        them with.
+        """
         if not self._memory.width:
             return {}
         missing = [chunk for chunk, _ in arrival.chunks if chunk not in arrival.made]
         return {**arrival.made, **dict(zip(missing, self._memory.digests(missing), strict=True))}
 
     def _finish_if_done(self) -> None:
-        """(The loop is woken when this thread leaves, which it does next: one waking instead of two.)"""
+        """(The loop is woken when this thread leaves, which it does next: one waking instead of
+        two.)
+        """
         with self._changed:
             if not self._pull.done or self._is_over:
                 return

@@ -3,7 +3,8 @@ its versions.
 
 A reader sends a selection in pieces. UPLOADS_MAX readers may have incomplete uploads. Where there
 are more, an upload of the account with the most uploads gives way, the upload that was idle
-longest, and its reader begins again. A complete selection is kept until newer selections need the room.
+longest, and its reader begins again. A complete selection is kept until newer selections need the
+room.
 
 A few bytes may describe very many parts (strips, cells, loops), which follow a rule. A selection's
 cost grows with its parts, so the parts are counted first. There are no more than the memory may
@@ -33,9 +34,11 @@ UPLOADS_MAX = 4  # that are under way at a time
 KEPT_BYTES_MAX = 4 * SELECTION_BYTES_MAX  # of encodings
 KEPT_PARTS_MAX = 2**22  # each of which takes some 70 bytes at most
 KEPT_MAX = 4096
-BUDGET_PARTS = 2**25  # of an account: the ranks of one host, each of which has its selection looked at twice
+# of an account: the ranks of one host, each of which has its selection looked at twice
+BUDGET_PARTS = 2**25
 BUDGET_S = 60.0  # in which a budget that is used up is whole again
-READ_ONLY_PARTS = 2**20  # the same, for a read-only token; one selection is looked at in any case, however many it says
+# the same, for a read-only token; one selection is looked at in any case, however many it says
+READ_ONLY_PARTS = 2**20
 BUDGETS_MAX = 1024  # accounts whose budgets are not whole
 
 
@@ -63,7 +66,8 @@ class _Budgets:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._used: dict[Account, tuple[float, float]] = {}  # parts, at which time; the newest at the end
+        # parts, at which time; the newest at the end
+        self._used: dict[Account, tuple[float, float]] = {}
 
     def spend(self, reader: Lane, parts: int) -> Refusal | None:
         now, most = self._clock(), READ_ONLY_PARTS if reader.is_read_only else BUDGET_PARTS
@@ -76,7 +80,8 @@ class _Budgets:
         if not is_over:
             return None
         return Refusal(
-            f"readers with this token and address have said selections of {round(used)} parts lately, and this one has "
+            f"readers with this token and address have said selections of {round(used)} parts "
+            f"lately, and this one has "
             f"{parts}: more than {most} in {BUDGET_S:.0f} s are not looked at; read again later"
         )
 
@@ -85,7 +90,8 @@ class Selections:
     """For any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._decoding = threading.Lock()  # one at a time: what is decoded and not kept yet takes memory, too
+        # one at a time: what is decoded and not kept yet takes memory, too
+        self._decoding = threading.Lock()
         self._lock = threading.Lock()  # guards what follows
         self._kept: dict[str, _Kept] = {}  # the most recently used selection at the end
         self._bytes = self._parts = 0  # always the sums of theirs
@@ -93,7 +99,10 @@ class Selections:
         self._uploads: dict[Lane, _Upload] = {}  # by reader, the one that went on last at the end
 
     def __repr__(self) -> str:
-        return f"<Selections: {len(self._kept)} of {self._bytes} bytes, {len(self._uploads)} under way>"
+        return (
+            f"<Selections: {len(self._kept)} of {self._bytes} bytes, {len(self._uploads)} under "
+            f"way>"
+        )
 
     def find(self, name: str) -> Selection | None:
         with self._lock:
@@ -104,7 +113,9 @@ class Selections:
             return found.selection
 
     def spend(self, reader: Lane, name: str) -> Refusal | None:
-        """That selection is looked at for this reader once more. A refusal: the reader's budget does not allow that."""
+        """That selection is looked at for this reader once more. A refusal: the reader's budget
+        does not allow that.
+        """
         with self._lock:
             found = self._kept.get(name)
             return None if found is None else self._budgets.spend(reader, found.parts)
@@ -112,9 +123,10 @@ class Selections:
     def upload(
         self, reader: Lane, parts_max: int, name: str, total: int, offset: int, piece: bytes
     ) -> tuple[int, list[str]] | Refusal:
-        """Take the next piece from this reader, of a selection of `parts_max` parts at most. Returns how many bytes are
-        there, and the names of selections that gave way. A refusal: it has too many parts, or the reader has said too many
-        lately. ProtocolError: it is no selection, or another one.
+        """Take the next piece from this reader, of a selection of `parts_max` parts at most.
+        Returns how many bytes are there, and the names of selections that gave way. A refusal: it
+        has too many parts, or the reader has said too many lately. ProtocolError: it is no
+        selection, or another one.
         """
         with self._lock:
             begun = self._uploads.pop(reader, None)
@@ -123,7 +135,8 @@ class Selections:
             self._uploads[reader] = begun
             if len(self._uploads) > UPLOADS_MAX:
                 counts = Counter(each.account for each in self._uploads)
-                del self._uploads[max(self._uploads, key=lambda each: counts[each.account])]  # of equals the first
+                # of equals the first
+                del self._uploads[max(self._uploads, key=lambda each: counts[each.account])]
                 if reader not in self._uploads:
                     return 0, []
             if offset != len(begun.blob):
@@ -139,7 +152,10 @@ class Selections:
             raise ProtocolError("a selection does not have its name")
         parts = Selection.parts_said(blob)
         if parts > parts_max:
-            return Refusal(f"a selection of {parts} parts is not of this memory, whose bytes nobody lays out in so many")
+            return Refusal(
+                f"a selection of {parts} parts is not of this memory, whose bytes nobody lays out "
+                f"in so many"
+            )
         with self._lock:
             if (refusal := self._budgets.spend(reader, parts)) is not None:
                 return refusal

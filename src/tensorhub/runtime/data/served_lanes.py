@@ -19,7 +19,8 @@ from threading import Condition
 from tensorhub.transport.owner import Lane
 from tensorhub.types import READ_ONLY, Incarnation
 
-REST_S = 0.25  # after which a lane that was asked nothing more is taken for kept, where places are short
+# after which a lane that was asked nothing more is taken for kept, where places are short
+REST_S = 0.25
 
 
 class ServedLanes(set[Lane]):
@@ -36,7 +37,9 @@ class ServedLanes(set[Lane]):
         self._changed.notify_all()
 
     def admit(self, lane: Lane, reader: Incarnation, readers_max: int, of_one_max: int) -> str:
-        """This lane's peer has proved to be that reader: "", it is served from now on; else why not."""
+        """This lane's peer has proved to be that reader: "", it is served from now on; else why
+        not.
+        """
         served = [each for each in self if each.reader is not None and not each.is_stopped]
         of_one = [each for each in served if each.reader == reader]
         read_only = [each for each in served if each.is_read_only]
@@ -45,14 +48,22 @@ class ServedLanes(set[Lane]):
         if len(of_one) >= of_one_max:
             if not (self._stop_resting(of_one) or self._stop_further(of_one, 0)):
                 return (
-                    f"{of_one_max} connections of this reader are served here already (half of Options.readers_max): "
+                    f"{of_one_max} connections of this reader are served here already (half of "
+                    f"Options.readers_max): "
                     "let some fetches end first"
                 )
         elif (at_cap or len(served) >= readers_max) and not (
             self._stop_resting(among) or self._stop_further(among, len(of_one))
         ):
-            kind, cap = ("read-only connections", "half of Options") if at_cap else ("connections", "Options")
-            return f"{len(among)} {kind} are served here already ({cap}.readers_max): try again, or elsewhere"
+            kind, cap = (
+                ("read-only connections", "half of Options")
+                if at_cap
+                else ("connections", "Options")
+            )
+            return (
+                f"{len(among)} {kind} are served here already ({cap}.readers_max): try again, "
+                f"or elsewhere"
+            )
         lane.reader, lane.rests_from = reader, time.monotonic()
         return ""
 
@@ -68,7 +79,9 @@ class ServedLanes(set[Lane]):
         return True
 
     def _stop_further(self, lanes: Sequence[Lane], has: int) -> bool:
-        """End one of the read that has most connections, for a reader that has so many; False: none has two more."""
+        """End one of the read that has most connections, for a reader that has so many; False: none
+        has two more.
+        """
         of = Counter((each.reader, each.lease) for each in lanes if each.lease)
         most, count = max(of.items(), key=lambda each: each[1], default=(None, 0))
         if count < has + 2:

@@ -42,7 +42,8 @@ from tensorhub.worker.owner import Owner
 
 FENCE_GRACE_S = 1.0  # how long a send call may go on before its reader is taken for stopped
 FENCE_TIMEOUT_S = 60.0
-DIGESTED_BYTES = 8 * 2**20  # in one access, before a fence gets its turn, or a reader finds that a digest is there
+# in one access, before a fence gets its turn, or a reader finds that a digest is there
+DIGESTED_BYTES = 8 * 2**20
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -56,7 +57,9 @@ class Promise(Protocol):
     """
 
     def is_there(self, regions: Iterable[int] | None) -> bool:
-        """Whether the memory of these regions (None: of all) was neither replaced nor freed, so that it can be touched."""
+        """Whether the memory of these regions (None: of all) was neither replaced nor freed, so
+        that it can be touched.
+        """
 
     def is_kept(self, regions: Iterable[int] | None) -> bool:
         """Whether, besides, no write to it was seen."""
@@ -74,8 +77,8 @@ def _locked(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[
 
 
 class SharedOwner:
-    """One worker's `Owner` with the memory itself and the lanes that serve it. Every method may be called by
-    any thread.
+    """One worker's `Owner` with the memory itself and the lanes that serve it. Every method may be
+    called by any thread.
     """
 
     def __init__(
@@ -89,16 +92,21 @@ class SharedOwner:
         for one-sided readers, if not new ones; without sides there are no one-sided readers.
         """
         self.sides = tuple(sides)
-        self.on_made: Callable[[RegistrationId], None] = lambda registration: None  # `take_made` has something; any thread
+        # `take_made` has something; any thread
+        self.on_made: Callable[[RegistrationId], None] = lambda registration: None
         # That chunk of its own grid may have changed under that generation; any thread.
-        self.on_suspicion: Callable[[RegistrationId, int, int], None] = lambda registration, generation, chunk: None
-        self._changed = threading.Condition()  # guards everything below; notified when any of it changes
+        self.on_suspicion: Callable[[RegistrationId, int, int], None] = (
+            lambda registration, generation, chunk: None
+        )
+        # guards everything below; notified when any of it changes
+        self._changed = threading.Condition()
         self._owner = Owner()
         self._memory: dict[RegistrationId, ChunkMemory] = {}
         # the registration's memory in the chunks of selections
         self._selected: dict[RegistrationId, dict[str, ChunkMemory]] = {}
         self._promises: dict[RegistrationId, Promise] = {}
-        self._broken: dict[RegistrationId, int] = {}  # under which generation a promise was found broken
+        # under which generation a promise was found broken
+        self._broken: dict[RegistrationId, int] = {}
         self._selections = Selections()
         self._lanes = ServedLanes(self._changed)
         self._inside: dict[int, Lane | None] = {}  # access number -> its lane; None: a local copy
@@ -109,7 +117,8 @@ class SharedOwner:
     def __repr__(self) -> str:
         return f"<SharedOwner {self._owner!r}, {len(self._lanes)} lanes>"
 
-    # ------------------------------------------------------------------------------------------- what is held
+    # -------------------------------------------------------------------------------------------
+    # what is held
 
     # The books, as they are now.
     digests = _locked(Owner.digests)
@@ -132,8 +141,9 @@ class SharedOwner:
         tells: bool = False,
         promise: Promise | None = None,
     ) -> None:
-        """Let readers in: to all of it, or (complete False) to what `mark_available` names from now on. `tells`: `on_made`
-        hears of digests that are made. `promise`: looked at before and after the memory is touched.
+        """Let readers in: to all of it, or (complete False) to what `mark_available` names from now
+        on. `tells`: `on_made` hears of digests that are made. `promise`: looked at before and after
+        the memory is touched.
         """
         what, grid = (registration, generation, content_id, memory.sizes), memory.manifest.grid_id
         with self._changed:
@@ -160,7 +170,10 @@ class SharedOwner:
         """
         with self._changed:
             if self._owner.digests(registration, generation) is None:
-                what, grid = (registration, generation, content_id, memory.sizes), memory.manifest.grid_id
+                what, grid = (
+                    (registration, generation, content_id, memory.sizes),
+                    memory.manifest.grid_id,
+                )
                 self._owner.open(*what, complete=False, digests=digests, serves=False, grid=grid)
                 self._memory[registration] = memory
 
@@ -190,16 +203,23 @@ class SharedOwner:
         """
         with self._changed:
             inside = self._owner.revoke(registration, generation, chunks)
-            if not self._changed.wait_for(lambda: inside.isdisjoint(self._inside), self._fence_grace_s):
+            if not self._changed.wait_for(
+                lambda: inside.isdisjoint(self._inside), self._fence_grace_s
+            ):
                 self._stop_those_inside(inside)
                 self._changed.wait_for(lambda: inside.isdisjoint(self._inside), FENCE_TIMEOUT_S)
 
     def listed(
         self, registration: RegistrationId, generation: int, selection: str = ""
     ) -> tuple[int, tuple[int | None, ...]] | None:
-        """Bytes of one digest, and all digests; None for each that is not known, or altogether for an older generation."""
+        """Bytes of one digest, and all digests; None for each that is not known, or altogether for
+        an older generation.
+        """
         with self._changed:
-            digests, memory = self._owner.digests(registration, generation, selection), self._memory.get(registration)
+            digests, memory = (
+                self._owner.digests(registration, generation, selection),
+                self._memory.get(registration),
+            )
             return None if digests is None or memory is None else (memory.width, digests)
 
     def make_digests(
@@ -212,8 +232,9 @@ class SharedOwner:
         bytes_max: int = DIGESTED_BYTES,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Make those that are missing. Blocks; ends early where the memory is taken back, has changed, or `is_over`.
-        `bytes_max`: of chunks that are digested before a fence gets its turn, if that is more than one chunk.
+        """Make those that are missing. Blocks; ends early where the memory is taken back, has
+        changed, or `is_over`. `bytes_max`: of chunks that are digested before a fence gets its
+        turn, if that is more than one chunk.
 
         From the last one on: readers begin with the first ones, and have them made.
         """
@@ -232,25 +253,40 @@ class SharedOwner:
                     return
             del missing[-len(access.chunks) :]
 
-    def digests_of_shares(self, registration: RegistrationId, generation: int, shares: Sequence[Share]) -> list[bytes]:
+    def digests_of_shares(
+        self, registration: RegistrationId, generation: int, shares: Sequence[Share]
+    ) -> list[bytes]:
         """Digests of the memory that this rank publishes and other ranks publish, too. Blocks.
         StateError: it was taken back.
         """
         with self.access(None, registration, generation, ContentId(""), [0], 1, 0.0) as answer:
             if not isinstance(answer, tuple) or not self._is_kept(registration, None):
-                raise StateError("the memory was taken back before what it shares with other ranks was digested")
+                raise StateError(
+                    "the memory was taken back before what it shares with other ranks was digested"
+                )
             chunks = tuple([(strip,) for share in shares for strip in share.chunks])
             made = iter(answer[1].selected(Selection(chunks)).digests(range(len(chunks))))
-            return [root_of(pack(list(islice(made, len(share.chunks))), answer[1].width)) for share in shares]
+            return [
+                root_of(pack(list(islice(made, len(share.chunks))), answer[1].width))
+                for share in shares
+            ]
 
     def kept(self, registration: RegistrationId, generation: int) -> list[tuple[int, int]]:
         """See `Owner.kept`; nothing, where there are no digests to tell by."""
         with self._changed:
             memory = self._memory.get(registration)
-            return self._owner.kept(registration, generation) if memory is not None and memory.width else []
+            return (
+                self._owner.kept(registration, generation)
+                if memory is not None and memory.width
+                else []
+            )
 
     def verify(
-        self, registration: RegistrationId, generation: int, kept: Iterable[tuple[int, int]], check: Callable[[], object]
+        self,
+        registration: RegistrationId,
+        generation: int,
+        kept: Iterable[tuple[int, int]],
+        check: Callable[[], object],
     ) -> list[int]:
         """The `kept` chunks that still have their digest; readers may read them from now on.
         `check` is called between two chunks, and ends the call by raising.
@@ -258,7 +294,9 @@ class SharedOwner:
         memory, found = self._memory[registration], list[int]()
         for chunk, digest in kept:
             check()
-            if memory.digest(chunk) == digest and self.mark_available(registration, generation, [(chunk, digest)]):
+            if memory.digest(chunk) == digest and self.mark_available(
+                registration, generation, [(chunk, digest)]
+            ):
                 found.append(chunk)
         return found
 
@@ -288,7 +326,8 @@ class SharedOwner:
         with self._changed:
             self._owner.check_invariants()
 
-    # ------------------------------------------------------------------------------------------ one-sided readers
+    # ------------------------------------------------------------------------------------------
+    # one-sided readers
 
     @property
     def header(self) -> Header | None:
@@ -302,7 +341,9 @@ class SharedOwner:
                 raise InvariantBroken("there are no words here")
             return self._words.address(access.registration)
 
-    def select(self, reader: Lane, registration: RegistrationId, generation: int, name: str) -> bool | Refusal:
+    def select(
+        self, reader: Lane, registration: RegistrationId, generation: int, name: str
+    ) -> bool | Refusal:
         """See `OwnedMemory.select`."""
         selection = self._selections.find(name)
         with self._changed:
@@ -322,7 +363,9 @@ class SharedOwner:
                 return NOT_OPEN
             selected = self._selected.setdefault(registration, {})
             if is_known and name not in selected:
-                return False  # it has given way meanwhile, or the memory was opened anew: the reader says it again
+                # it has given way meanwhile, or the memory was opened anew: the reader says it
+                # again
+                return False
             if not self._owner.select(registration, generation, name, selection.sizes):
                 return NOT_OPEN
             if name not in selected:
@@ -330,7 +373,13 @@ class SharedOwner:
         return True
 
     def upload(
-        self, reader: Lane, registration: RegistrationId, name: str, total: int, offset: int, piece: bytes
+        self,
+        reader: Lane,
+        registration: RegistrationId,
+        name: str,
+        total: int,
+        offset: int,
+        piece: bytes,
     ) -> int | Refusal:
         """See `OwnedMemory.upload`."""
         with self._changed:
@@ -357,7 +406,8 @@ class SharedOwner:
             if memory is None:
                 return NOT_OPEN
             found = OpenMemory(memory, (self._words.address(registration), WORD_BYTES))
-        return found if self.look(registration, generation) else BROKEN  # a device must not be told of what was freed
+        # a device must not be told of what was freed
+        return found if self.look(registration, generation) else BROKEN
 
     def holds(self, registration: RegistrationId, memory: ChunkMemory) -> bool:
         """Whether that memory was not let go meanwhile."""
@@ -380,11 +430,14 @@ class SharedOwner:
             self._words.set(registration, generation)
 
     def _close(self, registration: RegistrationId) -> None:
-        """Refuse every further access. One-sided readers name nothing from here on: the word comes before any write (R3)."""
+        """Refuse every further access. One-sided readers name nothing from here on: the word comes
+        before any write (R3).
+        """
         self._owner.close(registration)
         self._set_word(registration, 0)
 
-    # ----------------------------------------------------------------------------------------------- accesses
+    # ----------------------------------------------------------------------------------------------
+    # accesses
 
     @contextmanager
     def access(
@@ -407,20 +460,33 @@ class SharedOwner:
         was replaced or freed.
         """
         until = time.monotonic() + patience_s
-        terms = (lane, registration, generation, content_id, wanted, bytes_max, selection, also_written)
+        terms = (
+            lane,
+            registration,
+            generation,
+            content_id,
+            wanted,
+            bytes_max,
+            selection,
+            also_written,
+        )
         with self._changed:
             answer = self._begin(*terms)
             while isinstance(answer, Wait) and (left_s := until - time.monotonic()) > 0:
                 self._changed.wait(left_s)
                 answer = self._begin(*terms)
-            memory = self._in_chunks_of(registration, selection) if isinstance(answer, Access) else None
+            memory = (
+                self._in_chunks_of(registration, selection) if isinstance(answer, Access) else None
+            )
         if not isinstance(answer, Access) or memory is None:
             assert not isinstance(answer, Access)
             yield answer
             return
         is_kept = True
         try:
-            is_kept = self._is_kept(registration, memory.regions_of(answer.chunks), also_written=also_written)
+            is_kept = self._is_kept(
+                registration, memory.regions_of(answer.chunks), also_written=also_written
+            )
             if is_kept:
                 yield answer, memory
             else:
@@ -442,16 +508,26 @@ class SharedOwner:
             self._break(registration, generation, 0)
         return is_kept
 
-    def _is_kept(self, registration: RegistrationId, regions: Iterable[int] | None, *, also_written: bool = False) -> bool:
+    def _is_kept(
+        self,
+        registration: RegistrationId,
+        regions: Iterable[int] | None,
+        *,
+        also_written: bool = False,
+    ) -> bool:
         promise = self._promises.get(registration)
         if promise is None:
             return True
         return promise.is_there(regions) if also_written else promise.is_kept(regions)
 
     def _break(self, registration: RegistrationId, generation: int, chunk: int) -> None:
-        """That promise was found broken: no reader is let in any more. Its owner hears of it, once."""
+        """That promise was found broken: no reader is let in any more. Its owner hears of it,
+        once.
+        """
         with self._changed:
-            is_news = self._broken.get(registration) != generation and registration in self._promises
+            is_news = (
+                self._broken.get(registration) != generation and registration in self._promises
+            )
             if is_news:
                 self._broken[registration] = generation
         if is_news:
@@ -476,18 +552,31 @@ class SharedOwner:
             return Refusal("this reader is served no more")
         if self._broken.get(registration) == generation and not also_written:
             return BROKEN
-        answer = self._owner.begin(registration, generation, content_id, wanted, bytes_max, selection)
+        answer = self._owner.begin(
+            registration, generation, content_id, wanted, bytes_max, selection
+        )
         if isinstance(answer, Access):
             self._inside[answer.number] = lane
         return answer
 
     def digests_of(self, access: Access, memory: ChunkMemory) -> list[tuple[int, int]]:
-        """The access' chunks with their digests (0: there are none); missing ones are made and kept. CannotServe."""
-        missing = [chunk for chunk, digest in zip(access.chunks, access.digests, strict=True) if digest is None]
+        """The access' chunks with their digests (0: there are none); missing ones are made and
+        kept. CannotServe.
+        """
+        missing = [
+            chunk
+            for chunk, digest in zip(access.chunks, access.digests, strict=True)
+            if digest is None
+        ]
         try:
-            kept = {chunk: self.keep_digest(access, memory, chunk, made) for chunk, made in _made(memory, missing)}
+            kept = {
+                chunk: self.keep_digest(access, memory, chunk, made)
+                for chunk, made in _made(memory, missing)
+            }
         except OSError as error:  # it was freed meanwhile
-            self._break(access.registration, access.generation, 0 if access.selection else missing[0])
+            self._break(
+                access.registration, access.generation, 0 if access.selection else missing[0]
+            )
             raise CannotServe(BROKEN.reason) from error
         known = zip(access.chunks, access.digests, strict=True)
         return [(chunk, kept[chunk] if digest is None else digest) for chunk, digest in known]
@@ -503,17 +592,20 @@ class SharedOwner:
             self._break(access.registration, access.generation, 0 if access.selection else chunk)
             raise CannotServe(BROKEN.reason)
         with self._changed:
-            kept = self._owner.set_digest(access.registration, access.generation, chunk, made, access.selection)
+            kept = self._owner.set_digest(
+                access.registration, access.generation, chunk, made, access.selection
+            )
             is_news = self._owner.is_news(access.registration, access.selection)
         if is_news:
             self.on_made(access.registration)
         return made if kept is None else kept
 
-    # ---------------------------------------------------------------------------------------------- the fence
+    # ----------------------------------------------------------------------------------------------
+    # the fence
 
     def fence(self, registration: RegistrationId, timeout_s: float = FENCE_TIMEOUT_S) -> None:
-        """Refuse every further read of this memory, and return once none runs any more: it may be written
-        then.
+        """Refuse every further read of this memory, and return once none runs any more: it may be
+        written then.
 
         A reader that does not take its bytes within the grace (half of `timeout_s` at most) loses
         its connection. Needs no cooperation of a reader. Raises DrainTimeout (the memory must not
@@ -524,14 +616,22 @@ class SharedOwner:
         with self._changed:
             self._close(registration)
             self._changed.notify_all()
-            while not (step := look(self._owner, registration, time.monotonic(), grace_until, until)).stands:
+            while not (
+                step := look(self._owner, registration, time.monotonic(), grace_until, until)
+            ).stands:
                 self._stop_those_inside(step.overdue)
                 if step.is_late:
-                    raise DrainTimeout(f"{registration} is still being read after {timeout_s:g} s: do not write it")
+                    raise DrainTimeout(
+                        f"{registration} is still being read after {timeout_s:g} s: do not write it"
+                    )
                 self._changed.wait((until if step.overdue else grace_until) - time.monotonic())
 
-    async def fence_async(self, registration: RegistrationId, timeout_s: float = FENCE_TIMEOUT_S) -> None:
-        """As `fence`, for a task. It cannot be cancelled in between: memory is fenced, or it is not."""
+    async def fence_async(
+        self, registration: RegistrationId, timeout_s: float = FENCE_TIMEOUT_S
+    ) -> None:
+        """As `fence`, for a task. It cannot be cancelled in between: memory is fenced, or it is
+        not.
+        """
         with self._changed:
             self._close(registration)
             self._changed.notify_all()
@@ -541,7 +641,8 @@ class SharedOwner:
         with anyio.CancelScope(shield=True):
             await run_in_thread(self.fence, registration, timeout_s, limiter=limiter)
 
-    # -------------------------------------------------------------------------------------------------- lanes
+    # ----------------------------------------------------------------------------------------------
+    # lanes
 
     def add_lane(self, lane: Lane) -> None:
         with self._changed:
@@ -567,7 +668,9 @@ class SharedOwner:
             for lane in self._lanes:
                 if lane.reader == reader:
                     self._lanes.stop(lane)
-            self._changed.wait_for(lambda: all(lane.reader != reader for lane in self._lanes), timeout_s)
+            self._changed.wait_for(
+                lambda: all(lane.reader != reader for lane in self._lanes), timeout_s
+            )
 
     def stop(self, lane: Lane) -> None:
         """Have a lane end soon."""

@@ -1,7 +1,8 @@
-"""One source's lane: the state that its threads share, how many bytes each call receives, and the reports of it.
+"""One source's lane: the state that its threads share, how many bytes each call receives, and the
+reports of it.
 
-Other readers get a call's bytes only when the call has returned. So a call receives what comes in a few milliseconds: over
-a slow link one chunk, over a fast one so much that calls cost little.
+Other readers get a call's bytes only when the call has returned. So a call receives what comes in a
+few milliseconds: over a slow link one chunk, over a fast one so much that calls cost little.
 
 Not responsible for its threads, nor for the lock that guards this state (`lanes`).
 """
@@ -17,12 +18,21 @@ from typing import NamedTuple
 from tensorhub.messages import Flow, Grant, Origin
 from tensorhub.scheduler.links import FlowMeter
 from tensorhub.scheduler.requests import Requests
-from tensorhub.transport.base import BATCH_BYTES, Arrival, Channel, Cutter, Lacking, ReadFailure, Reason
+from tensorhub.transport.base import (
+    BATCH_BYTES,
+    Arrival,
+    Channel,
+    Cutter,
+    Lacking,
+    ReadFailure,
+    Reason,
+)
 from tensorhub.transport.streaming_digest import SMALL_BYTES, GilWatch
 from tensorhub.types import LeaseId, SourceReport
 
 FIRST_BYTES = 2**16  # received by the first call
-CACHED_BYTES = SMALL_BYTES  # by any call at the most, in small pieces, while the source goes on sending
+# by any call at the most, in small pieces, while the source goes on sending
+CACHED_BYTES = SMALL_BYTES
 LARGE_BYTES = 64 * 2**20  # as FIRST_BYTES, where small pieces do not pay
 OFFER_S = 0.005  # what comes in so much time is received by one call
 CONTENDED_S = 0.05  # as OFFER_S, where each call costs a switch interval
@@ -38,19 +48,25 @@ class ReceiveSizer:
         self.meter = FlowMeter()
         self._gil = GilWatch()
 
-    def arrived(self, nbytes: int, transfer_s: float, verify_s: float, now: float, *, is_digested: bool) -> None:
+    def arrived(
+        self, nbytes: int, transfer_s: float, verify_s: float, now: float, *, is_digested: bool
+    ) -> None:
         """A call has brought so many bytes, which were there at `now`."""
         self.transfer_s += transfer_s
         self.verify_s += verify_s
         self._gil.digested(nbytes, verify_s)
         most = LARGE_BYTES if self._gil.is_contended or not is_digested else CACHED_BYTES
-        in_time = nbytes * (CONTENDED_S if self._gil.is_contended else OFFER_S) / max(transfer_s, 1e-6)
+        in_time = (
+            nbytes * (CONTENDED_S if self._gil.is_contended else OFFER_S) / max(transfer_s, 1e-6)
+        )
         self.call_bytes = min(most, 4 * max(nbytes, FIRST_BYTES), int(in_time))
         self.meter.arrived(nbytes, now)
 
 
 class NumberedChannel:
-    """See `transport.base.Channel`. `numbers`: those of the selection's chunks in the reader's grid, ascending."""
+    """See `transport.base.Channel`. `numbers`: those of the selection's chunks in the reader's
+    grid, ascending.
+    """
 
     def __init__(self, channel: Channel, numbers: Sequence[int]) -> None:
         self._channel = channel
@@ -64,7 +80,9 @@ class NumberedChannel:
         if isinstance(answer, Lacking):
             return Lacking([numbers[chunk] for chunk in answer.chunks], ())
         chunks = [(numbers[chunk], digest) for chunk, digest in answer.chunks]
-        return answer._replace(chunks=chunks, made={numbers[chunk]: digest for chunk, digest in answer.made.items()})
+        return answer._replace(
+            chunks=chunks, made={numbers[chunk]: digest for chunk, digest in answer.made.items()}
+        )
 
     def close(self) -> None:
         self._channel.close()
@@ -76,8 +94,9 @@ CORE_SHARE_AFTER_S = 0.02  # several of the kernel's turns
 
 
 class Opened(NamedTuple):
-    """A channel, the name of its transport, and for how many threads it is. `ended` hears, in a lane's thread, how reading
-    by it has ended: with a failure, or (None) with all that was wanted. It does not hear of a source that was dropped.
+    """A channel, the name of its transport, and for how many threads it is. `ended` hears, in a
+    lane's thread, how reading by it has ended: with a failure, or (None) with all that was wanted.
+    It does not hear of a source that was dropped.
     """
 
     transport: str
@@ -109,7 +128,8 @@ class SourceLane:
     lease: LeaseId
     origin: Origin
     requests: Requests
-    brings: Sequence[int] | None = None  # its selection's chunks, in this reader's numbers; None: it reads no selection
+    # its selection's chunks, in this reader's numbers; None: it reads no selection
+    brings: Sequence[int] | None = None
     cells: int = 0  # that it has brought, of a selection
     runs: int = 0
     cutter: Cutter = field(default_factory=Cutter)
@@ -120,7 +140,8 @@ class SourceLane:
     outcome: str = "reading"  # then "used", "dropped", or why it failed
     failure: ReadFailure | None = None  # the first of its threads', unless it was cut before
     threads: int = 0  # that drive it now
-    threads_s: float = 0.0  # that all its threads took, those included that run: as if they had begun at 0
+    # that all its threads took, those included that run: as if they had begun at 0
+    threads_s: float = 0.0
     started: float = 0.0
     seconds: float = 0.0  # from `started` on, once it has ended
     batch_bytes: int = BATCH_BYTES  # of one request
@@ -133,7 +154,9 @@ class SourceLane:
         """Whether the lane waits for no answer once the pull is over: then its connection is worth
         keeping.
         """
-        return not self.requests.asked and (self.channel is not None or (self.started > 0 and not self.threads))
+        return not self.requests.asked and (
+            self.channel is not None or (self.started > 0 and not self.threads)
+        )
 
     def seconds_up_to(self, now: float) -> float:
         return self.seconds or (now - self.started if self.started else 0.0)
@@ -151,12 +174,20 @@ class SourceLane:
         self.threads -= 1
         self.threads_s += time.perf_counter()
 
-    # ------------------------------------------------------------------------------------------ what is told of it
+    # ------------------------------------------------------------------------------------------
+    # what is told of it
 
     def report(self, bytes_read: int, now: float) -> SourceReport:
         shard = None if self.brings is None else self.grant.shard
         counts = shard, self.cells, self.runs
-        return SourceReport(self.grant.source, self.transport, bytes_read, self.seconds_up_to(now), self.outcome, *counts)
+        return SourceReport(
+            self.grant.source,
+            self.transport,
+            bytes_read,
+            self.seconds_up_to(now),
+            self.outcome,
+            *counts,
+        )
 
     @property
     def flow(self) -> Flow | None:
@@ -188,4 +219,7 @@ class CoreShare:
         thread waits: it helps little.
         """
         seconds = time.perf_counter() - self._began
-        return seconds > CORE_SHARE_AFTER_S and time.thread_time() - self._cpu_s < CORE_SHARE_MIN * seconds
+        return (
+            seconds > CORE_SHARE_AFTER_S
+            and time.thread_time() - self._cpu_s < CORE_SHARE_MIN * seconds
+        )

@@ -1,1 +1,3 @@
-"""A worker's shell: its handles, host copies and questions. It carries out what `tensorhub.worker` decides."""
+"""A worker's shell: its handles, host copies and questions. It carries out what `tensorhub.worker`
+decides.
+"""

@@ -1,7 +1,9 @@
-"""A registered memory, as callers use it: the calls that follow from each method, and what a method raises.
+"""A registered memory, as callers use it: the calls that follow from each method, and what a method
+raises.
 
-`Weights` and the prefetcher stand on `CallersHandle`. Not responsible for carrying a call out: `runtime.worker.handle` does
-that, and a simulated handle in a simulation. Lives in the worker runtime's loop.
+`Weights` and the prefetcher stand on `CallersHandle`. Not responsible for carrying a call out:
+`runtime.worker.handle` does that, and a simulated handle in a simulation. Lives in the worker
+runtime's loop.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from tensorhub.errors import TensorHubError
 from tensorhub.messages import ErrorInfo
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.types import FetchReport, HandleState, VersionInfo
-from tensorhub.worker.calls import Call, CloseCall, FillCall, Finish, PublishCall, RefuseCall, UnpublishCall
+from tensorhub.worker.calls import (
+    Call,
+    CloseCall,
+    FillCall,
+    Finish,
+    PublishCall,
+    RefuseCall,
+    UnpublishCall,
+)
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
 
@@ -44,12 +54,18 @@ class CallersHandle(ABC):
         return self.interpreter.was_filled
 
     @abstractmethod
-    async def _carry_out(self, call: Call, timeout_s: float, hook: HookRequest | None) -> tuple[Finish, Report]:
-        """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
+    async def _carry_out(
+        self, call: Call, timeout_s: float, hook: HookRequest | None
+    ) -> tuple[Finish, Report]:
+        """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves
+        nothing running.
+        """
 
     @abstractmethod
     async def end_call(self, error: Exception) -> None:
-        """End the running call, if there is one, with `error`; returns when nothing of it runs any more."""
+        """End the running call, if there is one, with `error`; returns when nothing of it runs any
+        more.
+        """
 
     @abstractmethod
     def follow(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -75,14 +91,18 @@ class CallersHandle(ABC):
     async def _before_publish(self, timeout_s: float) -> None:
         """What has to be done with the memory first."""
 
-    async def _run(self, call: Call, timeout_s: float, hook: HookRequest | None = None) -> tuple[Finish, Report]:
+    async def _run(
+        self, call: Call, timeout_s: float, hook: HookRequest | None = None
+    ) -> tuple[Finish, Report]:
         self.interpreter.check(call)
         finish, report = await self._carry_out(call, timeout_s, hook)
         self.interpreter.raise_for(call, finish)
         return finish, report
 
     async def publish(self, version: int, timeout_s: float) -> VersionInfo:
-        """`timeout_s` does not count the digests that this memory needs beforehand: their time grows with its bytes."""
+        """`timeout_s` does not count the digests that this memory needs beforehand: their time
+        grows with its bytes.
+        """
         call = PublishCall(version)
         self.interpreter.check(call)
         await self._before_publish(timeout_s)
@@ -94,7 +114,10 @@ class CallersHandle(ABC):
         await self._run(UnpublishCall(), timeout_s)
 
     async def begin_mutate(
-        self, check_number: Callable[[], Awaitable[None]], begins: Callable[[], None], timeout_s: float
+        self,
+        check_number: Callable[[], Awaitable[None]],
+        begins: Callable[[], None],
+        timeout_s: float,
     ) -> None:
         """Do all that precedes the body of a `mutate`. `begins` is called once the checks are over:
         from then on the calls of the group's other ranks count on this rank's call.
@@ -117,7 +140,9 @@ class CallersHandle(ABC):
         if self.member.state is not HandleState.CLOSED:
             await self._run(CloseCall(abandon), timeout_s)
 
-    async def fill(self, call: FillCall, timeout_s: float, hook: HookRequest | None = None) -> FetchReport:
+    async def fill(
+        self, call: FillCall, timeout_s: float, hook: HookRequest | None = None
+    ) -> FetchReport:
         _, report = await self.fetch(call, timeout_s, hook)
         return report
 

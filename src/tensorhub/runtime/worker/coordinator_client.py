@@ -1,4 +1,6 @@
-"""A worker's own questions to its coordinator. A question is asked again after a lost connection."""
+"""A worker's own questions to its coordinator. A question is asked again after a lost
+connection.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,22 @@ from typing import Protocol
 import anyio
 
 from tensorhub import messages
-from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, VersionConflict, VersionUnavailable
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    OperationTimeout,
+    VersionConflict,
+    VersionUnavailable,
+)
 from tensorhub.runtime.control.link import RECONNECT_S_FIRST
 from tensorhub.types import ModelInfo, ReplicaView, Selector, VersionInfo, WorkerView
 
-Answer = messages.Done | messages.Refused | messages.Description | messages.ManifestReply | messages.PublicationReply
+Answer = (
+    messages.Done
+    | messages.Refused
+    | messages.Description
+    | messages.ManifestReply
+    | messages.PublicationReply
+)
 
 
 class MessageSink(Protocol):
@@ -33,7 +46,9 @@ def _random_id() -> str:
 class CoordinatorClient:
     """Each question has a number of its own, and ends with its answer or at its deadline."""
 
-    def __init__(self, link: MessageSink, numbers: Iterator[int], new_id: Callable[[], str] = _random_id) -> None:
+    def __init__(
+        self, link: MessageSink, numbers: Iterator[int], new_id: Callable[[], str] = _random_id
+    ) -> None:
         """`new_id` makes ids that are unique for all time, for requests that are repeated and must
         be done once.
         """
@@ -57,11 +72,19 @@ class CoordinatorClient:
         for event, _ in self._waiting.values():
             event.set()
 
-    async def ask(self, make: Callable[[int], messages.FromWorker], what: str, timeout_s: float) -> Answer:
+    async def ask(
+        self, make: Callable[[int], messages.FromWorker], what: str, timeout_s: float
+    ) -> Answer:
         """Raises what the coordinator refuses with, CoordinatorUnavailable, OperationTimeout."""
         return await self._ask(make, what, timeout_s, anyio.current_time() + timeout_s)
 
-    async def _ask(self, make: Callable[[int], messages.FromWorker], what: str, timeout_s: float, deadline: float) -> Answer:
+    async def _ask(
+        self,
+        make: Callable[[int], messages.FromWorker],
+        what: str,
+        timeout_s: float,
+        deadline: float,
+    ) -> Answer:
         """As `ask`, where several questions share `timeout_s` seconds, which end at `deadline`."""
         with anyio.CancelScope(deadline=deadline):
             while True:
@@ -81,7 +104,9 @@ class CoordinatorClient:
                         raise answers[0].error.error()
                     return answers[0]
         if not self._link.online:
-            raise CoordinatorUnavailable(f"{what}: the coordinator could not be reached within {timeout_s:g} s")
+            raise CoordinatorUnavailable(
+                f"{what}: the coordinator could not be reached within {timeout_s:g} s"
+            )
         raise OperationTimeout(f"{what}: the coordinator did not answer within {timeout_s:g} s")
 
     async def describe(
@@ -92,7 +117,8 @@ class CoordinatorClient:
         after: WorkerView | str | None = None,
         workers_max: int | None = None,
     ) -> tuple[ModelInfo, ...]:
-        """What the coordinator knows of one model, or a part of that (see `messages.Describe`), or of all.
+        """What the coordinator knows of one model, or a part of that (see `messages.Describe`), or
+        of all.
 
         A large model comes in parts. Each worker is then as it is at some time during this call.
         """
@@ -106,7 +132,9 @@ class CoordinatorClient:
         found: list[ModelInfo] = []
         is_last = False
         while not is_last:
-            question = messages.Describe(0, None, found[-1].model if found else None, workers_max=workers_max)
+            question = messages.Describe(
+                0, None, found[-1].model if found else None, workers_max=workers_max
+            )
             answer = await self._description(question, timeout_s, deadline)
             found += answer.models
             if answer.is_cut:
@@ -114,20 +142,33 @@ class CoordinatorClient:
             is_last = not (answer.more and answer.models)
         return tuple(found)
 
-    async def _description(self, question: messages.Describe, timeout_s: float, deadline: float) -> messages.Description:
-        answer = await self._ask(lambda number: replace(question, request=number), "describe", timeout_s, deadline)
+    async def _description(
+        self, question: messages.Describe, timeout_s: float, deadline: float
+    ) -> messages.Description:
+        answer = await self._ask(
+            lambda number: replace(question, request=number), "describe", timeout_s, deadline
+        )
         assert isinstance(answer, messages.Description)
         return answer
 
     async def _whole(
-        self, answer: messages.Description, version: int | None, workers_max: int | None, timeout_s: float, deadline: float
+        self,
+        answer: messages.Description,
+        version: int | None,
+        workers_max: int | None,
+        timeout_s: float,
+        deadline: float,
     ) -> ModelInfo:
-        """The last model of an answer, with the parts that it lacks; without them, if the model is forgotten meanwhile."""
+        """The last model of an answer, with the parts that it lacks; without them, if the model is
+        forgotten meanwhile.
+        """
         parts = [answer.models[-1]]
         left = None if workers_max is None else workers_max - len(parts[0].workers)
         while answer.is_cut and parts[-1].workers and left != 0:
             last = parts[-1].workers[-1]
-            question = messages.Describe(0, parts[0].model, last.name, last.incarnation, version, left)
+            question = messages.Describe(
+                0, parts[0].model, last.name, last.incarnation, version, left
+            )
             try:
                 answer = await self._description(question, timeout_s, deadline)
             except VersionUnavailable:
@@ -137,32 +178,46 @@ class CoordinatorClient:
         return joined(parts)
 
     async def manifest(self, info: VersionInfo, shard: int, timeout_s: float) -> bytes:
-        """The encoded manifest of one shard of a version. VersionUnavailable if it has no such shard, or is no more."""
+        """The encoded manifest of one shard of a version. VersionUnavailable if it has no such
+        shard, or is no more.
+        """
         what = f"manifest of shard {shard} of version {info.version} of {info.model!r}"
         answer = await self.ask(
-            lambda request: messages.GetManifest(request, info.model, info.content_id, shard), what, timeout_s
+            lambda request: messages.GetManifest(request, info.model, info.content_id, shard),
+            what,
+            timeout_s,
         )
         assert isinstance(answer, messages.ManifestReply)
         return answer.manifest
 
-    async def publication(self, model: str, selector: Selector, timeout_s: float) -> messages.PublicationReply:
+    async def publication(
+        self, model: str, selector: Selector, timeout_s: float
+    ) -> messages.PublicationReply:
         """The publication of the version that a selector means now. VersionUnavailable if there is
         none.
         """
         what = f"what was published of {model!r}"
-        answer = await self.ask(lambda request: messages.GetPublication(request, model, selector), what, timeout_s)
+        answer = await self.ask(
+            lambda request: messages.GetPublication(request, model, selector), what, timeout_s
+        )
         assert isinstance(answer, messages.PublicationReply)
         return answer
 
     async def part(self, part_id: str, timeout_s: float) -> bytes:
         """A part of a publication. VersionUnavailable if it is not known any more."""
-        answer = await self.ask(lambda request: messages.GetPart(request, part_id), "a part of a publication", timeout_s)
+        answer = await self.ask(
+            lambda request: messages.GetPart(request, part_id), "a part of a publication", timeout_s
+        )
         assert isinstance(answer, messages.ManifestReply)
         return answer.manifest
 
     async def check_number(self, model: str, version: int, timeout_s: float) -> None:
         """Raise VersionConflict if `version` could not be published now."""
-        await self.ask(lambda request: messages.Check(request, model, version), f"version {version} of {model!r}", timeout_s)
+        await self.ask(
+            lambda request: messages.Check(request, model, version),
+            f"version {version} of {model!r}",
+            timeout_s,
+        )
 
     async def nothing_published(self, model: str, timeout_s: float) -> bool:
         """Whether no version of `model` was ever published. Raises as `ask`."""
@@ -175,21 +230,30 @@ class CoordinatorClient:
     async def rollback(self, model: str, to: int, timeout_s: float) -> None:
         """Begin a new lineage after version `to`; durable on return."""
         what = f"rollback of {model!r} to {to}"
-        with anyio.move_on_after(timeout_s) as turn:  # one at a time: the coordinator cannot remember any number of them
+        # one at a time: the coordinator cannot remember any number of them
+        with anyio.move_on_after(timeout_s) as turn:
             await self._rolling_back.acquire()
         if turn.cancelled_caught:
-            raise OperationTimeout(f"{what}: an earlier rollback of this worker was not over within {timeout_s:g} s")
+            raise OperationTimeout(
+                f"{what}: an earlier rollback of this worker was not over within {timeout_s:g} s"
+            )
         try:
             # one id for all retries: a second id would retire versions that were published since
             ident = self.new_id()
             left_s = max(0.0, turn.deadline - anyio.current_time())
-            await self.ask(lambda request: messages.Rollback(request, ident, model, to), what, left_s)
+            await self.ask(
+                lambda request: messages.Rollback(request, ident, model, to), what, left_s
+            )
         finally:
             self._rolling_back.release()
 
     async def retain(self, model: str, latest: int, timeout_s: float) -> None:
         """Keep the newest `latest` versions; durable, and known to every live holder, on return."""
-        await self.ask(lambda request: messages.Retain(request, model, latest), f"retain of {model!r}", timeout_s)
+        await self.ask(
+            lambda request: messages.Retain(request, model, latest),
+            f"retain of {model!r}",
+            timeout_s,
+        )
 
 
 def joined(parts: Sequence[ModelInfo]) -> ModelInfo:
@@ -199,11 +263,20 @@ def joined(parts: Sequence[ModelInfo]) -> ModelInfo:
     replicas: dict[str, ReplicaView] = {}
     for view in (view for part in parts for view in part.replicas):
         before = replicas.get(view.replica)
-        shards = {shard.rank: shard for each in (before, view) if each is not None for shard in each.shards}
-        replicas[view.replica] = replace(view, shards=tuple(shards[rank] for rank in sorted(shards)))
+        shards = {
+            shard.rank: shard
+            for each in (before, view)
+            if each is not None
+            for shard in each.shards
+        }
+        replicas[view.replica] = replace(
+            view, shards=tuple(shards[rank] for rank in sorted(shards))
+        )
     return replace(
         parts[0],
-        replicas=tuple(sorted(replicas.values(), key=lambda view: (view.group, view.version, view.replica))),
+        replicas=tuple(
+            sorted(replicas.values(), key=lambda view: (view.group, view.version, view.replica))
+        ),
         leases=tuple({view.lease: view for part in parts for view in part.leases}.values()),
         workers=tuple({view.incarnation: view for part in parts for view in part.workers}.values()),
     )

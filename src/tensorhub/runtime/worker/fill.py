@@ -1,7 +1,8 @@
 """How one handle's memory is filled: from other memory of its worker, and from other workers.
 
-Responsible for the pull or the copy that runs, for its sources and its progress, and for the call's times. Not responsible
-for where the bytes go (`mapped_memory`), for reading them (`runtime.data.lanes`), or for the actions' order (`handle`).
+Responsible for the pull or the copy that runs, for its sources and its progress, and for the call's
+times. Not responsible for where the bytes go (`mapped_memory`), for reading them
+(`runtime.data.lanes`), or for the actions' order (`handle`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ from tensorhub.runtime.worker.mapped_memory import MappedMemory
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import ContentId, LeaseId, RegistrationId
-from tensorhub.worker.calls import Action, AddPullSource, CompareDigests, CopyLocally, DropPullSource, StartPull, staging_of
+from tensorhub.worker.calls import (
+    Action,
+    AddPullSource,
+    CompareDigests,
+    CopyLocally,
+    DropPullSource,
+    StartPull,
+    staging_of,
+)
 from tensorhub.worker.chunk_reports import compare, roots
 from tensorhub.worker.member import Member
 
@@ -54,7 +63,8 @@ class _Pull:
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     ended: anyio.Event = field(default_factory=anyio.Event)
     runner: PullRunner | None = None
-    early: list[AddPullSource | DropPullSource] = field(default_factory=list)  # before the runner was up
+    # before the runner was up
+    early: list[AddPullSource | DropPullSource] = field(default_factory=list)
 
 
 class Filler:
@@ -87,7 +97,9 @@ class Filler:
         self._pull: _Pull | None = None
 
     def let_go(self) -> None:
-        """Of the handle, which has ended: so the memory of both is free as soon as its caller has let go of it."""
+        """Of the handle, which has ended: so the memory of both is free as soon as its caller has
+        let go of it.
+        """
         self._apply = lambda actions: None
 
     def __repr__(self) -> str:
@@ -175,20 +187,31 @@ class Filler:
 
     async def compare(self, action: CompareDigests) -> None:
         """See `CompareDigests`."""
-        target = RegistrationId(staging_of(self._registration)) if action.staged else self._registration
+        target = (
+            RegistrationId(staging_of(self._registration)) if action.staged else self._registration
+        )
         listed = self._owner.listed(target, action.generation)
         if listed is None or not listed[0]:
             return
         origin_of = partial(self._owner.origin, target, action.generation)
         wrong, following = compare(action, *listed, origin_of)
         if wrong:
-            log.warning("not_as_published", registration=self._registration, chunks=len(wrong), first=wrong[0][0])
-            revoke = partial(self._owner.revoke, target, action.generation, [chunk for chunk, _, _ in wrong])
+            log.warning(
+                "not_as_published",
+                registration=self._registration,
+                chunks=len(wrong),
+                first=wrong[0][0],
+            )
+            revoke = partial(
+                self._owner.revoke, target, action.generation, [chunk for chunk, _, _ in wrong]
+            )
             await anyio.to_thread.run_sync(revoke)
         self._apply(self._member.compared(action.generation, following, wrong, clock.now()))
 
     async def _verify_kept(self, target: RegistrationId, generation: int) -> list[int]:
-        """Chunks of this content that a broken-off fill has left and that are unchanged since (R9)."""
+        """Chunks of this content that a broken-off fill has left and that are unchanged since
+        (R9).
+        """
         started, owner, check = clock.now(), self._owner, anyio.from_thread.check_cancelled
         kept, found = owner.kept(target, generation), list[int]()
         if kept:
@@ -205,8 +228,20 @@ class Filler:
                 await self.stream_sync.done()
                 target, mapped, chunks = await self._mapped.destination(action)
                 arrived = partial(self._owner.mark_available, target, action.generation)
-                content_id, check = ContentId(action.version.content_id), anyio.from_thread.check_cancelled
-                work = partial(copy_chunks, self._owner, action.sources, content_id, chunks, action.copied, arrived, check)
+                content_id, check = (
+                    ContentId(action.version.content_id),
+                    anyio.from_thread.check_cancelled,
+                )
+                work = partial(
+                    copy_chunks,
+                    self._owner,
+                    action.sources,
+                    content_id,
+                    chunks,
+                    action.copied,
+                    arrived,
+                    check,
+                )
                 with self._writing(staged=action.staged):
                     copied = await anyio.to_thread.run_sync(work)
                     if action.last:
@@ -288,7 +323,11 @@ class Filler:
 
     def _note_arrived(self, target: RegistrationId, generation: int) -> None:
         """Note the arrived chunks of memory that outlives this process, for the next process."""
-        listed = self._owner.listed(target, generation) if isinstance(self._memory, FilledMemory) else None
+        listed = (
+            self._owner.listed(target, generation)
+            if isinstance(self._memory, FilledMemory)
+            else None
+        )
         if listed is not None and isinstance(self._memory, FilledMemory):
             self._memory.note(listed[1])
 
@@ -310,7 +349,11 @@ class Filler:
             names = manifest.tensors_in(event.chunk)[:TENSORS_NAMED_MAX]
             detail += f" (tensor {', '.join(map(repr, names))})"
         log.info("source_failed", lease=event.lease, reason=event.reason, detail=detail)
-        self._apply(self._member.source_failed(event.lease, event.reason, detail, clock.now(), chunk=event.at_source))
+        self._apply(
+            self._member.source_failed(
+                event.lease, event.reason, detail, clock.now(), chunk=event.at_source
+            )
+        )
 
     def _say_progress(self, report: PullReport) -> None:
         progress = self._member.progress(report.chunks_verified, report.bytes_read, report.flows)
@@ -324,7 +367,11 @@ class Filler:
             self.progress(report.bytes_verified, report.bytes_wanted)
         except Exception as error:
             self.progress = None
-            log.warning("progress_failed", registration=self._registration, reason=f"{type(error).__name__}: {error}")
+            log.warning(
+                "progress_failed",
+                registration=self._registration,
+                reason=f"{type(error).__name__}: {error}",
+            )
 
 
 def _first_of(group: BaseExceptionGroup[TensorHubError]) -> TensorHubError:

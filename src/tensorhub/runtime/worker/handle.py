@@ -44,7 +44,9 @@ from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
 from tensorhub.worker.planning import Planned, plan
 
-FENCE_TRY_S = 2.0  # of a fence, before it is looked whether it is still wanted; readers have half of it to take their bytes
+# of a fence, before it is looked whether it is still wanted; readers have half of it to take their
+# bytes
+FENCE_TRY_S = 2.0
 
 log = get_logger("tensorhub.worker")
 
@@ -73,7 +75,9 @@ class Handle(CallersHandle):
         page_bytes: int = DIGESTS_BYTES_MAX,  # of digests in one message
     ) -> None:
         self._writes = Writes(member, memory, owner)
-        super().__init__(Interpreter(member, self._writes.written, page_bytes), StreamSync(memory.device))
+        super().__init__(
+            Interpreter(member, self._writes.written, page_bytes), StreamSync(memory.device)
+        )
         self.memory = memory
         self._registration = RegistrationId(member.shard.registration)
         self._owner = owner
@@ -81,7 +85,15 @@ class Handle(CallersHandle):
         self._room = room
         self._mapped = MappedMemory(memory, self._registration, owner, room)
         self._filler = Filler(
-            member, memory, owner, self._mapped, link, channels, self.apply, self.stream_sync, self._writes
+            member,
+            memory,
+            owner,
+            self._mapped,
+            link,
+            channels,
+            self.apply,
+            self.stream_sync,
+            self._writes,
         )
         self._todo_wanted = anyio.Event()
         self._making_room = anyio.CancelScope()
@@ -92,12 +104,15 @@ class Handle(CallersHandle):
         self._scope = anyio.CancelScope()  # of `run`
         self.beside = anyio.CapacityLimiter(1)  # of early digests, which may all wait
         self.deadline_moved: Callable[[], None] = lambda: None
-        self.first_fill_begins: Callable[[Handle, OpKind, float], None] = lambda handle, kind, timeout_s: None
+        self.first_fill_begins: Callable[[Handle, OpKind, float], None] = (
+            lambda handle, kind, timeout_s: None
+        )
 
     def __repr__(self) -> str:
         return f"<Handle of {self.member!r}>"
 
-    # ------------------------------------------------------------------------------------------------- calls
+    # ----------------------------------------------------------------------------------------------
+    # calls
 
     async def publish(self, version: int, timeout_s: float) -> VersionInfo:
         info = await super().publish(version, timeout_s)
@@ -121,15 +136,21 @@ class Handle(CallersHandle):
             try:
                 make()
             except StateError as error:  # a GPU's
-                log.warning("digests_not_made_early", registration=self._registration, reason=str(error))
+                log.warning(
+                    "digests_not_made_early", registration=self._registration, reason=str(error)
+                )
 
-        with contextlib.suppress(RuntimeError):  # no thread can be had: each is made when its chunk is sent
+        # no thread can be had: each is made when its chunk is sent
+        with contextlib.suppress(RuntimeError):
             await anyio.to_thread.run_sync(run_aside, makes, limiter=self.beside)
 
     async def _before_publish(self, timeout_s: float) -> None:
         await self.stream_sync.done(timeout_s)
         manifest = self.member.shard.manifest
-        holds_nothing = self.member.running is None and self.member.state in (HandleState.EMPTY, HandleState.TORN)
+        holds_nothing = self.member.running is None and self.member.state in (
+            HandleState.EMPTY,
+            HandleState.TORN,
+        )
         if manifest is not None and holds_nothing:
             self._mapped.map_to_publish(manifest)
         if manifest is not None and self.memory.digests_first:
@@ -143,7 +164,9 @@ class Handle(CallersHandle):
         """One that only `worker.host_copies` makes."""
         await self._run(call, timeout_s)
 
-    async def _carry_out(self, call: calls.Call, timeout_s: float, hook: HookRequest | None) -> tuple[calls.Finish, Report]:
+    async def _carry_out(
+        self, call: calls.Call, timeout_s: float, hook: HookRequest | None
+    ) -> tuple[calls.Finish, Report]:
         started, is_first = clock.now(), not self.was_filled and self.member.version is None
         actions = self.interpreter.begin(call, timeout_s, started)
         if isinstance(call, calls.FillCall) and is_first and not isinstance(call.selector, int):
@@ -163,7 +186,9 @@ class Handle(CallersHandle):
         return finish, lambda: running.times.report_of(finish, started, clock.now())
 
     async def end_call(self, error: Exception) -> None:
-        """End the running call, if there is one, with `error`; returns when nothing of it runs any more."""
+        """End the running call, if there is one, with `error`; returns when nothing of it runs any
+        more.
+        """
         if self._call is not None and self.interpreter.is_busy:
             self.cancel(error)
             await self._call.ended.wait()
@@ -180,7 +205,9 @@ class Handle(CallersHandle):
             self._call.times.hook_s = clock.now() - self._call.times.hooked
         self.apply(self.member.hook_returned(error, clock.now()))
 
-    async def look(self, question: DigestAgain | TellDigests, limiter: anyio.CapacityLimiter) -> None:
+    async def look(
+        self, question: DigestAgain | TellDigests, limiter: anyio.CapacityLimiter
+    ) -> None:
         """Answer what can be told by looking at the memory."""
         if isinstance(question, DigestAgain):
             await self._digest_again(question, limiter)
@@ -188,11 +215,15 @@ class Handle(CallersHandle):
             await self._tell_digests(question, limiter)
 
     async def _digest_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> None:
-        """Has this chunk changed since its digest was made (R8)? The answer goes to the coordinator."""
+        """Has this chunk changed since its digest was made (R8)? The answer goes to the
+        coordinator.
+        """
         asked_about = self.interpreter.asked_about(question)
         changed, digest = await self._writes.look_again(question.generation, *asked_about, limiter)
         broken = self._writes.broken() if changed else ""
-        actions, error = self.interpreter.digested_again(question, changed, digest, self._owner, clock.now(), broken)
+        actions, error = self.interpreter.digested_again(
+            question, changed, digest, self._owner, clock.now(), broken
+        )
         if changed:
             log.warning("held_memory_changed", registration=self._registration, reason=str(error))
         self.apply(actions)
@@ -216,7 +247,11 @@ class Handle(CallersHandle):
         are examined.
         """
         content = self.member.content
-        return content is not None and content.published and not self._owner.look(self._registration, content.generation)
+        return (
+            content is not None
+            and content.published
+            and not self._owner.look(self._registration, content.generation)
+        )
 
     async def make_digests(self, limiter: anyio.CapacityLimiter, selection: str = "") -> None:
         """Make the missing digests of the publication."""
@@ -232,33 +267,43 @@ class Handle(CallersHandle):
         if content is None or not content.published or content.manifest.digest == "none":
             return None
         content_id = ContentId(content.version.content_id)
-        return partial(self._owner.make_digests, self._registration, content.generation, content_id, **how)
+        return partial(
+            self._owner.make_digests, self._registration, content.generation, content_id, **how
+        )
 
     async def _tell_digests(self, question: TellDigests, limiter: anyio.CapacityLimiter) -> None:
         """Report the digests of this memory's chunks, or of the memory of a staged update (R8)."""
         generation = question.generation
         if self.interpreter.must_make(question):
             await self.make_digests(limiter, question.selection)
-            if self._suspects_itself():  # see `tell_made`; the coordinator hears that it has changed
+            # see `tell_made`; the coordinator hears that it has changed
+            if self._suspects_itself():
                 return
 
-        def listed(target: RegistrationId, selection: str) -> tuple[int, Sequence[int | None]] | None:
+        def listed(
+            target: RegistrationId, selection: str
+        ) -> tuple[int, Sequence[int | None]] | None:
             return self._owner.listed(target, generation, selection)
 
         for message in self.interpreter.tell_digests(question, listed):
             self._link.say(message)
 
-    # ------------------------------------------------------------------------------------------------- actions
+    # ----------------------------------------------------------------------------------------------
+    # actions
 
     def apply(self, actions: list[calls.Action]) -> None:
-        """Queue what the member wants done. `Say` and `Finish` keep their place behind fences and openings."""
+        """Queue what the member wants done. `Say` and `Finish` keep their place behind fences and
+        openings.
+        """
         self.interpreter.add(actions)
         if actions:
             self._todo_wanted.set()
         self.deadline_moved()
 
     async def run(self) -> None:
-        """Carry out actions until the registration is no more; then no read of this memory runs any more."""
+        """Carry out actions until the registration is no more; then no read of this memory runs any
+        more.
+        """
         interpreter = self.interpreter
         try:
             with self._scope:
@@ -355,7 +400,9 @@ class Handle(CallersHandle):
             made = await anyio.to_thread.run_sync(self._planned, action)
         except Exception as error:
             log.exception("reading_not_planned", registration=self._registration)
-            made = StateError(f"{self.member.shard.title}: what to read could not be planned: {text_of(error)}")
+            made = StateError(
+                f"{self.member.shard.title}: what to read could not be planned: {text_of(error)}"
+            )
         self.apply(self.member.planned(action.number, made, clock.now()))
 
     async def _check_ranks(self, action: calls.CheckRanks) -> None:
@@ -367,7 +414,8 @@ class Handle(CallersHandle):
         except Exception as failure:
             log.exception("ranks_not_checked", registration=self._registration)
             found = StateError(
-                f"{self.member.shard.title}: what its ranks read or publish could not be checked: {text_of(failure)}"
+                f"{self.member.shard.title}: what its ranks read or publish could not be checked: "
+                f"{text_of(failure)}"
             )
         self.apply(self.member.ranks_checked(action.number, found, clock.now()))
 
@@ -375,8 +423,14 @@ class Handle(CallersHandle):
         started, made = time.perf_counter(), plan(action)
         if isinstance(made, Planned):
             reading, seconds = made.reading, round(time.perf_counter() - started, 3)
-            counts = {"shards": len(reading.parts), "nbytes": reading.nbytes, "chunks": reading.chunk_count}
-            counts["cells"], counts["runs"] = (sum([each[at] for each in reading.reading.counts]) for at in (0, 1))
+            counts = {
+                "shards": len(reading.parts),
+                "nbytes": reading.nbytes,
+                "chunks": reading.chunk_count,
+            }
+            counts["cells"], counts["runs"] = (
+                sum([each[at] for each in reading.reading.counts]) for at in (0, 1)
+            )
             log.info("reading_planned", registration=self._registration, seconds=seconds, **counts)
         return made
 
@@ -403,7 +457,9 @@ class Handle(CallersHandle):
         refusal = None
         try:
             with scope:
-                await self._room.make_room(calls.staging_of(self._registration), Purpose.USE, nbytes)
+                await self._room.make_room(
+                    calls.staging_of(self._registration), Purpose.USE, nbytes
+                )
         except TensorHubError as error:
             refusal = error
         finally:
@@ -412,18 +468,23 @@ class Handle(CallersHandle):
     async def _open(self, action: calls.OpenGeneration) -> None:
         try:
             if not action.complete:
-                self.memory.claim.check_fill()  # another registration may have promised it since the call began
+                # another registration may have promised it since the call began
+                self.memory.claim.check_fill()
             chunks = await self._mapped.prepare(action.manifest)
         except TensorHubError as error:
             self.interpreter.not_opened(error)
             return
-        content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
+        content_id, digests = (
+            ContentId(action.content_id),
+            self._digests if action.complete else None,
+        )
         if not action.complete:
-            self.memory.count_write()  # before the first byte, for what autograd has kept of those that go
+            # before the first byte, for what autograd has kept of those that go
+            self.memory.count_write()
         self._writes.made(action.manifest)
         self.interpreter.guard.made()
-        # Behind `made`: what is written while it is packed breaks the promise, too. In another layout some bytes may be
-        # nobody's, and stay as they are.
+        # Behind `made`: what is written while it is packed breaks the promise, too. In another
+        # layout some bytes may be nobody's, and stay as they are.
         if action.complete or isinstance(action.manifest, ReshardedManifest):
             await self._mapped.pack(action.manifest)
         self._owner.open(
@@ -441,7 +502,9 @@ class Handle(CallersHandle):
         """Fence the memory, or give up at the deadline; without one, try until it stands."""
         while True:
             try:
-                await self._owner.fence_async(self._registration, min(FENCE_TRY_S, self._left_s(action)))
+                await self._owner.fence_async(
+                    self._registration, min(FENCE_TRY_S, self._left_s(action))
+                )
                 break
             except DrainTimeout as error:
                 if not self._left_s(action):
@@ -454,7 +517,9 @@ class Handle(CallersHandle):
         self.interpreter.fenced(action, self._owner, clock.now())
         violation = self.interpreter.guard.violation
         if violation is not None and violation is not known:
-            log.warning("published_memory_written", registration=self._registration, reason=str(violation))
+            log.warning(
+                "published_memory_written", registration=self._registration, reason=str(violation)
+            )
 
     def _left_s(self, fence: calls.Fence) -> float:
         """Until it is given up."""

@@ -1,7 +1,8 @@
-"""The shell of a worker's host copies: does what `worker.host_copies` wants, and wakes callers when their request is over.
+"""The shell of a worker's host copies: does what `worker.host_copies` wants, and wakes callers when
+their request is over.
 
-Responsible for the copies' handles and their memory, and for waking the machine at its deadlines. Decides nothing. Lives in
-the worker runtime's loop.
+Responsible for the copies' handles and their memory, and for waking the machine at its deadlines.
+Decides nothing. Lives in the worker runtime's loop.
 """
 
 from __future__ import annotations
@@ -84,10 +85,14 @@ class HostCopyRunner(CallersCopies):
     def __init__(self, worker: HostingWorker) -> None:
         self._worker = worker
         options = worker.options
-        self.machine = HostCopies(options.host_memory_bytes, options.op_timeout_s, lambda: secrets.token_hex(12))
+        self.machine = HostCopies(
+            options.host_memory_bytes, options.op_timeout_s, lambda: secrets.token_hex(12)
+        )
         self.tasks: anyio.abc.TaskGroup | None = None
-        self._calls: dict[int, Handle] = {}  # handles on which a call runs that the machine wants, by its number
-        self._unbegun: dict[int, Exception | None] = {}  # those whose tasks have not begun: with what they are to end
+        # handles on which a call runs that the machine wants, by its number
+        self._calls: dict[int, Handle] = {}
+        # those whose tasks have not begun: with what they are to end
+        self._unbegun: dict[int, Exception | None] = {}
         self._asked: dict[int, _Request] = {}  # by request
         self._requests = itertools.count(1)
         self._todo: deque[CopyAction] = deque()
@@ -101,7 +106,8 @@ class HostCopyRunner(CallersCopies):
     def budget(self) -> Budget:
         return self.machine.budget
 
-    # -------------------------------------------------------------------------------------------------- what is asked for
+    # ----------------------------------------------------------------------------------------------
+    # what is asked for
 
     async def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> None:
         await self._ask(lambda n: self.machine.make_room(n, ident, purpose, nbytes, clock.now()))
@@ -126,7 +132,8 @@ class HostCopyRunner(CallersCopies):
             raise asked.error
         return asked.report
 
-    # ---------------------------------------------------------------------------------------------------- what is heard of
+    # ----------------------------------------------------------------------------------------------
+    # what is heard of
 
     def began(self, handle: Handle) -> None:
         """The worker has a new handle."""
@@ -170,10 +177,13 @@ class HostCopyRunner(CallersCopies):
             asked.error = asked.error or StateError("the hub was closed while the call was running")
             asked.ended.set()
 
-    # ---------------------------------------------------------------------------------------------------------- actions
+    # ----------------------------------------------------------------------------------------------
+    # actions
 
     def _apply(self, actions: list[CopyAction]) -> None:
-        """Carry them out, in order; what follows of one comes behind those that are there already."""
+        """Carry them out, in order; what follows of one comes behind those that are there
+        already.
+        """
         self._todo.extend(actions)
         if self._is_busy:
             return
@@ -217,9 +227,15 @@ class HostCopyRunner(CallersCopies):
                 assert_never(action)
 
     def _start(self, shard: Shard) -> None:
-        devices = [handle.memory.device for handle in self._worker.callers() if handle.memory.device is not None]
+        devices = [
+            handle.memory.device
+            for handle in self._worker.callers()
+            if handle.memory.device is not None
+        ]
         reserve = partial(self.machine.take, shard.registration, shard.purpose)
-        self._worker.start_handle(shard, HostMemory(reserve, pinning(devices[0] if devices else None)))
+        self._worker.start_handle(
+            shard, HostMemory(reserve, pinning(devices[0] if devices else None))
+        )
 
     def _begin(self, action: BeginCall) -> None:
         handle = self._worker.router.handles.get(action.registration)
@@ -243,7 +259,11 @@ class HostCopyRunner(CallersCopies):
         finally:
             del self._calls[action.number]
             nbytes = handle.memory.nbytes if isinstance(handle.memory, HostMemory) else 0
-            self._apply(self.machine.call_ended(action.number, clock.now(), report=report, error=error, nbytes=nbytes))
+            self._apply(
+                self.machine.call_ended(
+                    action.number, clock.now(), report=report, error=error, nbytes=nbytes
+                )
+            )
 
     @staticmethod
     async def _run(handle: Handle, action: BeginCall) -> FetchReport | None:

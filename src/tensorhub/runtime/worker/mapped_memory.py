@@ -30,10 +30,14 @@ log = get_logger("tensorhub.worker")
 
 
 class HostRoom(Protocol):
-    """What a handle needs of its worker's host copies. A copy is named by the registration that it belongs to, or staged."""
+    """What a handle needs of its worker's host copies. A copy is named by the registration that it
+    belongs to, or staged.
+    """
 
     async def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> None:
-        """Reserve host memory, once those that must make room for it are gone. StateError: there is none."""
+        """Reserve host memory, once those that must make room for it are gone. StateError: there is
+        none.
+        """
 
     def answered(self, registration: str, refusal: Exception | None) -> None:
         """The coordinator has this registration, or not."""
@@ -56,23 +60,35 @@ class _Staging:
 
 def with_packs(mapped: MappedRegions, manifest: Manifest) -> MappedRegions:
     """The regions, where each packed region has bytes of its own beside those of its tensors."""
-    packs = {index: _pack(manifest.regions[index].nbytes, pieces) for index, pieces in mapped.scattered.items()}
+    packs = {
+        index: _pack(manifest.regions[index].nbytes, pieces)
+        for index, pieces in mapped.scattered.items()
+    }
     if not packs:
         return mapped
-    regions = [packs[index].buffer if index in packs else region for index, region in enumerate(mapped.regions)]
+    regions = [
+        packs[index].buffer if index in packs else region
+        for index, region in enumerate(mapped.regions)
+    ]
     return replace(mapped, regions=tuple(regions), scattered={}, packs=tuple(packs.values()))
 
 
 def _pack(nbytes: int, pieces: Pieces) -> Packed | PackedOnDevice:
-    """Where the tensors are. (Those of one registration are all in one memory, but for those without bytes.)"""
+    """Where the tensors are. (Those of one registration are all in one memory, but for those
+    without bytes.)
+    """
     on_device = [(offset, piece) for offset, piece in pieces if isinstance(piece, DeviceBytes)]
     if on_device:
         return PackedOnDevice(on_device[0][1].device, nbytes, on_device)
-    return Packed(nbytes, [(offset, piece) for offset, piece in pieces if isinstance(piece, memoryview)])
+    return Packed(
+        nbytes, [(offset, piece) for offset, piece in pieces if isinstance(piece, memoryview)]
+    )
 
 
 def pinning(device: Device | None) -> Pin | None:
-    """What page-locks host memory for that device, where it can be: else copies are slower, and that is all."""
+    """What page-locks host memory for that device, where it can be: else copies are slower, and
+    that is all.
+    """
     if device is None:
         return None
 
@@ -89,20 +105,28 @@ def pinning(device: Device | None) -> Pin | None:
 class MappedMemory:
     """Of one handle."""
 
-    def __init__(self, memory: Memory, registration: RegistrationId, owner: SharedOwner, room: HostRoom) -> None:
+    def __init__(
+        self, memory: Memory, registration: RegistrationId, owner: SharedOwner, room: HostRoom
+    ) -> None:
         self._memory = memory
         self._registration = registration
         self._owner = owner
         self._room = room
         self._staging_id = RegistrationId(staging_of(registration))
         self._staging: _Staging | None = None
-        self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this grid
+        # of the manifest with this grid
+        self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None
 
     def __repr__(self) -> str:
-        return f"<MappedMemory of {self._memory!r}{' and what is staged' if self._staging is not None else ''}>"
+        return (
+            f"<MappedMemory of "
+            f"{self._memory!r}{' and what is staged' if self._staging is not None else ''}>"
+        )
 
     async def prepare(self, manifest: Manifest) -> ChunkMemory:
-        """Find the manifest's chunks, which are about to be opened. TensorHubError: there is no memory for them."""
+        """Find the manifest's chunks, which are about to be opened. TensorHubError: there is no
+        memory for them.
+        """
         if isinstance(self._memory, HostMemory) and not self._is_mapped(manifest):  # it is made now
             await self._unmap()
         return self._map_safely(manifest)[1]
@@ -114,14 +138,22 @@ class MappedMemory:
         self._map_safely(manifest)
 
     def _map(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
-        """Where the manifest's regions and chunks are; kept, because the next version most likely has the same manifest."""
+        """Where the manifest's regions and chunks are; kept, because the next version most likely
+        has the same manifest.
+        """
         if self._mapped is None or not self._is_mapped(manifest):
             mapped = with_packs(self._memory.map(manifest), manifest)
-            self._mapped = manifest.grid_id, mapped, ChunkMemory(manifest, mapped.regions, mapped.unwanted)
+            self._mapped = (
+                manifest.grid_id,
+                mapped,
+                ChunkMemory(manifest, mapped.regions, mapped.unwanted),
+            )
         return self._mapped[1:]
 
     async def pack(self, manifest: Manifest) -> None:
-        """Copy the tiny tensors' bytes to where readers find them; the memory is fenced, and is about to be published."""
+        """Copy the tiny tensors' bytes to where readers find them; the memory is fenced, and is
+        about to be published.
+        """
         mapped = self._map(manifest)[0]
         if mapped.packs:
             await anyio.to_thread.run_sync(mapped.pack)
@@ -137,7 +169,9 @@ class MappedMemory:
             raise
         except Exception as error:
             log.exception("memory_not_mapped", registration=self._registration)
-            raise StateError(f"{self._memory!r} cannot hold this version: {text_of(error)}") from error
+            raise StateError(
+                f"{self._memory!r} cannot hold this version: {text_of(error)}"
+            ) from error
 
     async def _unmap(self) -> None:
         """Let go of the former mapping: host memory is back in the system before more is taken."""
@@ -154,13 +188,16 @@ class MappedMemory:
 
     async def free_staging(self) -> None:
         if self._staging is not None:
-            await self._owner.fence_async(self._staging_id)  # only this handle's own copying, which has ended, reads it
+            # only this handle's own copying, which has ended, reads it
+            await self._owner.fence_async(self._staging_id)
             self._owner.forget(self._staging_id)
             memory, self._staging = self._staging.memory, None
             await run_in_thread(memory.free)
         self._room.freed(self._staging_id)
 
-    async def destination(self, action: StartPull | CopyLocally) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:
+    async def destination(
+        self, action: StartPull | CopyLocally
+    ) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:
         """Where the chunks go, and under which id the owner knows it: the memory itself, or that of
         the staged update.
         """

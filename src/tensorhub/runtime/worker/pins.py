@@ -25,7 +25,9 @@ Arguments = TypeVarTuple("Arguments")
 class Tasks(Protocol):
     """Where a worker's tasks run, while it does."""
 
-    def start_soon(self, func: Callable[[*Arguments], Coroutine[Any, Any, None]], *args: *Arguments) -> object: ...
+    def start_soon(
+        self, func: Callable[[*Arguments], Coroutine[Any, Any, None]], *args: *Arguments
+    ) -> object: ...
 
 
 @dataclass(slots=True)
@@ -36,14 +38,17 @@ class _Pin:
     version: int
     held: bool = False  # the coordinator has agreed once
     lost: TensorHubError | None = None  # why it did not agree again
-    again: anyio.CancelScope = field(default_factory=anyio.CancelScope)  # of the task that says it again
+    # of the task that says it again
+    again: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     def __str__(self) -> str:
         return f"the pin of version {self.version} of {self.model!r}"
 
 
 class Pins:
-    """`question_s`: how long one attempt to say something takes at most where no caller waits for it."""
+    """`question_s`: how long one attempt to say something takes at most where no caller waits for
+    it.
+    """
 
     def __init__(self, coordinator: CoordinatorClient, question_s: float) -> None:
         self._coordinator = coordinator
@@ -60,7 +65,9 @@ class Pins:
         return [pin.lost for pin in self._pins.values() if pin.lost is not None]
 
     def welcomed(self) -> None:
-        """A session is up: say them again; perhaps as a new incarnation, or to a coordinator that knows nothing."""
+        """A session is up: say them again; perhaps as a new incarnation, or to a coordinator that
+        knows nothing.
+        """
         for ident, pin in self._pins.items():
             if pin.held and pin.lost is None and self.tasks is not None:
                 pin.again.cancel()
@@ -68,7 +75,9 @@ class Pins:
                 self.tasks.start_soon(self._say_again, ident, pin)
 
     async def pin(self, model: str, version: int, timeout_s: float) -> str:
-        """Keep one version until `unpin`; durable, and known to every live holder, on return. The id of the pin."""
+        """Keep one version until `unpin`; durable, and known to every live holder, on return. The
+        id of the pin.
+        """
         ident = self._coordinator.new_id()
         self._pins[ident] = pin = _Pin(model, version)
         try:
@@ -81,7 +90,9 @@ class Pins:
         return ident
 
     async def _say(self, ident: str, pin: _Pin, timeout_s: float) -> None:
-        await self._coordinator.ask(lambda request: Pin(request, ident, pin.model, pin.version), str(pin), timeout_s)
+        await self._coordinator.ask(
+            lambda request: Pin(request, ident, pin.model, pin.version), str(pin), timeout_s
+        )
 
     async def _say_again(self, ident: str, pin: _Pin) -> None:
         with pin.again:
@@ -94,17 +105,22 @@ class Pins:
                 log.warning("pin_lost", model=pin.model, version=pin.version, reason=str(error))
 
     async def unpin(self, ident: str, timeout_s: float) -> None:
-        """End a pin: within `timeout_s` if the coordinator can be reached, else later. Raises LeaseLost if it was lost."""
+        """End a pin: within `timeout_s` if the coordinator can be reached, else later. Raises
+        LeaseLost if it was lost.
+        """
         pin, ended = self.drop(ident)
         with anyio.move_on_after(timeout_s):
             await ended.wait()
         if pin.lost is not None:
             raise LeaseLost(
-                f"{pin} was lost while its worker was taken for dead, or its coordinator had lost its state: {pin.lost}"
+                f"{pin} was lost while its worker was taken for dead, or its coordinator had lost "
+                f"its state: {pin.lost}"
             )
 
     def drop(self, ident: str) -> tuple[_Pin, anyio.Event]:
-        """Have the coordinator told, as soon as can be, that a pin is over; the event is set when it has heard."""
+        """Have the coordinator told, as soon as can be, that a pin is over; the event is set when
+        it has heard.
+        """
         pin, ended = self._pins.pop(ident), anyio.Event()
         pin.again.cancel()
         if self.tasks is not None:
@@ -115,7 +131,9 @@ class Pins:
         while True:
             with contextlib.suppress(TensorHubError):
                 await self._coordinator.ask(
-                    lambda request: Unpin(request, ident, pin.model), f"end of {pin}", self._question_s
+                    lambda request: Unpin(request, ident, pin.model),
+                    f"end of {pin}",
+                    self._question_s,
                 )
                 ended.set()
                 return

@@ -35,15 +35,21 @@ class CallersCopies(ABC):
         leaves nothing running.
         """
 
-    async def prefetch(self, handle: CallersHandle, selector: Selector, timeout_s: float) -> FetchReport:
-        return await self._fill(lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, self._now()))
+    async def prefetch(
+        self, handle: CallersHandle, selector: Selector, timeout_s: float
+    ) -> FetchReport:
+        return await self._fill(
+            lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, self._now())
+        )
 
     async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport:
         return await self._fill(lambda n: self.machine.seed(n, info, shard, timeout_s, self._now()))
 
     async def close(self, handle: CallersHandle, timeout_s: float, *, abandon: bool) -> None:
         """Close a handle with the host copies that end with it."""
-        await self._ask(lambda n: self.machine.close(n, handle.member, timeout_s, self._now(), abandon=abandon))
+        await self._ask(
+            lambda n: self.machine.close(n, handle.member, timeout_s, self._now(), abandon=abandon)
+        )
 
     async def _fill(self, ask: Callable[[int], list[CopyAction]]) -> FetchReport:
         report = await self._ask(ask)
@@ -60,7 +66,10 @@ class ThreadPort(Protocol):
     def check_usable(self) -> None: ...
 
     async def call(
-        self, function: Callable[..., Awaitable[T]], *arguments: Any, undo: Callable[[T], object] | None = None
+        self,
+        function: Callable[..., Awaitable[T]],
+        *arguments: Any,
+        undo: Callable[[T], object] | None = None,
     ) -> T: ...
 
     def job(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> Job[T]: ...

@@ -1,8 +1,9 @@
-"""`connect(prefetch=True)`: each new version is prefetched in the background, for the handles that follow their model.
+"""`connect(prefetch=True)`: each new version is prefetched in the background, for the handles that
+follow their model.
 
-Responsible for the time of a prefetch: when a version is announced, one at a time, the newest first, and never while
-another call runs on the handle. Not responsible for prefetching itself (`host_copies`). A failed prefetch is logged, and
-the next version is tried.
+Responsible for the time of a prefetch: when a version is announced, one at a time, the newest
+first, and never while another call runs on the handle. Not responsible for prefetching itself
+(`host_copies`). A failed prefetch is logged, and the next version is tried.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ class Prefetcher:
     """Follows one handle's model for it; `run` until cancelled."""
 
     def __init__(
-        self, handle: CallersHandle, version_watches: VersionWatches, copies: CallersCopies, timeout_s: float
+        self,
+        handle: CallersHandle,
+        version_watches: VersionWatches,
+        copies: CallersCopies,
+        timeout_s: float,
     ) -> None:
         self._handle = handle
         self._version_watches = version_watches
@@ -57,9 +62,15 @@ class Prefetcher:
         self._changed.set()
 
     def _is_wanted(self, newest: VersionInfo) -> bool:
-        """The handle follows its model (it was filled last, not published), is idle, and holds another version."""
+        """The handle follows its model (it was filled last, not published), is idle, and holds
+        another version.
+        """
         member = self._handle.member
-        if not self._handle.was_filled or member.running is not None or newest.content_id == self._tried:
+        if (
+            not self._handle.was_filled
+            or member.running is not None
+            or newest.content_id == self._tried
+        ):
             return False
         if member.is_loss_unreported:
             return False  # its caller is to be told, by a call of its own
@@ -70,4 +81,6 @@ class Prefetcher:
         try:
             await self._copies.prefetch(self._handle, LATEST, self._timeout_s)
         except TensorHubError as error:
-            log.warning("prefetch_failed", model=newest.model, version=newest.version, reason=str(error))
+            log.warning(
+                "prefetch_failed", model=newest.model, version=newest.version, reason=str(error)
+            )

@@ -1,7 +1,8 @@
 """What callers do with a worker: they register memory, fetch into memory, and close.
 
-`Hub` stands on `CallersWorker`. Not responsible for how a handle is run, nor for connections: `runtime.worker.worker` does
-that, and a simulated worker in a simulation. Lives in the worker runtime's loop.
+`Hub` stands on `CallersWorker`. Not responsible for how a handle is run, nor for connections:
+`runtime.worker.worker` does that, and a simulated worker in a simulation. Lives in the worker
+runtime's loop.
 """
 
 from __future__ import annotations
@@ -32,7 +33,16 @@ from tensorhub.runtime.worker.pins import Pins
 from tensorhub.runtime.worker.ports import CallersCopies
 from tensorhub.runtime.worker.prefetcher import Prefetcher
 from tensorhub.runtime.worker.version_watches import VersionWatches
-from tensorhub.types import READ_ONLY, FetchReport, HandleState, OpKind, Options, Selector, VersionInfo, as_timeout_s
+from tensorhub.types import (
+    READ_ONLY,
+    FetchReport,
+    HandleState,
+    OpKind,
+    Options,
+    Selector,
+    VersionInfo,
+    as_timeout_s,
+)
 from tensorhub.worker.calls import FillCall
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.router import Router
@@ -40,7 +50,9 @@ from tensorhub.worker.router import Router
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Memory as it would be published. `coordinates`: None where the manifest says it all, or shapes are not known."""
+    """Memory as it would be published. `coordinates`: None where the manifest says it all, or
+    shapes are not known.
+    """
 
     manifest: Manifest
     declared: Declaration
@@ -48,9 +60,13 @@ class Described:
 
 
 def coordinates_known(manifest: Manifest, declared: Declaration) -> Coordinates | None:
-    """What these tensors hold, if each view says how large its tensor is. RegistrationError: views do not fit."""
+    """What these tensors hold, if each view says how large its tensor is. RegistrationError: views
+    do not fit.
+    """
     unknown = without_shape(declared.sources)
-    known = replace(manifest, tensors=tuple([each for each in manifest.tensors if each.name not in unknown]))
+    known = replace(
+        manifest, tensors=tuple([each for each in manifest.tensors if each.name not in unknown])
+    )
     sources = {name: entry for name, entry in declared.sources.items() if name not in unknown}
     found = coordinates_of(known, replace(declared, sources=sources))
     return None if unknown else found
@@ -75,7 +91,9 @@ class CallersWorker(ABC):
 
     @abstractmethod
     def drop_handle(self, handle: CallersHandle) -> None:
-        """Give up a registration that its caller has not got, or that has served. Its place is free at once."""
+        """Give up a registration that its caller has not got, or that has served. Its place is free
+        at once.
+        """
 
     @abstractmethod
     def new_registration(self) -> str:
@@ -105,7 +123,8 @@ class CallersWorker(ABC):
         group = group if group is not None else self.fresh_group()
         before = self.router.rank_at(model, group, rank)
         if before is not None and before.member.state is HandleState.CLOSED:
-            self.router.leave(before.member.shard)  # its caller has heard so, though its memory is still being given back
+            # its caller has heard so, though its memory is still being given back
+            self.router.leave(before.member.shard)
         self.router.check_free(model, group, rank)
         shard = Shard(
             self.new_registration(),
@@ -125,14 +144,18 @@ class CallersWorker(ABC):
             with anyio.move_on_after(timeout_s):
                 await handle.registered.wait()
             if not handle.registered.is_set():
-                raise CoordinatorUnavailable(f"register {model!r}: the coordinator did not answer within {timeout_s:g} s")
+                raise CoordinatorUnavailable(
+                    f"register {model!r}: the coordinator did not answer within {timeout_s:g} s"
+                )
             if handle.registration_error is not None:
                 raise handle.registration_error
         except BaseException:
             self.drop_handle(handle)
             raise
         if self.prefetches:
-            handle.follow(Prefetcher(handle, self.version_watches, self.copies, self.options.op_timeout_s).run)
+            handle.follow(
+                Prefetcher(handle, self.version_watches, self.copies, self.options.op_timeout_s).run
+            )
         return handle
 
     async def known(self, model: str, selector: Selector, timeout_s: float) -> Known:
@@ -144,32 +167,44 @@ class CallersWorker(ABC):
         (info,) = await self.coordinator.describe(model, left_s, version=reply.version.version)
         return Known(reply.version, reply.layout_id, published, parts, info)
 
-    async def parts_of(self, publication: bytes, deadline: float) -> tuple[Published, dict[str, bytes]]:
+    async def parts_of(
+        self, publication: bytes, deadline: float
+    ) -> tuple[Published, dict[str, bytes]]:
         """What a publication is made of."""
         published, parts = Published.decode(publication), dict[str, bytes]()
         for part_id in published.part_ids:
-            parts[part_id] = await self.coordinator.part(part_id, max(0.0, deadline - anyio.current_time()))
+            parts[part_id] = await self.coordinator.part(
+                part_id, max(0.0, deadline - anyio.current_time())
+            )
         return published, parts
 
-    def describe_reader(self, descriptions: Iterable[TensorDescription], declared: Declaration) -> Manifest:
+    def describe_reader(
+        self, descriptions: Iterable[TensorDescription], declared: Declaration
+    ) -> Manifest:
         """As if this worker had registered these tensors, to fill them."""
-        plain = build_manifest(descriptions, self.options.chunk_bytes, "none", f"world/{declared.world_size}")
+        plain = build_manifest(
+            descriptions, self.options.chunk_bytes, "none", f"world/{declared.world_size}"
+        )
         manifest = pack_tiny(plain, self.options.pack_bytes)
         return replace(manifest, layout_id=layout_id_of(manifest, declared))
 
     def describe_memory(self, memory: Memory, declared: Declaration) -> Described:
-        """As this worker would publish it. Any thread may ask: of very many tensors it takes seconds. RegistrationError,
-        StateError: it cannot be published.
+        """As this worker would publish it. Any thread may ask: of very many tensors it takes
+        seconds. RegistrationError, StateError: it cannot be published.
         """
         digest = self.options.digest if self.options.integrity else "none"
         if memory.device is not None and digest not in ("xxh3-64", "none"):
             raise StateError(
-                f"Options.digest = {digest!r} is made by the CPU, and these tensors are on {memory.device.name}: "
+                f"Options.digest = {digest!r} is made by the CPU, and these tensors are on "
+                f"{memory.device.name}: "
                 "register host tensors, or use 'xxh3-64'"
             )
         plain = f"world/{declared.world_size}"
-        manifest = build_manifest(memory.descriptions, self.options.chunk_bytes, digest, plain, metadata=memory.metadata)
-        manifest = pack_tiny(manifest, 0 if memory.digests_first else self.options.pack_bytes)  # files are read in place
+        manifest = build_manifest(
+            memory.descriptions, self.options.chunk_bytes, digest, plain, metadata=memory.metadata
+        )
+        # files are read in place
+        manifest = pack_tiny(manifest, 0 if memory.digests_first else self.options.pack_bytes)
         layout_id = layout_id_of(manifest, declared)
         if layout_id == plain:
             return Described(manifest, declared)
@@ -234,4 +269,6 @@ class CallersWorker(ABC):
     async def _close_quietly(handle: CallersHandle, parting: Parting) -> None:
         await handle.end_call(StateError(f"{parting.reason} while the call was running"))
         with contextlib.suppress(TensorHubError):
-            await handle.close(parting.within_s / 5 if parting.hand_over else parting.within_s / 2, abandon=True)
+            await handle.close(
+                parting.within_s / 5 if parting.hand_over else parting.within_s / 2, abandon=True
+            )

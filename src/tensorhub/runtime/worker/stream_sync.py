@@ -45,6 +45,7 @@ class StreamSync:
             return
         device = self._device.name if self._device is not None else ""
         raise OperationTimeout(
-            f"what was queued on {device} before this call is not done after {timeout_s:g} s: it comes first, since it may "
+            f"what was queued on {device} before this call is not done after {timeout_s:g} s: it "
+            f"comes first, since it may "
             "write these tensors"
         )

@@ -16,11 +16,15 @@ from tensorhub.types import VersionInfo
 log = get_logger("tensorhub.worker")
 
 NewestListener = Callable[[VersionInfo | None], None]
-"""Called in the library's loop with each newest version; after a rollback with an older one than before, or None."""
+"""Called in the library's loop with each newest version; after a rollback with an older one than
+before, or None.
+"""
 
 T = TypeVar("T")
 LossListener = Callable[[LeaseLost], None]
-"""Called in the library's loop when the coordinator has lost its state: what is newest begins anew."""
+"""Called in the library's loop when the coordinator has lost its state: what is newest begins
+anew.
+"""
 
 
 # models without a version and without a listener that are watched on; the oldest are dropped first
@@ -28,16 +32,20 @@ IDLE_NAMES_MAX = 1024
 
 
 class VersionWatches:
-    """`newest`, `watches`, `check_room` and `report_loss` are for any thread, the rest for the library's loop."""
+    """`newest`, `watches`, `check_room` and `report_loss` are for any thread, the rest for the
+    library's loop.
+    """
 
     def __init__(self, link: MessageSink) -> None:
         self._link = link
         self._newest: dict[str, VersionInfo | None] = {}  # of the watched models
-        self._idle: dict[str, None] = {}  # watched models without a version and without listeners, IDLE_NAMES_MAX at most
+        # watched models without a version and without listeners, IDLE_NAMES_MAX at most
+        self._idle: dict[str, None] = {}
         self._listeners: dict[str, list[NewestListener]] = {}  # no list is empty; so below
         self._loss_listeners: dict[str, list[LossListener]] = {}
         self._heard_of: set[str] = set()  # models of which this worker was told a version otherwise
-        self._unpublished: dict[str, bool] = {}  # watched models of which there is no version; whether the log says so
+        # watched models of which there is no version; whether the log says so
+        self._unpublished: dict[str, bool] = {}
         # models whose history is lost, of which no caller that asked was told yet
         self._lost: set[str] = set()
 
@@ -57,9 +65,14 @@ class VersionWatches:
         return len(self._listeners.get(model, ()))
 
     def check_room(self, model: str) -> None:
-        """Raise StateError if this would be one model too many to follow. (The coordinator bears twice as many.)"""
+        """Raise StateError if this would be one model too many to follow. (The coordinator bears
+        twice as many.)
+        """
         if model not in self._newest and len(self._newest) >= WATCHES_MAX:
-            raise StateError(f"{model!r}: this hub follows {WATCHES_MAX} models already (WATCHES_MAX); use another hub")
+            raise StateError(
+                f"{model!r}: this hub follows {WATCHES_MAX} models already (WATCHES_MAX); use "
+                f"another hub"
+            )
 
     def watch(self, model: str) -> None:
         """From now on, know this model's newest version."""
@@ -124,7 +137,9 @@ class VersionWatches:
         for listener in list(self._listeners.get(message.model, ())):
             listener(message.newest)
 
-    def listen(self, model: str, listener: NewestListener, lost: LossListener | None = None) -> None:
+    def listen(
+        self, model: str, listener: NewestListener, lost: LossListener | None = None
+    ) -> None:
         """Call `listener` with each newest version from now on; at once with the known one."""
         self.watch(model)
         self._listeners.setdefault(model, []).append(listener)
@@ -142,17 +157,24 @@ class VersionWatches:
         """
         if model in self._listeners and not self._unpublished.get(model, True):
             self._unpublished[model] = True
-            hint = "nothing is published under this name yet: it waits for the first version. Is the name right?"
+            hint = (
+                "nothing is published under this name yet: it waits for the first version. Is "
+                "the name right?"
+            )
             log.warning("call_waits", model=model, call="wait_for or watch", hint=hint)
 
-    def unlisten(self, model: str, listener: NewestListener, lost: LossListener | None = None) -> None:
+    def unlisten(
+        self, model: str, listener: NewestListener, lost: LossListener | None = None
+    ) -> None:
         _remove(self._listeners, model, listener)
         if lost is not None:
             _remove(self._loss_listeners, model, lost)
         self._rest(model)
 
     async def wait_for(self, model: str, at_least: int, timeout_s: float) -> VersionInfo:
-        """The newest version of `model` once it is `at_least`. Raises StateError for one model too many."""
+        """The newest version of `model` once it is `at_least`. Raises StateError for one model too
+        many.
+        """
         self.report_loss(model)
         self.check_room(model)
         found, losses, reached = list[VersionInfo](), list[LeaseLost](), anyio.Event()
@@ -180,8 +202,12 @@ class VersionWatches:
             raise losses[0]
         if not found:
             newest = self._newest.get(model)
-            known = "nothing is published yet" if newest is None else f"the newest is {newest.version}"
-            text = f"version {at_least} of {model!r} was not published within {timeout_s:g} s; {known}"
+            known = (
+                "nothing is published yet" if newest is None else f"the newest is {newest.version}"
+            )
+            text = (
+                f"version {at_least} of {model!r} was not published within {timeout_s:g} s; {known}"
+            )
             if not self._link.online:
                 raise CoordinatorUnavailable(f"{text} (the coordinator cannot be reached)")
             raise OperationTimeout(text)
@@ -198,6 +224,8 @@ def _remove(listeners: dict[str, list[T]], model: str, listener: T) -> None:
 
 def _lost(model: str) -> LeaseLost:
     return LeaseLost(
-        f"{model!r}: the coordinator has come back without its state, as a new cluster: the versions that were known before "
-        "are not its, and its newest one may be older. Ask again for what it has (a state_dir keeps a coordinator's state)"
+        f"{model!r}: the coordinator has come back without its state, as a new cluster: the "
+        f"versions that were known before "
+        "are not its, and its newest one may be older. Ask again for what it has (a state_dir "
+        "keeps a coordinator's state)"
     )

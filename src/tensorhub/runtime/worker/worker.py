@@ -1,8 +1,10 @@
-"""The worker's shell: one connection to the coordinator, one listener for readers, and the handles of this process.
+"""The worker's shell: one connection to the coordinator, one listener for readers, and the handles
+of this process.
 
-Responsible for the worker's identity (R11: a lost worker comes back as a new incarnation behind the same handles), for
-passing each message to the handle that it concerns, and for registering. The link, channels, questions, pins and watches
-are modules of their own. Decides nothing about memory: each handle's `Member` does. Runs in the library's own loop (R14).
+Responsible for the worker's identity (R11: a lost worker comes back as a new incarnation behind the
+same handles), for passing each message to the handle that it concerns, and for registering. The
+link, channels, questions, pins and watches are modules of their own. Decides nothing about memory:
+each handle's `Member` does. Runs in the library's own loop (R14).
 """
 
 from __future__ import annotations
@@ -64,13 +66,24 @@ from tensorhub.worker.known_parts import KnownParts
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.member import Member
 from tensorhub.worker.registration_session import Shard
-from tensorhub.worker.router import Anew, Answered, Deliver, Examine, LoseState, Reply, Resume, Router
+from tensorhub.worker.router import (
+    Anew,
+    Answered,
+    Deliver,
+    Examine,
+    LoseState,
+    Reply,
+    Resume,
+    Router,
+)
 
 log = get_logger("tensorhub.worker")
 
 
 class Worker(CallersWorker):
-    """One worker of one cluster. `await run(ready)` stays connected until cancelled or `close` is called."""
+    """One worker of one cluster. `await run(ready)` stays connected until cancelled or `close` is
+    called.
+    """
 
     copies: HostCopyRunner
 
@@ -124,12 +137,18 @@ class Worker(CallersWorker):
     def __repr__(self) -> str:
         online = "online" if self.link.online else "offline"
         token = " read-only" if self.read_only else ""
-        return f"<Worker {self.name} {self.incarnation[:8]} {online}{token} handles={len(self.router.handles)}>"
+        return (
+            f"<Worker {self.name} {self.incarnation[:8]} {online}{token} "
+            f"handles={len(self.router.handles)}>"
+        )
 
-    # --------------------------------------------------------------------------------------------- life
+    # ---------------------------------------------------------------------------------------------
+    # life
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Connect (raising if no coordinator comes in time), call `ready`, and stay connected until closed."""
+        """Connect (raising if no coordinator comes in time), call `ready`, and stay connected until
+        closed.
+        """
         try:
             await self._run(ready)
         finally:
@@ -159,7 +178,9 @@ class Worker(CallersWorker):
                     await self.link.welcome_came.wait()
                 if not self.link.welcome_came.is_set():
                     why = self.link.refusal or "it does not answer"
-                    raise CoordinatorUnavailable(f"the coordinator at {self.link.addresses} takes no connection: {why}")
+                    raise CoordinatorUnavailable(
+                        f"the coordinator at {self.link.addresses} takes no connection: {why}"
+                    )
                 try:
                     await self._closed.wait()
                 finally:
@@ -189,7 +210,11 @@ class Worker(CallersWorker):
         Unix socket for processes on this host that share memory with it.
         """
         options = self.options
-        host, port, advertised = options.listen_host or self.link.local_host, options.listen_port, options.advertise
+        host, port, advertised = (
+            options.listen_host or self.link.local_host,
+            options.listen_port,
+            options.advertise,
+        )
         check_open_access(self._secrets[0], host)
         if advertised is not None:  # a forwarder to loopback makes it reachable from other hosts
             check_open_access(self._secrets[0], parse_address(f"tcp://{advertised}")[0])
@@ -203,7 +228,10 @@ class Worker(CallersWorker):
             if not isinstance(error, OSError):
                 raise
             where = f"{host!r}, port {port or 'any'}"
-            text = f"readers cannot be listened for on {where} ({error}): set Options.listen_host and listen_port"
+            text = (
+                f"readers cannot be listened for on {where} ({error}): set Options.listen_host "
+                f"and listen_port"
+            )
             raise StateError(text) from error
         there = f"tcp://{advertised}" if advertised else sockets.address_of(listener)
         here = unix.address_of(local) if local is not None else None
@@ -253,20 +281,31 @@ class Worker(CallersWorker):
                 else:
                     await handle.close(left_s)
 
-        for handles in (callers, [each for each in self.router.handles.values() if each not in callers]):
+        for handles in (
+            callers,
+            [each for each in self.router.handles.values() if each not in callers],
+        ):
             async with anyio.create_task_group() as tasks:
                 for handle in handles:
                     tasks.start_soon(close, handle)
 
-    # --------------------------------------------------------------------------------------------- the link
+    # ---------------------------------------------------------------------------------------------
+    # the link
 
     def introduce(self) -> messages.Join:
         """See `SessionHandler`."""
-        return messages.Join(self.name, self.location, self._endpoints, os.getpid(), self.options.host_memory_bytes)
+        return messages.Join(
+            self.name, self.location, self._endpoints, os.getpid(), self.options.host_memory_bytes
+        )
 
     def welcomed(self, message: messages.Welcome) -> None:
         """See `SessionHandler`: say everything that is wanted and held, anew."""
-        log.info("worker_welcomed", incarnation=self.incarnation, epoch=message.epoch, known=message.known)
+        log.info(
+            "worker_welcomed",
+            incarnation=self.incarnation,
+            epoch=message.epoch,
+            known=message.known,
+        )
         self.read_only = message.read_only
         for step in self.router.welcomed(message):
             match step:
@@ -276,7 +315,9 @@ class Worker(CallersWorker):
                     step.handle.apply(step.handle.member.connected(clock.now(), message.lease_s))
                 case Anew.FORGET_VERSIONS:
                     log.error("coordinator_lost_its_state", coordinator=self.link.addresses)
-                    self.version_watches.state_lost({handle.member.shard.model for handle in self.router.handles.values()})
+                    self.version_watches.state_lost(
+                        {handle.member.shard.model for handle in self.router.handles.values()}
+                    )
                 case Anew.WATCH:
                     self.version_watches.welcomed()
                 case Anew.PIN:
@@ -350,7 +391,11 @@ class Worker(CallersWorker):
         """Wake the members at their deadlines."""
         while True:
             self._time_moved = anyio.Event()
-            deadlines = [d for h in self.router.handles.values() if (d := h.member.next_deadline()) is not None]
+            deadlines = [
+                d
+                for h in self.router.handles.values()
+                if (d := h.member.next_deadline()) is not None
+            ]
             if not deadlines:
                 await self._time_moved.wait()
                 continue
@@ -364,7 +409,8 @@ class Worker(CallersWorker):
             if actions:
                 handle.apply(actions)
 
-    # --------------------------------------------------------------------------------------------- registering
+    # ---------------------------------------------------------------------------------------------
+    # registering
 
     def callers(self) -> list[Handle]:
         """The handles of its callers that are not closed."""
@@ -388,7 +434,9 @@ class Worker(CallersWorker):
         return handle
 
     def drop_handle(self, handle: CallersHandle) -> None:
-        """Give up a registration that its caller has not got, or that has served. Its place is free at once."""
+        """Give up a registration that its caller has not got, or that has served. Its place is free
+        at once.
+        """
         shard = handle.member.shard
         running = self.router.handles.get(shard.registration)
         self.router.leave(shard)
@@ -406,7 +454,9 @@ class Worker(CallersWorker):
             in_file=memory.digests_first,
         )
         page_bytes = messages.digests_bytes_max(self.options.frame_bytes_max)
-        handle = Handle(member, memory, self._owner, self.link, self.channels, self.copies, page_bytes)
+        handle = Handle(
+            member, memory, self._owner, self.link, self.channels, self.copies, page_bytes
+        )
         handle.beside = self._beside
         handle.deadline_moved = lambda: self._time_moved.set()
         handle.first_fill_begins = self._first_fill_begins
@@ -416,12 +466,19 @@ class Worker(CallersWorker):
         self._tasks.start_soon(self._tell_waiting, handle, kind, timeout_s)
 
     async def _tell_waiting(self, handle: Handle, kind: OpKind, timeout_s: float) -> None:
-        """A first fill may wait for a version that never comes, as of a name that is mistyped: say so while it waits."""
+        """A first fill may wait for a version that never comes, as of a name that is mistyped: say
+        so while it waits.
+        """
         model = handle.member.shard.model
         with contextlib.suppress(TensorHubError):
-            is_new = await self.coordinator.nothing_published(model, min(timeout_s, self.options.op_timeout_s))
+            is_new = await self.coordinator.nothing_published(
+                model, min(timeout_s, self.options.op_timeout_s)
+            )
             if is_new and handle.interpreter.is_busy:
-                hint = "nothing is published under this name yet: it waits for the first version. Is the name right?"
+                hint = (
+                    "nothing is published under this name yet: it waits for the first version. "
+                    "Is the name right?"
+                )
                 up_to_s = round(timeout_s, 1) if timeout_s < FOREVER_S / 2 else "no limit"
                 log.warning("call_waits", model=model, call=kind.value, up_to_s=up_to_s, hint=hint)
 

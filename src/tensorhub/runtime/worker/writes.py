@@ -39,7 +39,8 @@ class Writes:
         self._versions: tuple[int, ...] | None = None
         self._numbers = {tensor.name: number for number, tensor in enumerate(memory.descriptions)}
         self._manifest: Manifest | None = None  # of what was opened last
-        # The numbers of its regions' tensors, as they are asked about. Of a packed region readers read a copy: none.
+        # The numbers of its regions' tensors, as they are asked about. Of a packed region readers
+        # read a copy: none.
         self._of_regions: dict[int, tuple[int, ...]] = {}
         self._counting = threading.Lock()  # held while a write of the library's is counted
 
@@ -89,7 +90,9 @@ class Writes:
                 self._versions = tuple([known + now - was for known, was, now in counts])
 
     def written(self) -> list[str]:
-        """Names of tensors that (R15) torch has counted a write of since the memory was opened, or that it has freed."""
+        """Names of tensors that (R15) torch has counted a write of since the memory was opened, or
+        that it has freed.
+        """
         return [self._memory.descriptions[number].name for number in self._written(None)]
 
     def _written(self, tensors: Sequence[int] | None) -> list[int]:
@@ -99,33 +102,47 @@ class Writes:
         if not known or (tensors is None and now == known):
             return []
         numbers = range(len(known)) if tensors is None else tensors
-        return [number for number, count in zip(numbers, now, strict=True) if count != known[number]]
+        return [
+            number for number, count in zip(numbers, now, strict=True) if count != known[number]
+        ]
 
     def broken(self) -> str:
-        """How the owner's promise was seen to be broken since the memory was opened; "": it was not."""
+        """How the owner's promise was seen to be broken since the memory was opened; "": it was
+        not.
+        """
         tensors = self._tensors_of(None)
         moved = self._memory.moved(tensors)
-        found = {"written": [number for number in self._written(tensors) if number not in moved], "replaced or freed": moved}
+        found = {
+            "written": [number for number in self._written(tensors) if number not in moved],
+            "replaced or freed": moved,
+        }
         names = self._memory.descriptions
         return "; ".join(
-            f"{some([repr(names[number].name) for number in numbers], most=TENSORS_NAMED_MAX)} ({what})"
+            f"{some([repr(names[number].name) for number in numbers], most=TENSORS_NAMED_MAX)} "
+            f"({what})"
             for what, numbers in found.items()
             if numbers
         )
 
     async def changed(self) -> tuple[str, ...]:
-        """Names of the tensors that have a chunk without the digest with which it was published or read (R8), in order.
+        """Names of the tensors that have a chunk without the digest with which it was published or
+        read (R8), in order.
 
-        StateError: the memory holds no version, is taken back meanwhile, or its version has no digests.
+        StateError: the memory holds no version, is taken back meanwhile, or its version has no
+        digests.
         """
         content = self._member.content
         if content is None:
             raise StateError("the memory holds no version to compare it with")
         found = dict[str, None]()
         for chunk in range(content.manifest.chunk_count):
-            changed, _ = await anyio.to_thread.run_sync(partial(self._has_changed, content, chunk, ""))
+            changed, _ = await anyio.to_thread.run_sync(
+                partial(self._has_changed, content, chunk, "")
+            )
             if changed is None:
-                raise StateError("the memory was taken back while it was compared, or its version has no digests")
+                raise StateError(
+                    "the memory was taken back while it was compared, or its version has no digests"
+                )
             if changed:
                 found.update(dict.fromkeys(content.manifest.tensors_in(chunk)))
         return tuple(found)
@@ -144,7 +161,9 @@ class Writes:
         look = partial(self._has_changed, content, chunk, selection)
         return await anyio.to_thread.run_sync(look, limiter=limiter)
 
-    def _has_changed(self, content: Content, chunk: int, selection: str) -> tuple[bool | None, bytes]:
+    def _has_changed(
+        self, content: Content, chunk: int, selection: str
+    ) -> tuple[bool | None, bytes]:
         """Whether a chunk that readers may read has lost its digest, and the digest. None: the
         chunk may not be read, or has no digest.
 
@@ -152,7 +171,9 @@ class Writes:
         was replaced or freed.
         """
         right = (self._registration, content.generation, ContentId(content.version.content_id))
-        with self._owner.access(None, *right, [chunk], 1, 0.0, selection, also_written=True) as answer:
+        with self._owner.access(
+            None, *right, [chunk], 1, 0.0, selection, also_written=True
+        ) as answer:
             if not isinstance(answer, tuple):
                 return (True if answer is BROKEN else None), b""
             access, memory = answer
@@ -166,6 +187,7 @@ class Writes:
             if isinstance(self._memory, FileMemory) and not selection:
                 now = self._memory.digest(content.manifest, chunk)
             else:
-                with suppress(StateError):  # what cannot be read has changed: a file was made shorter
+                # what cannot be read has changed: a file was made shorter
+                with suppress(StateError):
                     now = memory.digest(chunk)
             return now != known, known.to_bytes(memory.width, "big")

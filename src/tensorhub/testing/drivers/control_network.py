@@ -1,8 +1,10 @@
-"""The connections between workers and the coordinator in virtual time: messages on their way, and messages that lie unread.
+"""The connections between workers and the coordinator in virtual time: messages on their way, and
+messages that lie unread.
 
-Also the connections themselves: the coordinator's ends, as `runtime.control.server` has them, and the workers' ends, as
-`runtime.control.link` has them: a worker connects, beats, gives up, and connects again. Not responsible for what
-messages mean, nor for faults: it asks `injecting` of each thing that could be struck.
+Also the connections themselves: the coordinator's ends, as `runtime.control.server` has them, and
+the workers' ends, as `runtime.control.link` has them: a worker connects, beats, gives up, and
+connects again. Not responsible for what messages mean, nor for faults: it asks `injecting` of each
+thing that could be struck.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ from tensorhub.testing.sim.world import World
 class ControlNetwork:
     """The messages between workers and the coordinator, in virtual time."""
 
-    def __init__(self, world: World, timeline: Timeline, faults: Injector, touch: Callable[[SimHandle], None]) -> None:
+    def __init__(
+        self, world: World, timeline: Timeline, faults: Injector, touch: Callable[[SimHandle], None]
+    ) -> None:
         """`touch`: has a handle checked."""
         self._world = world
-        self._waits_s: dict[SimWorker, float] = {}  # how long each waits before it tries again, on average
+        # how long each waits before it tries again, on average
+        self._waits_s: dict[SimWorker, float] = {}
         self._touch = touch
         self._timeline = timeline
         self._faults = faults
@@ -37,7 +42,9 @@ class ControlNetwork:
         return self.latency_s * (0.5 + self._timeline.random.random())
 
     def _blocked(self, worker: SimWorker, link: Link) -> float:
-        until = max(link.held_until, self._timeline.partitions.blocked_until(worker.name, COORDINATOR))
+        until = max(
+            link.held_until, self._timeline.partitions.blocked_until(worker.name, COORDINATOR)
+        )
         return until if until > self._timeline.now else 0.0
 
     def new_link(self, worker: SimWorker) -> Link:
@@ -51,8 +58,8 @@ class ControlNetwork:
     # -- what lies unread at the coordinator
 
     def _read(self, worker: SimWorker, link: Link, act: Callable[[SimWorker, Link], None]) -> None:
-        """The coordinator reads this at once, or after the earlier messages of that connection. Later messages of further
-        connections may have been read before.
+        """The coordinator reads this at once, or after the earlier messages of that connection.
+        Later messages of further connections may have been read before.
         """
         if not link.unread and self._faults.reads_at(worker) <= self._timeline.now:
             act(worker, link)
@@ -60,12 +67,16 @@ class ControlNetwork:
             link.unread += 1
             self._read_later(worker, link, act)
 
-    def _read_later(self, worker: SimWorker, link: Link, act: Callable[[SimWorker, Link], None]) -> None:
+    def _read_later(
+        self, worker: SimWorker, link: Link, act: Callable[[SimWorker, Link], None]
+    ) -> None:
         timeline = self._timeline
         link.read_due = max(link.read_due, self._faults.reads_at(worker))
         timeline.at(link.read_due, timeline.coordinator, self._read_now, worker, link, act)
 
-    def _read_now(self, worker: SimWorker, link: Link, act: Callable[[SimWorker, Link], None]) -> None:
+    def _read_now(
+        self, worker: SimWorker, link: Link, act: Callable[[SimWorker, Link], None]
+    ) -> None:
         if self._faults.reads_at(worker) > self._timeline.now:
             self._read_later(worker, link, act)
             return
@@ -118,8 +129,8 @@ class ControlNetwork:
         self._world.step(Received(link.session, message))
 
     def looked_for(self, session: int) -> None:
-        """The coordinator asks what of this session lies unread. If nothing does, it is told so, after all of now, and if
-        nothing has come meanwhile.
+        """The coordinator asks what of this session lies unread. If nothing does, it is told so,
+        after all of now, and if nothing has come meanwhile.
         """
         if self._has_nothing_unread(session):
             self._timeline.at(self._timeline.now, self._timeline.coordinator, self._looked, session)
@@ -132,14 +143,20 @@ class ControlNetwork:
 
     def _waits_at_door(self, worker: SimWorker) -> bool:
         link = worker.link
-        return link is not None and link.unread > 0 and self._world.session_of(worker.incarnation) != link.session
+        return (
+            link is not None
+            and link.unread > 0
+            and self._world.session_of(worker.incarnation) != link.session
+        )
 
     def _looked(self, session: int) -> None:
         if self._has_nothing_unread(session):
             self._world.step(Silent((session,)))
 
     def link_lost(self, worker: SimWorker, link: Link) -> None:
-        """The worker's end is gone: the coordinator will notice after the messages on their way, if it can."""
+        """The worker's end is gone: the coordinator will notice after the messages on their way, if
+        it can.
+        """
         timeline = self._timeline
         self._faults.link_lost(link)
         link.up_due = max(link.up_due, timeline.now + self.latency())
@@ -169,7 +186,9 @@ class ControlNetwork:
         timeline = self._timeline
         if link.down[-1] is None:  # closed once that can be said; soon, if it can not
             said_at = min(self._blocked(worker, link), timeline.now + LAST_WORDS_S)
-            timeline.at(max(said_at, timeline.now) + self.latency(), timeline.coordinator, self._over, link)
+            timeline.at(
+                max(said_at, timeline.now) + self.latency(), timeline.coordinator, self._over, link
+            )
         if link.is_lossy:
             link.down.pop()
             return
@@ -223,13 +242,17 @@ class ControlNetwork:
             self.connect_again(worker)
             return
         worker.connect()
-        timeline.after(self._world.options.connect_timeout_s, worker, self._expect_welcome, worker, worker.link)
+        timeline.after(
+            self._world.options.connect_timeout_s, worker, self._expect_welcome, worker, worker.link
+        )
 
     def connect_again(self, worker: SimWorker) -> None:
         """After a while."""
         wait_s = self._waits_s.get(worker, RECONNECT_S_FIRST)
         self._waits_s[worker] = min(2 * wait_s, RECONNECT_S_MAX)
-        self._timeline.after(wait_s * (0.5 + self._timeline.random.random()), worker, self.connect, worker)
+        self._timeline.after(
+            wait_s * (0.5 + self._timeline.random.random()), worker, self.connect, worker
+        )
 
     @staticmethod
     def _expect_welcome(worker: SimWorker, link: Link) -> None:

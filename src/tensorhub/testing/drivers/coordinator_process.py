@@ -1,4 +1,6 @@
-"""The coordinator's process in virtual time: its deadlines, its store, how it dies and comes back."""
+"""The coordinator's process in virtual time: its deadlines, its store, how it dies and comes
+back.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tensorhub.testing.sim.world import World
 class CoordinatorProcess:
     """`died`: called when its connections break."""
 
-    def __init__(self, world: World, timeline: Timeline, faults: Injector, died: Callable[[], None]) -> None:
+    def __init__(
+        self, world: World, timeline: Timeline, faults: Injector, died: Callable[[], None]
+    ) -> None:
         self._world = world
         self._timeline = timeline
         self._faults = faults
@@ -56,7 +60,9 @@ class CoordinatorProcess:
         due = self._world.coordinator.next_deadline()
         if due is not None and (self._tick_at is None or due < self._tick_at):
             self._tick_at = due
-            self._timeline.at(max(due, self._timeline.now), self._timeline.coordinator, self._tick, self._tick_at)
+            self._timeline.at(
+                max(due, self._timeline.now), self._timeline.coordinator, self._tick, self._tick_at
+            )
 
     def _tick(self, due: float) -> None:
         if self._tick_at != due:
@@ -97,7 +103,9 @@ class CoordinatorProcess:
     # -- its end
 
     def crash(self, *, kept: bool, down_s: float, lost: bool = False) -> None:
-        """It dies, and is back after `down_s`. `kept`: running writes become durable. `lost`: all its state is gone."""
+        """It dies, and is back after `down_s`. `kept`: running writes become durable. `lost`: all
+        its state is gone.
+        """
         self._world.note(f"the coordinator dies; kept={kept}")
         self._timeline.coordinator.alive = False
         self._world.coordinator_died(kept=kept)

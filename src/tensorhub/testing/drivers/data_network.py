@@ -1,7 +1,9 @@
-"""The data plane in virtual time: how long each step of a lane takes, and what goes wrong on its way.
+"""The data plane in virtual time: how long each step of a lane takes, and what goes wrong on its
+way.
 
-Both ends have a thread, as in `runtime`: the reader's asks and settles, the owner's begins an access and sends. A send
-goes on while its reader takes nothing. Not responsible for what a step does: see `pulling`.
+Both ends have a thread, as in `runtime`: the reader's asks and settles, the owner's begins an
+access and sends. A send goes on while its reader takes nothing. Not responsible for what a step
+does: see `pulling`.
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ class DataNetwork:
         if lane.requests.asked and not lane.is_watched and not lane.ended:
             lane.is_watched = True
             lane.heard_at = max(lane.heard_at, timeline.now)
-            timeline.after(self._world.options.stall_timeout_s, lane.reader.worker, self._watch, lane)
+            timeline.after(
+                self._world.options.stall_timeout_s, lane.reader.worker, self._watch, lane
+            )
 
     def _watch(self, lane: SimLane) -> None:
         """The reader gives up a source that is silent for too long."""
@@ -108,7 +112,9 @@ class DataNetwork:
             self._fail(lane, "stalled")
             return
         lane.is_watched = True
-        timeline.after(self._world.options.stall_timeout_s - silent_s, lane.reader.worker, self._watch, lane)
+        timeline.after(
+            self._world.options.stall_timeout_s - silent_s, lane.reader.worker, self._watch, lane
+        )
 
     def _arrive(self, lane: SimLane, frame: Frame) -> None:
         """A frame is there: the reader's thread settles it."""
@@ -179,7 +185,13 @@ class DataNetwork:
                 lane.queue.popleft()
                 if begun.rest:
                     lane.queue.appendleft(begun.rest)
-                timeline.after(self._send_s(lane, len(begun.chunks)), lane.source.worker, self._sent, lane, begun.number)
+                timeline.after(
+                    self._send_s(lane, len(begun.chunks)),
+                    lane.source.worker,
+                    self._sent,
+                    lane,
+                    begun.number,
+                )
             case Refusal():
                 self._send(lane, Frame(failure="refused"))
                 lane.close()
@@ -199,8 +211,13 @@ class DataNetwork:
 
     def _send_s(self, lane: SimLane, chunks: int) -> float:
         assert lane.source is not None
-        slow = self._timeline.partitions.slow_until(lane.reader.worker.name, lane.source.worker.name) > self._timeline.now
-        return self.chunk_s * chunks * (0.5 + self._timeline.random.random()) * (SLOW if slow else 1)
+        slow = (
+            self._timeline.partitions.slow_until(lane.reader.worker.name, lane.source.worker.name)
+            > self._timeline.now
+        )
+        return (
+            self.chunk_s * chunks * (0.5 + self._timeline.random.random()) * (SLOW if slow else 1)
+        )
 
     def _sent(self, lane: SimLane, number: int) -> None:
         """The send call returns, once the reader has taken the bytes."""

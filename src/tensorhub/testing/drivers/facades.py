@@ -1,8 +1,10 @@
-"""What `tensorhub.Hub` and `tensorhub.Weights` stand on, in a simulation: the worker's shell, its handles', and no thread.
+"""What `tensorhub.Hub` and `tensorhub.Weights` stand on, in a simulation: the worker's shell, its
+handles', and no thread.
 
-The public classes themselves are used, so signatures, checks of arguments and the order of what `mutate` does cannot differ.
-So are the runtime's `CoordinatorClient`, `Pins`, `VersionWatches` and `Prefetcher`, which only wait and send. This module is
-what `runtime.worker.worker`, `runtime.worker.handle` and `runtime.loop_thread` are to them, on simulated machines in virtual
+The public classes themselves are used, so signatures, checks of arguments and the order of what
+`mutate` does cannot differ. So are the runtime's `CoordinatorClient`, `Pins`, `VersionWatches` and
+`Prefetcher`, which only wait and send. This module is what `runtime.worker.worker`,
+`runtime.worker.handle` and `runtime.loop_thread` are to them, on simulated machines in virtual
 time.
 """
 
@@ -60,9 +62,13 @@ class _Mode(AsyncMode):
 
 
 class CallersLoop:
-    """See `loop_thread.LoopThread`: calls run in the caller's own loop, which the simulation shares."""
+    """See `loop_thread.LoopThread`: calls run in the caller's own loop, which the simulation
+    shares.
+    """
 
-    def __init__(self, cluster: HostedCluster, worker: SimWorker, close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, cluster: HostedCluster, worker: SimWorker, close: Callable[[], Awaitable[None]]
+    ) -> None:
         self.mode = _Mode()
         self._cluster = cluster
         self._worker = worker
@@ -85,7 +91,9 @@ class CallersLoop:
             with contextlib.suppress(StateError):
                 await self.call(self._close)
 
-    async def call(self, function: Callable[..., Awaitable[T]], *arguments: Any, undo: object = None) -> T:
+    async def call(
+        self, function: Callable[..., Awaitable[T]], *arguments: Any, undo: object = None
+    ) -> T:
         await self._enter()
         return await function(*arguments)
 
@@ -155,7 +163,9 @@ class Waiting:
 
 
 class HandleFacade(CallersHandle):
-    """What carries the calls of `Weights` out, and lets them wait for their ends: on a simulated handle."""
+    """What carries the calls of `Weights` out, and lets them wait for their ends: on a simulated
+    handle.
+    """
 
     def __init__(self, cluster: HostedCluster, simulated: TensorHandle, user: HostedUser) -> None:
         super().__init__(simulated.interpreter, StreamSync(None))  # the simulator has no GPUs
@@ -185,17 +195,25 @@ class HandleFacade(CallersHandle):
     async def _before_publish(self, timeout_s: float) -> None:
         """Its cells need nothing."""
 
-    async def _carry_out(self, call: Call, timeout_s: float, hook: HookRequest | None) -> tuple[Finish, Report]:
+    async def _carry_out(
+        self, call: Call, timeout_s: float, hook: HookRequest | None
+    ) -> tuple[Finish, Report]:
         handle, self._hook = self.simulated, hook
         record = handle.call(call, timeout_s)
-        await self._waiting.end_of(record, lambda: self._apply(self.interpreter.cancelled(self._cluster.world.now)))
-        return Finish(record.version, record.changed, record.error), lambda: handle.report_of(record)
+        await self._waiting.end_of(
+            record, lambda: self._apply(self.interpreter.cancelled(self._cluster.world.now))
+        )
+        return Finish(record.version, record.changed, record.error), lambda: handle.report_of(
+            record
+        )
 
     async def end_call(self, error: Exception) -> None:
         """End the running call, if there is one, with `error`."""
         last = self.simulated.last_call
         if last is not None:
-            await self._waiting.end(last, lambda: self._apply(self.member.cancel(error, self._cluster.world.now)))
+            await self._waiting.end(
+                last, lambda: self._apply(self.member.cancel(error, self._cluster.world.now))
+            )
 
     def _apply(self, actions: list[Action]) -> None:
         self.simulated.apply(actions)
@@ -232,19 +250,31 @@ class HostCopiesFacade(CallersCopies):
 
 
 class WorkerFacade(CallersWorker):
-    """What `Hub` stands on: a simulated worker. Its cells are tensors in place, and have one sort of digest."""
+    """What `Hub` stands on: a simulated worker. Its cells are tensors in place, and have one sort
+    of digest.
+    """
 
     copies: HostCopiesFacade
 
     @classmethod
-    def join(cls, cluster: HostedCluster, name: str, location: Location, options: Options, *, prefetch: bool) -> Self:
+    def join(
+        cls,
+        cluster: HostedCluster,
+        name: str,
+        location: Location,
+        options: Options,
+        *,
+        prefetch: bool,
+    ) -> Self:
         """That of a new process, which connects."""
         user = cluster.new_user(name, location, options)
         facade = cls(cluster, user, options, prefetch=prefetch)
         cluster.world.control.connect(user.worker)
         return facade
 
-    def __init__(self, cluster: HostedCluster, user: HostedUser, options: Options, *, prefetch: bool) -> None:
+    def __init__(
+        self, cluster: HostedCluster, user: HostedUser, options: Options, *, prefetch: bool
+    ) -> None:
         self.cluster = cluster
         self.user = user
         self.worker = worker = user.worker
@@ -254,7 +284,11 @@ class WorkerFacade(CallersWorker):
         self.prefetches = prefetch
         self._groups = count(1)
         self._handles: list[HandleFacade] = []
-        self.version_watches, self.coordinator, self.pins = user.version_watches, user.coordinator, user.pins
+        self.version_watches, self.coordinator, self.pins = (
+            user.version_watches,
+            user.coordinator,
+            user.pins,
+        )
         self.copies = HostCopiesFacade(cluster, worker)
         self.router: Router[Any] = worker.router
 
@@ -286,9 +320,13 @@ class WorkerFacade(CallersWorker):
         """Close every handle and say goodbye. Bounded in time."""
         self.copies.machine.stop()
         if self.worker.alive and not self.cluster.is_over:
-            serving = [handle for handle in self._handles if handle.simulated in self.worker.handles]
+            serving = [
+                handle for handle in self._handles if handle.simulated in self.worker.handles
+            ]
             with anyio.move_on_after(CLOSE_S, shield=True):
-                await self.close_handles([each for each in serving if each.simulated.shard.serves], Parting(CLOSE_S))
+                await self.close_handles(
+                    [each for each in serving if each.simulated.shard.serves], Parting(CLOSE_S)
+                )
             self.cluster.sync()
         if self.worker.alive and not self.cluster.is_over:
             self.worker.say(Leave("closed"))

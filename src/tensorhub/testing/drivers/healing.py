@@ -6,7 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tensorhub.errors import GroupAborted, LeaseLost, ManifestMismatch, OperationTimeout, TensorHubError
+from tensorhub.errors import (
+    GroupAborted,
+    LeaseLost,
+    ManifestMismatch,
+    OperationTimeout,
+    TensorHubError,
+)
 from tensorhub.testing.drivers.timed import TimedCluster
 from tensorhub.testing.drivers.users import UserGroup, Users
 from tensorhub.testing.sim.assertion import demand
@@ -30,18 +36,28 @@ class Healing:
 
         self._users = users
         self._run_until = cluster.run_until
-        self._waiting: list[CallRecord] = []  # fills that were called while things still went wrong, of a version to come
+        # fills that were called while things still went wrong, of a version to come
+        self._waiting: list[CallRecord] = []
         self._awaited = 0  # its number
         self._reading: list[CallRecord] = []  # fills of what there is, with ample time
 
     def ask(self) -> None:
-        """While things still go wrong: of those at rest some want what there is, and some the next version; they wait."""
+        """While things still go wrong: of those at rest some want what there is, and some the next
+        version; they wait.
+        """
         users = self._users
         self._awaited = users.next_version + OUT_OF_REACH
-        ready = [group for group in users.groups if self._is_whole(group) and all(handle.idle for handle in group.ranks)]
+        ready = [
+            group
+            for group in users.groups
+            if self._is_whole(group) and all(handle.idle for handle in group.ranks)
+        ]
         ready.sort(key=lambda group: not group.publishes)  # the first of them is left alone
         for group in [group for group in ready[1:] if group.fits(ready[0])]:
-            reads = all(handle.member.state in (HandleState.EMPTY, HandleState.TORN) for handle in group.ranks)
+            reads = all(
+                handle.member.state in (HandleState.EMPTY, HandleState.TORN)
+                for handle in group.ranks
+            )
             for handle in group.ranks:
                 if reads:
                     self._reading.append(handle.replicate("latest", WAITS_S))
@@ -60,7 +76,10 @@ class Healing:
         self._run_until(lambda: False, 2 * world.options.lease_s)
         self._rest("two leases after the last fault")
         for record in waiting:
-            demand(record.done or not record.handle.worker.alive, f"liveness: {record.handle}: {record.what} never ended")
+            demand(
+                record.done or not record.handle.worker.alive,
+                f"liveness: {record.handle}: {record.what} never ended",
+            )
         self._end_reading()
         self._cluster.check()
         self._cluster.check_agreement()
@@ -76,10 +95,14 @@ class Healing:
 
     def _running_calls(self) -> list[CallRecord]:
         """Calls that run when the last fault ends."""
-        handles = [handle for handle in self._cluster.live_handles() if handle.last_call is not None]
+        handles = [
+            handle for handle in self._cluster.live_handles() if handle.last_call is not None
+        ]
         patient = [*self._waiting, *self._reading]
         return [
-            h.last_call for h in handles if h.last_call is not None and not h.last_call.done and h.last_call not in patient
+            h.last_call
+            for h in handles
+            if h.last_call is not None and not h.last_call.done and h.last_call not in patient
         ]
 
     def _rest(self, when: str) -> None:
@@ -87,10 +110,24 @@ class Healing:
         world = self._cluster
         if not self._run_until(self._is_at_rest, REST_S):
             handles = [handle for handle in world.live_handles() if not handle.idle]
-            offline = [w for w in world.workers.values() if w.alive and (w.link is None or not w.link.welcomed)]
-            offline += [worker for worker in world.workers.values() if worker.alive and not worker.copies.machine.is_idle]
-            told = [f"{handle}: {handle.member.running}, to do {list(handle.todo)}" for handle in handles]
-            demand(False, f"liveness: no rest {when}: {told} {offline} {len(world.unstored)} not stored")
+            offline = [
+                w
+                for w in world.workers.values()
+                if w.alive and (w.link is None or not w.link.welcomed)
+            ]
+            offline += [
+                worker
+                for worker in world.workers.values()
+                if worker.alive and not worker.copies.machine.is_idle
+            ]
+            told = [
+                f"{handle}: {handle.member.running}, to do {list(handle.todo)}"
+                for handle in handles
+            ]
+            demand(
+                False,
+                f"liveness: no rest {when}: {told} {offline} {len(world.unstored)} not stored",
+            )
 
     def _is_at_rest(self) -> bool:
         world = self._cluster
@@ -98,9 +135,17 @@ class Healing:
             self._cluster.timeline.coordinator.alive
             and not world.unstored
             and self._cluster.timeline.coordinator.stopped_until <= world.now
-            and all(link.read_due <= world.now for _, link in world.links.values())  # those that ended as well
-            and all(self._is_connected(w) and w.copies.machine.is_idle for w in world.workers.values() if w.alive)
-            and all((handle.idle or self._waits(handle)) and handle.is_answered for handle in world.live_handles())
+            # those that ended as well
+            and all(link.read_due <= world.now for _, link in world.links.values())
+            and all(
+                self._is_connected(w) and w.copies.machine.is_idle
+                for w in world.workers.values()
+                if w.alive
+            )
+            and all(
+                (handle.idle or self._waits(handle)) and handle.is_answered
+                for handle in world.live_handles()
+            )
         )
 
     def _is_connected(self, worker: SimWorker) -> bool:
@@ -111,7 +156,9 @@ class Healing:
         return runs and not worker.asks.unpinned
 
     def _waits(self, handle: SimHandle) -> bool:
-        return not handle.todo and (handle.last_call in self._waiting or handle.last_call in self._reading)
+        return not handle.todo and (
+            handle.last_call in self._waiting or handle.last_call in self._reading
+        )
 
     def _end_reading(self) -> None:
         """Every rank that fills a version with a complete copy has the version by now (G7)."""
@@ -130,8 +177,9 @@ class Healing:
         self._run_until(lambda: False, 1.0)  # what was said last arrives
 
     def _has_met_all(self, record: CallRecord) -> bool:
-        """Whether all ranks of its group were in one operation with their calls of ample time. Where a rank's has ended
-        before, its user may have called again with hardly any, and a rank that gives up ends it for all (R6).
+        """Whether all ranks of its group were in one operation with their calls of ample time.
+        Where a rank's has ended before, its user may have called again with hardly any, and a rank
+        that gives up ends it for all (R6).
         """
         together = [each for each in self._reading if each.key == record.key]
         return record.key is None or len(together) == record.handle.shard.world_size
@@ -139,11 +187,18 @@ class Healing:
     def _could_end(self, record: CallRecord) -> bool:
         """Whether it is still a fill of all ranks, and there is all of what it wants."""
         shard = record.handle.shard
-        operation = next((o for o in self._cluster.coordinator.cluster.operations() if o.key == record.key), None)
-        # A coordinator that came back after a rank's process died never hears of it: the others wait for it until their
-        # deadline, as for any rank that has not called. One that has heard its call ends theirs with its lease.
+        operation = next(
+            (o for o in self._cluster.coordinator.cluster.operations() if o.key == record.key), None
+        )
+        # A coordinator that came back after a rank's process died never hears of it: the others
+        # wait for it until their deadline, as for any rank that has not called. One that has heard
+        # its call ends theirs with its lease.
         heard = operation.parts if operation is not None else {}
-        handles = [each.handle for each in self._reading if each.handle.shard.group == shard.group and not each.done]
+        handles = [
+            each.handle
+            for each in self._reading
+            if each.handle.shard.group == shard.group and not each.done
+        ]
         ranks = [handle for handle in handles if handle.worker.alive or handle.shard.rank in heard]
         if record.done or not record.handle.worker.alive or len(ranks) < shard.world_size:
             return False
@@ -154,15 +209,27 @@ class Healing:
         wanted = wanted or model.newest_visible()
         if wanted is None or wanted.abandoned or (operation is not None and operation.staying):
             return False
-        # Once it writes, a fetch needs its own shard only; until then the whole version, like any fill (R7, R12).
-        alone = not (shard.serves or shard.layout_id) and operation is not None and operation.writing
+        # Once it writes, a fetch needs its own shard only; until then the whole version, like any
+        # fill (R7, R12).
+        alone = (
+            not (shard.serves or shard.layout_id) and operation is not None and operation.writing
+        )
         if alone and not wanted.manifests.get(shard.number):
-            return False  # the coordinator has restarted since, and nobody whose word counts has said what that shard is
-        if not (alone or self._cluster.guarantees.available.is_described_for(record.handle, wanted.number)):
-            return False  # the same of all shards, for who reads across layouts: host copies know no more than their ids
+            # the coordinator has restarted since, and nobody whose word counts has said what that
+            # shard is
+            return False
+        if not (
+            alone
+            or self._cluster.guarantees.available.is_described_for(record.handle, wanted.number)
+        ):
+            # the same of all shards, for who reads across layouts: host copies know no more than
+            # their ids
+            return False
         numbers = [shard.number] if alone else [*wanted.holdings]
         content_id = wanted.info.content_id
-        return all(self._is_there(number, content_id) for number in numbers) or self._is_elsewhere(record, content_id)
+        return all(self._is_there(number, content_id) for number in numbers) or self._is_elsewhere(
+            record, content_id
+        )
 
     def _is_elsewhere(self, record: CallRecord, content_id: str) -> bool:
         """Whether another group holds every byte of it, in a layout in which it was not published.
@@ -170,7 +237,9 @@ class Healing:
         rank does not.
         """
         shard, judges = record.handle.shard, self._cluster.guarantees
-        others = [group for group in self._users.groups if group.name != shard.group and group.publishes]
+        others = [
+            group for group in self._users.groups if group.name != shard.group and group.publishes
+        ]
         return shard.layout_id != "" and any(
             self._is_whole(group)
             and all(self._holds_elsewhere(handle, content_id) for handle in group.ranks)
@@ -180,7 +249,11 @@ class Healing:
 
     def _holds_elsewhere(self, handle: SimHandle, content_id: str) -> bool:
         content = handle.member.content
-        if content is None or handle.member.state is not HandleState.READY or content.version.content_id != content_id:
+        if (
+            content is None
+            or handle.member.state is not HandleState.READY
+            or content.version.content_id != content_id
+        ):
             return False
         has_left = self._cluster.guarantees.retained.has_left(handle, content_id) is not None
         return not content.spoiled and not has_left and is_of_other_layout(content.manifest)
@@ -192,16 +265,29 @@ class Healing:
         there: set[int] = set()
         for handle in self._cluster.live_handles():
             content = handle.member.content
-            if content is None or content.version.content_id != content_id or handle.shard.number != shard:
+            if (
+                content is None
+                or content.version.content_id != content_id
+                or handle.shard.number != shard
+            ):
                 continue
             runs = handle.worker.owner.has(handle.id, content.generation, len(handle.cells))
             has_left = self._cluster.guarantees.retained.has_left(handle, content_id) is not None
-            if handle.shard.serves and not content.spoiled and not has_left and not is_of_other_layout(content.manifest):
-                there.update(chunk for first, count in runs for chunk in range(first, first + count))
+            if (
+                handle.shard.serves
+                and not content.spoiled
+                and not has_left
+                and not is_of_other_layout(content.manifest)
+            ):
+                there.update(
+                    chunk for first, count in runs for chunk in range(first, first + count)
+                )
         return len(there) == len(self._cluster.guarantees.contents.truth[content_id][shard])
 
     def _leave_as_last(self, writer: UserGroup) -> None:
-        """The only holder of a retained version may leave, if another worker has room for the version (G5, R5)."""
+        """The only holder of a retained version may leave, if another worker has room for the
+        version (G5, R5).
+        """
         world = self._cluster
         workers = [worker for worker in world.workers.values() if worker.alive]
         self._take_back(writer)
@@ -216,17 +302,26 @@ class Healing:
         self._rest("after the last holder's leave")
         for each in records:
             ok = each.error is None or room < writer.world_size
-            demand(ok, f"retention: {each.handle} is kept, though others have room for what it holds: {each.error!r}")
+            demand(
+                ok,
+                f"retention: {each.handle} is kept, though others have room for what it holds: "
+                f"{each.error!r}",
+            )
 
     def _that_wait_whole(self) -> list[CallRecord]:
         """Calls that all ranks of their group still wait with; where one rank's call has ended, the
         calls of its group are cancelled.
         """
-        waiting = [record for record in self._waiting if not record.done and record.handle.worker.alive]
+        waiting = [
+            record for record in self._waiting if not record.done and record.handle.worker.alive
+        ]
         whole: list[CallRecord] = []
         for record in waiting:
             shard = record.handle.shard
-            if sum(other.handle.shard.group == shard.group for other in waiting) == shard.world_size:
+            if (
+                sum(other.handle.shard.group == shard.group for other in waiting)
+                == shard.world_size
+            ):
                 whole.append(record)
             else:
                 record.handle.cancel()
@@ -237,7 +332,11 @@ class Healing:
         waiting = self._that_wait_whole()
         names = {record.handle.shard.group for record in waiting}
         readers = [group for group in self._users.groups if group.name in names]
-        writers = [group for group in self._users.groups if self._is_whole(group) and group.name not in names]
+        writers = [
+            group
+            for group in self._users.groups
+            if self._is_whole(group) and group.name not in names
+        ]
         writers = [group for group in writers if group.publishes and any(map(group.fits, readers))]
         if not writers:
             for record in waiting:
@@ -251,14 +350,20 @@ class Healing:
         self._waiting.clear()
         self._rest("after what was waited for was published")
         for record in waiting:
-            ok = not record.handle.worker.alive or (record.error is None and record.number == self._awaited)
-            demand(ok, f"liveness: {record.handle} waited for {self._awaited}: {record.error!r} {record.version}")
+            ok = not record.handle.worker.alive or (
+                record.error is None and record.number == self._awaited
+            )
+            demand(
+                ok,
+                f"liveness: {record.handle} waited for {self._awaited}: {record.error!r} "
+                f"{record.version}",
+            )
 
     @staticmethod
     def _is_whole(group: UserGroup) -> bool:
-        return all(h.worker.alive and h.registered and h.registration_error is None for h in group.ranks) and all(
-            h.member.state is not HandleState.CLOSED for h in group.ranks
-        )
+        return all(
+            h.worker.alive and h.registered and h.registration_error is None for h in group.ranks
+        ) and all(h.member.state is not HandleState.CLOSED for h in group.ranks)
 
     def _let_go(self) -> None:
         """Nothing is retained any more."""
@@ -274,7 +379,10 @@ class Healing:
         self._run_until(lambda: False, 2.0)
         self._rest("after everything was let go")
         for model in world.coordinator.cluster.models.values():
-            demand(not live or not model.retained(), f"liveness: still retained: {model.retained()}, pins {model.pins}")
+            demand(
+                not live or not model.retained(),
+                f"liveness: still retained: {model.retained()}, pins {model.pins}",
+            )
 
     def _publish_and_update(self, writer: UserGroup, whole: list[UserGroup]) -> None:
         users = self._users
@@ -303,18 +411,23 @@ class Healing:
         call: Callable[[SimHandle], CallRecord],
         refusal: type[TensorHubError] | None = None,
     ) -> None:
-        """This call of all ranks has to succeed, or (`refusal`) to end with that error of all of them, once what happened
-        before is paid for: each refusal (a body raised) that a rank has not heard of yet ends one call of that rank, and
-        ranks may have several before them. So does the loss of the coordinator's state.
+        """This call of all ranks has to succeed, or (`refusal`) to end with that error of all of
+        them, once what happened before is paid for: each refusal (a body raised) that a rank has
+        not heard of yet ends one call of that rank, and ranks may have several before them. So does
+        the loss of the coordinator's state.
         """
         records: list[CallRecord] = []
         for _ in range(TRIES):
             records = [call(handle) for handle in group.ranks]
             self._rest(f"after {records[0].what} of {group.name}")
             errors = [each.error for each in records if each.error is not None]
-            if not errors or (refusal is not None and any(isinstance(error, refusal) for error in errors)):
+            if not errors or (
+                refusal is not None and any(isinstance(error, refusal) for error in errors)
+            ):
                 break
-            known = all(isinstance(error, GroupAborted | OperationTimeout | LeaseLost) for error in errors)
+            known = all(
+                isinstance(error, GroupAborted | OperationTimeout | LeaseLost) for error in errors
+            )
             demand(known, f"liveness: {group.ranks[0]}: {errors!r}")
         for each in records:
             ok = each.error is None and each.number == number

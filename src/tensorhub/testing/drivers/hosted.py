@@ -1,8 +1,10 @@
-"""A simulated cluster with a caller's tasks as users: the driver that shares their clock, and the state of each user.
+"""A simulated cluster with a caller's tasks as users: the driver that shares their clock, and the
+state of each user.
 
-Theory of operation. The simulation's queue of events is driven by a task of the caller's own loop, in that loop's virtual
-time: when every other task waits, the next event happens; if it is due later, the loop's clock moves on, to a timer of the
-caller's code if that comes first. So caller and simulation take turns, in one order, and a seed is a trace.
+Theory of operation. The simulation's queue of events is driven by a task of the caller's own loop,
+in that loop's virtual time: when every other task waits, the next event happens; if it is due
+later, the loop's clock moves on, to a timer of the caller's code if that comes first. So caller and
+simulation take turns, in one order, and a seed is a trace.
 
 Not responsible for the caller's view (`running`), nor for the base of the public classes
 (`facades`).
@@ -46,7 +48,9 @@ OVER = "the simulation is over"
 
 
 class WorkerCrashed(Exception):
-    """This simulated process has died: its code ends here, as if it had been killed. Leaves the `connect` block."""
+    """This simulated process has died: its code ends here, as if it had been killed. Leaves the
+    `connect` block.
+    """
 
 
 class Tasks:
@@ -56,10 +60,14 @@ class Tasks:
         self._cluster = cluster
         self._scopes: dict[anyio.CancelScope, None] = {}
 
-    def start_soon(self, func: Callable[[*Arguments], Coroutine[Any, Any, None]], *args: *Arguments) -> None:
+    def start_soon(
+        self, func: Callable[[*Arguments], Coroutine[Any, Any, None]], *args: *Arguments
+    ) -> None:
         self._cluster.tasks.start_soon(self._run, func, args)
 
-    async def _run(self, function: Callable[..., Awaitable[None]], arguments: tuple[Any, ...]) -> None:
+    async def _run(
+        self, function: Callable[..., Awaitable[None]], arguments: tuple[Any, ...]
+    ) -> None:
         with anyio.CancelScope() as scope:
             self._scopes[scope] = None
             try:
@@ -73,7 +81,9 @@ class Tasks:
 
 
 class HostedUser:
-    """One `connect` block, and the worker that it uses, with the runtime's own questions, pins and watches."""
+    """One `connect` block, and the worker that it uses, with the runtime's own questions, pins and
+    watches.
+    """
 
     def __init__(self, cluster: HostedCluster, worker: SimWorker, op_timeout_s: float) -> None:
         self.worker = worker
@@ -83,7 +93,9 @@ class HostedUser:
         self.welcome_came = anyio.Event()
         self.tasks = Tasks(cluster)
         idents = count(1)
-        self.coordinator = CoordinatorClient(self, cluster.world.numbers, lambda: f"{worker.incarnation}-{next(idents)}")
+        self.coordinator = CoordinatorClient(
+            self, cluster.world.numbers, lambda: f"{worker.incarnation}-{next(idents)}"
+        )
         self.version_watches = VersionWatches(self)
         self.pins = Pins(self.coordinator, op_timeout_s)
         self.pins.tasks = self.tasks
@@ -119,7 +131,9 @@ class HostedUser:
         asked: list[CallRecord | CopyRequest] = [*worker.copies.wanted.values()]
         for handle in [handle for handle in worker.handles if isinstance(handle, TensorHandle)]:
             handle.registration_error = (
-                StateError(OVER) if self._cluster.is_over else WorkerCrashed(f"{worker.name} has crashed")
+                StateError(OVER)
+                if self._cluster.is_over
+                else WorkerCrashed(f"{worker.name} has crashed")
             )
             asked += [handle.last_call] if handle.last_call is not None else []
             handle.on_answer()
@@ -139,7 +153,12 @@ class HostedCluster(StruckUsers):
     """A cluster with a caller's tasks as users; faults strike the tasks through it."""
 
     def __init__(
-        self, seed: int, faults: Collection[Fault], options: Options | None, spared: Collection[str], seconds_max: float
+        self,
+        seed: int,
+        faults: Collection[Fault],
+        options: Options | None,
+        spared: Collection[str],
+        seconds_max: float,
     ) -> None:
         self.world = world = TimedCluster(seed, faults, options)
         world.populate(self)
@@ -191,7 +210,8 @@ class HostedCluster(StruckUsers):
     def _take_event(self) -> None:
         if self.world.now > self.seconds_max:
             raise StateError(
-                f"the simulated code did not end within {self.seconds_max:g} virtual seconds: something waits for ever, "
+                f"the simulated code did not end within {self.seconds_max:g} virtual seconds: "
+                f"something waits for ever, "
                 "or needs a larger seconds_max"
             )
         try:
@@ -221,12 +241,19 @@ class HostedCluster(StruckUsers):
     def new_user(self, name: str, location: Location, options: Options) -> HostedUser:
         """That of a new process, which is still to connect."""
         if name in self.users():
-            raise StateError(f"a worker {name!r} is connected already: in a simulation each needs a name of its own")
+            raise StateError(
+                f"a worker {name!r} is connected already: in a simulation each needs a name of its "
+                f"own"
+            )
         world, timeout_s = self.world, options.op_timeout_s
-        life = 1 + max([worker.lives for worker in world.workers.values() if worker.name == name], default=0)
+        life = 1 + max(
+            [worker.lives for worker in world.workers.values() if worker.name == name], default=0
+        )
         world.host_bytes = options.host_memory_bytes
         new_handle = partial(TensorHandle, memory=None)
-        worker = SimWorker(world, name, location, life=life, new_handle=new_handle, op_timeout_s=timeout_s)
+        worker = SimWorker(
+            world, name, location, life=life, new_handle=new_handle, op_timeout_s=timeout_s
+        )
         world.workers[worker.incarnation] = worker
         worker.newest["actor"] = None
         user = self._users[worker] = HostedUser(self, worker, timeout_s)
@@ -251,7 +278,9 @@ class HostedCluster(StruckUsers):
         user = self._users[worker]
         match step:
             case Anew.FORGET_VERSIONS:
-                user.version_watches.state_lost({handle.shard.model for handle in worker.router.handles.values()})
+                user.version_watches.state_lost(
+                    {handle.shard.model for handle in worker.router.handles.values()}
+                )
             case Anew.WATCH:
                 user.version_watches.welcomed()
             case Anew.PIN:

@@ -72,7 +72,9 @@ class Injector:
     users: StruckUsers  # set before they begin, as is the next one
     coordinator: StruckCoordinator
 
-    def __init__(self, world: World, timeline: Timeline, plan: FaultPlan, events_least: int) -> None:
+    def __init__(
+        self, world: World, timeline: Timeline, plan: FaultPlan, events_least: int
+    ) -> None:
         self._world = world
         self._timeline = timeline
         self._random = timeline.random
@@ -88,13 +90,16 @@ class Injector:
         self.doubles_left = 0  # messages still to be delivered twice
         self.damaged: dict[str, int] = {}  # frames to which worker are damaged next
         self._broader_at = 2 * events_least
-        # Whose words lie unread ("": everybody's), until when, and how long it takes to read them all then.
+        # Whose words lie unread ("": everybody's), until when, and how long it takes to read them
+        # all then.
         self._unread: dict[str, tuple[float, float]] = {}
         self._garbled: dict[str, int] = {}  # control messages of which worker are damaged next
         self._ambushes: list[Fault] = []  # what strikes whoever votes next
-        self._changes_of_mind: list[bool] = []  # who has voted next cancels; True: who has voted for what is staged
+        # who has voted next cancels; True: who has voted for what is staged
+        self._changes_of_mind: list[bool] = []
         self._absences: list[Fault] = []  # what strikes some holder at the next rollback
-        self._cuts_short = False  # the coordinator dies while it says next how a group's operation has ended
+        # the coordinator dies while it says next how a group's operation has ended
+        self._cuts_short = False
         self._stalled: dict[str, float] = {}  # sources that send nothing, and until when
         self._for_lanes: list[Fault] = []  # STALL and SLOW that strike the next reads
 
@@ -140,7 +145,8 @@ class Injector:
         self._for_lanes.clear()
         self._stalled.clear()
         self._unread.clear()
-        # What is damaged last may be all that its reader has: nothing else will happen that makes anybody look at it again.
+        # What is damaged last may be all that its reader has: nothing else will happen that makes
+        # anybody look at it again.
         last = list(self._world.workers) if Fault.CORRUPT in self.plan.weights else []
         self.damaged = dict.fromkeys(last, 1)
         self._timeline.partitions.heal()
@@ -197,16 +203,23 @@ class Injector:
         return True
 
     def voted(self, worker: SimWorker, vote: Prepared) -> None:
-        """The coordinator is about to hear that worker's vote: the way back may break before it hears the outcome, and stay
-        so until its call gives up.
+        """The coordinator is about to hear that worker's vote: the way back may break before it
+        hears the outcome, and stay so until its call gives up.
         """
         voters = [
-            h for h in worker.handles if h.last_call is not None and h.last_call.key == vote.key and not h.last_call.done
+            h
+            for h in worker.handles
+            if h.last_call is not None and h.last_call.key == vote.key and not h.last_call.done
         ]
         if not voters or not worker.alive:
             return
-        is_stopped = worker.stopped_until > self._timeline.now  # then its user changes his mind later
-        if self._changes_of_mind and not is_stopped and self._changes_of_mind[0] <= (voters[0].member.staged is not None):
+        # then its user changes his mind later
+        is_stopped = worker.stopped_until > self._timeline.now
+        if (
+            self._changes_of_mind
+            and not is_stopped
+            and self._changes_of_mind[0] <= (voters[0].member.staged is not None)
+        ):
             self._changes_of_mind.clear()
             voters[0].cancel()
             self.happens(Fault.CANCEL)
@@ -224,23 +237,39 @@ class Injector:
         """
         if not self._absences:
             return
-        holders = [handle.worker for handle in self._world.live_handles() if handle.member.state is HandleState.READY]
+        holders = [
+            handle.worker
+            for handle in self._world.live_handles()
+            if handle.member.state is HandleState.READY
+        ]
         if holders:
             worker, kind = self._random.choice(holders), self._absences.pop()
             if self._strike_worker(kind, worker, COORDINATOR, self._timeline.now + ABSENT_S):
                 self.happens(kind)
 
     def reads_at(self, worker: SimWorker) -> float:
-        """When the coordinator reads what has come from that worker just now; across workers, in any order."""
+        """When the coordinator reads what has come from that worker just now; across workers, in
+        any order.
+        """
         now = self._timeline.now
-        until, reading_s = self._unread.get("", self._unread.get(worker.name, (0.0, 0.0))) if self._unread else (0.0, 0.0)
+        until, reading_s = (
+            self._unread.get("", self._unread.get(worker.name, (0.0, 0.0)))
+            if self._unread
+            else (0.0, 0.0)
+        )
         return until + self._random.random() * reading_s if until > now else now
 
     def cuts_short(self, actions: list[Action]) -> list[Action]:
-        """What the coordinator comes to of these: it may die when it has told only some ranks how it all ended."""
+        """What the coordinator comes to of these: it may die when it has told only some ranks how
+        it all ended.
+        """
         if not self._cuts_short:
             return actions
-        told = [n for n, action in enumerate(actions) if isinstance(action, Send) and isinstance(action.message, Outcome)]
+        told = [
+            n
+            for n, action in enumerate(actions)
+            if isinstance(action, Send) and isinstance(action.message, Outcome)
+        ]
         if len(told) < 2:
             return actions
         return actions[: self._random.choice(told[1:])]
@@ -270,7 +299,9 @@ class Injector:
         if kind is Fault.STALL:
             lane.stalled_until = now + self._random.choice((1.0, 5.0, 60.0))
         else:
-            self._timeline.partitions.slow(lane.reader.worker.name, lane.grant.source, now + self._random.choice(LONG_S))
+            self._timeline.partitions.slow(
+                lane.reader.worker.name, lane.grant.source, now + self._random.choice(LONG_S)
+            )
         self.happens(kind)
 
     # -- striking
@@ -296,7 +327,9 @@ class Injector:
         return self._random.choice(lanes) if lanes else None
 
     def _inject(self, kind: Fault) -> bool:
-        """Inject the fault. False: there was no victim (or the fault is counted when it strikes)."""
+        """Inject the fault. False: there was no victim (or the fault is counted when it
+        strikes).
+        """
         random, now = self._random, self._timeline.now
         worker = self._worker()
         if worker is None and kind is not Fault.RESTART:
@@ -335,7 +368,15 @@ class Injector:
             case Fault.CANCEL if random.random() < AMBUSHES:
                 self._changes_of_mind = [random.random() < 0.5]
                 return False
-            case Fault.STALL | Fault.SLOW | Fault.DEVICE | Fault.HOOK | Fault.CANCEL | Fault.OVERWRITE | Fault.LIE:
+            case (
+                Fault.STALL
+                | Fault.SLOW
+                | Fault.DEVICE
+                | Fault.HOOK
+                | Fault.CANCEL
+                | Fault.OVERWRITE
+                | Fault.LIE
+            ):
                 return self._strike_data(kind)
             case Fault.PARTITION | Fault.DROP if random.random() < AMBUSHES:
                 self._ambushes, self._absences = [kind], [kind]
@@ -360,13 +401,19 @@ class Injector:
         random, now, lease_s = self._random, self._timeline.now, self._world.options.lease_s
         if any(now < until + reading_s + lease_s for until, reading_s in self._unread.values()):
             return False  # it has to come to something meanwhile
-        until, reading_s = now + lease_s * random.uniform(*BEHIND_LEASES), lease_s * random.choice((0.0, 0.1, 1.0))
+        until, reading_s = (
+            now + lease_s * random.uniform(*BEHIND_LEASES),
+            lease_s * random.choice((0.0, 0.1, 1.0)),
+        )
         whose = random.choice((worker.name, ""))
         self._unread = {whose: (until, reading_s)}
-        if random.random() < 0.3:  # just when it has heard of an end, and who has lost its connection comes back
+        # just when it has heard of an end, and who has lost its connection comes back
+        if random.random() < 0.3:
             self._unread.clear()
             worker.disconnect()
-            self._timeline.after(RECONNECT_S_FIRST, None, self._unread.update, {whose: (until, reading_s)})
+            self._timeline.after(
+                RECONNECT_S_FIRST, None, self._unread.update, {whose: (until, reading_s)}
+            )
         process = self._timeline.coordinator
         if not whose and random.random() < 0.3:
             process.stopped_until = max(process.stopped_until, until)
@@ -390,7 +437,10 @@ class Injector:
             case Fault.HOOK:
                 handle.hook_error = BrokenHook("the hook broke")
                 self._timeline.after(random.choice(LONG_S), handle.worker, self._mend_hook, handle)
-            case Fault.CANCEL if handle.member.running is not None and handle.worker.stopped_until <= self._timeline.now:
+            case Fault.CANCEL if (
+                handle.member.running is not None
+                and handle.worker.stopped_until <= self._timeline.now
+            ):
                 handle.cancel()
             case Fault.OVERWRITE:
                 return misdeeds.overwrite(handle)
@@ -419,11 +469,17 @@ class Injector:
         """Those cannot say for a while what they have published."""
         for handle in self._world.live_handles():
             content = handle.member.content
-            if content is not None and content.published and content.version.content_id == content_id:
+            if (
+                content is not None
+                and content.published
+                and content.version.content_id == content_id
+            ):
                 self._strike_worker(Fault.PARTITION, handle.worker, COORDINATOR)
                 handle.worker.disconnect()
 
-    def _strike_worker(self, kind: Fault, worker: SimWorker, other: str = "", until: float = 0.0) -> bool:
+    def _strike_worker(
+        self, kind: Fault, worker: SimWorker, other: str = "", until: float = 0.0
+    ) -> bool:
         random, now, world = self._random, self._timeline.now, self._world
         link = worker.link
         match kind:

@@ -1,4 +1,6 @@
-"""A cluster in which the caller picks each next event: for tests of one interaction, and for Hypothesis."""
+"""A cluster in which the caller picks each next event: for tests of one interaction, and for
+Hypothesis.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,15 @@ class Choice(NamedTuple):
 
 
 class StepwiseCluster(World):
-    """Nothing happens by itself. `choices` lists what could; `do` lets one of them happen, and checks everything."""
+    """Nothing happens by itself. `choices` lists what could; `do` lets one of them happen, and
+    checks everything.
+    """
 
     fence_grace_s = 0.0
 
-    def __init__(self, options: Options | None = None, *, host_bytes: int = 0, manifest: Manifest = MANIFEST) -> None:
+    def __init__(
+        self, options: Options | None = None, *, host_bytes: int = 0, manifest: Manifest = MANIFEST
+    ) -> None:
         self.log: list[str] = []
         self.ending: list[int] = []  # sessions whose end the coordinator has not noticed
         self.heartbeat_at = 0.0
@@ -81,7 +87,9 @@ class StepwiseCluster(World):
     def handle_moved(self, handle: HandlePort) -> None:
         """It goes on when its turn comes."""
 
-    def wake_at(self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]) -> None:
+    def wake_at(
+        self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]
+    ) -> None:
         """Each time when time passes it is looked at."""
 
     def fence_begun(self, handle: HandlePort, fence: Fence) -> None:
@@ -185,7 +193,11 @@ class StepwiseCluster(World):
         return (handle for handle in self.live_handles() if handle.worker.stopped_until <= self.now)
 
     def _running_workers(self) -> list[SimWorker]:
-        return [worker for worker in self.workers.values() if worker.alive and worker.stopped_until <= self.now]
+        return [
+            worker
+            for worker in self.workers.values()
+            if worker.alive and worker.stopped_until <= self.now
+        ]
 
     def do(self, choice: Choice) -> None:
         """Let it happen, and check everything."""
@@ -242,15 +254,26 @@ class StepwiseCluster(World):
         return next(iter(able or [lane for lane in lanes if self._lacks_in_vain(lane)]), None)
 
     def open_lanes(self, handle: LaneEnd) -> list[SimLane]:
-        """Those of its fill over which something can come, in the order in which they are looked at."""
+        """Those of its fill over which something can come, in the order in which they are looked
+        at.
+        """
         return list(handle.pull.lanes.values()) if handle.pull is not None else []
 
     @staticmethod
     def _lacks_in_vain(lane: SimLane) -> bool:
-        """Whether it waits for what its source lacks, while some source has what this reader lacks."""
+        """Whether it waits for what its source lacks, while some source has what this reader
+        lacks.
+        """
         lanes, missing = lane.reading.lanes.values(), lane.reading.missing
-        runs = [run for each in lanes if each.source is not None and each.source.worker.alive for run in each.has()]
-        return bool(lane.queue) and any(first <= chunk < first + count for first, count in runs for chunk in missing)
+        runs = [
+            run
+            for each in lanes
+            if each.source is not None and each.source.worker.alive
+            for run in each.has()
+        ]
+        return bool(lane.queue) and any(
+            first <= chunk < first + count for first, count in runs for chunk in missing
+        )
 
     @staticmethod
     def _can_go_on(lane: SimLane) -> bool:
@@ -263,7 +286,9 @@ class StepwiseCluster(World):
         return not isinstance(begun, Wait)
 
     def read(self, handle: SimHandle) -> None:
-        """One step of a fill: end the access that runs, begin one, or find out that a source is no more."""
+        """One step of a fill: end the access that runs, begin one, or find out that a source is no
+        more.
+        """
         lane = self._next_lane(handle)
         assert lane is not None
         if lane.access is not None:
@@ -296,11 +321,13 @@ class StepwiseCluster(World):
         self.check()
 
     def run(self, *but: str | tuple[str, str], until: Callable[[], object] | None = None) -> None:
-        """Let everything happen that can, each in its turn, until nothing is left, or `until` holds. `but`: choices that are
-        not taken, and kinds of choices.
+        """Let everything happen that can, each in its turn, until nothing is left, or `until`
+        holds. `but`: choices that are not taken, and kinds of choices.
         """
         for _ in range(10_000):
-            choices = [choice for choice in self.choices() if choice not in but and choice.kind not in but]
+            choices = [
+                choice for choice in self.choices() if choice not in but and choice.kind not in but
+            ]
             if (until is None and not choices) or (until is not None and until()):
                 return
             self.do(choices[0])
@@ -315,7 +342,11 @@ class StepwiseCluster(World):
             due = [self.heartbeat_at, self.coordinator.next_deadline()]
             due += [handle.member.next_deadline() for handle in self._running_handles()]
             due += [worker.copies.machine.next_deadline() for worker in self._running_workers()]
-            due += [until for handle in self._running_handles() if (until := handle.fence_waits_until() or 0.0) > self.now]
+            due += [
+                until
+                for handle in self._running_handles()
+                if (until := handle.fence_waits_until() or 0.0) > self.now
+            ]
             when = max(self.now, min(d for d in due if d is not None))
             if when > end:
                 break
@@ -339,7 +370,11 @@ class StepwiseCluster(World):
         for worker in self._running_workers():
             worker.copies.tick()
         for handle in list(self._running_handles()):
-            for lane in [lane for lane in handle.serving if lane.access is None and lane.queue and not lane.is_stopped]:
+            for lane in [
+                lane
+                for lane in handle.serving
+                if lane.access is None and lane.queue and not lane.is_stopped
+            ]:
                 if lane in self.open_lanes(lane.reader) and not self._can_go_on(lane):
                     lane.settle(lane.lack())
             deadline = handle.member.next_deadline()
@@ -359,11 +394,16 @@ class StepwiseCluster(World):
                 if worker.alive and worker.link is None:
                     worker.connect()
             self.advance(2.0)
-            connected = all(worker.link is not None for worker in self.workers.values() if worker.alive)
+            connected = all(
+                worker.link is not None for worker in self.workers.values() if worker.alive
+            )
             quiet = all(handle.idle for handle in self.live_handles()) and not self.choices()
             if connected and quiet and self.now > start + 2 * self.options.lease_s:
                 break
         for handle in self.live_handles():
             if handle.last_call is not None and not handle.last_call.done:
-                raise GuaranteeBroken(f"liveness: {handle}: {handle.last_call.what} never ended: {handle.member.running}")
+                raise GuaranteeBroken(
+                    f"liveness: {handle}: {handle.last_call.what} never ended: "
+                    f"{handle.member.running}"
+                )
         self.check_agreement()

@@ -1,4 +1,6 @@
-"""A registration of a caller's own tensors in a simulated cluster: a simulated handle with real bytes as cells."""
+"""A registration of a caller's own tensors in a simulated cluster: a simulated handle with real
+bytes as cells.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,15 @@ class TensorHandle(SimHandle):
     caller's.
     """
 
-    def __init__(self, cluster: WorkerWorld, worker: SimWorker, shard: Shard, memory: Memory | None) -> None:
+    def __init__(
+        self, cluster: WorkerWorld, worker: SimWorker, shard: Shard, memory: Memory | None
+    ) -> None:
         super().__init__(cluster, worker, shard)
         self.memory = memory
-        self.on_answer: Callable[[], None] = lambda: None  # the coordinator has taken it, or refused it
-        self.on_hook: Callable[[VersionInfo], None] = lambda version: None  # its before_write is to run
+        # the coordinator has taken it, or refused it
+        self.on_answer: Callable[[], None] = lambda: None
+        # its before_write is to run
+        self.on_hook: Callable[[VersionInfo], None] = lambda version: None
         self.on_end: Callable[[], None] = lambda: None  # a call has returned, or raised
         self.pulled_from: float | None = None
         self._cells_of_tensors: TensorCells | None = None
@@ -54,7 +60,10 @@ class TensorHandle(SimHandle):
         if self.memory is None:
             if len(self.cells) != manifest.chunk_count:
                 self.cells = written("host", manifest.chunk_count)
-        elif self._cells_of_tensors is None or self._cells_of_tensors.manifest.manifest_id != manifest.manifest_id:
+        elif (
+            self._cells_of_tensors is None
+            or self._cells_of_tensors.manifest.manifest_id != manifest.manifest_id
+        ):
             self.cells = self._cells_of_tensors = TensorCells(self.memory, manifest)
             self.unwanted = self._cells_of_tensors.unwanted
 
@@ -71,11 +80,15 @@ class TensorHandle(SimHandle):
         if cells is None:
             return []
         chunks = [chunk for chunk in range(len(cells)) if cells.was_written(chunk)]
-        return list(dict.fromkeys(name for chunk in chunks for name in cells.manifest.tensors_in(chunk)))
+        return list(
+            dict.fromkeys(name for chunk in chunks for name in cells.manifest.tensors_in(chunk))
+        )
 
     def _do(self, action: Action) -> None:
         match action:
-            case Say() if isinstance(action.message, Publish) and self._cells_of_tensors is not None:
+            case Say() if (
+                isinstance(action.message, Publish) and self._cells_of_tensors is not None
+            ):
                 self._cells_of_tensors.look()
             case OpenGeneration(complete=False) | Finish(changed=True) if self.memory is not None:
                 self.memory.count_write()
@@ -115,16 +128,33 @@ class TensorHandle(SimHandle):
         """What a fill took. Copies and digests take no virtual time."""
         now, pull, times = self.cluster.now, self.pull, CallTimes()
         if self.pulled_from is not None:
-            lanes = [lane for lane in pull.all_lanes if lane.began >= record.began] if pull is not None else []
+            lanes = (
+                [lane for lane in pull.all_lanes if lane.began >= record.began]
+                if pull is not None
+                else []
+            )
             pulled = max((lane.ended_at or now for lane in lanes), default=self.pulled_from)
-            times = CallTimes(bound=self.pulled_from, pulled_from=self.pulled_from, pulled=pulled, prepared=pulled)
+            times = CallTimes(
+                bound=self.pulled_from, pulled_from=self.pulled_from, pulled=pulled, prepared=pulled
+            )
             phases = {"wait": 0.0, "transfer": pulled - self.pulled_from, "verify": 0.0}
-            sources = tuple(self._source(lane, (lane.ended_at or now) - lane.began) for lane in lanes)
-            times.pull = PullReport.of(pull.books if pull is not None else Pull(()), phases, sources)
+            sources = tuple(
+                self._source(lane, (lane.ended_at or now) - lane.began) for lane in lanes
+            )
+            times.pull = PullReport.of(
+                pull.books if pull is not None else Pull(()), phases, sources
+            )
         return times.report_of(Finish(record.version, record.changed), record.began, now)
 
     @staticmethod
     def _source(lane: SimLane, seconds: float) -> SourceReport:
         outcome = lane.failure if lane.failure and not lane.is_cut else "used"
         shard = lane.grant.shard if lane.grant.selection else None
-        return SourceReport(lane.grant.source, "tcp", lane.reading.books.source_bytes(lane.lease), seconds, outcome, shard)
+        return SourceReport(
+            lane.grant.source,
+            "tcp",
+            lane.reading.books.source_bytes(lane.lease),
+            seconds,
+            outcome,
+            shard,
+        )

@@ -1,4 +1,5 @@
-"""Real tensors as the cells of a simulated memory: what arrives in a cell arrives in the tensors' bytes.
+"""Real tensors as the cells of a simulated memory: what arrives in a cell arrives in the tensors'
+bytes.
 
 A cell's value names its bytes (their digest) and carries them. Not responsible for permission to
 read or write.
@@ -42,7 +43,8 @@ class TensorCells:
         self.unwanted = frozenset(self._chunks.unwanted)
         self._copies = mapped.copies
         self.unpack = mapped.unpack
-        self._known = [self._read(chunk) for chunk in range(len(self))]  # what was written here, or looked at, last
+        # what was written here, or looked at, last
+        self._known = [self._read(chunk) for chunk in range(len(self))]
 
     def __repr__(self) -> str:
         return repr(list(self))

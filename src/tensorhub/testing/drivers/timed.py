@@ -1,8 +1,9 @@
-"""A cluster in virtual time under faults: the real machines, on a network, a store and memory that a seed drives.
+"""A cluster in virtual time under faults: the real machines, on a network, a store and memory that
+a seed drives.
 
-Theory of operation. One queue of events by time; a step takes the earliest, lets it happen, and checks what it touched.
-All chance comes from one `Random(seed)`, and nothing iterates over what has no order, so a seed is a trace: `end_hash`
-tells one from another.
+Theory of operation. One queue of events by time; a step takes the earliest, lets it happen, and
+checks what it touched. All chance comes from one `Random(seed)`, and nothing iterates over what has
+no order, so a seed is a trace: `end_hash` tells one from another.
 
 Responsible for putting the parts together: the world, its shells, the coordinator's process, the
 faults (`injecting`), and the messages between processes (`control_network`, `data_network`). Not
@@ -36,7 +37,13 @@ class TimedCluster(World):
     process: CoordinatorProcess
     fence_grace_s = 1.0
 
-    def __init__(self, seed: int, faults: Collection[Fault] | None, options: Options | None, events: int = 1000) -> None:
+    def __init__(
+        self,
+        seed: int,
+        faults: Collection[Fault] | None,
+        options: Options | None,
+        events: int = 1000,
+    ) -> None:
         """`faults`: the kinds that may be drawn; None: all. `events`: after twice as many, less
         goes wrong. `options`: the coordinator's, and times of all connections; None: drawn.
         """
@@ -44,8 +51,10 @@ class TimedCluster(World):
         self.allowed = None if faults is None else [kind for kind in Fault if kind in faults]
         self.timeline = timeline = Timeline(seed)
         self._touched: dict[HandlePort, None] = {}
-        self._doing: set[HandlePort] = set()  # handles with an action on its way; never iterated over
-        self._wakes: dict[object, float] = {}  # when the deadline of which machine will be looked at
+        # handles with an action on its way; never iterated over
+        self._doing: set[HandlePort] = set()
+        # when the deadline of which machine will be looked at
+        self._wakes: dict[object, float] = {}
         random = timeline.random
         chunks = random.choice((1, 2, 3, 5, 8))
         drawn = Options(
@@ -61,13 +70,16 @@ class TimedCluster(World):
         self.is_unharmed = lambda: not self.injector.happened
         self.data = DataNetwork(self, timeline, self.injector)
         self.control = network = ControlNetwork(self, timeline, self.injector, self.touch)
-        self.process = process = CoordinatorProcess(self, timeline, self.injector, network.coordinator_died)
+        self.process = process = CoordinatorProcess(
+            self, timeline, self.injector, network.coordinator_died
+        )
         self.injector.coordinator = process
         process.tick_soon()
 
     def __repr__(self) -> str:
         return (
-            f"<{type(self).__name__} {self.seed} at {self.now:.3f} s, {self.timeline.events} events, {self.injector.plan!r}>"
+            f"<{type(self).__name__} {self.seed} at {self.now:.3f} s, {self.timeline.events} "
+            f"events, {self.injector.plan!r}>"
         )
 
     def populate(self, users: StruckUsers) -> None:
@@ -87,7 +99,9 @@ class TimedCluster(World):
             self.check()
 
     def run_until(self, holds: Callable[[], bool], seconds: float) -> bool:
-        """Go on until that holds, looked at twice a second; False: it did not within so many seconds."""
+        """Go on until that holds, looked at twice a second; False: it did not within so many
+        seconds.
+        """
         end = self.now + seconds
         while not holds():
             if self.now >= end:
@@ -107,11 +121,17 @@ class TimedCluster(World):
     def end_hash(self) -> str:
         """Of all that has happened, in its order, and what memory holds."""
         handles = self.all_handles()
-        return self.timeline.end_hash(*(f"{handle.name}{handle.member.state}{handle.cells}" for handle in handles))
+        return self.timeline.end_hash(
+            *(f"{handle.name}{handle.member.state}{handle.cells}" for handle in handles)
+        )
 
     def report(self, error: BaseException, command: str) -> str:
         """What a failing run says; `command` runs it again."""
-        told = f"{type(error).__name__}: {error}" if not isinstance(error, GuaranteeBroken) else str(error)
+        told = (
+            f"{type(error).__name__}: {error}"
+            if not isinstance(error, GuaranteeBroken)
+            else str(error)
+        )
         return "\n".join([*self.timeline.trace_lines(), repr(self), told, f"reproduce: {command}"])
 
     # -- checking
@@ -130,7 +150,9 @@ class TimedCluster(World):
                 model, told = self.coordinator.cluster.models.get(name), worker.newest[name]
                 newest = model.newest_visible() if model is not None else None
                 ok = told == (newest.info if newest is not None else None)
-                demand(ok, f"liveness: {worker} was told that {told} is the newest, which is {newest}")
+                demand(
+                    ok, f"liveness: {worker} was told that {told} is the newest, which is {newest}"
+                )
 
     # -- telling
 
@@ -155,13 +177,17 @@ class TimedCluster(World):
         self._wake_in_time(handle)
 
     def _wake_in_time(self, handle: HandlePort) -> None:
-        self.wake_at(handle.member.next_deadline(), handle, handle.worker, lambda: self._tick(handle))
+        self.wake_at(
+            handle.member.next_deadline(), handle, handle.worker, lambda: self._tick(handle)
+        )
 
     def _tick(self, handle: HandlePort) -> None:
         self._touched[handle] = None
         handle.apply(handle.member.tick(self.timeline.now))
 
-    def wake_at(self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]) -> None:
+    def wake_at(
+        self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]
+    ) -> None:
         if due is not None and self._wakes.get(machine) != due:
             self._wakes[machine] = due
             self.timeline.at(max(due, self.timeline.now), worker, self._wake, machine, due, tick)
@@ -194,7 +220,9 @@ class TimedCluster(World):
     def fence_begun(self, handle: HandlePort, fence: Fence) -> None:
         self.timeline.after(self.fence_grace_s, handle.worker, self.access_ended, handle)
         if fence.until is not None:
-            self.timeline.at(max(fence.until, self.timeline.now), handle.worker, self.access_ended, handle)
+            self.timeline.at(
+                max(fence.until, self.timeline.now), handle.worker, self.access_ended, handle
+            )
 
     def access_ended(self, handle: HandlePort) -> None:
         if handle.fencing_since is not None:

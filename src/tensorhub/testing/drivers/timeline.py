@@ -41,14 +41,18 @@ class Event:
 
     __slots__ = ("act", "args", "party")
 
-    def __init__(self, party: Party | None, act: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, party: Party | None, act: Callable[..., None], args: tuple[Any, ...]
+    ) -> None:
         self.party = party
         self.act = act
         self.args = args
 
 
 class Timeline:
-    """Events by time; those of one time in the order in which they were asked for. What decides, and remembers, one run."""
+    """Events by time; those of one time in the order in which they were asked for. What decides,
+    and remembers, one run.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)  # all chance comes from it
@@ -57,18 +61,23 @@ class Timeline:
         self.partitions = Partitions()
         self.events = 0  # that have happened
         self.paths: Counter[str] = Counter()  # of recovery, that were taken
-        self.scheduled: Callable[[float], None] = lambda when: None  # called for each new event, with its time
+        # called for each new event, with its time
+        self.scheduled: Callable[[float], None] = lambda when: None
         self._trace: deque[tuple[float, str, str, object]] = deque(maxlen=TRACE_LINES)
         self._hash = hashlib.blake2b(digest_size=12)
         self._queue: list[tuple[float, int, Event]] = []
         self._numbers = count()
 
     def at(self, when: float, party: Party | None, act: Callable[..., None], *args: Any) -> None:
-        """Have `act` called at `when`, in that party if it is alive then; as soon as it runs again if it is stopped."""
+        """Have `act` called at `when`, in that party if it is alive then; as soon as it runs again
+        if it is stopped.
+        """
         heapq.heappush(self._queue, (when, next(self._numbers), Event(party, act, args)))
         self.scheduled(when)
 
-    def after(self, seconds: float, party: Party | None, act: Callable[..., None], *args: Any) -> None:
+    def after(
+        self, seconds: float, party: Party | None, act: Callable[..., None], *args: Any
+    ) -> None:
         """As `at`, so many seconds from now."""
         self.at(self.now + seconds, party, act, *args)
 
@@ -103,7 +112,8 @@ class Timeline:
                     continue
             self.now = max(self.now, when)
             self.events += 1
-            self._hash.update(f"{self.now!r}{event.act.__name__}{party.name if party is not None else ''}".encode())
+            name = party.name if party is not None else ""
+            self._hash.update(f"{self.now!r}{event.act.__name__}{name}".encode())
             return event
         return None
 
@@ -133,5 +143,8 @@ class Timeline:
 
     def trace_lines(self) -> list[str]:
         """The last things that happened."""
-        shown = ((when, name + (f" {arrow} {show(message)}" if arrow else "")) for when, name, arrow, message in self._trace)
+        shown = (
+            (when, name + (f" {arrow} {show(message)}" if arrow else ""))
+            for when, name, arrow, message in self._trace
+        )
         return [f"{when:9.4f}  {what}" for when, what in shown]

@@ -1,4 +1,5 @@
-"""What users of a simulated cluster do: groups that publish, fetch, leave and come back; orders for the whole model.
+"""What users of a simulated cluster do: groups that publish, fetch, leave and come back; orders for
+the whole model.
 
 Responsible for the calls and their times. Not responsible for faults (`injecting`), though a user's
 own mistakes (differing calls, hardly any time) are made here once a fault asks for them.
@@ -29,7 +30,8 @@ TIMEOUTS_S = (3.0, 10.0, 30.0)
 NO_TIME_S = (0.0, 0.05, 0.5)
 LARGE_GROUP = 8
 REVIVE_S = 20.0
-# What a group does next, and a worker asks of the whole model: how often, on average over all seeds.
+# What a group does next, and a worker asks of the whole model: how often, on average over all
+# seeds.
 CALLS = {"publish": 4, "fill": 5, "stage": 2, "prefetch": 1, "unpublish": 1, "rare": 1}
 ORDERS = {"rollback": 1, "retain": 3, "pin": 2, "unpin": 1}
 NEEDED = ("publish", "fill")  # without them nothing happens at all
@@ -64,18 +66,25 @@ class UserGroup:
         """Whether each of the two can read its peer's publications."""
         if self.is_refused or other.is_refused:
             return False
-        return self.world_size == other.world_size or (self.cut is not None and other.cut is not None)
+        return self.world_size == other.world_size or (
+            self.cut is not None and other.cut is not None
+        )
 
 
 class Users(StruckUsers):
     """All users of the cluster."""
 
-    def __init__(self, world: World, timeline: Timeline, layouts: list[Layout], seeders: int) -> None:
-        """`layouts`: of the groups, where these differ; none: they have one layout. `seeders`: how many workers seed."""
+    def __init__(
+        self, world: World, timeline: Timeline, layouts: list[Layout], seeders: int
+    ) -> None:
+        """`layouts`: of the groups, where these differ; none: they have one layout. `seeders`: how
+        many workers seed.
+        """
         self._world = world
         self._timeline = timeline
         self._random = random = timeline.random
-        self.differed: Callable[[], None] = lambda: None  # called when the ranks of a group call differently
+        # called when the ranks of a group call differently
+        self.differed: Callable[[], None] = lambda: None
         self.groups: list[UserGroup] = []
         self.published: set[str] = set()  # content ids of versions whose publish has returned
         self.next_version = 1
@@ -95,12 +104,15 @@ class Users(StruckUsers):
         return f"<Users in {len(self.groups)} groups, {len(self.published)} versions>"
 
     def _habits(self, usual: dict[str, int]) -> tuple[str, ...]:
-        """The kinds of calls of this seed, each as often as it stands there. Some kinds never come, so that the rest come
-        thick and fast (a swarm, as for faults: Groce et al., "Swarm testing", 2012).
+        """The kinds of calls of this seed, each as often as it stands there. Some kinds never come,
+        so that the rest come thick and fast (a swarm, as for faults: Groce et al., "Swarm testing",
+        2012).
         """
         habits: list[str] = []
         for what, often in usual.items():
-            habits += [what] * (often * self._random.choice((1, 1, 4) if what in NEEDED else (0, 1, 1, 4)))
+            habits += [what] * (
+                often * self._random.choice((1, 1, 4) if what in NEEDED else (0, 1, 1, 4))
+            )
         return tuple(habits) or tuple(usual)
 
     def begin(self) -> None:
@@ -114,11 +126,17 @@ class Users(StruckUsers):
             group = UserGroup(f"g{number}", world_size + odd, random.random() < 0.15)
             if self._layouts:
                 may_read_only = self._all_publish()
-                group.cut = random.choice([cut for cut in self._layouts if cut.publishes or may_read_only])
+                group.cut = random.choice(
+                    [cut for cut in self._layouts if cut.publishes or may_read_only]
+                )
                 group.world_size = group.cut.ranks
             before = self.groups[-1] if self.groups and random.random() < 0.2 else None
             for rank in range(group.world_size):
-                shared = before.ranks[rank].worker if before is not None and rank < len(before.ranks) else None
+                shared = (
+                    before.ranks[rank].worker
+                    if before is not None and rank < len(before.ranks)
+                    else None
+                )
                 worker = shared or self.new_process()
                 group.ranks.append(group.register(worker, rank))
             self.groups.append(group)
@@ -141,7 +159,9 @@ class Users(StruckUsers):
         random, name = self._random, f"w{self._workers}"
         self._workers += 1
         location = Location(site=random.choice(SITES), host=random.choice((name, "shared")))
-        self._world.host_bytes = (shards or random.choice((0, 1, 2, 3))) * self._world.manifest.nbytes
+        self._world.host_bytes = (
+            shards or random.choice((0, 1, 2, 3))
+        ) * self._world.manifest.nbytes
         worker = self._world.worker(name, location)
         worker.newest["actor"] = None
         self._timeline.after(RECONNECT_S_MAX, worker, self._end_pins, worker)
@@ -156,7 +176,12 @@ class Users(StruckUsers):
 
     def restart_one(self) -> bool:
         """A dead rank's place is taken by a new process. Whether there was one."""
-        places = [(group, rank) for group in self.groups for rank, h in enumerate(group.ranks) if not h.worker.alive]
+        places = [
+            (group, rank)
+            for group in self.groups
+            for rank, h in enumerate(group.ranks)
+            if not h.worker.alive
+        ]
         if places:
             self.replace(*self._random.choice(places))
         return bool(places)
@@ -191,7 +216,11 @@ class Users(StruckUsers):
             self._fetch(group)
         if random.random() < self._order_rate:
             self._order(group)
-        ranks = [handle for handle in group.ranks if handle.worker.alive and handle.idle and handle.registered]
+        ranks = [
+            handle
+            for handle in group.ranks
+            if handle.worker.alive and handle.idle and handle.registered
+        ]
         live = [handle for handle in group.ranks if handle.worker.alive]
         if not ranks or (len(ranks) < len(live) and random.random() < 0.8):
             return
@@ -221,10 +250,14 @@ class Users(StruckUsers):
         if self.is_over:
             return
         self._timeline.after(REVIVE_S, None, self._revive)
-        broken = [group for group in self.groups if not all(handle.worker.alive for handle in group.ranks)]
+        broken = [
+            group for group in self.groups if not all(handle.worker.alive for handle in group.ranks)
+        ]
         if len(self.groups) - len(broken) < 2:
             group = self._random.choice(broken)
-            for rank in [rank for rank, handle in enumerate(group.ranks) if not handle.worker.alive]:
+            for rank in [
+                rank for rank, handle in enumerate(group.ranks) if not handle.worker.alive
+            ]:
                 self.replace(group, rank)
 
     def _call(self, group: UserGroup, ranks: list[SimHandle]) -> None:
@@ -241,9 +274,13 @@ class Users(StruckUsers):
             if random.random() < 0.05:
                 number = random.randint(0, self.next_version)
         recent = max(0, self.next_version - random.randint(1, 2))
-        selector: Selector = random.choice(("latest", "latest", "latest", "available", "latest-1", recent))
+        selector: Selector = random.choice(
+            ("latest", "latest", "latest", "available", "latest-1", recent)
+        )
         hold = random.random() < 0.3
-        timeout_s = random.choice(NO_TIME_S if self._timeline.now < self.hasty_until else TIMEOUTS_S)
+        timeout_s = random.choice(
+            NO_TIME_S if self._timeline.now < self.hasty_until else TIMEOUTS_S
+        )
         differs, group.differs = group.differs, False
         if differs:
             self.differed()
@@ -251,13 +288,35 @@ class Users(StruckUsers):
             if differs and random.random() < 0.4:
                 if random.random() < 0.5:
                     continue
-                what, number, selector = random.choice(("publish", "fill", "unpublish")), number + 1, "latest-1"
+                what, number, selector = (
+                    random.choice(("publish", "fill", "unpublish")),
+                    number + 1,
+                    "latest-1",
+                )
                 if what == "publish" and not group.publishes:
                     what = "fill"
             late_s = random.random() * random.choice((0.001, 0.001, 0.5))
-            self._timeline.after(late_s, handle.worker, self._one_call, handle, what, number, selector, hold, timeout_s)
+            self._timeline.after(
+                late_s,
+                handle.worker,
+                self._one_call,
+                handle,
+                what,
+                number,
+                selector,
+                hold,
+                timeout_s,
+            )
 
-    def _one_call(self, handle: SimHandle, what: str, number: int, selector: Selector, hold: bool, timeout_s: float) -> None:
+    def _one_call(
+        self,
+        handle: SimHandle,
+        what: str,
+        number: int,
+        selector: Selector,
+        hold: bool,
+        timeout_s: float,
+    ) -> None:
         if not handle.idle or self.is_over:
             return
         state, random = handle.member.state, self._random
@@ -287,16 +346,26 @@ class Users(StruckUsers):
 
     def _fetch(self, group: UserGroup) -> None:
         random = self._random
-        workers = [handle.worker for handle in group.ranks if handle.worker.alive and not handle.worker.stopped_until]
+        workers = [
+            handle.worker
+            for handle in group.ranks
+            if handle.worker.alive and not handle.worker.stopped_until
+        ]
         if workers:
-            selector: Selector = random.choice(("latest", "latest", "available", "latest-1", max(0, self.next_version - 1)))
+            selector: Selector = random.choice(
+                ("latest", "latest", "available", "latest-1", max(0, self.next_version - 1))
+            )
             worker, shard = random.choice(workers), random.randrange(group.world_size)
             fetcher = worker.fetcher(None if self._layouts and random.random() < 0.5 else shard)
             fetcher.fetch(selector, random.choice(TIMEOUTS_S))
 
     def _seed(self, worker: SimWorker) -> None:
-        """It brings the newest version that it has heard of into its host memory, again and again."""
-        self._timeline.after(self._random.expovariate(1 / self._pause_s), worker, self._seed, worker)
+        """It brings the newest version that it has heard of into its host memory, again and
+        again.
+        """
+        self._timeline.after(
+            self._random.expovariate(1 / self._pause_s), worker, self._seed, worker
+        )
         newest = worker.newest["actor"]
         if newest is not None and not self.is_over:
             for shard in range(newest.world_size):
@@ -339,14 +408,23 @@ class Users(StruckUsers):
             worker.asks.rollback(each.to, each.model, each.ident)
 
     def answered(self, worker: SimWorker, message: Answer) -> None:
-        """A user that has restarted from an older checkpoint publishes the next number once more."""
+        """A user that has restarted from an older checkpoint publishes the next number once
+        more.
+        """
         rollback = worker.asks.rollbacks.get(message.request)
-        if rollback is not None and isinstance(message, Done) and not self._counts_on and not self.is_over:
+        if (
+            rollback is not None
+            and isinstance(message, Done)
+            and not self._counts_on
+            and not self.is_over
+        ):
             self.next_version = min(self.next_version, rollback.to + 1)
 
     def hook_called(self, handle: HandleShell) -> None:
         """It takes a while."""
-        self._timeline.after(self._random.choice((0.0, 0.01, 0.5)), handle.worker, self._hook_returns, handle)
+        self._timeline.after(
+            self._random.choice((0.0, 0.01, 0.5)), handle.worker, self._hook_returns, handle
+        )
 
     @staticmethod
     def _hook_returns(handle: HandleShell) -> None:

@@ -1,8 +1,10 @@
-"""Virtual time for a caller's own code: nothing waits really, and the clock moves on when every task waits.
+"""Virtual time for a caller's own code: nothing waits really, and the clock moves on when every
+task waits.
 
-On trio that is `trio.testing.MockClock(autojump_threshold=0)`. asyncio has no such clock: `VirtualLoop` is a loop with one.
-`asyncio.sleep`, timeouts and `loop.time()` mean virtual seconds there. A task that waits for a thread, or for another
-process, waits in real time, and virtual time runs away meanwhile: leave such waits out of simulated code.
+On trio that is `trio.testing.MockClock(autojump_threshold=0)`. asyncio has no such clock:
+`VirtualLoop` is a loop with one. `asyncio.sleep`, timeouts and `loop.time()` mean virtual seconds
+there. A task that waits for a thread, or for another process, waits in real time, and virtual time
+runs away meanwhile: leave such waits out of simulated code.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from tensorhub.errors import StateError
 from tensorhub.runtime.loop_thread import running_backend
 
 NO_CLOCK = (
-    "a simulation needs virtual time: on trio run with clock=trio.testing.MockClock(autojump_threshold=0), on asyncio with "
-    "asyncio.Runner(loop_factory=tensorhub.testing.VirtualLoop), or leave it to tensorhub.testing.run_seeds"
+    "a simulation needs virtual time: on trio run with "
+    "clock=trio.testing.MockClock(autojump_threshold=0), on asyncio with "
+    "asyncio.Runner(loop_factory=tensorhub.testing.VirtualLoop), or leave it to "
+    "tensorhub.testing.run_seeds"
 )
 
 
@@ -48,7 +52,9 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop in virtual time, which begins at 0: `asyncio.Runner(loop_factory=VirtualLoop)`."""
+    """An asyncio loop in virtual time, which begins at 0:
+    `asyncio.Runner(loop_factory=VirtualLoop)`.
+    """
 
     def __init__(self) -> None:
         self._virtual = _Selector()
@@ -90,9 +96,11 @@ async def idle() -> None:
 
 @contextlib.contextmanager
 def ordered_tasks(seed: int) -> Iterator[None]:
-    """Have tasks that become ready together run in an order that the seed decides; asyncio's order is a fixed one.
+    """Have tasks that become ready together run in an order that the seed decides; asyncio's order
+    is a fixed one.
 
-    trio's order is random on purpose. This sets the variables with which its Hypothesis plugin fixes the order.
+    trio's order is random on purpose. This sets the variables with which its Hypothesis plugin
+    fixes the order.
     """
     if running_backend() == "asyncio":
         yield

@@ -1,4 +1,5 @@
-"""The flow model: the real coordinator over a network in which bytes flow, for what faults do not decide: time.
+"""The flow model: the real coordinator over a network in which bytes flow, for what faults do not
+decide: time.
 
     scenario      what a scenario file says; `built_in` names those that come along
     timetable     drawn by its seed: generations, spot hosts, kills
@@ -9,6 +10,6 @@
     workload      a trainer and rollouts, whatever the system; `baselines` are the other systems
     report        what came of it
 
-A chunk is not followed on its way. A flow has a rate, and a reader of memory that still fills is never ahead of it. Not
-responsible for guarantees: `tensorhub.testing.sim` searches for broken ones.
+A chunk is not followed on its way. A flow has a rate, and a reader of memory that still fills is
+never ahead of it. Not responsible for guarantees: `tensorhub.testing.sim` searches for broken ones.
 """

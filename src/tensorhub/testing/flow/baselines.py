@@ -1,9 +1,9 @@
 """Further ways to move weights over the simulated network, which an RL framework could pick
 instead.
 
-Each is as good as it can be. A sender keeps a version that is still being read, so that the trainer need not wait for
-readers, and a pull goes on with that version. A pipelined broadcast passes pieces on that are far smaller than our chunks.
-A paused generation goes on where it was.
+Each is as good as it can be. A sender keeps a version that is still being read, so that the trainer
+need not wait for readers, and a pull goes on with that version. A pipelined broadcast passes pieces
+on that are far smaller than our chunks. A paused generation goes on where it was.
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ class _Wires:
         self._ranks = world.scenario.ranks
 
     def places(self, group: str) -> list[Place]:
-        return [self.world.topology.places[worker_name(group, rank, self._ranks)] for rank in range(self._ranks)]
+        return [
+            self.world.topology.places[worker_name(group, rank, self._ranks)]
+            for rank in range(self._ranks)
+        ]
 
     def memory(self, place: Place, full: Ended = lambda: None, *, whole: bool = False) -> Memory:
-        made = Memory(place.name, float(self.world.scenario.rank_bytes), full, as_of=self.world.timeline.now)
+        made = Memory(
+            place.name, float(self.world.scenario.rank_bytes), full, as_of=self.world.timeline.now
+        )
         if whole:
             self.world.transfers.put(made, made.nbytes)
         return made
@@ -39,7 +44,9 @@ class _Wires:
         topology = self.world.topology
         opening_s = topology.opening_s(source, reader)
         path = topology.path(source, reader)
-        return self.world.transfers.open(there, into, path, float(PIECE_BYTES), opening_s, lambda: None)
+        return self.world.transfers.open(
+            there, into, path, float(PIECE_BYTES), opening_s, lambda: None
+        )
 
     def done_with(self, memory: Memory) -> None:
         for flow in list(memory.inflows):
@@ -64,13 +71,18 @@ class Pull(System):
         self._pushes = store
         self._newest = _Copy(0, [])
         self._reads: dict[Rollout, list[Memory]] = {}
-        self._waiting: dict[Rollout, tuple[Callable[[int], None], Ended]] = {}  # for the first version
+        # for the first version
+        self._waiting: dict[Rollout, tuple[Callable[[int], None], Ended]] = {}
 
     def put(self, version: int, done: Ended) -> None:
-        """With a store: it is there when it is pushed. The trainer goes on when the push is over."""
+        """With a store: it is there when it is pushed. The trainer goes on when the push is
+        over.
+        """
         if not self._pushes:
             trainers = self._wires.places("trainer-0")
-            self._newest = _Copy(version, [self._wires.memory(each, whole=True) for each in trainers])
+            self._newest = _Copy(
+                version, [self._wires.memory(each, whole=True) for each in trainers]
+            )
             self._world.timeline.after(0.0, done)
             self._announce()
             return
@@ -137,15 +149,17 @@ class _Round:
 
     version: int
     done: Ended
-    arrived: dict[Rollout, Callable[[int], None] | None] = field(default_factory=dict)  # None: it was paused
+    # None: it was paused
+    arrived: dict[Rollout, Callable[[int], None] | None] = field(default_factory=dict)
     runs: bool = False
 
 
 class Broadcast(System):
     """A collective in a fixed group, which stops together: the trainer and all rollouts.
 
-    It begins when every rollout's generation has ended. `pauses`: it pauses them at once instead. `pipelined`: each passes
-    on pieces; else whole copies go down a binomial tree, from each node to one other at a time.
+    It begins when every rollout's generation has ended. `pauses`: it pauses them at once instead.
+    `pipelined`: each passes on pieces; else whole copies go down a binomial tree, from each node to
+    one other at a time.
     """
 
     def __init__(self, world: World, *, pauses: bool = False, pipelined: bool = True) -> None:
@@ -181,10 +195,17 @@ class Broadcast(System):
 
     def _begin_if_all(self) -> None:
         workload, current = self.workload, self._round
-        if workload is None or current is None or current.runs or len(current.arrived) < len(workload.rollouts):
+        if (
+            workload is None
+            or current is None
+            or current.runs
+            or len(current.arrived) < len(workload.rollouts)
+        ):
             return
         current.runs = True
-        order = sorted(workload.rollouts, key=lambda r: self._world.scenario.sites.index(r.hosts.site))
+        order = sorted(
+            workload.rollouts, key=lambda r: self._world.scenario.sites.index(r.hosts.site)
+        )
         groups = ["trainer-0", *(rollout.name for rollout in order)]
         left = self._world.scenario.ranks * len(order)
         memories: list[Memory] = []

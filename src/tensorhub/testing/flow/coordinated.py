@@ -4,8 +4,8 @@ A message arrives half a round trip later. The coordinator takes one message at 
 for each as was measured (docs/benchmarks.md), so that a thousand calls at once wait for one
 another. Every worker is heard of in time: heartbeats are said at once, and cost nothing.
 
-Responsible for delivering, and for the memory of each rank, which flows fill. Not responsible for the conversation (`thin`),
-nor for the calls of workers (`hub_system`).
+Responsible for delivering, and for the memory of each rank, which flows fill. Not responsible for
+the conversation (`thin`), nor for the calls of workers (`hub_system`).
 """
 
 from __future__ import annotations
@@ -64,11 +64,24 @@ from tensorhub.testing.flow.workload import World
 from tensorhub.types import Endpoint, Medium, OpKey, OpKind, Options, Purpose, VersionInfo
 from tensorhub.worker.heartbeats import BEATS_PER_LEASE
 
-# Of the coordinator's CPU, as measured: of the core (`python -m benches scale --verbose`, 1,024 workers), and of the shell,
-# which reads, decodes and sends (`python -m benches.scale.server`: what is left, by message).
+# Of the coordinator's CPU, as measured: of the core (`python -m benches scale --verbose`, 1,024
+# workers), and of the shell, which reads, decodes and sends (`python -m benches.scale.server`: what
+# is left, by message).
 SHELL_S = 21e-6
-CORE_S: Final[Mapping[type, float]] = {Fill: 67e-6, ReadyToWrite: 70e-6, Prepared: 70e-6, Register: 39e-6, Publish: 30e-6}
-CORE_ALONE_S: Final[Mapping[type, float]] = {**CORE_S, Fill: 147e-6, ReadyToWrite: 113e-6, Prepared: 87e-6}  # in groups of 1
+CORE_S: Final[Mapping[type, float]] = {
+    Fill: 67e-6,
+    ReadyToWrite: 70e-6,
+    Prepared: 70e-6,
+    Register: 39e-6,
+    Publish: 30e-6,
+}
+# in groups of 1
+CORE_ALONE_S: Final[Mapping[type, float]] = {
+    **CORE_S,
+    Fill: 147e-6,
+    ReadyToWrite: 113e-6,
+    Prepared: 87e-6,
+}
 REPORT_S = 4e-6  # anything else
 PERSIST_S = 0.002  # until an entry is durable
 REPORTS_MAX = 32  # of one fill; real workers report every `PROGRESS_S`, however long it takes
@@ -83,7 +96,8 @@ class ThinRank(ThinWorker):
     report_s: float = field(kw_only=True)
     beside: ThinRank | None = None
     registered: Callable[[], None] | None = None
-    done: Callable[[VersionInfo | None], None] | None = None  # of the call that runs: what came of it
+    # of the call that runs: what came of it
+    done: Callable[[VersionInfo | None], None] | None = None
     left: Callable[[], None] | None = None
     memory: Memory | None = None
     lanes: dict[str, Flow | None] = field(default_factory=dict)  # by lease
@@ -148,7 +162,9 @@ class ThinRank(ThinWorker):
             self.shell.transfers.end(memory)
 
     def write(self, grants: tuple[Grant, ...]) -> None:
-        """Every rank may overwrite what it has: the old version is fenced, which takes no time here."""
+        """Every rank may overwrite what it has: the old version is fenced, which takes no time
+        here.
+        """
         before = self.memory
         self._open()
         if before is not None:
@@ -158,14 +174,20 @@ class ThinRank(ThinWorker):
         self.times.append(self.shell.now)
         self._report_later(key)
         beside = self.beside
-        if beside is not None and beside.memory is not None and self.bound in (beside.held, beside.bound):
+        if (
+            beside is not None
+            and beside.memory is not None
+            and self.bound in (beside.held, beside.bound)
+        ):
             self._copy(beside.memory, grants)
             return
         for grant in grants:
             self.read(grant)
 
     def _copy(self, source: Memory, grants: tuple[Grant, ...]) -> None:
-        """The part that is in host memory comes from there first, then the rest from further sources."""
+        """The part that is in host memory comes from there first, then the rest from further
+        sources.
+        """
         transfers, memory, key = self.shell.transfers, self.memory, self.key
         transfers.advance(source)
         there = source.have
@@ -227,7 +249,12 @@ class ThinRank(ThinWorker):
 
     def _report_later(self, key: OpKey | None) -> None:
         def report() -> None:
-            if self.key is key and key is not None and self.memory is not None and not self.memory.is_whole:
+            if (
+                self.key is key
+                and key is not None
+                and self.memory is not None
+                and not self.memory.is_whole
+            ):
                 self._report()
                 self._report_later(key)
 
@@ -327,11 +354,15 @@ class Peer:
     def closed(self, rank: ThinRank) -> None:
         self._hub.memories.pop((rank.registration, rank.generation), None)
 
-    def read(self, source: tuple[Place, Memory], reader: Memory, broken: Callable[[], None]) -> Flow:
+    def read(
+        self, source: tuple[Place, Memory], reader: Memory, broken: Callable[[], None]
+    ) -> Flow:
         topology = self._hub.world.topology
         place, memory = source
         path, lag = topology.path(place, self.place), topology.lag(place, self.place)
-        return self.transfers.open(memory, reader, path, lag, topology.opening_s(place, self.place), broken)
+        return self.transfers.open(
+            memory, reader, path, lag, topology.opening_s(place, self.place), broken
+        )
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         self._hub.world.timeline.after(seconds, call)
@@ -372,7 +403,8 @@ class Coordinated:
         self.world = world
         self.shard = Shard(scenario.rank_bytes, scenario.chunk_bytes)
         self.report_s = max(PROGRESS_S, scenario.copy_s / REPORTS_MAX)
-        self.memories: dict[tuple[str, int], tuple[Place, Memory]] = {}  # by registration and generation
+        # by registration and generation
+        self.memories: dict[tuple[str, int], tuple[Place, Memory]] = {}
         self.steps = 0
         workers = len(world.topology.places)
         options = Options()
@@ -381,7 +413,9 @@ class Coordinated:
         self.coordinator = Coordinator(
             cluster="c" * 32,
             epoch=1,
-            options=Options(sessions_max=max(options.sessions_max, 4 * workers), lease_s=self.lease_s),
+            options=Options(
+                sessions_max=max(options.sessions_max, 4 * workers), lease_s=self.lease_s
+            ),
             ids=lambda: f"{next(ids):032x}",
             now=0.0,
         )
@@ -441,7 +475,9 @@ class Coordinated:
                         number = action.session
                         timeline.after(0.0, lambda number=number: self._step(Silent((number,))))  # type: ignore[misc]
                 case CloseSession():
-                    raise InvariantBroken(f"the coordinator has closed session {action.session}: {action.reason}")
+                    raise InvariantBroken(
+                        f"the coordinator has closed session {action.session}: {action.reason}"
+                    )
                 case _:
                     pass
         due = self.coordinator.next_deadline()

@@ -1,7 +1,9 @@
-"""TensorHub as a system of the flow model: groups of thin ranks that publish and update by the real coordinator's word.
+"""TensorHub as a system of the flow model: groups of thin ranks that publish and update by the real
+coordinator's word.
 
-Options: seeds, which prefetch each version into the host memory of their site, so that its rollouts update when it is there;
-and prefetch, in which each rollout's own host memory takes the version while it generates.
+Options: seeds, which prefetch each version into the host memory of their site, so that its rollouts
+update when it is there; and prefetch, in which each rollout's own host memory takes the version
+while it generates.
 """
 
 from __future__ import annotations
@@ -43,9 +45,14 @@ class _Group:
 class TensorHub(System):
     """See `workload.System`."""
 
-    def __init__(self, world: World, *, seeds: bool = False, prefetch: bool = False, resharded: bool = False) -> None:
-        self.name = "tensorhub" + "+seeds" * seeds + "+prefetch" * prefetch + "+resharded" * resharded
-        self._layouts = (ROWS, COLUMNS) if resharded else (None, None)  # the trainer's, and rollouts'
+    def __init__(
+        self, world: World, *, seeds: bool = False, prefetch: bool = False, resharded: bool = False
+    ) -> None:
+        self.name = (
+            "tensorhub" + "+seeds" * seeds + "+prefetch" * prefetch + "+resharded" * resharded
+        )
+        # the trainer's, and rollouts'
+        self._layouts = (ROWS, COLUMNS) if resharded else (None, None)
         self.coordinated = Coordinated(world)
         self._world, self._prefetches = world, prefetch
         self._trainer = self._group("trainer-0", "trainer")
@@ -68,7 +75,13 @@ class TensorHub(System):
         host_bytes = scenario.rank_bytes if self._prefetches else 0
         peers = [self.coordinated.peer(topology.places[each], host_bytes) for each in names]
         layout = self._layouts[group != "trainer"]
-        made = _Group(peers, [peer.register(group, rank, spot=spot, layout=layout) for rank, peer in enumerate(peers)])
+        made = _Group(
+            peers,
+            [
+                peer.register(group, rank, spot=spot, layout=layout)
+                for rank, peer in enumerate(peers)
+            ],
+        )
         _when_all(made.ranks, "registered", lambda: self._ready(made))
         return made
 
@@ -82,10 +95,14 @@ class TensorHub(System):
         """Each rank's copy is a group of its own, as `tensorhub seed` has them."""
         scenario, topology = self._world.scenario, self._world.topology
         names = [worker_name(name, rank, scenario.ranks) for rank in range(scenario.ranks)]
-        peers = [self.coordinated.peer(topology.places[each], scenario.rank_bytes) for each in names]
+        peers = [
+            self.coordinated.peer(topology.places[each], scenario.rank_bytes) for each in names
+        ]
         made = _Group(peers, [])
         for rank, peer in enumerate(peers):
-            copy = peer.register(f"seed/{name}/{rank}", rank, medium=Medium.HOST, purpose=Purpose.SEED)
+            copy = peer.register(
+                f"seed/{name}/{rank}", rank, medium=Medium.HOST, purpose=Purpose.SEED
+            )
             made.copies.append(copy)
         _when_all(made.copies, "registered", lambda: self._ready(made))
         for peer in peers:
@@ -101,7 +118,12 @@ class TensorHub(System):
     def _follow(self, group: _Group, held: Callable[[], None]) -> None:
         """Its host copies take the newest version, if they do not already."""
         newest = min(peer.newest.version if peer.newest else 0 for peer in group.peers)
-        if not group.is_ready or group.prefetching or group.runs or newest <= max(group.held, _copied(group)):
+        if (
+            not group.is_ready
+            or group.prefetching
+            or group.runs
+            or newest <= max(group.held, _copied(group))
+        ):
             return
         group.prefetching = True
 
@@ -110,7 +132,9 @@ class TensorHub(System):
             if not group.ranks:
                 group.held = _copied(group)
             held()
-            self._world.timeline.after(AGAIN_S if None in infos else 0.0, lambda: self._follow(group, held))
+            self._world.timeline.after(
+                AGAIN_S if None in infos else 0.0, lambda: self._follow(group, held)
+            )
 
         _all(group.copies, lambda copy, each: copy.begin_fill(OpKind.PREFETCH, each), ended)
 
@@ -141,11 +165,17 @@ class TensorHub(System):
             trainer.waiting = begin
 
     def come(self, rollout: Rollout) -> None:
-        group = self._groups[rollout] = self._group(rollout.name, f"{rollout.name}.{rollout.life}", spot=rollout.hosts.spot)
+        group = self._groups[rollout] = self._group(
+            rollout.name, f"{rollout.name}.{rollout.life}", spot=rollout.hosts.spot
+        )
         if self._prefetches:
             for rank in group.ranks:
                 copy = group.peers[rank.rank].register(
-                    host_group(rank.group), rank.rank, spot=rank.spot, medium=Medium.HOST, purpose=Purpose.PREFETCH
+                    host_group(rank.group),
+                    rank.rank,
+                    spot=rank.spot,
+                    medium=Medium.HOST,
+                    purpose=Purpose.PREFETCH,
                 )
                 group.copies.append(copy)
                 rank.beside = copy
@@ -184,7 +214,9 @@ class TensorHub(System):
             return self._site_has.get(site, 0)
         return min(peer.newest.version if peer.newest is not None else 0 for peer in group.peers)
 
-    def get(self, rollout: Rollout, done: Callable[[int], None], failed: Callable[[], None]) -> None:
+    def get(
+        self, rollout: Rollout, done: Callable[[int], None], failed: Callable[[], None]
+    ) -> None:
         group = self._groups[rollout]
         kind = OpKind.UPDATE if group.held else OpKind.REPLICATE
 
@@ -210,10 +242,16 @@ class TensorHub(System):
             group.waiting = begin
 
     def _note(self, group: _Group) -> None:
-        times = max((rank.times for rank in group.ranks if len(rank.times) == 4), key=lambda t: t[3], default=None)
+        times = max(
+            (rank.times for rank in group.ranks if len(rank.times) == 4),
+            key=lambda t: t[3],
+            default=None,
+        )
         if times is not None:
             called, wrote, first, full = times
-            self.phases.append(Phases(wrote - called, first - wrote, full - first, self._world.timeline.now - full))
+            self.phases.append(
+                Phases(wrote - called, first - wrote, full - first, self._world.timeline.now - full)
+            )
 
 
 def _copied(group: _Group) -> int:

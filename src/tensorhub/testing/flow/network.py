@@ -1,8 +1,9 @@
 """Max-min fair shares: what each flow gets of the links that it crosses.
 
-`max_min` is the definition, by progressive filling: all rates grow alike. A flow stops when one of its links is full, or
-when it reaches its bound: the rate at which its source fills. `Network` keeps the shares of flows that come and go. After a
-change it looks again only at flows that share a link with a changed flow, and at the flows that follow them.
+`max_min` is the definition, by progressive filling: all rates grow alike. A flow stops when one of
+its links is full, or when it reaches its bound: the rate at which its source fills. `Network` keeps
+the shares of flows that come and go. After a change it looks again only at flows that share a link
+with a changed flow, and at the flows that follow them.
 
 Pure. Not responsible for a flow's progress, nor for the flow that it must follow (`transfers`).
 """
@@ -23,8 +24,8 @@ def max_min(
     capacities: Mapping[int, float] | Sequence[float],
     follows: Mapping[F, tuple[float, Sequence[F]]] | None = None,
 ) -> dict[F, float]:
-    """The rate of each flow. `paths`: the links that each crosses, at least one. `follows`: a flow gets no more than a
-    constant and these other flows together.
+    """The rate of each flow. `paths`: the links that each crosses, at least one. `follows`: a flow
+    gets no more than a constant and these other flows together.
     """
     follows = follows or {}
     left: dict[int, float] = {}  # of each link, what flows have not got that have stopped
@@ -38,8 +39,11 @@ def max_min(
     awaited: dict[F, int] = {}  # how many of those that bound a flow still grow
     followers: dict[F, list[F]] = {}
     rates: dict[F, float] = {}
-    numbers = {flow: number for number, flow in enumerate(paths)}  # so that nothing else is compared
-    ahead: list[tuple[float, int, int]] = [(left[link] / count, -1, link) for link, count in growing.items()]
+    # so that nothing else is compared
+    numbers = {flow: number for number, flow in enumerate(paths)}
+    ahead: list[tuple[float, int, int]] = [
+        (left[link] / count, -1, link) for link, count in growing.items()
+    ]
     order = list(paths)
     for flow, (constant, others) in follows.items():
         awaited[flow] = len(others)
@@ -61,7 +65,9 @@ def max_min(
             awaited[follower] -= 1
             if not awaited[follower]:
                 constant, others = follows[follower]
-                heappush(ahead, (constant + sum(rates[other] for other in others), numbers[follower], -1))
+                heappush(
+                    ahead, (constant + sum(rates[other] for other in others), numbers[follower], -1)
+                )
 
     while len(rates) < len(paths):
         level, number, link = heappop(ahead)
@@ -87,7 +93,8 @@ class Network(Generic[F]):
         self.rates: dict[F, float] = {}  # as of the last `settle`
         self._paths: dict[F, tuple[int, ...]] = {}
         self._users: dict[int, dict[F, None]] = {}
-        self._follows: dict[F, tuple[F, ...]] = {}  # of a flow that is bounded: by which others; () allows nothing
+        # of a flow that is bounded: by which others; () allows nothing
+        self._follows: dict[F, tuple[F, ...]] = {}
         self._followers: dict[F, dict[F, None]] = {}
         self._changed: dict[F, None] = {}  # flows whose shares must be looked at again
 
@@ -143,7 +150,9 @@ class Network(Generic[F]):
                 del self._changed[first]
                 continue
             looks[first] = looks.get(first, 0) + 1
-            together = self._sharing([first]) if looks[first] <= ROUNDS_MAX else dict.fromkeys(self._paths)
+            together = (
+                self._sharing([first]) if looks[first] <= ROUNDS_MAX else dict.fromkeys(self._paths)
+            )
             for flow in together:
                 self._changed.pop(flow, None)
             for flow, rate in self._shares(together).items():
@@ -157,7 +166,9 @@ class Network(Generic[F]):
         return moved
 
     def _sharing(self, flows: Iterable[F]) -> dict[F, None]:
-        """The flows, and all flows that share a link with them, directly or through further flows."""
+        """The flows, and all flows that share a link with them, directly or through further
+        flows.
+        """
         found, links = dict.fromkeys(flows), set[int]()
         todo = list(found)
         while todo:

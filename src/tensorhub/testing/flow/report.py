@@ -17,8 +17,8 @@ from tensorhub.testing.flow.workload import Attempt
 
 @dataclass(frozen=True)
 class Stalls:
-    """Of one kind of calls. Quantiles take a call that was cut short for one that took longer than that (Kaplan and Meier).
-    None: so many were cut short that it is not known.
+    """Of one kind of calls. Quantiles take a call that was cut short for one that took longer than
+    that (Kaplan and Meier). None: so many were cut short that it is not known.
     """
 
     done: int
@@ -60,8 +60,9 @@ def quantile(attempts: Sequence[Attempt], share: float) -> float | None:
 
 @dataclass(frozen=True)
 class Row:
-    """One system's. `to_floor`: the mean stall of an update in copies. `trainer_s`: the mean stall of the trainer for each
-    version. `wan_copies`: what has crossed into other sites, for each version. `phases`: means of an update's, in seconds.
+    """One system's. `to_floor`: the mean stall of an update in copies. `trainer_s`: the mean stall
+    of the trainer for each version. `wan_copies`: what has crossed into other sites, for each
+    version. `phases`: means of an update's, in seconds.
     """
 
     system: str
@@ -109,8 +110,8 @@ class Report:
 
 
 def cut_bound(scenario: Scenario) -> tuple[float, str]:
-    """The shortest time in which one version could come to all rollouts, and the link that decides it: the largest, over
-    links, of bytes that must cross over capacity.
+    """The shortest time in which one version could come to all rollouts, and the link that decides
+    it: the largest, over links, of bytes that must cross over capacity.
     """
     topology = Topology(scenario)
     nbytes = float(scenario.rank_bytes)
@@ -132,7 +133,9 @@ def parents(edges: Sequence[Edge]) -> dict[str, str]:
     """The source from which each reader had most of its bytes."""
     most: dict[str, Edge] = {}
     for edge in edges:
-        if edge.source != edge.reader and (edge.reader not in most or edge.nbytes > most[edge.reader].nbytes):
+        if edge.source != edge.reader and (
+            edge.reader not in most or edge.nbytes > most[edge.reader].nbytes
+        ):
             most[edge.reader] = edge
     return {reader: edge.source for reader, edge in most.items()}
 

@@ -46,7 +46,10 @@ class Run:
 def possible(scenario: Scenario) -> tuple[str, ...]:
     """The systems that this scenario can be run under."""
     changes = scenario.kills is not None or any(each.spot for each in scenario.hosts)
-    without = [*(FIXED if changes else ()), *(() if scenario.count("seed") else ("tensorhub+seeds",))]
+    without = [
+        *(FIXED if changes else ()),
+        *(() if scenario.count("seed") else ("tensorhub+seeds",)),
+    ]
     without += () if scenario.ranks > 1 else ("tensorhub+resharded",)
     return tuple(name for name in SYSTEMS if name not in without)
 
@@ -55,9 +58,15 @@ def check(scenario: Scenario, systems: Sequence[str]) -> None:
     """Raise ScenarioError unless the scenario can be run under these."""
     for name in systems:
         if name not in possible(scenario):
-            why = "there is no system" if name not in SYSTEMS else f"{scenario.name} cannot be run under"
+            why = (
+                "there is no system"
+                if name not in SYSTEMS
+                else f"{scenario.name} cannot be run under"
+            )
             known = possible(scenario)
-            give = advice(name, known if name not in SYSTEMS else (), f"give some of {', '.join(known)}")
+            give = advice(
+                name, known if name not in SYSTEMS else (), f"give some of {', '.join(known)}"
+            )
             raise ScenarioError(f"{why} {name!r}: {give}")
 
 
@@ -75,14 +84,19 @@ def run_one(scenario: Scenario, name: str) -> Run:
     workload.run()
     attempts, copy_s = workload.attempts, scenario.copy_s
     updates = Stalls.of([each for each in attempts if not each.joins])
-    wan = [number for number, link in enumerate(world.topology.names) if link.startswith("wan into")]
+    wan = [
+        number for number, link in enumerate(world.topology.names) if link.startswith("wan into")
+    ]
     crossed = sum(world.transfers.carried[number] for number in wan)
     phases: dict[str, float] = {}
     steps = 0
     if isinstance(system, TensorHub):
         steps = system.coordinated.steps
         if system.phases:
-            phases = {each.name: fmean(getattr(p, each.name) for p in system.phases) for each in fields(Phases)}
+            phases = {
+                each.name: fmean(getattr(p, each.name) for p in system.phases)
+                for each in fields(Phases)
+            }
     row = Row(
         system=name,
         updates=updates,

@@ -1,7 +1,7 @@
 """A scenario file, checked; docs/simulation.md explains each key.
 
-A mistake is a `ScenarioError` that names the file, the line, and what may stand there. Not responsible for the chances
-that the scenario's seed decides (`timetable`).
+A mistake is a `ScenarioError` that names the file, the line, and what may stand there. Not
+responsible for the chances that the scenario's seed decides (`timetable`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """`count`: of hosts; with `[scale]`, of groups. `slow`: how many times less their NICs carry."""
+    """`count`: of hosts; with `[scale]`, of groups. `slow`: how many times less their NICs
+    carry.
+    """
 
     role: Role
     site: str
@@ -132,11 +134,19 @@ class Scenario:
 
 def names() -> tuple[str, ...]:
     """The built-in scenarios."""
-    return tuple(sorted(each.name.removesuffix(SUFFIX) for each in _directory().iterdir() if each.name.endswith(SUFFIX)))
+    return tuple(
+        sorted(
+            each.name.removesuffix(SUFFIX)
+            for each in _directory().iterdir()
+            if each.name.endswith(SUFFIX)
+        )
+    )
 
 
 def load(name: str) -> Scenario:
-    """A built-in scenario, or that in a file. Raises ScenarioError, also where there is none of that name."""
+    """A built-in scenario, or that in a file. Raises ScenarioError, also where there is none of
+    that name.
+    """
     if name in names():
         return read(_directory().joinpath(name + SUFFIX).read_text(), name, name)
     path = Path(name)
@@ -146,11 +156,15 @@ def load(name: str) -> Scenario:
     with path.open("rb") as file:
         given = file.read(FILE_BYTES_MAX + 1)
     if len(given) > FILE_BYTES_MAX:
-        raise ScenarioError(f"{name}: it has more than {FILE_BYTES_MAX} bytes, which no scenario has")
+        raise ScenarioError(
+            f"{name}: it has more than {FILE_BYTES_MAX} bytes, which no scenario has"
+        )
     try:
         text = given.decode()
     except UnicodeDecodeError as error:
-        raise ScenarioError(f"{name}: it is no text in UTF-8: {error.reason} at byte {error.start}") from None
+        raise ScenarioError(
+            f"{name}: it is no text in UTF-8: {error.reason} at byte {error.start}"
+        ) from None
     return read(text, path.stem, name)
 
 
@@ -161,13 +175,18 @@ def read(text: str, name: str, where: str = "scenario") -> Scenario:
     except tomllib.TOMLDecodeError as error:
         if (match := _NO_TOML.fullmatch(str(error))) is None:
             raise ScenarioError(f"{where}: it is no TOML: {error}") from None
-        line, column = match[2] or len(text.splitlines()), f" at column {match[3]}" if match[3] else " at the end"
+        line, column = (
+            match[2] or len(text.splitlines()),
+            f" at column {match[3]}" if match[3] else " at the end",
+        )
         raise ScenarioError(f"{where}, line {line}: it is no TOML: {match[1]}{column}") from None
     return _Reading(where, _lines(text)).scenario(given, name)
 
 
 def advice(given: str, known: Sequence[str], said: str) -> str:
-    """The part of an error that lists the known names, after a question for the closest name, if one is close."""
+    """The part of an error that lists the known names, after a question for the closest name, if
+    one is close.
+    """
     close = get_close_matches(given, known, 1)
     return f"did you mean {close[0]!r}? {said[0].upper()}{said[1:]}" if close else said
 
@@ -177,14 +196,18 @@ def parameters(text: str) -> int:
     match = _PARAMETERS.fullmatch(text)
     number = float(match[1]) * _PARAMETERS_OF[match[2]] if match else 0.0
     if not number:
-        raise ScenarioError(f"{shown(text)} is no number of parameters: write it as 500M, 7B, 70B or 1T")
+        raise ScenarioError(
+            f"{shown(text)} is no number of parameters: write it as 500M, 7B, 70B or 1T"
+        )
     return int(number)
 
 
-def at_scale(scenario: Scenario, gpus: int, of: str | None = None, ranks: int | None = None) -> Scenario:
-    """This scenario with so many rollout GPUs, and a trainer's group beside them, by its `[scale]`. `of`: parameters,
-    as "7B"; `ranks`: of a group; as few as their memory has room for, if not given. The WAN is so many times as wide,
-    so that a copy takes as long over it.
+def at_scale(
+    scenario: Scenario, gpus: int, of: str | None = None, ranks: int | None = None
+) -> Scenario:
+    """This scenario with so many rollout GPUs, and a trainer's group beside them, by its `[scale]`.
+    `of`: parameters, as "7B"; `ranks`: of a group; as few as their memory has room for, if not
+    given. The WAN is so many times as wide, so that a copy takes as long over it.
     """
     scale = scenario.scale
     if scale is None:
@@ -203,13 +226,18 @@ def at_scale(scenario: Scenario, gpus: int, of: str | None = None, ranks: int | 
         least = ranks * len(rollouts)
         of_which = f"a group has {ranks} of them" if ranks > 1 else "each is a group"
         raise ScenarioError(
-            f"{scenario.name} cannot be placed on {gpus} rollout GPUs: {of_which}, and the file has {len(rollouts)}"
-            f" [[hosts]] of rollouts; give {f'a multiple of {ranks}, ' if ranks > 1 else ''}{least} or more"
+            f"{scenario.name} cannot be placed on {gpus} rollout GPUs: {of_which}, and the file "
+            f"has {len(rollouts)}"
+            f" [[hosts]] of rollouts; give "
+            f"{f'a multiple of {ranks}, ' if ranks > 1 else ''}{least} or more"
         )
     if gpus > WORKERS_MAX:
         raise ScenarioError(f"--gpus {gpus}: give {WORKERS_MAX} or less")
     counts = _shared_out(groups, [each.count / parts for each in rollouts])
-    hosts = tuple(replace(each, count=counts.pop(0)) if each.role == "rollout" else each for each in scenario.hosts)
+    hosts = tuple(
+        replace(each, count=counts.pop(0)) if each.role == "rollout" else each
+        for each in scenario.hosts
+    )
     return replace(
         scenario,
         rank_bytes=-(-nbytes // ranks),
@@ -223,25 +251,40 @@ def at_scale(scenario: Scenario, gpus: int, of: str | None = None, ranks: int | 
 
 
 def in_groups(scenario: Scenario, ranks: int) -> Scenario:
-    """This scenario on about as many hosts, where the trainer, each rollout and each seed have several. The WAN is so
-    many times as wide, so that a copy takes as long over it.
+    """This scenario on about as many hosts, where the trainer, each rollout and each seed have
+    several. The WAN is so many times as wide, so that a copy takes as long over it.
     """
     _check_ranks(ranks)
     hosts = tuple(
-        replace(each, count=max(1, each.count // ranks)) if each.role == "rollout" else each for each in scenario.hosts
+        replace(each, count=max(1, each.count // ranks)) if each.role == "rollout" else each
+        for each in scenario.hosts
     )
     if (workers := ranks * sum(each.count for each in hosts)) > WORKERS_MAX:
-        raise ScenarioError(f"{scenario.name} in groups of {ranks} has {workers} workers, more than {WORKERS_MAX}")
+        raise ScenarioError(
+            f"{scenario.name} in groups of {ranks} has {workers} workers, more than {WORKERS_MAX}"
+        )
     wan_mbit_per_s = scenario.links.wan_mbit_per_s * ranks
-    return replace(scenario, hosts=hosts, ranks=ranks, links=replace(scenario.links, wan_mbit_per_s=wan_mbit_per_s))
+    return replace(
+        scenario,
+        hosts=hosts,
+        ranks=ranks,
+        links=replace(scenario.links, wan_mbit_per_s=wan_mbit_per_s),
+    )
 
 
 def left_out(scenario: Scenario, grouped: Scenario) -> str:
-    """How many hosts no group has, since a kind's do not divide; or how many there are more. "": all are in groups."""
+    """How many hosts no group has, since a kind's do not divide; or how many there are more. "":
+    all are in groups.
+    """
     pairs = zip(scenario.hosts, grouped.hosts, strict=True)
     lacking = [a.count - b.count * grouped.ranks for a, b in pairs if a.role == "rollout"]
-    out, more = sum(each for each in lacking if each > 0), -sum(each for each in lacking if each < 0)
-    return " and ".join([_hosts(out, "left out")] * bool(out) + [_hosts(more, "added")] * bool(more))
+    out, more = (
+        sum(each for each in lacking if each > 0),
+        -sum(each for each in lacking if each < 0),
+    )
+    return " and ".join(
+        [_hosts(out, "left out")] * bool(out) + [_hosts(more, "added")] * bool(more)
+    )
 
 
 def _hosts(count: int, what: str) -> str:
@@ -270,7 +313,9 @@ def _directory() -> Any:
 
 
 def _lines(text: str) -> dict[tuple[str, int, str], int]:
-    """The line of each key, by its table, which of the tables of that name it is, and its name; "" for a table itself."""
+    """The line of each key, by its table, which of the tables of that name it is, and its name; ""
+    for a table itself.
+    """
     found: dict[tuple[str, int, str], int] = {}
     table, counts = "", dict[str, int]()
     for number, line in enumerate(text.splitlines(), 1):
@@ -302,7 +347,9 @@ _TABLES: Mapping[str, _Keys] = {
         "title": _TEXT,
         "seed": _Number(0, 2**63 - 1, True),
         "versions": _Number(2, 10_000, True),
-        **dict.fromkeys(("model", "links", "hosts", "trainer", "rollout", "spot", "kills", "scale"), _TABLE),
+        **dict.fromkeys(
+            ("model", "links", "hosts", "trainer", "rollout", "spot", "kills", "scale"), _TABLE
+        ),
     },
     "model": {"bytes": _Number(1, 2**50, True), "chunk_bytes": _CHUNK_BYTES},
     "links": _LINKS,
@@ -334,7 +381,9 @@ _TABLES: Mapping[str, _Keys] = {
 
 
 # What a table may lack; `_links` and `_scale` say when some of it is needed.
-_OPTIONAL = {"spot", "slow", "kills", "scale"} | {f.name for f in fields(Links) if f.default is not MISSING}
+_OPTIONAL = {"spot", "slow", "kills", "scale"} | {
+    f.name for f in fields(Links) if f.default is not MISSING
+}
 
 
 class _Reading:
@@ -359,7 +408,12 @@ class _Reading:
         spot = Spot(**self._table(given, "spot")) if "spot" in given else None
         for number, each in enumerate(hosts):
             if each.spot and spot is None:
-                self.refuse("hosts", number, "spot", "there is no [spot], which says how long spot hosts are there")
+                self.refuse(
+                    "hosts",
+                    number,
+                    "spot",
+                    "there is no [spot], which says how long spot hosts are there",
+                )
         return Scenario(
             name=name,
             title=top["title"],
@@ -371,14 +425,18 @@ class _Reading:
             hosts=hosts,
             spot=spot,
             kills=Kills(**self._table(given, "kills")) if "kills" in given else None,
-            scale=self._scale(self._table(given, "scale"), several_sites) if "scale" in given else None,
+            scale=self._scale(self._table(given, "scale"), several_sites)
+            if "scale" in given
+            else None,
             **found["trainer"],
             **found["rollout"],
         )
 
     def _table(self, given: dict[str, Any], name: str) -> dict[str, Any]:
         if name not in given:
-            raise ScenarioError(f"{self._where}: it has no table [{name}], with {', '.join(_TABLES[name])}")
+            raise ScenarioError(
+                f"{self._where}: it has no table [{name}], with {', '.join(_TABLES[name])}"
+            )
         return self._values(name, 0, given[name])
 
     def _values(self, name: str, number: int, given: object) -> dict[str, Any]:
@@ -396,17 +454,26 @@ class _Reading:
         for key, value in given.items():
             if wrong := _wrong(value, keys[key]):
                 self.refuse(name, number, key, f"{shown(value)}: {wrong}")
-        return {key: float(given[key]) if _is_number(keys[key]) else given[key] for key in keys if key in given}
+        return {
+            key: float(given[key]) if _is_number(keys[key]) else given[key]
+            for key in keys
+            if key in given
+        }
 
     def _hosts(self, given: dict[str, Any]) -> Iterator[Hosts]:
         tables = given.get("hosts")
         if not isinstance(tables, list) or not tables:
-            raise ScenarioError(f"{self._where}: it has no hosts: write [[hosts]] with {', '.join(_TABLES['hosts'])}")
+            raise ScenarioError(
+                f"{self._where}: it has no hosts: write [[hosts]] with "
+                f"{', '.join(_TABLES['hosts'])}"
+            )
         roles: dict[str, int] = {}
         for number, each in enumerate(tables):
             hosts = Hosts(**self._values("hosts", number, each))
             if hosts.spot and hosts.role != "rollout":
-                self.refuse("hosts", number, "spot", f"a {hosts.role} is no spot host here; rollouts may be")
+                self.refuse(
+                    "hosts", number, "spot", f"a {hosts.role} is no spot host here; rollouts may be"
+                )
             roles[hosts.role] = roles.get(hosts.role, 0) + hosts.count
             if roles.get("trainer", 0) > 1:
                 self.refuse("hosts", number, "role", "there is one trainer, of count 1")
@@ -415,7 +482,9 @@ class _Reading:
             if role not in roles:
                 raise ScenarioError(f"{self._where}: it has no [[hosts]] with role = {role!r}")
         if sum(roles.values()) > WORKERS_MAX:
-            raise ScenarioError(f"{self._where}: it has {sum(roles.values())} hosts, more than {WORKERS_MAX}")
+            raise ScenarioError(
+                f"{self._where}: it has {sum(roles.values())} hosts, more than {WORKERS_MAX}"
+            )
 
     def _links(self, table: str, given: dict[str, Any], several_sites: bool) -> Links:
         for key in ("wan_mbit_per_s", "wan_round_trip_ms") if several_sites else ():
@@ -425,13 +494,20 @@ class _Reading:
 
     def _scale(self, given: dict[str, Any], several_sites: bool) -> Scale:
         if given["gpus_per_host"] > 1 and "local_mbit_per_s" not in given:
-            self.refuse("scale", 0, "gpus_per_host", "hosts have several workers, and 'local_mbit_per_s' is lacking")
+            self.refuse(
+                "scale",
+                0,
+                "gpus_per_host",
+                "hosts have several workers, and 'local_mbit_per_s' is lacking",
+            )
         try:
             parameters(given["parameters"])
         except ScenarioError as error:
             self.refuse("scale", 0, "parameters", str(error))
         links = self._links("scale", given, several_sites)
-        return Scale(**{key: value for key, value in given.items() if key not in _LINKS}, links=links)
+        return Scale(
+            **{key: value for key, value in given.items() if key not in _LINKS}, links=links
+        )
 
 
 def _is_number(allowed: _Allowed) -> bool:
@@ -442,7 +518,11 @@ def _wrong(value: object, allowed: _Allowed) -> str:
     """What has to be given instead; "": the value may stand there."""
     if isinstance(allowed, _Number):
         kind = int if allowed.is_whole else int | float
-        if isinstance(value, bool) or not isinstance(value, kind) or not allowed.least <= value <= allowed.most:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, kind)
+            or not allowed.least <= value <= allowed.most
+        ):
             if allowed.is_whole:
                 return f"give a whole number, {allowed.least} to {allowed.most}"
             return f"give a number, {allowed.least:g} to {allowed.most:g}"

@@ -1,12 +1,14 @@
-"""A thin worker: it says to the coordinator what a real one says, in the real messages, and moves no byte.
+"""A thin worker: it says to the coordinator what a real one says, in the real messages, and moves
+no byte.
 
-`ThinWorker` is the conversation of one registration: Register, Publish, LeaveRequest, Fenced, Fill, ReadyToWrite,
-ReadFailed, and the answers to what the coordinator asks. `coordinated.ThinRank` adds memory that flows fill, for the flow
-model: Progress with the bytes that its links have carried, and Prepared. The load generator (`benches.scale`) adds progress
-without bytes.
+`ThinWorker` is the conversation of one registration: Register, Publish, LeaveRequest, Fenced, Fill,
+ReadyToWrite, ReadFailed, and the answers to what the coordinator asks. `coordinated.ThinRank` adds
+memory that flows fill, for the flow model: Progress with the bytes that its links have carried, and
+Prepared. The load generator (`benches.scale`) adds progress without bytes.
 
-Left out, since it costs no time that counts here: manifests that differ, votes that differ, digests of other chunks than the
-publisher's, and a worker's own deadlines. Not responsible for when messages arrive (`coordinated`).
+Left out, since it costs no time that counts here: manifests that differ, votes that differ, digests
+of other chunks than the publisher's, and a worker's own deadlines. Not responsible for when
+messages arrive (`coordinated`).
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class Layout:
     name: str
 
     def parts(self, rank: int) -> tuple[bytes, ...]:
-        """Parts that describe a rank's memory: catalogue, arrangement, coordinates. The coordinator only compares them."""
+        """Parts that describe a rank's memory: catalogue, arrangement, coordinates. The coordinator
+        only compares them.
+        """
         return b"a catalogue", f"by {self.name}".encode(), self.id_of(rank).encode()
 
     def id_of(self, rank: int) -> str:
@@ -78,9 +82,13 @@ ROWS, COLUMNS = Layout("rows"), Layout("columns")
 
 
 class Shard:
-    """The bytes that each rank of the model has, in the real manifest. `tensors`: one tensor of all bytes, if not given."""
+    """The bytes that each rank of the model has, in the real manifest. `tensors`: one tensor of all
+    bytes, if not given.
+    """
 
-    def __init__(self, nbytes: int, chunk_bytes: int, tensors: Iterable[TensorDescription] = ()) -> None:
+    def __init__(
+        self, nbytes: int, chunk_bytes: int, tensors: Iterable[TensorDescription] = ()
+    ) -> None:
         self.nbytes = nbytes
         described = tuple(tensors) or (TensorDescription("weight", "uint8", (nbytes,), 0, nbytes),)
         manifest = build_manifest(described, chunk_bytes, "xxh3-64", "rows")
@@ -94,7 +102,8 @@ class Shard:
         """What a rank reads of a group of another layout: of each rank an equal part."""
         chunks = -(-self.chunks // ranks)
         return tuple(
-            Need(shard, id_of(f"{rank} of {shard}".encode()), chunks, self.nbytes // ranks) for shard in range(ranks)
+            Need(shard, id_of(f"{rank} of {shard}".encode()), chunks, self.nbytes // ranks)
+            for shard in range(ranks)
         )
 
 
@@ -153,7 +162,9 @@ class ThinWorker(ABC):
 
     # -- calls
 
-    def register(self, request: int, part_ids: tuple[str, ...] = (), *, whole: bool = False) -> Register:
+    def register(
+        self, request: int, part_ids: tuple[str, ...] = (), *, whole: bool = False
+    ) -> Register:
         layout, shard, held = self.layout, self.shard, self.held
         manifest = shard.manifest if whole or len(shard.manifest) <= TOLD_UNASKED_BYTES else b""
         layout_id = shard.layout_id if layout is None else layout.id_of(self.rank)
@@ -193,14 +204,32 @@ class ThinWorker(ABC):
 
     def publish(self, version: int) -> None:
         self.publishes = True
-        self.say(Publish(self.next_key(), self.rank, self.registration, version, self.generation, TIMEOUT_S))
+        self.say(
+            Publish(
+                self.next_key(), self.rank, self.registration, version, self.generation, TIMEOUT_S
+            )
+        )
 
     def unpublish(self, request: int) -> None:
-        self.say(LeaveRequest(request, self.registration, self.generation, TIMEOUT_S, abandon=False, closes=False))
+        self.say(
+            LeaveRequest(
+                request, self.registration, self.generation, TIMEOUT_S, abandon=False, closes=False
+            )
+        )
 
     def fill(self, kind: OpKind, at_least: int | None = None) -> Fill:
-        """Call for the newest version, without a hook: a rollout updates between two generations, when no engine runs."""
-        call = (self.next_key(), self.rank, self.registration, kind, "latest", at_least, self.generation + 1)
+        """Call for the newest version, without a hook: a rollout updates between two generations,
+        when no engine runs.
+        """
+        call = (
+            self.next_key(),
+            self.rank,
+            self.registration,
+            kind,
+            "latest",
+            at_least,
+            self.generation + 1,
+        )
         made = Fill(*call, hold=False, staged=False, timeout_s=TIMEOUT_S)
         self.say(made)
         return made
@@ -219,7 +248,9 @@ class ThinWorker(ABC):
                 self.epoch, self.sequence = message.epoch, message.sequence
             case Start():
                 self.bound = message.version
-                self.needs = self.shard.needs(self.rank, self.world_size) if message.publication else ()
+                self.needs = (
+                    self.shard.needs(self.rank, self.world_size) if message.publication else ()
+                )
                 if message.write:
                     self.write(message.grants)
                 else:
@@ -238,7 +269,9 @@ class ThinWorker(ABC):
             case Outcome():
                 self._outcome(message)
             case SetRetained():
-                self.say(RetainedAck(self.registration, message.content_id, message.keep, message.seq))
+                self.say(
+                    RetainedAck(self.registration, message.content_id, message.keep, message.seq)
+                )
             case LeaveGranted():
                 self.close()
                 self.say(Fenced(self.registration, self.generation))
@@ -269,7 +302,11 @@ class ThinWorker(ABC):
             if self.publishes:
                 self._tell_digests(self.generation)
             if message.retained is not None and message.version is not None:
-                self.say(RetainedAck(self.registration, message.version.content_id, True, message.retained))
+                self.say(
+                    RetainedAck(
+                        self.registration, message.version.content_id, True, message.retained
+                    )
+                )
         self.ended(message)
 
     def failed(self, lease: str, reason: str) -> None:
@@ -279,7 +316,9 @@ class ThinWorker(ABC):
     def prepared(self) -> None:
         """All of it is there, and verified."""
         assert self.key is not None
-        roots = tuple(SelectionRoot(need.selection, _root(need.chunks), need.shard) for need in self.needs)
+        roots = tuple(
+            SelectionRoot(need.selection, _root(need.chunks), need.shard) for need in self.needs
+        )
         self.say(Prepared(self.key, self.rank, b"" if roots else self.shard.root, roots))
 
     def _tell_digests(self, generation: int, selection: str = "", shard: int = 0) -> None:
@@ -289,4 +328,13 @@ class ThinWorker(ABC):
             count = min(at_once, chunks - first)
             what = (chunks, ((first, count),), bytes(DIGEST_BYTES * count))
             last = first + count == chunks
-            self.say(Digests(self.registration, generation, *what, last=last, selection=selection, shard=shard))
+            self.say(
+                Digests(
+                    self.registration,
+                    generation,
+                    *what,
+                    last=last,
+                    selection=selection,
+                    shard=shard,
+                )
+            )

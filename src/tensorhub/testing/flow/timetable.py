@@ -1,7 +1,8 @@
-"""What a scenario's seed decides: how long each generation takes, when spot hosts come and go, when rollouts are killed.
+"""What a scenario's seed decides: how long each generation takes, when spot hosts come and go, when
+rollouts are killed.
 
-Everything is drawn here, and by name, so that every system, and the testbed of real processes, meets equal chances.
-Times are in seconds from the first publication on.
+Everything is drawn here, and by name, so that every system, and the testbed of real processes,
+meets equal chances. Times are in seconds from the first publication on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from tensorhub.testing.flow.scenario import Hosts, Scenario
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """A rollout is there from `begin_s` to `end_s`. `notice_s`: when it is told of the end; None: it is not told."""
+    """A rollout is there from `begin_s` to `end_s`. `notice_s`: when it is told of the end; None:
+    it is not told.
+    """
 
     begin_s: float
     end_s: float
@@ -60,7 +63,11 @@ def _spot(scenario: Scenario, name: str) -> Iterator[Presence]:
     now = about(spot.off_copies) * random.random()
     while now < scenario.ends_s:
         end = now + about(spot.on_copies)
-        told = max(now, end - spot.notice_copies * copy_s) if random.random() < spot.notice_share else None
+        told = (
+            max(now, end - spot.notice_copies * copy_s)
+            if random.random() < spot.notice_share
+            else None
+        )
         yield Presence(now, end, told)
         now = end + about(spot.off_copies)
 

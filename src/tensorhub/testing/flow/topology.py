@@ -1,7 +1,7 @@
 """Where each worker is, and which links a flow crosses.
 
-Every link carries so much in each direction. Workers of one host reach each other without their NICs; racks of one site
-share the links above them; sites share the WAN.
+Every link carries so much in each direction. Workers of one host reach each other without their
+NICs; racks of one site share the links above them; sites share the WAN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ OPENING_ROUND_TRIPS = 3  # to connect, prove oneself, and ask
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One worker's. `up`, `down`: the numbers of its NIC's two directions; `out`, `into`: within its host."""
+    """One worker's. `up`, `down`: the numbers of its NIC's two directions; `out`, `into`: within
+    its host.
+    """
 
     name: str
     location: Location
@@ -43,7 +45,9 @@ class Topology:
         links = scenario.links
         if len(scenario.sites) > 1:
             for site in scenario.sites:
-                self._sites[site] = self._link(f"wan out of {site}", links.wan_mbit_per_s, f"wan into {site}")
+                self._sites[site] = self._link(
+                    f"wan out of {site}", links.wan_mbit_per_s, f"wan into {site}"
+                )
         hosts = 0  # so far; a trainer, a seed and each kind of rollouts begin on hosts of their own
         for group, site, slow in _groups(scenario):
             if group.endswith(":"):
@@ -58,7 +62,9 @@ class Topology:
         host = number // scenario.gpus_per_host
         location = Location(site, f"rack-{host // scenario.hosts_per_rack}", f"host-{host}")
         up, down = self._link(f"{name} out", links.nic_mbit_per_s / slow, f"{name} in")
-        out, into = self._link(f"{name} to its host", links.local_mbit_per_s, f"{name} from its host")
+        out, into = self._link(
+            f"{name} to its host", links.local_mbit_per_s, f"{name} from its host"
+        )
         copy, _ = self._link(f"{name} copy", links.host_copy_mbit_per_s, "")
         self.places[name] = Place(name, location, up, down, out, into, copy)
         rack = (site, location.rack)
@@ -91,7 +97,9 @@ class Topology:
         return (links.round_trip_ms if a == b else links.wan_round_trip_ms) / 1000
 
     def lag(self, source: Place, reader: Place) -> float:
-        """How many bytes a reader is behind a source that fills: a chunk, and what comes during a hop."""
+        """How many bytes a reader is behind a source that fills: a chunk, and what comes during a
+        hop.
+        """
         links = (source.down, *self.path(source, reader))  # what fills comes over a NIC
         rate = min(self.capacities[link] for link in links)
         hop_s = HOP_S + self.round_trip_s(source.location.site, reader.location.site) / 2
@@ -99,7 +107,10 @@ class Topology:
 
     def opening_s(self, source: Place, reader: Place) -> float:
         """Until the first byte of a source that has it is on its way."""
-        return OPENING_ROUND_TRIPS * self.round_trip_s(source.location.site, reader.location.site) + HOP_S
+        return (
+            OPENING_ROUND_TRIPS * self.round_trip_s(source.location.site, reader.location.site)
+            + HOP_S
+        )
 
 
 def worker_name(group: str, rank: int, ranks: int) -> str:
@@ -107,8 +118,8 @@ def worker_name(group: str, rank: int, ranks: int) -> str:
 
 
 def _groups(scenario: Scenario) -> Iterator[tuple[str, str, float]]:
-    """The name and the site of each group, and how slow it is, in the order of the file; before each kind, a name that ends
-    in a colon.
+    """The name and the site of each group, and how slow it is, in the order of the file; before
+    each kind, a name that ends in a colon.
     """
     counts: dict[str, int] = {}
     for hosts in scenario.hosts:

@@ -1,10 +1,11 @@
 """Memories that fill, and the flows that fill them.
 
-Theory of operation. A memory has its bytes from the first one on. A flow into it goes on where it is, and runs at its
-max-min share. Of a source that still fills, a reader has what the source had a *lag* ago: one chunk, since chunks are
-passed on when they are whole, and what comes in the time that a hop takes. A reader that has come so near *follows*: it
-gets no more than its source gets. A reader that is nearer, since its previous source was farther, waits. So the
-pipelining of a chain is in the rates alone, and events are few: a flow begins, comes near, or ends.
+Theory of operation. A memory has its bytes from the first one on. A flow into it goes on where it
+is, and runs at its max-min share. Of a source that still fills, a reader has what the source had a
+*lag* ago: one chunk, since chunks are passed on when they are whole, and what comes in the time
+that a hop takes. A reader that has come so near *follows*: it gets no more than its source gets. A
+reader that is nearer, since its previous source was farther, waits. So the pipelining of a chain is
+in the rates alone, and events are few: a flow begins, comes near, or ends.
 
 Responsible for what each memory has at which time. Not responsible for the choice of sources.
 """
@@ -49,8 +50,8 @@ class Memory:
 
 @dataclass(eq=False, slots=True)
 class Flow:
-    """From one memory into another. `broken`: called when its source is gone. `lag`: so many bytes behind a source that
-    fills.
+    """From one memory into another. `broken`: called when its source is gone. `lag`: so many bytes
+    behind a source that fills.
     """
 
     source: Memory
@@ -92,7 +93,13 @@ class Transfers:
     # -- what others say
 
     def open(
-        self, source: Memory, reader: Memory, path: tuple[int, ...], lag: float, after_s: float, broken: Callable[[], None]
+        self,
+        source: Memory,
+        reader: Memory,
+        path: tuple[int, ...],
+        lag: float,
+        after_s: float,
+        broken: Callable[[], None],
     ) -> Flow:
         """A flow that can begin so many seconds from now."""
         flow = Flow(source, reader, path, lag, broken)
@@ -117,7 +124,9 @@ class Transfers:
         flow.is_open = False
         self._touched[flow.reader] = None
         if flow.carried > 0:
-            self.edges.append(Edge(flow.source.owner, flow.reader.owner, flow.carried, self._timeline.now))
+            self.edges.append(
+                Edge(flow.source.owner, flow.reader.owner, flow.carried, self._timeline.now)
+            )
 
     def end(self, memory: Memory) -> None:
         """It is overwritten, or lost."""

@@ -1,7 +1,9 @@
-"""A trainer that publishes, and rollouts that come, fetch, generate and go, whatever system moves the weights.
+"""A trainer that publishes, and rollouts that come, fetch, generate and go, whatever system moves
+the weights.
 
-Responsible for the time of each call, and for what it says: an `Attempt` is one call of one rollout, from the moment when it
-could generate no more until it could again. That is its stall. Not responsible for what a call does (`System`).
+Responsible for the time of each call, and for what it says: an `Attempt` is one call of one
+rollout, from the moment when it could generate no more until it could again. That is its stall. Not
+responsible for what a call does (`System`).
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class System:
         """What this rollout knows of."""
         raise NotImplementedError
 
-    def get(self, rollout: Rollout, done: Callable[[int], None], failed: Callable[[], None]) -> None:
+    def get(
+        self, rollout: Rollout, done: Callable[[int], None], failed: Callable[[], None]
+    ) -> None:
         """It takes the newest version. `done`: with this number."""
         raise NotImplementedError
 
@@ -105,7 +109,8 @@ class Workload:
     world: World
     system: System
     attempts: list[Attempt] = field(default_factory=list)
-    puts: list[tuple[float, float]] = field(default_factory=list)  # when each began, and when the trainer went on
+    # when each began, and when the trainer went on
+    puts: list[tuple[float, float]] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)
     is_over: bool = False
 
@@ -182,14 +187,20 @@ class Workload:
 
         def failed() -> None:
             if rollout.is_there and rollout.life == life:
-                self.world.timeline.after(AGAIN_S, lambda: self._get(rollout) if rollout.life == life else None)
+                self.world.timeline.after(
+                    AGAIN_S, lambda: self._get(rollout) if rollout.life == life else None
+                )
 
         self.system.get(rollout, done, failed)
 
     def _ended(self, rollout: Rollout, outcome: Outcome, version: int) -> None:
         attempt = rollout.attempt
         if attempt is not None:
-            attempt.ended_s, attempt.outcome, attempt.version = self.world.timeline.now, outcome, version
+            attempt.ended_s, attempt.outcome, attempt.version = (
+                self.world.timeline.now,
+                outcome,
+                version,
+            )
             rollout.attempt = None
 
     def _generate(self, rollout: Rollout, seconds: float) -> None:

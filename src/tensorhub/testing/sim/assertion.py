@@ -5,16 +5,21 @@ from __future__ import annotations
 from tensorhub.types import HandleState
 
 HOLDING = (HandleState.READY, HandleState.DRAINING)
-# Numbers and texts stand here as the documents state them: a judge does not import them from the code that it judges.
-CUT_OFF_LEASES = 1.6  # R4, record 0014: leases after which an owner without a connection may drop a retained version
-LATE_S_MAX = 6.0  # R6: after its deadline a call is given up within 2 s, and at most two further steps have 2 s each
+# Numbers and texts stand here as the documents state them: a judge does not import them from the
+# code that it judges.
+# R4, record 0014: leases after which an owner without a connection may drop a retained version
+CUT_OFF_LEASES = 1.6
+# R6: after its deadline a call is given up within 2 s, and at most two further steps have 2 s each
+LATE_S_MAX = 6.0
 NO_AVAILABLE = "and 'available' waits for nobody"  # G7: the call is refused at once
 CHECKSUM_CONFIRMED = "they have digested it again: their bytes are unchanged"  # R8
 LEFT_ON_PURPOSE = "its last holder has left on purpose"  # R4
 
 
 class GuaranteeBroken(AssertionError):
-    """A guarantee does not hold. The text begins with that guarantee's name, as in `content: ...`."""
+    """A guarantee does not hold. The text begins with that guarantee's name, as in `content:
+    ...`.
+    """
 
 
 def demand(holds: bool, what: str) -> None:

@@ -37,7 +37,9 @@ class SimDigests:
                     sent_digest(owner, access, chunk, known, handle.cell_in(selection, chunk))
                 owner.end(access)
 
-        def listed(target: RegistrationId, selection: str) -> tuple[int, Sequence[int | None]] | None:
+        def listed(
+            target: RegistrationId, selection: str
+        ) -> tuple[int, Sequence[int | None]] | None:
             digests = owner.digests(target, generation, selection)
             return None if digests is None else (8, digests)
 
@@ -59,6 +61,10 @@ class SimDigests:
                     changed, digest = digest_of(cell) != known, known.to_bytes(8, "big")
                 owner.end(access)
                 if changed:
-                    handle.changed = content.version.content_id if handle.member.state in HOLDING else ""
+                    handle.changed = (
+                        content.version.content_id if handle.member.state in HOLDING else ""
+                    )
                     self._world.guarantees.retained.lost(handle)  # and the coordinator will hear so
-        handle.apply(handle.interpreter.digested_again(question, changed, digest, owner, self._world.now)[0])
+        handle.apply(
+            handle.interpreter.digested_again(question, changed, digest, owner, self._world.now)[0]
+        )

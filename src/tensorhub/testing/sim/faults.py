@@ -15,7 +15,8 @@ class Fault(StrEnum):
     CRASH = "crash"  # a worker's process and its memory are gone
     RESTART = "restart"  # the rank of a dead worker is registered by a new process
     COORDINATOR = "coordinator"  # the coordinator dies, and comes back on what is durable
-    STATE_LOST = "state-lost"  # the coordinator dies, and comes back without its state, as a new cluster (R2)
+    # the coordinator dies, and comes back without its state, as a new cluster (R2)
+    STATE_LOST = "state-lost"
     STORE_SLOW = "store-slow"  # a write takes seconds
     STORE_FAIL = "store-fail"  # a write fails
     PARTITION = "partition"  # nothing passes between two parties for a while; nothing is lost
@@ -29,27 +30,40 @@ class Fault(StrEnum):
     STALL = "stall"  # a source accepts its readers, and sends nothing
     SLOW = "slow"  # a link between two workers is a hundred times as slow
     PAUSE = "pause"  # a process is stopped, and goes on later
-    BEHIND = "behind"  # what somebody says, or everybody, lies unread at the coordinator for longer than a lease
+    # what somebody says, or everybody, lies unread at the coordinator for longer than a lease
+    BEHIND = "behind"
     HOOK = "hook"  # a before_write raises
     CANCEL = "cancel"  # a call is cancelled
     DIFFER = "differ"  # the ranks of a group call differently, or one does not call
     HASTE = "haste"  # calls have hardly any time
     DEVICE = "device"  # an access of the owner's own (a digest, a copy) lasts long
-    LIE = "lie"  # somebody who has read a version overwrites it, and vouches for it with digests of its own
+    # somebody who has read a version overwrites it, and vouches for it with digests of its own
+    LIE = "lie"
     PREEMPT = "preempt"  # a spot worker is told to go: it closes with little time, and dies
 
 
 FORGETTING = frozenset(
     {
-        *(Fault.COORDINATOR, Fault.STATE_LOST, Fault.PARTITION, Fault.CUT, Fault.DELAY, Fault.REORDER),
+        *(
+            Fault.COORDINATOR,
+            Fault.STATE_LOST,
+            Fault.PARTITION,
+            Fault.CUT,
+            Fault.DELAY,
+            Fault.REORDER,
+        ),
         *(Fault.DROP, Fault.PAUSE, Fault.BEHIND),
     }
 )
-"""Those with which a coordinator may forget what it knows of what others hold still: it dies, or takes them for lost."""
+"""Those with which a coordinator may forget what it knows of what others hold still: it dies, or
+takes them for lost.
+"""
 
 
 class FaultPlan:
-    """What one seed has drawn: some kinds, each with a weight of its own, and how often anything goes wrong."""
+    """What one seed has drawn: some kinds, each with a weight of its own, and how often anything
+    goes wrong.
+    """
 
     def __init__(self, random: Random, allowed: Collection[Fault] | None) -> None:
         self._kinds = kinds = [kind for kind in Fault if allowed is None or kind in allowed]

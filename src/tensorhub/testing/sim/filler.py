@@ -1,7 +1,8 @@
-"""How a simulated handle's memory is filled, as `runtime.worker.fill` does it: with what it held, by copying, and by lanes.
+"""How a simulated handle's memory is filled, as `runtime.worker.fill` does it: with what it held,
+by copying, and by lanes.
 
-Responsible for which cells a fill writes, the memory's own or those that are staged for it, and for what others may then
-read of them. Not responsible for what is read from whom (`pulling`).
+Responsible for which cells a fill writes, the memory's own or those that are staged for it, and for
+what others may then read of them. Not responsible for what is read from whom (`pulling`).
 """
 
 from __future__ import annotations
@@ -31,12 +32,19 @@ class SimFiller:
         self._offers = offers
 
     def begin_pull(self, start: StartPull) -> StartPull:
-        """Make ready what is to be filled: that pull without what is here already, which others may read from now on."""
+        """Make ready what is to be filled: that pull without what is here already, which others may
+        read from now on.
+        """
         owner, handle = self._handle.worker.owner, self._handle
         if not handle.shard.serves and owner.digests(handle.id, start.generation) is None:
-            content, sizes = ContentId(start.version.content_id), [CHUNK_BYTES] * start.manifest.chunk_count
+            content, sizes = (
+                ContentId(start.version.content_id),
+                [CHUNK_BYTES] * start.manifest.chunk_count,
+            )
             grid = start.manifest.grid_id
-            owner.open(handle.id, start.generation, content, sizes, complete=False, serves=False, grid=grid)
+            owner.open(
+                handle.id, start.generation, content, sizes, complete=False, serves=False, grid=grid
+            )
         self._begin(start)
         kept = [] if start.staged else self._kept(start.generation)
         if not kept:
@@ -53,7 +61,9 @@ class SimFiller:
         target, filled = self._target(staged=action.staged)
 
         @contextmanager
-        def access(source: LocalCopy, wanted: Sequence[int]) -> Iterator[tuple[Access, LocalCopy] | Wait | Refusal]:
+        def access(
+            source: LocalCopy, wanted: Sequence[int]
+        ) -> Iterator[tuple[Access, LocalCopy] | Wait | Refusal]:
             right = RegistrationId(source.registration), source.generation, ContentId(content_id)
             found = owner.begin(*right, wanted, 2**62)
             try:
@@ -84,7 +94,9 @@ class SimFiller:
         return copier.copy(action.sources, action.manifest.chunk_count, action.copied)
 
     def _begin(self, action: StartPull | CopyLocally) -> None:
-        """Make what is to be filled: the memory itself, of which only what was copied is left, or what is staged for it."""
+        """Make what is to be filled: the memory itself, of which only what was copied is left, or
+        what is staged for it.
+        """
         handle, chunks = self._handle, action.manifest.chunk_count
         if not action.staged:
             handle.lay_out(action.manifest)
@@ -93,23 +105,36 @@ class SimFiller:
                 handle.take_staging(action.manifest.nbytes)
                 handle.staging, content = ["staged"] * chunks, ContentId(action.version.content_id)
                 sizes = [CHUNK_BYTES] * chunks
-                handle.worker.owner.open(handle.staging_id, action.generation, content, sizes, complete=False)
+                handle.worker.owner.open(
+                    handle.staging_id, action.generation, content, sizes, complete=False
+                )
                 self._world.verified.forget(handle.staging_id)
             self._world.verified.begins(
-                handle.staging_id, action.version.content_id, handle.staging, action.copied, action.manifest
+                handle.staging_id,
+                action.version.content_id,
+                handle.staging,
+                action.copied,
+                action.manifest,
             )
             return
         kept = {*action.copied, *(chunk for chunk, _ in self._kept(action.generation))}
         if action.manifest.digest == "none":
             self._world.verified.forget(handle.id)  # nobody can tell what is left of a broken fill
-        self._world.verified.begins(handle.id, action.version.content_id, handle.cells, kept, action.manifest)
+        self._world.verified.begins(
+            handle.id, action.version.content_id, handle.cells, kept, action.manifest
+        )
         handle.half_fill(kept)
         handle.changed = ""
         self._world.guarantees.retained.filling(handle, action.version)
 
     def _kept(self, generation: int) -> list[tuple[int, int]]:
-        """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
-        cells, kept = self._handle.cells, self._handle.worker.owner.kept(self._handle.id, generation)
+        """What a fill that was broken off has left of this content, and nobody has written since
+        (R9).
+        """
+        cells, kept = (
+            self._handle.cells,
+            self._handle.worker.owner.kept(self._handle.id, generation),
+        )
         return [(chunk, digest) for chunk, digest in kept if digest_of(cells[chunk]) == digest]
 
     def _target(self, *, staged: bool) -> tuple[RegistrationId, Cells]:
@@ -132,8 +157,14 @@ class SimFiller:
 
     def roots(self, start: StartPull | CopyLocally) -> tuple[bytes, tuple[SelectionRoot, ...]]:
         """See `worker.chunk_reports.roots`."""
-        digests = self._handle.worker.owner.digests(self._target(staged=start.staged)[0], start.generation)
-        return (b"", ()) if digests is None else roots(start.manifest, WIDTHS[start.manifest.digest], digests)
+        digests = self._handle.worker.owner.digests(
+            self._target(staged=start.staged)[0], start.generation
+        )
+        return (
+            (b"", ())
+            if digests is None
+            else roots(start.manifest, WIDTHS[start.manifest.digest], digests)
+        )
 
     def compare(self, action: CompareDigests) -> None:
         """Find what is not as was published; nobody reads it any more."""

@@ -1,9 +1,10 @@
-"""One registration's shell, as `runtime.worker.handle` is: the real member, cells for tensors, and the actions still to
-be done.
+"""One registration's shell, as `runtime.worker.handle` is: the real member, cells for tensors, and
+the actions still to be done.
 
-Responsible for carrying out the member's actions in order, and for the verbs with which a test calls
-it. A new action of `worker.calls` gets its case in `HandleShell._do`. Not responsible for what a fill writes (`filler`), nor
-for reports of digests (`digests`), nor for when anything happens.
+Responsible for carrying out the member's actions in order, and for the verbs with which a test
+calls it. A new action of `worker.calls` gets its case in `HandleShell._do`. Not responsible for
+what a fill writes (`filler`), nor for reports of digests (`digests`), nor for when anything
+happens.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class CallRecord(JudgedCall):
     """One call of a handle, and how it ended."""
 
     handle: HandleShell = field(kw_only=True)
-    on_end: list[Callable[[], None]] = field(default_factory=list)  # called when it has ended, or never will
+    # called when it has ended, or never will
+    on_end: list[Callable[[], None]] = field(default_factory=list)
 
     def has_ended(self) -> bool:
         return self.done
@@ -98,24 +100,33 @@ class HandleShell:
         self.cluster = cluster
         self.worker = worker
         self.shard = shard
-        self.name = f"{worker.name}:{shard.group}[{shard.rank}]" if shard.serves else f"{worker.name}:{shard.group}"
+        self.name = (
+            f"{worker.name}:{shard.group}[{shard.rank}]"
+            if shard.serves
+            else f"{worker.name}:{shard.group}"
+        )
         self.id = RegistrationId(shard.registration)
         self.layout_id = shard.layout_id or f"world/{shard.world_size}"  # its group's
         self.part = ""  # what its twins, which publish the same, have in common; "": it has none
         self.grid = shard.manifest
-        self.cells: Cells = ["unset"] * (shard.manifest.chunk_count if shard.manifest is not None else cluster.chunks)
+        self.cells: Cells = ["unset"] * (
+            shard.manifest.chunk_count if shard.manifest is not None else cluster.chunks
+        )
         self.hooks: deque[calls.CallHook] = deque()
         self.pull: Reading | None = None  # the last fill's
         self.serving: dict[SimLane, None] = {}  # of others, which read this memory
-        self.access: tuple[Access, str] | None = None  # one that no fence can end, and what it read in the cell at first
+        # one that no fence can end, and what it read in the cell at first
+        self.access: tuple[Access, str] | None = None
         self.fencing_since: float | None = None  # its next action is a fence, which was begun
         self.freed_at = 0.0  # when its own access ended that a fence has waited for, last
         self.last_call: CallRecord | None = None
         self.last_held = ""  # the content id that it held last
         self.generation = 0  # under which its memory is open, or was last
         self.lied = ""  # the content id that it vouches for with bytes of its own
-        self.before_vote: Callable[[HandleShell], object] | None = None  # what its user does once all is there
-        self.changed = ""  # the content id whose bytes here have changed, as it has found out itself
+        # what its user does once all is there
+        self.before_vote: Callable[[HandleShell], object] | None = None
+        # the content id whose bytes here have changed, as it has found out itself
+        self.changed = ""
         self.hook_error: Exception | None = None
         self.hook_calls = 0
         self.reads_backwards = False  # the last chunk of a request first
@@ -160,7 +171,12 @@ class HandleShell:
     def is_answered(self) -> bool:
         """Whether the coordinator has taken it, or refused it."""
         closed = self.member.state is HandleState.CLOSED
-        return self.registered or self.registration_error is not None or closed or not self.shard.serves
+        return (
+            self.registered
+            or self.registration_error is not None
+            or closed
+            or not self.shard.serves
+        )
 
     # -- what a user does
 
@@ -170,7 +186,9 @@ class HandleShell:
         actions = self.interpreter.begin(call, timeout_s, cluster.now)
         cluster.note(f"{self.name} calls {show(call)}")
         judged, online = cluster.guarantees.history.begins(self, call), self.worker.link is not None
-        self.last_call = CallRecord(call, judged, cluster.now, cluster.now + timeout_s, online, handle=self)
+        self.last_call = CallRecord(
+            call, judged, cluster.now, cluster.now + timeout_s, online, handle=self
+        )
         self.apply(actions)
         return self.last_call
 
@@ -182,11 +200,15 @@ class HandleShell:
     # -- accesses of its own
 
     def hold_access(self) -> None:
-        """One of its own lanes begins to digest (or copy) a chunk; only that lane can end the access."""
+        """One of its own lanes begins to digest (or copy) a chunk; only that lane can end the
+        access.
+        """
         content = self.member.content
         if self.access is None and content is not None:
             content_id = ContentId(content.version.content_id)
-            access = self.worker.owner.begin(self.id, content.generation, content_id, [0], CHUNK_BYTES)
+            access = self.worker.owner.begin(
+                self.id, content.generation, content_id, [0], CHUNK_BYTES
+            )
             if isinstance(access, Access):
                 self.cluster.note(f"{self.name} begins an access")
                 self.access = access, self.cells[0]
@@ -199,13 +221,22 @@ class HandleShell:
             self.worker.owner.end(access)
             if self.fencing_since is not None:
                 self.freed_at = self.cluster.now
-            demand(self.cells[0] == was, f"mutability: {self} was written while it was read: {was} is {self.cells[0]}")
+            demand(
+                self.cells[0] == was,
+                f"mutability: {self} was written while it was read: {was} is {self.cells[0]}",
+            )
             self.cluster.access_ended(self)
 
     def fence_waits_until(self) -> float | None:
-        """Until when its next action, a fence, has to wait for an access; None: there is no such wait."""
+        """Until when its next action, a fence, has to wait for an access; None: there is no such
+        wait.
+        """
         fence = self.todo[0] if self.todo else None
-        if not isinstance(fence, calls.Fence) or self.fencing_since is None or self.worker.owner.is_quiet(self.id):
+        if (
+            not isinstance(fence, calls.Fence)
+            or self.fencing_since is None
+            or self.worker.owner.is_quiet(self.id)
+        ):
             return None
         if self.access is None or self.is_read:
             return None  # readers are cut off
@@ -226,7 +257,9 @@ class HandleShell:
     # -- what its shell does
 
     def apply(self, actions: list[calls.Action]) -> None:
-        """Queue what the member wants done. What it has decided is judged now, however late it is carried out."""
+        """Queue what the member wants done. What it has decided is judged now, however late it is
+        carried out.
+        """
         running, guarantees = self.member.running, self.cluster.guarantees
         if running is not None and self.last_call is not None and running.key is not None:
             self.last_call.key = running.key
@@ -293,9 +326,15 @@ class HandleShell:
         match action:
             case calls.Say():
                 if isinstance(action.message, Publish):
-                    self.cluster.guarantees.contents.promise(action.message.key, self.shard, self.cells)
+                    self.cluster.guarantees.contents.promise(
+                        action.message.key, self.shard, self.cells
+                    )
                 record = self.last_call
-                if isinstance(action.message, Prepared) and record is not None and record.key == action.message.key:
+                if (
+                    isinstance(action.message, Prepared)
+                    and record is not None
+                    and record.key == action.message.key
+                ):
                     record.votes = (*record.votes, action.message.key)
                 self.worker.say(action.message)
             case calls.OpenGeneration():
@@ -306,8 +345,14 @@ class HandleShell:
                 except TensorHubError as error:
                     self.interpreter.not_opened(error)
                     return
-                content, sizes = ContentId(action.content_id), [CHUNK_BYTES] * action.manifest.chunk_count
-                tells, grid = action.complete and action.manifest.digest != "none", action.manifest.grid_id
+                content, sizes = (
+                    ContentId(action.content_id),
+                    [CHUNK_BYTES] * action.manifest.chunk_count,
+                )
+                tells, grid = (
+                    action.complete and action.manifest.digest != "none",
+                    action.manifest.grid_id,
+                )
                 what = self.id, action.generation, content, sizes
                 owner.open(*what, complete=action.complete, tells=tells, grid=grid)
                 self.interpreter.guard.made()
@@ -339,7 +384,9 @@ class HandleShell:
             case calls.DropPullSource():
                 if self.pull is not None and not self.pull.ended:
                     self.pull.drop(action.lease)
-                    self.apply(self.member.source_failed(action.lease, "dropped", "", self.cluster.now))
+                    self.apply(
+                        self.member.source_failed(action.lease, "dropped", "", self.cluster.now)
+                    )
             case calls.RegistrationConfirmed():
                 self.registered = True
                 self.worker.copies.answered(self, None)
@@ -386,9 +433,13 @@ class HandleShell:
         self.apply(self.member.pull_done(self.cluster.now, *self.filler.roots(start)))
 
     def lay_out(self, manifest: Manifest) -> None:
-        """From now on its cells are that manifest's chunks: none of what it has is one of those of another grid."""
+        """From now on its cells are that manifest's chunks: none of what it has is one of those of
+        another grid.
+        """
         before, self.grid = self.grid, manifest
-        is_anew = is_of_other_layout(manifest) if before is None else is_laid_out_anew(before, manifest)
+        is_anew = (
+            is_of_other_layout(manifest) if before is None else is_laid_out_anew(before, manifest)
+        )
         if is_anew or len(self.cells) != manifest.chunk_count:
             self.cells = ["half-filled"] * manifest.chunk_count
 
@@ -403,7 +454,9 @@ class HandleShell:
         """What that chunk of a selection holds, or ("") of its own grid."""
         if not selection:
             return self.cells[chunk]
-        return cell_of(self.layout_of_cells, self.worker.selections[selection].chunks[chunk], self.cells)
+        return cell_of(
+            self.layout_of_cells, self.worker.selections[selection].chunks[chunk], self.cells
+        )
 
     @property
     def layout_of_cells(self) -> Manifest:
@@ -415,8 +468,12 @@ class HandleShell:
         return found
 
     def half_fill(self, kept: Collection[int]) -> None:
-        """From now on its memory is no version's any more, but for chunks that were copied, or are left of a broken fill."""
-        self.cells = [cell if chunk in kept else "half-filled" for chunk, cell in enumerate(self.cells)]
+        """From now on its memory is no version's any more, but for chunks that were copied, or are
+        left of a broken fill.
+        """
+        self.cells = [
+            cell if chunk in kept else "half-filled" for chunk, cell in enumerate(self.cells)
+        ]
 
     def was_written(self, chunk: int) -> bool:
         """Whether its own user has written the present cell."""
@@ -427,7 +484,9 @@ class HandleShell:
         return []
 
     def _fence(self, action: calls.Fence) -> None:
-        """Let no reader in; shut out readers that do not leave by themselves; then say that the fence stands, or cannot."""
+        """Let no reader in; shut out readers that do not leave by themselves; then say that the
+        fence stands, or cannot.
+        """
         now, owner = self.cluster.now, self.worker.owner
         owner.close(self.id)
         if self.fencing_since is None:
@@ -454,7 +513,12 @@ class HandleShell:
         assert record is not None
         assert not record.done, f"{self.name}: {action} without a call"
         self.interpreter.finished(action)
-        record.done, record.version, record.changed, record.error = True, action.version, action.changed, action.error
+        record.done, record.version, record.changed, record.error = (
+            True,
+            action.version,
+            action.changed,
+            action.error,
+        )
         self.cluster.call_ended(self, record)
         for tell in record.on_end:
             tell()

@@ -1,6 +1,8 @@
-"""The shell of a simulated worker's host copies: carries out what the real machine wants, on simulated handles.
+"""The shell of a simulated worker's host copies: carries out what the real machine wants, on
+simulated handles.
 
-As `runtime.worker.host_copies`, without tasks: a call's end is told when its handle comes to it. Decides nothing.
+As `runtime.worker.host_copies`, without tasks: a call's end is told when its handle comes to it.
+Decides nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class CopyRequest:
     done: bool = False
     report: FetchReport | None = None
     error: Exception | None = None
-    on_end: list[Callable[[], None]] = field(default_factory=list)  # called when it has ended, or never will
+    # called when it has ended, or never will
+    on_end: list[Callable[[], None]] = field(default_factory=list)
 
     def has_ended(self) -> bool:
         return self.done
@@ -73,36 +76,51 @@ class SimHostCopies:
     def __init__(self, worker: SimWorkerPort, op_timeout_s: float) -> None:
         self.worker = worker
         self._cluster = cluster = worker.cluster
-        self.machine = HostCopies(worker.host_bytes, op_timeout_s, lambda: f"r{next(cluster.registrations)}h")
+        self.machine = HostCopies(
+            worker.host_bytes, op_timeout_s, lambda: f"r{next(cluster.registrations)}h"
+        )
         self._calls: dict[JudgedCall, int] = {}  # that run, and their numbers
         self._coordinator: dict[int, AskManifest] = {}  # by request
         self.wanted: dict[int, CopyRequest] = {}  # that has not ended, by request
         self._todo: deque[CopyAction] = deque()
         self._is_busy = False
-        self.memory: dict[str, int] = {}  # that copies, and staged updates, have in truth, by their id
+        # that copies, and staged updates, have in truth, by their id
+        self.memory: dict[str, int] = {}
         self._rooms = Rooms(worker.name, worker.host_bytes)
 
     # -- what is asked for
 
     def prefetch(self, handle: HandlePort, selector: Selector, timeout_s: float) -> CopyRequest:
-        return self.want(lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, self._cluster.now), handle)
+        return self.want(
+            lambda n: self.machine.prefetch(
+                n, handle.member, selector, timeout_s, self._cluster.now
+            ),
+            handle,
+        )
 
     def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> CopyRequest:
         return self.want(lambda n: self.machine.seed(n, info, shard, timeout_s, self._cluster.now))
 
     def close(self, handle: HandlePort, timeout_s: float, *, abandon: bool) -> CopyRequest:
         return self.want(
-            lambda n: self.machine.close(n, handle.member, timeout_s, self._cluster.now, abandon=abandon), handle
+            lambda n: self.machine.close(
+                n, handle.member, timeout_s, self._cluster.now, abandon=abandon
+            ),
+            handle,
         )
 
     def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> CopyRequest:
-        wanted = self.want(lambda n: self.machine.make_room(n, ident, purpose, nbytes, self._cluster.now))
+        wanted = self.want(
+            lambda n: self.machine.make_room(n, ident, purpose, nbytes, self._cluster.now)
+        )
         wanted.room = ident, purpose, nbytes
         if wanted.done and wanted.error is None:
             self._rooms.given(*wanted.room)
         return wanted
 
-    def want(self, ask: Callable[[int], list[CopyAction]], handle: HandlePort | None = None) -> CopyRequest:
+    def want(
+        self, ask: Callable[[int], list[CopyAction]], handle: HandlePort | None = None
+    ) -> CopyRequest:
         wanted = CopyRequest(next(self._cluster.numbers), handle)
         self.wanted[wanted.request] = wanted
         self._apply(ask(wanted.request))
@@ -128,27 +146,43 @@ class SimHostCopies:
         if number is not None:
             report, error = None, record.error
             try:
-                handle.interpreter.raise_for(record.what, Finish(record.version, record.changed, error))
+                handle.interpreter.raise_for(
+                    record.what, Finish(record.version, record.changed, error)
+                )
             except Exception as raised:
                 error = raised
             if error is None and record.version is not None:
                 report = handle.report_of(record)
             nbytes = self._kept(handle.id)
-            self._apply(self.machine.call_ended(number, self._cluster.now, report=report, error=error, nbytes=nbytes))
+            self._apply(
+                self.machine.call_ended(
+                    number, self._cluster.now, report=report, error=error, nbytes=nbytes
+                )
+            )
 
     def end_prefetch(self, handle: HandlePort, *, frees: bool) -> None:
-        self._apply(self.machine.end_prefetch(handle.shard.registration, self._cluster.now, frees=frees))
+        self._apply(
+            self.machine.end_prefetch(handle.shard.registration, self._cluster.now, frees=frees)
+        )
 
     def take(self, ident: str, nbytes: int, purpose: Purpose | None = None) -> None:
-        """Memory is taken; StateError: there is no room. `purpose`: of one that was not reserved, or is of another size."""
+        """Memory is taken; StateError: there is no room. `purpose`: of one that was not reserved,
+        or is of another size.
+        """
         if purpose is not None and self.memory.get(ident) != nbytes:
             self.machine.take(ident, purpose, nbytes)
             self._rooms.given(ident, purpose, nbytes)
         self.memory[ident] = nbytes
         reserved = self.machine.budget.reservation(ident)
-        demand(reserved is not None, f"host copies: {self.worker} has taken memory for {ident} that was not reserved")
+        demand(
+            reserved is not None,
+            f"host copies: {self.worker} has taken memory for {ident} that was not reserved",
+        )
         taken, room = sum(self.memory.values()), self.worker.host_bytes
-        demand(taken <= room, f"host copies: {self.worker} has taken {taken} of {room} bytes: {self.memory}")
+        demand(
+            taken <= room,
+            f"host copies: {self.worker} has taken {taken} of {room} bytes: {self.memory}",
+        )
 
     def free(self, ident: str) -> None:
         """Memory is given back."""
@@ -167,9 +201,15 @@ class SimHostCopies:
         """An answer of the coordinator, perhaps to a question of these copies."""
         question = self._coordinator.pop(message.request, None)
         if question is not None and isinstance(message, ManifestReply):
-            self._apply(self.machine.manifest_came(question.number, message.manifest, self._cluster.now))
+            self._apply(
+                self.machine.manifest_came(question.number, message.manifest, self._cluster.now)
+            )
         elif question is not None and isinstance(message, Refused):
-            self._apply(self.machine.manifest_failed(question.number, message.error.error(), self._cluster.now))
+            self._apply(
+                self.machine.manifest_failed(
+                    question.number, message.error.error(), self._cluster.now
+                )
+            )
 
     def connected(self) -> None:
         """What the last session has not answered is asked again."""
@@ -228,7 +268,9 @@ class SimHostCopies:
                 if action.event == "copy_evicted":
                     purpose = next(p for p in Purpose if action.reason.endswith(f" {p.value}"))
                     self._rooms.evicted(action.registration, purpose, int(action.reason.split()[0]))
-                self._cluster.note(f"{worker.name}: {action.event} {action.registration}: {action.reason}")
+                self._cluster.note(
+                    f"{worker.name}: {action.event} {action.registration}: {action.reason}"
+                )
                 self._cluster.took(action.event.replace("_", " "))
             case FinishRequest():
                 wanted = self.wanted.pop(action.request)
@@ -260,14 +302,18 @@ class SimHostCopies:
                     self.call_ended(handle, record)
                 return
         nbytes = self._kept(action.registration)
-        self._apply(self.machine.call_ended(action.number, self._cluster.now, error=error, nbytes=nbytes))
+        self._apply(
+            self.machine.call_ended(action.number, self._cluster.now, error=error, nbytes=nbytes)
+        )
 
     def _has_room(self, shard: Shard) -> None:
         if shard.manifest is not None:
             self._rooms.given(shard.registration, shard.purpose, shard.manifest.nbytes)
 
     def _kept(self, ident: str) -> int:
-        """What it has of memory when its call is over. A fill that has taken none leaves its room."""
+        """What it has of memory when its call is over. A fill that has taken none leaves its
+        room.
+        """
         nbytes = self.memory.get(ident, 0)
         if not nbytes:
             self._rooms.given_back(ident)

@@ -1,8 +1,10 @@
-"""Groups of several layouts: which part of one tensor each rank has, and what a chunk of another grid holds.
+"""Groups of several layouts: which part of one tensor each rank has, and what a chunk of another
+grid holds.
 
-The tensor has rows of CHUNK_BYTES. Memory is cells, one for each chunk of the grid in which it was published or filled. What
-a chunk of a selection holds follows from the cells that its strips touch, and is said in published cells, so that whoever
-reads it, in whichever way, has to end up with the same.
+The tensor has rows of CHUNK_BYTES. Memory is cells, one for each chunk of the grid in which it was
+published or filled. What a chunk of a selection holds follows from the cells that its strips touch,
+and is said in published cells, so that whoever reads it, in whichever way, has to end up with the
+same.
 """
 
 from __future__ import annotations
@@ -25,17 +27,19 @@ from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.model.strips import Strip
 from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells
 
-AND, OF = " + ", "@"  # between the pieces of a cell, and between a published cell's tag and which of its bytes they are
+# between the pieces of a cell, and between a published cell's tag and which of its bytes they are
+AND, OF = " + ", "@"
 LAYOUTS_DRAWN = 0.25  # of all seeds
 COUNTS = (2, 2, 3)  # how many of them a seed may have
 COPIES_DRAWN = 0.3  # of these; each part of one of their layouts is on two ranks of a group
-LEFT_OUT_DRAWN = 0.4  # of these; some group may read less than all of a version, or wants to, and is refused
+# of these; some group may read less than all of a version, or wants to, and is refused
+LEFT_OUT_DRAWN = 0.4
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensor, of so many rows, is cut at rows, or at columns, and each part is on so many ranks as there are copies. The
-    last part leaves some of it out; `partial`: that is meant so.
+    """The tensor, of so many rows, is cut at rows, or at columns, and each part is on so many ranks
+    as there are copies. The last part leaves some of it out; `partial`: that is meant so.
     """
 
     rows: int
@@ -62,7 +66,10 @@ class Layout:
 
     def shape_of(self, rank: int) -> tuple[slice, slice]:
         """Its rows, and its columns; but for those that all have."""
-        size, number = (CHUNK_BYTES if self.by_columns else self.rows) - self.left_out, rank % self.parts
+        size, number = (
+            (CHUNK_BYTES if self.by_columns else self.rows) - self.left_out,
+            rank % self.parts,
+        )
         part = slice(size * number // self.parts, size * (number + 1) // self.parts)
         return (slice(0, self.rows), part) if self.by_columns else (part, slice(0, CHUNK_BYTES))
 
@@ -73,7 +80,10 @@ def described(layout: Layout, rank: int) -> tuple[Manifest, Declaration, Coordin
     rows, columns = layout.shape_of(rank)
     shape = rows.stop - rows.start, columns.stop - columns.start
     tensors = [TensorDescription("w", "uint8", shape, 0, shape[0] * shape[1])]
-    declared, is_part = Declaration(rank, layout.ranks, partial=layout.partial), layout.ranks > 1 or layout.left_out > 0
+    declared, is_part = (
+        Declaration(rank, layout.ranks, partial=layout.partial),
+        layout.ranks > 1 or layout.left_out > 0,
+    )
     if is_part:
         sources = {"w": ((None, source("w", shape=(layout.rows, CHUNK_BYTES))[rows, columns]),)}
         declared = replace(declared, sources=sources)
@@ -83,7 +93,9 @@ def described(layout: Layout, rank: int) -> tuple[Manifest, Declaration, Coordin
 
 
 def draw_layouts(seed: int, chunks: int) -> list[Layout]:
-    """Those of one seed's groups; most seeds have none but the published one. The seed's other chances stay as they are."""
+    """Those of one seed's groups; most seeds have none but the published one. The seed's other
+    chances stay as they are.
+    """
     random = Random(f"layouts of {seed}")
     if random.random() >= LAYOUTS_DRAWN:
         return []
@@ -117,7 +129,8 @@ def bytes_read(parts: Iterable[Part]) -> int:
     return total
 
 
-# ------------------------------------------------------------------------------------------------------------- cells
+# --------------------------------------------------------------------------------------------------
+# cells
 
 
 Piece = tuple[str, int, int]  # bytes of a published cell, by its tag: the first, and the end
@@ -126,8 +139,8 @@ _kept: dict[str, list[tuple[int, int, int, int]]] = {}  # by grid: see `_runs_of
 
 
 def _runs_of(grid: Manifest) -> list[tuple[int, int, int, int]]:
-    """Where the chunks of memory of that grid lie: (first byte, end, chunk, how many bytes of the chunk come before).
-    Regions are one behind the other.
+    """Where the chunks of memory of that grid lie: (first byte, end, chunk, how many bytes of the
+    chunk come before). Regions are one behind the other.
     """
     if grid.grid_id not in _kept:
         if len(_kept) > 256:
@@ -207,13 +220,20 @@ def tags_in(cell: str) -> list[tuple[str, str]]:
 def part_of(manifest: Manifest, shard: int, selection: str) -> Part | None:
     """What is read by that selection of that class of shards; None: it is none of that memory."""
     parts = manifest.parts if isinstance(manifest, ReshardedManifest) else ()
-    return next((p for p in parts if (p.shard, p.selection.selection_id) == (shard, selection)), None)
+    return next(
+        (p for p in parts if (p.shard, p.selection.selection_id) == (shard, selection)), None
+    )
 
 
 def boxes_of(coordinates: Coordinates) -> tuple[Box, ...]:
     """Which parts of the tensor a rank has, in the order of its memory."""
     pieces = sorted(coordinates.pieces(), key=lambda piece: (piece.region, piece.offset))
-    return tuple([(r.start, r.start + r.size, c.start, c.start + c.size) for r, c in (piece.box for piece in pieces)])
+    return tuple(
+        [
+            (r.start, r.start + r.size, c.start, c.start + c.size)
+            for r, c in (piece.box for piece in pieces)
+        ]
+    )
 
 
 def area(box: Box) -> int:
@@ -221,11 +241,18 @@ def area(box: Box) -> int:
     return (bottom - top) * (right - left)
 
 
-def resharded_cells(grid: ReshardedManifest, published: Iterable[tuple[Box, Sequence[str]]]) -> tuple[str, ...]:
+def resharded_cells(
+    grid: ReshardedManifest, published: Iterable[tuple[Box, Sequence[str]]]
+) -> tuple[str, ...]:
     """What memory of that grid holds, if ranks that have these boxes have published these cells."""
     assert grid.lies is not None
-    boxes, shards = boxes_of(grid.lies), sorted(dict(published).items(), key=lambda shard: shard[0][2])
-    return tuple([joined(_pieces_at(grid.places(chunk), boxes, shards)) for chunk in range(grid.chunk_count)])
+    boxes, shards = (
+        boxes_of(grid.lies),
+        sorted(dict(published).items(), key=lambda shard: shard[0][2]),
+    )
+    return tuple(
+        [joined(_pieces_at(grid.places(chunk), boxes, shards)) for chunk in range(grid.chunk_count)]
+    )
 
 
 def _pieces_at(

@@ -1,7 +1,8 @@
 """Memory as a list of cells, one per chunk. A cell holds a tag that names its writer, and when.
 
-A read takes a cell's value when it *ends*, as the slowest of readers would, so that memory which is written before its
-fence stands is caught. Nothing of the bytes that a manifest speaks of is allocated.
+A read takes a cell's value when it *ends*, as the slowest of readers would, so that memory which is
+written before its fence stands is caught. Nothing of the bytes that a manifest speaks of is
+allocated.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def _digest_of(cell: str) -> int:
 
 
 def sent_digest(owner: Owner, access: Access, chunk: int, known: int | None, cell: str) -> int:
-    """The digest that is sent with an accessed chunk of that cell; made now if it is not known yet."""
+    """The digest that is sent with an accessed chunk of that cell; made now if it is not known
+    yet.
+    """
     if known is not None:
         return known
     made = digest_of(cell)

@@ -28,16 +28,27 @@ def overwrite(handle: HandleShell) -> bool:
 
 
 def lie(handle: HandleShell) -> bool:
-    """Overwrite a replica, and forget its digests, so that digests of the new bytes vouch for them. False: it holds no
-    replica, or no worker could find out.
+    """Overwrite a replica, and forget its digests, so that digests of the new bytes vouch for them.
+    False: it holds no replica, or no worker could find out.
 
     Memory of another layout lies to readers that copy its chunks.
     """
-    content, cluster, is_other = handle.member.content, handle.cluster, is_of_other_layout(handle.grid)
-    if content is None or handle.member.state is not HandleState.READY or handle.access is not None or content.published:
+    content, cluster, is_other = (
+        handle.member.content,
+        handle.cluster,
+        is_of_other_layout(handle.grid),
+    )
+    if (
+        content is None
+        or handle.member.state is not HandleState.READY
+        or handle.access is not None
+        or content.published
+    ):
         return False
     info, held = content.version, handle.worker.owner._memories.get(handle.id)
-    known = any(isinstance(each, Digested) and each.content_id == info.content_id for each in cluster.store)
+    known = any(
+        isinstance(each, Digested) and each.content_id == info.content_id for each in cluster.store
+    )
     if not known or held is None or handle.lied == info.content_id or (is_other and handle.is_read):
         return False
     cluster.note(f"{handle.name} lies")
@@ -50,9 +61,9 @@ def lie(handle: HandleShell) -> bool:
 
 
 def plot(handle: HandleShell) -> str:
-    """It will lie before it votes, about the content that it reads of another layout now. So it may be the first that
-    reports digests of that content, as a reader of its publisher, and is believed until a better digest source
-    contradicts it. Returns the content id; "": it reads none.
+    """It will lie before it votes, about the content that it reads of another layout now. So it may
+    be the first that reports digests of that content, as a reader of its publisher, and is believed
+    until a better digest source contradicts it. Returns the content id; "": it reads none.
     """
     content_id = _reads(handle)
     if content_id and handle.pull is not None:
@@ -63,9 +74,18 @@ def plot(handle: HandleShell) -> str:
 
 def _lie_first(handle: HandleShell) -> None:
     content_id, held = _reads(handle), handle.worker.owner._memories.get(handle.id)
-    if held is None or not held.is_open or held.content_id != content_id or content_id in ("", handle.lied):
+    if (
+        held is None
+        or not held.is_open
+        or held.content_id != content_id
+        or content_id in ("", handle.lied)
+    ):
         return
-    known = [chunk for chunk, digest in enumerate(held.own.digests) if digest is not None and held.available[chunk]]
+    known = [
+        chunk
+        for chunk, digest in enumerate(held.own.digests)
+        if digest is not None and held.available[chunk]
+    ]
     if known:
         handle.cluster.note(f"{handle.name} lies at first hand")
         chunk = known[next(handle.cluster.numbers) % len(known)]
@@ -75,7 +95,12 @@ def _lie_first(handle: HandleShell) -> None:
 def _reads(handle: HandleShell) -> str:
     """The content that it reads of another layout, in place; "": none."""
     running, is_other = handle.member.running, is_of_other_layout(handle.grid)
-    if not isinstance(running, Filling) or running.binding is None or handle.staging is not None or not is_other:
+    if (
+        not isinstance(running, Filling)
+        or running.binding is None
+        or handle.staging is not None
+        or not is_other
+    ):
         return ""
     return running.binding.version.content_id
 
@@ -94,5 +119,9 @@ def _chunk_to_spoil(handle: HandleShell) -> int:
     """Often a chunk with a digest: readers may notice its change."""
     number = next(handle.cluster.numbers)
     held = handle.worker.owner._memories.get(handle.id)
-    known = [chunk for chunk, digest in enumerate(held.own.digests) if digest is not None] if held is not None else []
+    known = (
+        [chunk for chunk, digest in enumerate(held.own.digests) if digest is not None]
+        if held is not None
+        else []
+    )
     return known[number % len(known)] if known and number % 2 else number % len(handle.cells)

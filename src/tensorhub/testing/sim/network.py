@@ -1,6 +1,7 @@
 """Connections between workers and the coordinator: in order on each, in any order across them.
 
-Responsible for messages on their way. Not responsible for when they arrive: the cluster's driver decides that.
+Responsible for messages on their way. Not responsible for when they arrive: the cluster's driver
+decides that.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ class Link:
 
     session: int
     up: deque[FromWorker] = field(default_factory=deque)
-    down: deque[FromCoordinator | None] = field(default_factory=deque)  # None: closed by the coordinator
+    # None: closed by the coordinator
+    down: deque[FromCoordinator | None] = field(default_factory=deque)
     welcomed: bool = False
-    unread: int = 0  # what has come to the coordinator's machine, and lies unread there: its begin, messages, its end
+    # what has come to the coordinator's machine, and lies unread there: its begin, messages, its
+    # end
+    unread: int = 0
     # Of a driver with a clock, for which nothing arrives before what was sent earlier:
     up_due: float = 0.0  # when the newest of `up` arrives
     down_due: float = 0.0

@@ -1,4 +1,6 @@
-"""What the parts of one simulated handle, and its worker's host copies, need of it, of its worker and of their world."""
+"""What the parts of one simulated handle, and its worker's host copies, need of it, of its worker
+and of their world.
+"""
 
 from __future__ import annotations
 
@@ -106,8 +108,12 @@ class Driver(Protocol):
     def access_ended(self, handle: HandlePort) -> None:
         """A fence may stand now."""
 
-    def wake_at(self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]) -> None:
-        """Have that machine's `tick` called when it is due, unless it is due at another time by then."""
+    def wake_at(
+        self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]
+    ) -> None:
+        """Have that machine's `tick` called when it is due, unless it is due at another time by
+        then.
+        """
 
 
 class WorldPort(JudgedWorld, Driver, Protocol):

@@ -1,9 +1,12 @@
-"""A running fill: the real `scheduler.Pull`, and a lane to each granted source, as `runtime.data.lanes` has them.
+"""A running fill: the real `scheduler.Pull`, and a lane to each granted source, as
+`runtime.data.lanes` has them.
 
-A lane is both of its ends: the reader's, which takes batches and settles what arrives, and the owner's, which begins an
-access for what it was asked, and sends when that ends. The cluster's driver takes it from one step to the next.
+A lane is both of its ends: the reader's, which takes batches and settles what arrives, and the
+owner's, which begins an access for what it was asked, and sends when that ends. The cluster's
+driver takes it from one step to the next.
 
-Responsible for what each step does to the books, to memory and to the owner. Not responsible for when it happens.
+Responsible for what each step does to the books, to memory and to the owner. Not responsible for
+when it happens.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ from tensorhub.worker.calls import StartPull
 
 
 class Frame(NamedTuple):
-    """One answer on its way to a reader: chunks (number, the cell, its digest); or the chunks that its source lacks, and
-    the chunks that it has; or why the lane ends.
+    """One answer on its way to a reader: chunks (number, the cell, its digest); or the chunks that
+    its source lacks, and the chunks that it has; or why the lane ends.
     """
 
     chunks: tuple[tuple[int, str, int | None], ...] = ()
@@ -111,16 +114,21 @@ class SimLane:
         self.reader = reading.reader
         self.grant = grant
         self.lease = LeaseId(grant.lease)
-        # What it brings, where it reads a selection. On its way are the numbers in that; frames have the reader's.
+        # What it brings, where it reads a selection. On its way are the numbers in that; frames
+        # have the reader's.
         self.part = part_of(reading.start.manifest, grant.shard, grant.selection)
         self.brings = None if self.part is None else self.part.chunks
-        demand(not grant.selection or self.part is not None, f"content: {grant} is of what {self.reader.name} does not read")
+        demand(
+            not grant.selection or self.part is not None,
+            f"content: {grant} is of what {self.reader.name} does not read",
+        )
         self.incarnation = reading.reader.worker.incarnation  # as whom it reads
         self.source: LaneEnd | None = None  # once connected
         stall_timeout_s = reading.reader.cluster.options.stall_timeout_s
         self.requests = Requests(reading.books, self.lease, patience_s(stall_timeout_s))
         self.meter = FlowMeter()
-        self.queue: deque[tuple[int, ...]] = deque()  # at the owner: what it was asked for, and has not begun to send
+        # at the owner: what it was asked for, and has not begun to send
+        self.queue: deque[tuple[int, ...]] = deque()
         self.access: Access | None = None  # the owner's running one
         self.is_cut = False  # its reader wants no more of it
         self.is_stopped = False  # its owner serves it no more
@@ -140,7 +148,10 @@ class SimLane:
         self.stalled_until = 0.0  # its owner sends nothing before
 
     def __repr__(self) -> str:
-        return f"<SimLane {self.lease} {self.reader.name} <- {self.grant.source}{', ended' if self.ended else ''}>"
+        return (
+            f"<SimLane {self.lease} {self.reader.name} <- "
+            f"{self.grant.source}{', ended' if self.ended else ''}>"
+        )
 
     # -- the reader's side
 
@@ -168,10 +179,16 @@ class SimLane:
 
     def _mine(self, chunks: Sequence[int]) -> tuple[int, ...]:
         """These chunks in the reader's numbers."""
-        return tuple(chunks) if self.brings is None else tuple([self.brings[chunk] for chunk in chunks])
+        return (
+            tuple(chunks)
+            if self.brings is None
+            else tuple([self.brings[chunk] for chunk in chunks])
+        )
 
     def settle(self, frame: Frame) -> None:
-        """Take an arrived frame: check it, enter it into the books, and offer its chunks to readers."""
+        """Take an arrived frame: check it, enter it into the books, and offer its chunks to
+        readers.
+        """
         if frame.failure:
             self.end(frame.failure, frame.at_source)
             return
@@ -211,7 +228,9 @@ class SimLane:
         grant, content = self.grant, ContentId(self.reading.start.version.content_id)
         if self.part is not None:
             self.source.select(grant.generation, self.part.selection)
-        begun = self.source.worker.owner.begin(self.source.id, grant.generation, content, wanted, bytes_max, grant.selection)
+        begun = self.source.worker.owner.begin(
+            self.source.id, grant.generation, content, wanted, bytes_max, grant.selection
+        )
         if isinstance(begun, Access):
             self.access, chunks = begun, begun.chunks
             if self.part is not None:
@@ -219,7 +238,9 @@ class SimLane:
                 chunks = tuple(own for chunk in chunks for own in covered(theirs, selected[chunk]))
                 if is_of_other_layout(theirs):
                     self.source.cluster.took("bridged from another layout")
-            self.source.cluster.guarantees.served(self.source, grant, chunks, self.reading.start.version)
+            self.source.cluster.guarantees.served(
+                self.source, grant, chunks, self.reading.start.version
+            )
         return begun
 
     def lack(self) -> Frame:
@@ -229,13 +250,19 @@ class SimLane:
     def has(self) -> tuple[tuple[int, int], ...]:
         """What the owner could send, as runs."""
         assert self.source is not None
-        has = self.source.worker.owner.has(self.source.id, self.grant.generation, HAS_RUNS_MAX, self.grant.selection)
+        has = self.source.worker.owner.has(
+            self.source.id, self.grant.generation, HAS_RUNS_MAX, self.grant.selection
+        )
         if self.brings is None:
             return has
-        return tuple(run for first, count in has for run in runs_of(self._mine(range(first, first + count))))
+        return tuple(
+            run for first, count in has for run in runs_of(self._mine(range(first, first + count)))
+        )
 
     def finish(self) -> Frame:
-        """End the access: what its cells hold now is on its way, with digests that are made of it if there are none yet."""
+        """End the access: what its cells hold now is on its way, with digests that are made of it
+        if there are none yet.
+        """
         source, access = self.source, self.access
         assert source is not None
         assert access is not None
@@ -243,7 +270,9 @@ class SimLane:
         found: list[tuple[int, str, int | None]] = []
         for chunk, known in zip(access.chunks, access.digests, strict=True):
             cell = source.cell_in(access.selection, chunk)
-            digest = sent_digest(source.worker.owner, access, chunk, known, cell) if digested else known
+            digest = (
+                sent_digest(source.worker.owner, access, chunk, known, cell) if digested else known
+            )
             (number,) = self._mine([chunk])
             found.append((number, cell, digest))
         self.let_go()
@@ -261,7 +290,9 @@ class SimLane:
     # -- its end
 
     def end(self, failure: str = "", chunk: int | None = None) -> None:
-        """The lane writes no more; `failure`: why, if its reader did not want it; `chunk`: that was corrupt."""
+        """The lane writes no more; `failure`: why, if its reader did not want it; `chunk`: that was
+        corrupt.
+        """
         if self.ended:
             return
         self.ended, self.ended_at = True, self.reader.cluster.now
@@ -342,9 +373,13 @@ class Reading:
     def _tell_flows(self) -> None:
         """What links have carried, where that tells something."""
         flows = tuple(
-            flow for lane in self.all_lanes if not lane.failure and (flow := lane.meter.flow(lane.lease)) is not None
+            flow
+            for lane in self.all_lanes
+            if not lane.failure and (flow := lane.meter.flow(lane.lease)) is not None
         )
-        progress = self.reader.member.progress(self.books.chunks_verified, self.books.bytes_read, flows)
+        progress = self.reader.member.progress(
+            self.books.chunks_verified, self.books.bytes_read, flows
+        )
         if flows and progress is not None:
             self.reader.worker.say(progress)
 
@@ -374,7 +409,9 @@ class Reading:
         if not reader.worker.alive:
             return
         if failure and not lane.is_cut and not self.over:
-            reader.apply(reader.member.source_failed(lane.grant.lease, failure, "", cluster.now, chunk=chunk))
+            reader.apply(
+                reader.member.source_failed(lane.grant.lease, failure, "", cluster.now, chunk=chunk)
+            )
         if self.books.done and not self.over:
             self._end()
             self._cut_all()

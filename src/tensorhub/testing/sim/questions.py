@@ -9,15 +9,19 @@ from tensorhub.testing.sim.ports import SimWorkerPort
 
 
 class SimQuestions:
-    """The questions of one worker. Each returns the number of its request; the answer will be in `answers`."""
+    """The questions of one worker. Each returns the number of its request; the answer will be in
+    `answers`.
+    """
 
     def __init__(self, worker: SimWorkerPort) -> None:
         self._worker = worker
         self._cluster = worker.cluster
         self.answers: dict[int, TensorHubError | None] = {}  # by request
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
-        self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
-        self.rollbacks: dict[int, Rollback] = {}  # by request: those that were said, and not answered
+        # pins that it has ended, and has not heard the end of: their models, by id
+        self.unpinned: dict[str, str] = {}
+        # by request: those that were said, and not answered
+        self.rollbacks: dict[int, Rollback] = {}
         self._asked_unpins: dict[int, str] = {}  # by request
 
     def rollback(self, to: int, model: str = "actor", ident: str = "") -> int:

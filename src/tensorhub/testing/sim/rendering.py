@@ -8,8 +8,29 @@ from enum import Enum
 from tensorhub.messages import ErrorInfo, Grant
 from tensorhub.types import OpKey, VersionInfo
 
-UNTOLD = {"manifest", "manifest_id", "endpoints", "location", "layout_id", "pid", "request", "nbytes", "chunks", "spot"}
-UNTOLD |= {"medium", "purpose", "registration", "incarnation", "cluster", "retryable", "world_size", "known", "staged"}
+UNTOLD = {
+    "manifest",
+    "manifest_id",
+    "endpoints",
+    "location",
+    "layout_id",
+    "pid",
+    "request",
+    "nbytes",
+    "chunks",
+    "spot",
+}
+UNTOLD |= {
+    "medium",
+    "purpose",
+    "registration",
+    "incarnation",
+    "cluster",
+    "retryable",
+    "world_size",
+    "known",
+    "staged",
+}
 UNTOLD |= {"shard", "serves", "host_bytes", "manifest_ids"}
 TOLD_IF_ANY = {"publication", "origin", "selection"}
 TRIVIAL: tuple[object, ...] = (None, False, (), b"")
@@ -23,7 +44,8 @@ def show(value: object) -> str:
         case VersionInfo():
             return f"v{value.version}/{value.content_id}"
         case Grant():
-            return f"{value.lease}:{value.source}({value.generation}{'' if value.complete else ', filling'})"
+            filling = "" if value.complete else ", filling"
+            return f"{value.lease}:{value.source}({value.generation}{filling})"
         case ErrorInfo():
             return f"{value.kind}({value.message!r})"
         case Enum():
@@ -37,7 +59,9 @@ def show(value: object) -> str:
         case _ if is_dataclass(value) and not isinstance(value, type):
             told = [(f.name, getattr(value, f.name)) for f in fields(value) if f.name not in UNTOLD]
             told = [(name, item) for name, item in told if item or name not in TOLD_IF_ANY]
-            words = [f"{name}={show(item)}" for name, item in told if not any(item is t for t in TRIVIAL)]
+            words = [
+                f"{name}={show(item)}" for name, item in told if not any(item is t for t in TRIVIAL)
+            ]
             return " ".join([type(value).__name__, *words])
         case _:
             return str(value)
@@ -50,4 +74,8 @@ def show_epoch(epoch: int) -> str:
 
 def show_error(error: BaseException | None) -> str:
     """An error with its text and what it says of the memory."""
-    return "ok" if error is None else f"{type(error).__name__}({error}) memory={getattr(error, 'memory', '?')}"
+    return (
+        "ok"
+        if error is None
+        else f"{type(error).__name__}({error}) memory={getattr(error, 'memory', '?')}"
+    )

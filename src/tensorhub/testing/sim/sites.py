@@ -1,6 +1,8 @@
-"""Two sites: which seeds cut them off from each other as a whole, and which have workers that seed for their site.
+"""Two sites: which seeds cut them off from each other as a whole, and which have workers that seed
+for their site.
 
-The coordinator is in `HERE`. Responsible for these chances. Not responsible for what is done with them (`drivers`).
+The coordinator is in `HERE`. Responsible for these chances. Not responsible for what is done with
+them (`drivers`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""One simulated worker process, as `runtime.worker.worker` is: its connection, its owner, its handles.
+"""One simulated worker process, as `runtime.worker.worker` is: its connection, its owner, its
+handles.
 
-Responsible for carrying out what `worker.router` says of each message. Not responsible for when anything is delivered.
+Responsible for carrying out what `worker.router` says of each message. Not responsible for when
+anything is delivered.
 """
 
 from __future__ import annotations
@@ -23,13 +25,30 @@ from tensorhub.testing.sim.memory import written
 from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.ports import HandlePort
 from tensorhub.testing.sim.questions import SimQuestions
-from tensorhub.types import Endpoint, HandleState, Location, OpKind, Selector, VersionInfo, host_group
+from tensorhub.types import (
+    Endpoint,
+    HandleState,
+    Location,
+    OpKind,
+    Selector,
+    VersionInfo,
+    host_group,
+)
 from tensorhub.worker.calls import FillCall, PublishCall, RefuseCall, UnpublishCall
 from tensorhub.worker.heartbeats import Heartbeats
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.registration_session import Shard
-from tensorhub.worker.router import Anew, Answered, Deliver, Examine, LoseState, Reply, Resume, Router
+from tensorhub.worker.router import (
+    Anew,
+    Answered,
+    Deliver,
+    Examine,
+    LoseState,
+    Reply,
+    Resume,
+    Router,
+)
 
 
 class SimHandle(HandleShell):
@@ -38,14 +57,16 @@ class SimHandle(HandleShell):
     worker: SimWorker
 
     def write(self, version: int = 0) -> None:
-        """Fill the memory with cells that no further handle ever wrote; identical shards write equal cells for one
-        version.
+        """Fill the memory with cells that no further handle ever wrote; identical shards write
+        equal cells for one version.
         """
         assert self.member.state in (HandleState.EMPTY, HandleState.TORN), self
         self.grid = self.shard.manifest
         chunks = self.grid.chunk_count if self.grid is not None else self.cluster.chunks
         number = next(self.cluster.numbers)
-        self.cells = written(f"{self.part}={version}" if self.part else f"{self.name}#{number}", chunks)
+        self.cells = written(
+            f"{self.part}={version}" if self.part else f"{self.name}#{number}", chunks
+        )
 
     def publish(self, version: int, timeout_s: float = 60.0) -> CallRecord:
         """Write the memory, where it is the caller's to write, and publish it."""
@@ -53,17 +74,26 @@ class SimHandle(HandleShell):
             self.write(version)
         return self.call(PublishCall(version), timeout_s)
 
-    def replicate(self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False) -> CallRecord:
+    def replicate(
+        self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False
+    ) -> CallRecord:
         """`hold`: with a before_write."""
         return self.call(FillCall(OpKind.REPLICATE, selector, hold=hold), timeout_s)
 
     def update(
-        self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False, at_least: int | None = None
+        self,
+        selector: Selector = "latest",
+        timeout_s: float = 60.0,
+        *,
+        hold: bool = False,
+        at_least: int | None = None,
     ) -> CallRecord:
         """`hold`: with a before_write."""
         return self.call(FillCall(OpKind.UPDATE, selector, at_least, hold), timeout_s)
 
-    def stage(self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False) -> CallRecord:
+    def stage(
+        self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False
+    ) -> CallRecord:
         """An update that overwrites nothing before it is committed."""
         return self.call(FillCall(OpKind.UPDATE, selector, hold=hold, staged=True), timeout_s)
 
@@ -130,7 +160,9 @@ class WorkerUsers(Callers):
 
 
 class ControlPlane(Protocol):
-    """Keeps workers connected, and decides when messages between workers and the coordinator arrive."""
+    """Keeps workers connected, and decides when messages between workers and the coordinator
+    arrive.
+    """
 
     def connect(self, worker: SimWorker) -> None:
         """It is to have a connection."""
@@ -185,7 +217,8 @@ class SimWorker:
         self.beats = Heartbeats(cluster.options.lease_s)
         self.known_since = 0.0  # when a coordinator that did not know it has welcomed it
         self.unsure_at = 0.0  # when the coordinator could last not count on it
-        self.cut_off_at = float("-inf")  # when it has last lost a connection over which it was heard
+        # when it has last lost a connection over which it was heard
+        self.cut_off_at = float("-inf")
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
         self.host_bytes = cluster.host_bytes
@@ -193,7 +226,8 @@ class SimWorker:
         self.copies = SimHostCopies(self, op_timeout_s)
         self.copies_refused = 0  # that it will refuse to make
         self.router = Router[SimHandle](cluster.numbers)
-        self.newest: dict[str, VersionInfo | None] = {}  # of the models that it watches, as it was told
+        # of the models that it watches, as it was told
+        self.newest: dict[str, VersionInfo | None] = {}
         self._new_handle = new_handle
         self._said_held: dict[int, str] = {}  # of these: what content such a request says is held
 
@@ -214,14 +248,18 @@ class SimWorker:
     ) -> SimHandle:
         """One rank's memory. `cut`: what it has of a tensor that all have a part of."""
         number = next(self.cluster.registrations)
-        shard = Shard(f"r{number}", model, group, rank, world_size, spot, "", self.cluster.manifest, rank)
+        shard = Shard(
+            f"r{number}", model, group, rank, world_size, spot, "", self.cluster.manifest, rank
+        )
         if cut is not None:
             manifest, declared, coordinates = described(cut, rank)
             its = replace(shard, manifest=manifest, declared=declared, coordinates=coordinates)
             shard = replace(its, layout_id=manifest.layout_id)
         handle = self.take(shard)
         if cut is not None:
-            handle.layout_id = layout_id_together([described(cut, each)[0].layout_id for each in range(world_size)])
+            handle.layout_id = layout_id_together(
+                [described(cut, each)[0].layout_id for each in range(world_size)]
+            )
             handle.part = f"{group}/{rank % cut.parts}" if cut.copies > 1 else ""
         return handle
 
@@ -229,13 +267,19 @@ class SimWorker:
         """What can fetch once: that shard, or (None) the whole model."""
         number = next(self.cluster.registrations)
         made = Shard(f"r{number}", model, f"fetch{number}", 0, 1, True, "", None, shard or 0)
-        return self.take(made if shard is not None else replace(made, layout_id="own/fetch", declared=Declaration()))
+        return self.take(
+            made
+            if shard is not None
+            else replace(made, layout_id="own/fetch", declared=Declaration())
+        )
 
     def take(self, shard: Shard) -> SimHandle:
         """What registers that memory, of any kind."""
         handle = self._new_handle(self.cluster, self, shard)
         self.add(handle)
-        its = (each.layout_id for each in self.handles if host_group(each.shard.group) == shard.group)
+        its = (
+            each.layout_id for each in self.handles if host_group(each.shard.group) == shard.group
+        )
         handle.layout_id = next(its, handle.layout_id)
         return handle
 
@@ -276,7 +320,9 @@ class SimWorker:
         self.say(messages.Join(self.name, self.location, self.endpoints, 1, self.host_bytes))
 
     def disconnect(self) -> None:
-        """The connection breaks; messages on their way are lost, and the coordinator will notice some time."""
+        """The connection breaks; messages on their way are lost, and the coordinator will notice
+        some time.
+        """
         link = self.link
         if link is None:
             return
@@ -323,9 +369,15 @@ class SimWorker:
             self.cluster.control.link_lost(self, link)
 
     def say(self, message: messages.FromWorker) -> None:
-        """Tell the coordinator; without a session it is not said, as `runtime.control.link` has it."""
+        """Tell the coordinator; without a session it is not said, as `runtime.control.link` has
+        it.
+        """
         if self.link is not None and (self.link.welcomed or isinstance(message, messages.Join)):
-            if isinstance(message, messages.Register) and message.held is not None and not message.held.voted:
+            if (
+                isinstance(message, messages.Register)
+                and message.held is not None
+                and not message.held.voted
+            ):
                 self._said_held[message.request] = message.held.content_id
             self.cluster.guarantees.history.says(self, message)
             self.link.up.append(message)
@@ -348,8 +400,13 @@ class SimWorker:
             self.cluster.guarantees.retained.granted(handle)
 
     def known(self, message: messages.Registered) -> None:
-        """That is about to be told to one of its handles: what it has announced as held counts from now on."""
-        handle, content_id = self.router.asker(message.request), self._said_held.pop(message.request, None)
+        """That is about to be told to one of its handles: what it has announced as held counts from
+        now on.
+        """
+        handle, content_id = (
+            self.router.asker(message.request),
+            self._said_held.pop(message.request, None),
+        )
         if handle is not None:
             self.cluster.guarantees.registered(handle, message)
         if handle is not None and content_id is not None and message.keep:
@@ -402,7 +459,11 @@ class SimWorker:
             record.granted = True
             if isinstance(message, messages.LeaveGranted):
                 guarantees.retained.let_go(handle)
-        if record is not None and isinstance(message, messages.Outcome) and message.key == record.key:
+        if (
+            record is not None
+            and isinstance(message, messages.Outcome)
+            and message.key == record.key
+        ):
             record.committed = message.committed
         if isinstance(message, messages.Outcome) and handle.member._memory.doubt == message.key:
             guarantees.resolved(handle, message)
@@ -443,8 +504,8 @@ class SimWorker:
         self.cluster.users.anew(self, step)
 
     def _dismissed(self, message: messages.Dismissed) -> None:
-        """This incarnation is lost for good; its memory goes on under a new incarnation, and its present readers are
-        served no more.
+        """This incarnation is lost for good; its memory goes on under a new incarnation, and its
+        present readers are served no more.
         """
         self.dismissals.append(message.reason)
         self.lives += 1

@@ -1,8 +1,10 @@
-"""A whole cluster without bytes, sockets, threads or a clock: the real coordinator, members, owners and pulls.
+"""A whole cluster without bytes, sockets, threads or a clock: the real coordinator, members, owners
+and pulls.
 
-`World` has the coordinator with its store, workers and connections. It knows what each step does. A cluster gives the world
-the parts that decide when a step happens: a driver of shells, two planes, the coordinator's process, and
-users. In `drivers.stepwise` the caller picks each step; `drivers.timed` has a clock and faults.
+`World` has the coordinator with its store, workers and connections. It knows what each step does. A
+cluster gives the world the parts that decide when a step happens: a driver of shells, two planes,
+the coordinator's process, and users. In `drivers.stepwise` the caller picks each step;
+`drivers.timed` has a clock and faults.
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ class World(Driver):
         host_bytes: int = 0,
     ) -> None:
         self.options = options or Options()
-        self.user_errors: tuple[type[Exception], ...] = (BrokenHook,)  # that a user's own code raises
+        # that a user's own code raises
+        self.user_errors: tuple[type[Exception], ...] = (BrokenHook,)
         self.host_bytes = host_bytes  # of each worker that is made from now on
         self.chunks = chunks
         self.manifest = manifest
@@ -109,9 +112,11 @@ class World(Driver):
         # Whether a coordinator dies, or takes for lost who is not.
         self.forgets: Callable[[], bool] = lambda: True
         self.is_unharmed: Callable[[], bool] = lambda: False
-        self._called: set[tuple[OpKey, int]] = set()  # fills that this coordinator has heard: their operations, and ranks
+        # fills that this coordinator has heard: their operations, and ranks
+        self._called: set[tuple[OpKey, int]] = set()
         self._heard_again = False  # the present event is one of these, said again
-        self._joined: dict[str, int] = {}  # by incarnation: its newest connection that this coordinator has welcomed
+        # by incarnation: its newest connection that this coordinator has welcomed
+        self._joined: dict[str, int] = {}
         self.guarantees = Guarantees(self)
         self.losses = Losses(self)
         self.verified = VerifiedChunks()
@@ -119,13 +124,19 @@ class World(Driver):
 
     # -- making things
 
-    def worker(self, name: str, location: Location | None = None, transports: tuple[str, ...] = ("tcp",)) -> SimWorker:
+    def worker(
+        self, name: str, location: Location | None = None, transports: tuple[str, ...] = ("tcp",)
+    ) -> SimWorker:
         """A new worker process, which connects."""
-        worker = self.workers[name] = SimWorker(self, name, location or Location(host=name), transports)
+        worker = self.workers[name] = SimWorker(
+            self, name, location or Location(host=name), transports
+        )
         self.control.connect(worker)
         return worker
 
-    def handle(self, name: str, group: str | None = None, rank: int = 0, world_size: int = 1, **more: Any) -> SimHandle:
+    def handle(
+        self, name: str, group: str | None = None, rank: int = 0, world_size: int = 1, **more: Any
+    ) -> SimHandle:
         """A worker of this name, if there is none yet, with one registration."""
         worker = self.workers.get(name) or self.worker(name)
         return worker.register(group or name, rank, world_size, **more)
@@ -136,7 +147,10 @@ class World(Driver):
 
     def group(self, name: str, world_size: int, *, spot: bool = False) -> list[SimHandle]:
         """A worker per rank."""
-        return [self.handle(f"{name}{rank}", name, rank, world_size, spot=spot) for rank in range(world_size)]
+        return [
+            self.handle(f"{name}{rank}", name, rank, world_size, spot=spot)
+            for rank in range(world_size)
+        ]
 
     def lose_state(self) -> None:
         """The next coordinator will be a new cluster (R2)."""
@@ -189,7 +203,11 @@ class World(Driver):
     def kind_of(self, registration: str) -> str:
         """The kind of memory a worker copies from: of its own registrations, or staged for one."""
         handle = self.handle_of(registration)
-        return "what was staged" if handle is None else f"{handle.shard.medium} memory ({handle.shard.purpose})"
+        return (
+            "what was staged"
+            if handle is None
+            else f"{handle.shard.medium} memory ({handle.shard.purpose})"
+        )
 
     def session_of(self, incarnation: str) -> int | None:
         """The newest connection over which the present coordinator has welcomed it."""
@@ -197,7 +215,14 @@ class World(Driver):
 
     def is_coming(self, incarnation: str) -> bool:
         """Whether what it has said over a new connection lies unread at the coordinator."""
-        there = next((each for each in self.workers.values() if each.alive and each.incarnation == incarnation), None)
+        there = next(
+            (
+                each
+                for each in self.workers.values()
+                if each.alive and each.incarnation == incarnation
+            ),
+            None,
+        )
         link = there.link if there is not None else None
         return link is not None and link.unread > 0 and link.session != self.session_of(incarnation)
 
@@ -215,7 +240,11 @@ class World(Driver):
 
     def mates(self, handle: JudgedHandle) -> list[SimHandle]:
         """The remaining ranks of its group."""
-        return [h for h in self.live_handles() if h.shard.group == handle.shard.group and h is not handle]
+        return [
+            h
+            for h in self.live_handles()
+            if h.shard.group == handle.shard.group and h is not handle
+        ]
 
     def step(self, event: Event) -> None:
         """Feed the coordinator one event, and do what follows."""
@@ -234,7 +263,10 @@ class World(Driver):
         asked = list[int]()
         for action in self.process.gets_out(self.coordinator.step(event, self.now)):
             if former:
-                demand(self._is_reply(action, event), f"incarnations: {action} follows of what came too late: {event}")
+                demand(
+                    self._is_reply(action, event),
+                    f"incarnations: {action} follows of what came too late: {event}",
+                )
             match action:
                 case Send():
                     self._check_said(action, event)
@@ -273,8 +305,15 @@ class World(Driver):
                 self.guarantees.told_to_write(handle, message)
             if handle is not None and isinstance(message, Start | Write):
                 self.guarantees.crossings.told(handle, message)
-            if handle is not None and isinstance(message, Outcome) and message.committed and message.version is not None:
-                self.guarantees.commits(handle, message.version.content_id, by_source=message.by_source)
+            if (
+                handle is not None
+                and isinstance(message, Outcome)
+                and message.committed
+                and message.version is not None
+            ):
+                self.guarantees.commits(
+                    handle, message.version.content_id, by_source=message.by_source
+                )
             if handle is not None and not isinstance(message, Write):
                 self.guarantees.available.told(handle, message)
 
@@ -286,17 +325,24 @@ class World(Driver):
 
     @staticmethod
     def _is_reply(action: Action, event: Event) -> bool:
-        """Whether it only answers over, or closes, the connection of that event (every session may ask)."""
+        """Whether it only answers over, or closes, the connection of that event (every session may
+        ask).
+        """
         if isinstance(action, Persist | WorkerLost):
             return False
         here = isinstance(event, Received) and action.session == event.session
         return here and not (isinstance(action, Send) and isinstance(action.message, Welcome))
 
     def _welcome(self, session: int, worker: SimWorker, message: Welcome) -> None:
-        """A coordinator that has known an incarnation knows it ever after, or the incarnation is lost for good (G9)."""
+        """A coordinator that has known an incarnation knows it ever after, or the incarnation is
+        lost for good (G9).
+        """
         incarnation = self.coordinator.cluster.sessions[session].incarnation
         new = incarnation not in self._joined
-        demand(new != message.known, f"incarnations: {incarnation} is welcomed as {message}, and was in {self._joined}")
+        demand(
+            new != message.known,
+            f"incarnations: {incarnation} is welcomed as {message}, and was in {self._joined}",
+        )
         self._joined[incarnation] = session
         if new:
             worker.known_since = self.now
@@ -334,30 +380,56 @@ class World(Driver):
             member = self.coordinator.cluster.members.get(handle.id)
             content, state = handle.member.content, handle.member.state
             served = handle.last_call is not None and handle.last_call.done
-            demand(handle.shard.serves or not served, f"liveness: {handle} was made for one call, which is over")
+            demand(
+                handle.shard.serves or not served,
+                f"liveness: {handle} was made for one call, which is over",
+            )
             if member is None:
                 refused = handle.registration_error is not None or state is HandleState.CLOSED
-                demand(refused or not handle.registered, f"liveness: the coordinator has forgotten {handle}")
+                demand(
+                    refused or not handle.registered,
+                    f"liveness: the coordinator has forgotten {handle}",
+                )
                 continue
             known = member.holding.generation if member.holding is not None else None
-            held = content.generation if content is not None and state is HandleState.READY else None
+            held = (
+                content.generation if content is not None and state is HandleState.READY else None
+            )
             leaving = member.leaving
-            if content is not None and content.spoiled:  # a publisher's own, until it takes it back (R8)
-                leaving = [each for each in leaving if not (each.trust.quarantined and each.generation == held)]
+            # a publisher's own, until it takes it back (R8)
+            if content is not None and content.spoiled:
+                leaving = [
+                    each
+                    for each in leaving
+                    if not (each.trust.quarantined and each.generation == held)
+                ]
                 held = None
-            # In which layout it holds that, nobody knows before the other ranks are here: then it is asked again.
+            # In which layout it holds that, nobody knows before the other ranks are here: then it
+            # is asked again.
             is_unheard = member.unheard > 0 and known is None
             if state is not HandleState.IN_DOUBT and not is_unheard:
-                demand(known == held, f"liveness: {handle} holds generation {held}, the coordinator thinks {known}")
+                demand(
+                    known == held,
+                    f"liveness: {handle} holds generation {held}, the coordinator thinks {known}",
+                )
             demand(not leaving, f"liveness: {handle} is thought to leave, for ever: {leaving}")
         for ident, member in self.coordinator.cluster.members.items():
-            demand(ident in self.by_registration, f"liveness: {member} is known for ever, and is no more")
+            demand(
+                ident in self.by_registration,
+                f"liveness: {member} is known for ever, and is no more",
+            )
         for lease in self.coordinator.cluster.leases.values():
             raise GuaranteeBroken(f"liveness: a lease is left: {lease}. Story:\n{lease.story}")
 
     def call_ended(self, handle: HandleShell, record: CallRecord) -> None:
         """A call has returned, or raised."""
-        what = f"v{record.version.version} changed={record.changed}" if record.version else show_error(record.error)
-        self.note(f"{handle.name} {type(record.what).__name__.removesuffix('Call').lower()} ends: {what}")
+        what = (
+            f"v{record.version.version} changed={record.changed}"
+            if record.version
+            else show_error(record.error)
+        )
+        self.note(
+            f"{handle.name} {type(record.what).__name__.removesuffix('Call').lower()} ends: {what}"
+        )
         self.guarantees.ended(handle, record)
         self.users.ended(handle, record)

@@ -40,9 +40,13 @@ GRACE_S = 0.2  # for reads that were given up to end by themselves
 
 
 def check_metadata(name: str, metadata: bytes) -> None:
-    """ValueError unless it begins like the metadata of an agent with this name. NIXL checks the rest."""
+    """ValueError unless it begins like the metadata of an agent with this name. NIXL checks the
+    rest.
+    """
     named = name.encode()
-    if not metadata.startswith(b"nixlSerDes|Agent" + len(named).to_bytes(8, sys.byteorder) + named + b"|Conns"):
+    if not metadata.startswith(
+        b"nixlSerDes|Agent" + len(named).to_bytes(8, sys.byteorder) + named + b"|Conns"
+    ):
         raise ValueError("it is none of that agent: other versions of NIXL may have another form")
 
 
@@ -52,7 +56,9 @@ def _kind(device: int) -> tuple[str, int]:
 
 
 class Landing:
-    """Memory in which reads land, one in each of its slots: on that device, or the host. For one thread at a time."""
+    """Memory in which reads land, one in each of its slots: on that device, or the host. For one
+    thread at a time.
+    """
 
     def __init__(self, agent: Any, device: Device | None = None) -> None:
         nbytes = SLOTS * SLOT_BYTES
@@ -68,7 +74,9 @@ class Landing:
         agent.register_memory([(self.address, nbytes, self.number, "")], self.kind)
 
     def copy_out(self, slot: int, pieces: Sequence[Piece]) -> None:
-        """Copy what has landed in that slot to where it belongs. On a device, the copy has only begun when this returns."""
+        """Copy what has landed in that slot to where it belongs. On a device, the copy has only
+        begun when this returns.
+        """
         at, moves = self.address + slot * SLOT_BYTES, list[tuple[int, int, int]]()
         for here, _, nbytes in pieces:
             moves.append((here, at, nbytes))
@@ -92,7 +100,8 @@ class Landing:
             self.empty(slot)
 
 
-_unended: list[Landing] = []  # whose agents did not end when they were to: they may be written until the process ends
+# whose agents did not end when they were to: they may be written until the process ends
+_unended: list[Landing] = []
 
 
 @dataclass(slots=True)
@@ -105,7 +114,9 @@ class _Loaded:
 
 @dataclass(slots=True)
 class _Reading:
-    """A read that was posted. Nothing else refers to its handle, which keeps the agent: not even errors' frames do."""
+    """A read that was posted. Nothing else refers to its handle, which keeps the agent: not even
+    errors' frames do.
+    """
 
     handle: Any
     slot: int
@@ -117,11 +128,15 @@ class _Reading:
 
 
 Watch = Callable[[float], None]
-"""Called again and again during a wait, with the time at which it began (`time.monotonic`). Ends it by raising OSError."""
+"""Called again and again during a wait, with the time at which it began (`time.monotonic`). Ends it
+by raising OSError.
+"""
 
 
 class ReadingAgent:
-    """An agent that reads, and the memory in which its reads land. For several threads. TransportUnavailable."""
+    """An agent that reads, and the memory in which its reads land. For several threads.
+    TransportUnavailable.
+    """
 
     def __init__(self) -> None:
         self._agent = make_agent("reader")
@@ -129,15 +144,21 @@ class ReadingAgent:
         self._landings: list[Landing] = []  # that are free
         self._landings_made = 0
         self._loaded: dict[str, _Loaded] = {}
-        self._left: list[tuple[_Reading, Landing]] = []  # reads whose end is not known, and where they may write until then
+        # reads whose end is not known, and where they may write until then
+        self._left: list[tuple[_Reading, Landing]] = []
         self.users = 0  # belongs to `Agents`
         self.is_spent = False  # no new reader may use it
 
     def __repr__(self) -> str:
-        return f"<ReadingAgent of {len(self._loaded)} sources, {self._landings_made} landings, {len(self._left)} reads left>"
+        return (
+            f"<ReadingAgent of {len(self._loaded)} sources, {self._landings_made} landings, "
+            f"{len(self._left)} reads left>"
+        )
 
     def load(self, name: str, metadata: bytes) -> None:
-        """Know that agent, until `unload`. OSError: NIXL does not take it. ValueError: it is none."""
+        """Know that agent, until `unload`. OSError: NIXL does not take it. ValueError: it is
+        none.
+        """
         check_metadata(name, metadata)
         with self._lock:
             known = self._loaded.get(name)
@@ -153,7 +174,10 @@ class ReadingAgent:
             found = self._agent.add_remote_agent(metadata)
         except Exception as error:
             self.is_spent = True  # what it kept of that is not known
-            text = f"NIXL cannot reach it ({name_of(error)}): their UCX needs a way in common (UCX_TLS, UCX_NET_DEVICES)"
+            text = (
+                f"NIXL cannot reach it ({name_of(error)}): their UCX needs a way in common "
+                f"(UCX_TLS, UCX_NET_DEVICES)"
+            )
             raise OSError(errno.EHOSTUNREACH, text) from error.with_traceback(None)
         if (found if isinstance(found, str) else found.decode(errors="replace")) != name:
             self.is_spent = True
@@ -180,10 +204,15 @@ class ReadingAgent:
             self._landings.append(landing)
 
     def read(
-        self, name: str, pieces: Sequence[Piece], watch: Watch, there: int = ON_HOST, here: Device | None = None
+        self,
+        name: str,
+        pieces: Sequence[Piece],
+        watch: Watch,
+        there: int = ON_HOST,
+        here: Device | None = None,
     ) -> None:
-        """Copy these pieces out of that agent's memory (`there`: the number of a GPU) into memory of the device `here`.
-        OSError: not all could be read. Nothing is written after that.
+        """Copy these pieces out of that agent's memory (`there`: the number of a GPU) into memory
+        of the device `here`. OSError: not all could be read. Nothing is written after that.
         """
         landing, batches, free = self._take(here), cut_up(pieces, SLOT_BYTES), deque(range(SLOTS))
         posted: deque[_Reading] = deque()
@@ -222,7 +251,13 @@ class ReadingAgent:
             return made
 
     def _post(
-        self, name: str, device: int, landing: Landing, slot: int, pieces: Sequence[Piece], posted: deque[_Reading]
+        self,
+        name: str,
+        device: int,
+        landing: Landing,
+        slot: int,
+        pieces: Sequence[Piece],
+        posted: deque[_Reading],
     ) -> None:
         agent, here, at = self._agent, [], landing.address + slot * SLOT_BYTES
         for piece in pieces:
@@ -231,7 +266,10 @@ class ReadingAgent:
         kind, number = _kind(device)
         there = [(piece.there, piece.nbytes, number) for piece in pieces]
         try:
-            mine, theirs = agent.get_xfer_descs(here, landing.kind), agent.get_xfer_descs(there, kind)
+            mine, theirs = (
+                agent.get_xfer_descs(here, landing.kind),
+                agent.get_xfer_descs(there, kind),
+            )
             posted.append(_Reading(agent.initialize_xfer("READ", mine, theirs, name), slot, pieces))
             agent.transfer(posted[-1].handle)  # a failure shows as its state, too
         except Exception as error:
@@ -257,7 +295,9 @@ class ReadingAgent:
         return bool(state == "DONE")
 
     def _give_back(self, landing: Landing, posted: Iterable[_Reading]) -> None:
-        """Use a landing again only if all its reads have ended well. Any other read may still write there."""
+        """Use a landing again only if all its reads have ended well. Any other read may still write
+        there.
+        """
         until = time.monotonic() + GRACE_S
         left = [reading for reading in posted if not self._ends_well(reading, until)]
         with self._lock:
@@ -292,7 +332,9 @@ class ReadingAgent:
 
 
 class Agents:
-    """A worker's reading agents: one at a time takes new readers, and a spent one ends with its last reader."""
+    """A worker's reading agents: one at a time takes new readers, and a spent one ends with its
+    last reader.
+    """
 
     def __init__(self) -> None:
         """Raises TransportUnavailable."""
@@ -333,7 +375,9 @@ class Agents:
 
 
 class Remote(Source):
-    """One source's agent, as `transport.one_sided` reads it. For several threads; `close` is for the last one."""
+    """One source's agent, as `transport.one_sided` reads it. For several threads; `close` is for
+    the last one.
+    """
 
     hot_bytes = SLOTS * SLOT_BYTES  # smaller calls would leave the wire idle between them
 
@@ -373,7 +417,9 @@ class Remote(Source):
         if self._is_over():
             raise OSError(errno.ECANCELED, "the connection to its owner has ended")
         if time.monotonic() - since > self._stall_timeout_s:
-            raise TimeoutError(errno.ETIMEDOUT, f"NIXL has brought nothing for {self._stall_timeout_s:g} s")
+            raise TimeoutError(
+                errno.ETIMEDOUT, f"NIXL has brought nothing for {self._stall_timeout_s:g} s"
+            )
 
     def copy(self, call: Sequence[Piece]) -> None:
         self._agent.read(self._name, call, self._watch, self._there, self._here)

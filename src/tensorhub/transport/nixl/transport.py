@@ -1,4 +1,5 @@
-"""The nixl transport: a reader reads a source's registered memory by NIXL, after the source has told it of its agent.
+"""The nixl transport: a reader reads a source's registered memory by NIXL, after the source has
+told it of its agent.
 
 An agent's metadata comes over the two workers' own connection, after both have authenticated. As by
 every one-sided transport, the generation word, read after the bytes, decides whether a read counts
@@ -12,7 +13,15 @@ from collections.abc import Sequence
 from tensorhub.errors import TransportUnavailable
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.transport.base import DEVICE, HOST, Channel, Destination, NotShared, ReadFailure, Unusable
+from tensorhub.transport.base import (
+    DEVICE,
+    HOST,
+    Channel,
+    Destination,
+    NotShared,
+    ReadFailure,
+    Unusable,
+)
 from tensorhub.transport.connected import ConnectedTransport, ReadClient
 from tensorhub.transport.nixl.agents import DIALECT, AgentIs, Exposures, OnGpu, fault_with
 from tensorhub.transport.nixl.reading import Agents, Remote
@@ -57,17 +66,22 @@ class _NixlSession(OneSidedSession):
         """A reader that knows an agent knows addresses."""
         return "" if self._knows_agent else super().refusal
 
-    def find(self, registration: RegistrationId, memory: ChunkMemory, word: tuple[int, int]) -> tuple[object, Sequence[int]]:
+    def find(
+        self, registration: RegistrationId, memory: ChunkMemory, word: tuple[int, int]
+    ) -> tuple[object, Sequence[int]]:
         """The registration's agent, which is made if there is none. May take long."""
         if (fault := self._fault(memory)) is not None:
             raise NotShared(fault)
         places = tuple(memory.places)
         gpu = OnGpu(memory.device.index, places) if memory.device is not None else None
         try:
-            exposed = self._exposures.of(registration, [*(places if gpu is None else ()), word], memory, gpu)
+            exposed = self._exposures.of(
+                registration, [*(places if gpu is None else ()), word], memory, gpu
+            )
         except TransportUnavailable as error:
             raise NotShared(str(error)) from error
-        if not self._memory.holds(registration, memory):  # the agent was being made: what it reads may be freed next
+        # the agent was being made: what it reads may be freed next
+        if not self._memory.holds(registration, memory):
             self._exposures.end(registration)
             raise NotOpen("this memory is not open under that generation")
         self._knows_agent = True

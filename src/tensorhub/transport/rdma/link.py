@@ -1,4 +1,5 @@
-"""A reader's queue pair to one source, the memory in which reads land, and the way from there to many places.
+"""A reader's queue pair to one source, the memory in which reads land, and the way from there to
+many places.
 
 Responsible for setting the queue pair up over the two workers' own connection, for proving that the
 peer's end is the source's memory, and for waiting. Not responsible for the reads (`rdma.reader`).
@@ -35,12 +36,17 @@ class Scatter:
         self.made: dict[int, int] = {}  # digests of whole chunks
         self.digest_s = 0.0  # what making those took
         self._destination = destination
-        self._calls: Generator[list[memoryview]] | None = None  # of the present chunk, in host memory
+        # of the present chunk, in host memory
+        self._calls: Generator[list[memoryview]] | None = None
         self._views: deque[memoryview] = deque()  # of it: room for what comes next
         self._digest = PiecewiseDigest()
 
-    def put(self, staging: Staging | None, chunk: int, offset: int, source: int, nbytes: int) -> None:
-        """The chunk's next bytes are at that address of the host. `staging`: for its device. StateError: that has failed."""
+    def put(
+        self, staging: Staging | None, chunk: int, offset: int, source: int, nbytes: int
+    ) -> None:
+        """The chunk's next bytes are at that address of the host. `staging`: for its device.
+        StateError: that has failed.
+        """
         if staging is not None:
             self._put_on(staging, chunk, offset, source, nbytes)
             return
@@ -81,7 +87,9 @@ _staged = Tally(get_logger("tensorhub.worker").info, "rdma_staged")
 
 
 class Link:
-    """A queue pair to one source. It is kept and closed with the connection over which it was made. For one thread."""
+    """A queue pair to one source. It is kept and closed with the connection over which it was made.
+    For one thread.
+    """
 
     def __init__(self, queue: ReaderQueue, place: int) -> None:
         """`place`: of the source's port, among those that it named. OSError."""
@@ -93,16 +101,22 @@ class Link:
         self._is_armed = False
 
     def ask(self, client: ReadClient) -> Paired:
-        """Ask the source to be read through this queue pair, under the client's right. NotShared, Unusable; ReadFailure."""
+        """Ask the source to be read through this queue pair, under the client's right. NotShared,
+        Unusable; ReadFailure.
+        """
         right = client.right
-        paired = client.ask(Pair(right.registration, right.generation, self.place, self.queue.card), Paired)
+        paired = client.ask(
+            Pair(right.registration, right.generation, self.place, self.queue.card), Paired
+        )
         with client.failures():
             if len(paired.card.gid) != GID_BYTES or len(paired.nonce) != NONCE_BYTES:
                 raise ProtocolError(f"a GID has {GID_BYTES} bytes, and a nonce {NONCE_BYTES}")
         return paired
 
     def wait(self, connection: BlockingConnection, until: float) -> None:
-        """Wait until there may be completions, or a message from the source. OperationTimeout, OSError."""
+        """Wait until there may be completions, or a message from the source. OperationTimeout,
+        OSError.
+        """
         if not self._is_armed:
             self.queue.arm()  # what came before may have been missed: the caller looks first
             self._is_armed = True
@@ -118,8 +132,16 @@ class Link:
             raise OperationTimeout("the source's memory brought nothing in that time")
 
     def prove(self, connection: BlockingConnection, paired: Paired, until: float) -> None:
-        """Read the source's nonce. Unusable: it cannot be read, or it is wrong. ReadFailure, OSError."""
-        there = Move(self.words.address + mmap.PAGESIZE, self.words.key, paired.address, paired.key, mmap.PAGESIZE)
+        """Read the source's nonce. Unusable: it cannot be read, or it is wrong. ReadFailure,
+        OSError.
+        """
+        there = Move(
+            self.words.address + mmap.PAGESIZE,
+            self.words.key,
+            paired.address,
+            paired.key,
+            mmap.PAGESIZE,
+        )
         self.queue.post([there], 0, frozenset([0]), frozenset())
         while not (done := self.queue.poll()):
             if connection.is_readable():
@@ -128,7 +150,9 @@ class Link:
         status = done[0][1]
         if status:
             way = f"{self.queue.port} to {rdma.gid_text(paired.card.gid)}"
-            raise Unusable(f"it cannot be read over RDMA from {way}: {rdma.failure_of(status).detail}")
+            raise Unusable(
+                f"it cannot be read over RDMA from {way}: {rdma.failure_of(status).detail}"
+            )
         if self.words.read(mmap.PAGESIZE, NONCE_BYTES) != paired.nonce:
             raise Unusable("another process is reached over RDMA")
 
@@ -142,8 +166,8 @@ class Link:
 
 
 def prepare_destination(link: Link, destination: Destination) -> Pinned | None:
-    """The buffers in which reads land first; None: they go straight to the destination. Unusable: the destination cannot be
-    registered, judging by its first span and the limit.
+    """The buffers in which reads land first; None: they go straight to the destination. Unusable:
+    the destination cannot be registered, judging by its first span and the limit.
     """
     gpu = destination.device
     if not destination.is_strided:
@@ -161,4 +185,6 @@ def prepare_destination(link: Link, destination: Destination) -> Pinned | None:
     try:
         return link.buffers.prepare(gpu)
     except (OSError, StateError) as error:
-        raise Unusable(f"the memory to read into: {getattr(error, 'strerror', None) or error}") from error
+        raise Unusable(
+            f"the memory to read into: {getattr(error, 'strerror', None) or error}"
+        ) from error

@@ -1,4 +1,6 @@
-"""What a reader by rdma and an owner say to each other: how to set up a queue pair, and where to read."""
+"""What a reader by rdma and an owner say to each other: how to set up a queue pair, and where to
+read.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class QueueCard:
     reads: Annotated[int, Range(1, 255)]  # that it answers, or makes, at a time
 
 
-# -------------------------------------------------------------------------------------------------------- from a reader
+# --------------------------------------------------------------------------------------------------
+# from a reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,8 @@ class PieceTaken:
     """The piece that was staged first is read: its buffer may be used again. Not answered."""
 
 
-# --------------------------------------------------------------------------------------------------------- from an owner
+# --------------------------------------------------------------------------------------------------
+# from an owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +79,9 @@ class PortsAre:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """The owner's end is ready, and the owner's nonce can be read through it at that address. A Locate is answered by
-    ChunksPinned from now on; or by ChunksFollow and PieceStaged, where chunks are copied to the host first.
+    """The owner's end is ready, and the owner's nonce can be read through it at that address. A
+    Locate is answered by ChunksPinned from now on; or by ChunksFollow and PieceStaged, where chunks
+    are copied to the host first.
     """
 
     card: QueueCard
@@ -87,7 +92,9 @@ class Paired:
 
 @dataclass(frozen=True, slots=True)
 class ChunksPinned:
-    """As ChunksLie, with what a device needs besides: (index, digest, address, remote key), and the word's own key."""
+    """As ChunksLie, with what a device needs besides: (index, digest, address, remote key), and the
+    word's own key.
+    """
 
     chunks: Annotated[tuple[tuple[int, Digest, Address, U32], ...], Length(1024)]
     word: Address
@@ -96,8 +103,8 @@ class ChunksPinned:
 
 @dataclass(frozen=True, slots=True)
 class PieceStaged:
-    """The next bytes of the chunks that were announced (ChunksFollow) are at that address, to be read there as of
-    ChunksPinned. They stay until PieceTaken.
+    """The next bytes of the chunks that were announced (ChunksFollow) are at that address, to be
+    read there as of ChunksPinned. They stay until PieceTaken.
     """
 
     address: Address

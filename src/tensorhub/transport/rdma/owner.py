@@ -1,9 +1,10 @@
 """The owner's side of rdma: a queue pair for each reader, and the addresses and keys of the memory
 that is read through it.
 
-If the device does not reach a GPU, that GPU's bytes are *staged*: they go piece by piece through a few registered buffers on
-the host. A buffer is used again once the reader has said that it has read the piece. Chunks of many pieces of memory are
-staged as well, wherever they are: a device would be asked for each run by itself.
+If the device does not reach a GPU, that GPU's bytes are *staged*: they go piece by piece through a
+few registered buffers on the host. A buffer is used again once the reader has said that it has read
+the piece. Chunks of many pieces of memory are staged as well, wherever they are: a device would be
+asked for each run by itself.
 
 The queue pair lives as long as the reader's connection, and is taken apart with it. That is how a
 reader is cut off, even a reader that takes no messages. A reader's messages are checked, and used
@@ -61,7 +62,9 @@ _unpaired = Tally(log.warning, "rdma_unpaired")
 
 
 class RdmaOwner(OwnerSide):
-    """See `OwnerSide`. `fabric`: by which the memory is read. It belongs to the transport, and is closed with it."""
+    """See `OwnerSide`. `fabric`: by which the memory is read. It belongs to the transport, and is
+    closed with it.
+    """
 
     dialect = DIALECT
     is_one_sided = True
@@ -102,20 +105,26 @@ class RdmaSession:
         """Set up what the reader reads through; or note that it has read a piece."""
         match asked:
             case FindPorts():
-                self._connection.send(DIALECT.reply(request, PortsAre(rdma.said_of(self._fabric.ports))))
+                self._connection.send(
+                    DIALECT.reply(request, PortsAre(rdma.said_of(self._fabric.ports)))
+                )
             case Pair():
                 self._connection.send(DIALECT.reply(request, self._pair(asked)))
             case PieceTaken():
                 self._hear_taken()
 
     def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
-        """Say where the chunks are; or stage them, which lasts until the reader has read all pieces but the last ones."""
+        """Say where the chunks are; or stage them, which lasts until the reader has read all pieces
+        but the last ones.
+        """
         chunks = self._reader.digests_of(access, memory)
         word = self._reader.memory.word_of(access)
         try:
             assert self._queue is not None
             word_key = self._queue.device.page_key(word)
-            if memory.is_strided or (memory.device is not None and self._queue.device.fault_of(memory) is not None):
+            if memory.is_strided or (
+                memory.device is not None and self._queue.device.fault_of(memory) is not None
+            ):
                 self._stage(request, chunks, memory, word, word_key)
             else:
                 places = self._places(memory, chunks)
@@ -134,10 +143,13 @@ class RdmaSession:
             if buffers is not None:
                 buffers.release()
 
-    # --------------------------------------------------------------------------------------------- the queue pair
+    # ---------------------------------------------------------------------------------------------
+    # the queue pair
 
     def _pair(self, asked: Pair) -> Paired:
-        """A queue pair to the reader's end. One that was connected to another end goes. NotOpen, Unusable."""
+        """A queue pair to the reader's end. One that was connected to another end goes. NotOpen,
+        Unusable.
+        """
         header = self._reader.memory.header
         if header is None or asked.port >= len(self._fabric.ports):
             raise Unusable(NOT_BY_RDMA)
@@ -158,7 +170,9 @@ class RdmaSession:
             _unpaired.count(reason=error.strerror)
             raise Unusable(error.strerror or str(error)) from error
         if fault is not None:
-            raise (NotShared if memory.device is None and not rdma.is_of_limit(fault) else Unusable)(fault)
+            raise (
+                NotShared if memory.device is None and not rdma.is_of_limit(fault) else Unusable
+            )(fault)
         return Paired(queue.card, header.address, key, header.nonce)
 
     def _connected(self, asked: Pair) -> Queue:
@@ -171,8 +185,8 @@ class RdmaSession:
         return self._queue
 
     def _prepare(self, gpu: Device | None) -> str | None:
-        """Have buffers to stage bytes of that GPU, or of the host. Returns why there are none. OSError: they cannot be
-        registered.
+        """Have buffers to stage bytes of that GPU, or of the host. Returns why there are none.
+        OSError: they cannot be registered.
         """
         assert self._buffers is not None
         try:
@@ -182,7 +196,9 @@ class RdmaSession:
         return None
 
     def _places(self, memory: ChunkMemory, chunks: Chunks) -> tuple[tuple[int, int, int, int], ...]:
-        """Each chunk with its digest, its address and its remote key. OSError: it cannot be registered."""
+        """Each chunk with its digest, its address and its remote key. OSError: it cannot be
+        registered.
+        """
         assert self._queue is not None
         found: list[tuple[int, int, int, int]] = []
         for chunk, digest in chunks:
@@ -191,11 +207,14 @@ class RdmaSession:
             found.append((chunk, digest, address + keys.shift, keys.remote))
         return tuple(found)
 
-    # ------------------------------------------------------------------------------------------------------ staging
+    # ----------------------------------------------------------------------------------------------
+    # staging
 
-    def _stage(self, request: int, chunks: Chunks, memory: ChunkMemory, word: int, word_key: int) -> None:
-        """Let the reader read out of buffers: one piece is read while the next one is copied. OSError: the queue pair was
-        made to read other memory.
+    def _stage(
+        self, request: int, chunks: Chunks, memory: ChunkMemory, word: int, word_key: int
+    ) -> None:
+        """Let the reader read out of buffers: one piece is read while the next one is copied.
+        OSError: the queue pair was made to read other memory.
         """
         assert self._queue is not None
         assert self._buffers is not None
@@ -203,7 +222,10 @@ class RdmaSession:
             raise CannotServe(fault)
         pinned = self._buffers.pinned
         if pinned is None or pinned.staging.device is not memory.device:
-            raise OSError(errno.EOPNOTSUPP, "its tensors are on a GPU, and the queue pair was made to read others")
+            raise OSError(
+                errno.EOPNOTSUPP,
+                "its tensors are on a GPU, and the queue pair was made to read others",
+            )
         outgoing = self._outgoing(pinned.staging, memory, [chunk for chunk, _ in chunks])
         self._connection.send(ChunksFollow(request, chunks))
         with closing(outgoing) as pieces:
@@ -216,13 +238,19 @@ class RdmaSession:
                 while self._buffers.untaken > UNTAKEN_MAX:
                     self._hear_meanwhile()
 
-    def _outgoing(self, staging: Staging | Packing, memory: ChunkMemory, chunks: Sequence[int]) -> Generator[memoryview]:
+    def _outgoing(
+        self, staging: Staging | Packing, memory: ChunkMemory, chunks: Sequence[int]
+    ) -> Generator[memoryview]:
         """Their bytes, in registered buffers. CannotServe: no memory."""
         if isinstance(staging, Packing):
             strips = chain.from_iterable(map(memory.strips, chunks))
-            return staging.outgoing(blocks(strips, memory.addresses), sum([memory.sizes[chunk] for chunk in chunks]))
+            return staging.outgoing(
+                blocks(strips, memory.addresses), sum([memory.sizes[chunk] for chunk in chunks])
+            )
         if not memory.is_strided:
-            return staging.outgoing([(memory.address(chunk), memory.sizes[chunk]) for chunk in chunks])
+            return staging.outgoing(
+                [(memory.address(chunk), memory.sizes[chunk]) for chunk in chunks]
+            )
         nbytes = sum([memory.sizes[chunk] for chunk in chunks])
         try:
             room = staging.room(nbytes)
@@ -232,7 +260,9 @@ class RdmaSession:
         return staging.outgoing([(room, nbytes)])
 
     def _hear_meanwhile(self) -> None:
-        """Wait for the reader to take a piece. Its other requests are put aside. OperationTimeout."""
+        """Wait for the reader to take a piece. Its other requests are put aside.
+        OperationTimeout.
+        """
         asked = self._connection.receive(FROM_READER)
         if asked is None:
             raise ConnectionLost("the reader has left while pieces were staged for it")

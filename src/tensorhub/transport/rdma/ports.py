@@ -1,8 +1,9 @@
-"""The parts of RDMA that need no device: which ports there are, which of them reach each other, how reads are cut into work
-requests, and what an error means.
+"""The parts of RDMA that need no device: which ports there are, which of them reach each other, how
+reads are cut into work requests, and what an error means.
 
-A *port* is one way into the fabric: a device's port with one entry of its GID table. Ports are found in sysfs, so that a
-machine without pyverbs can still be told what it has and what it lacks (`tensorhub doctor`).
+A *port* is one way into the fabric: a device's port with one entry of its GID table. Ports are
+found in sysfs, so that a machine without pyverbs can still be told what it has and what it lacks
+(`tensorhub doctor`).
 
 Responsible for these decisions, and for naming obstacles and remedies. Not responsible for queue
 pairs and registered memory (`verbs`), nor for messages between workers (`transport.rdma.reader`).
@@ -27,7 +28,8 @@ from tensorhub.transport.rdma.messages import GID_BYTES, PORTS_MAX, RdmaPort
 
 PIECE_BYTES = 2**20  # of one work request
 PORTS_VARIABLE = "TENSORHUB_RDMA_PORTS"
-EMPTY_MAX = 32  # entries of a GID table in a row, behind which no other one is looked for: tables have up to 1024
+# entries of a GID table in a row, behind which no other one is looked for: tables have up to 1024
+EMPTY_MAX = 32
 SYSFS = Path("/sys/class/infiniband")
 NODES = Path("/dev/infiniband")
 _CAP_IPC_LOCK = 14
@@ -35,12 +37,15 @@ _NO_GID = bytes(GID_BYTES)
 
 Link = Literal["ethernet", "infiniband"]
 
-# ------------------------------------------------------------------------------------------------------------- ports
+# --------------------------------------------------------------------------------------------------
+# ports
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One port of a device, with the GID by which it would be used. `fault`: why it cannot be used, and what to do."""
+    """One port of a device, with the GID by which it would be used. `fault`: why it cannot be used,
+    and what to do.
+    """
 
     device: str
     number: int
@@ -62,36 +67,56 @@ def gid_text(gid: bytes) -> str:
 
 
 def find_ports(wanted: str | None = None, sysfs: Path = SYSFS, nodes: Path = NODES) -> list[Port]:
-    """All ports of this machine, each with the best of its GIDs, or those that are wanted, in that order.
+    """All ports of this machine, each with the best of its GIDs, or those that are wanted, in that
+    order.
 
-    `wanted`: DEVICE[:PORT[:GID_INDEX]], several with commas between them. StateError if it is not that.
+    `wanted`: DEVICE[:PORT[:GID_INDEX]], several with commas between them. StateError if it is not
+    that.
     """
     if wanted is None:
-        return [port for device in _listed(sysfs) for port in _ports_of(sysfs / device, nodes, None, None)]
+        return [
+            port
+            for device in _listed(sysfs)
+            for port in _ports_of(sysfs / device, nodes, None, None)
+        ]
     found: list[Port] = []
     for each in wanted.split(","):
         match = re.fullmatch(r"\s*([\w.-]+)(?::(\d{1,3}))?(?::(\d{1,4}))?\s*", each)
         if match is None:
-            raise StateError(f"{each!r} is no RDMA port: give DEVICE[:PORT[:GID_INDEX]], several with commas between them")
+            raise StateError(
+                f"{each!r} is no RDMA port: give DEVICE[:PORT[:GID_INDEX]], several with commas "
+                f"between them"
+            )
         device, number, index = match[1], match[2], match[3]
-        ports = _ports_of(sysfs / device, nodes, int(number) if number else None, int(index) if index else None)
+        ports = _ports_of(
+            sysfs / device, nodes, int(number) if number else None, int(index) if index else None
+        )
         found += ports or [_absent(device, int(number or 1), int(index or 0))]
     return found
 
 
-def usable_ports(wanted: str | None = None, sysfs: Path = SYSFS, nodes: Path = NODES) -> tuple[Port, ...]:
-    """Those that can be used, PORTS_MAX at most. `wanted` as of `find_ports`; None: as TENSORHUB_RDMA_PORTS says, else all.
+def usable_ports(
+    wanted: str | None = None, sysfs: Path = SYSFS, nodes: Path = NODES
+) -> tuple[Port, ...]:
+    """Those that can be used, PORTS_MAX at most. `wanted` as of `find_ports`; None: as
+    TENSORHUB_RDMA_PORTS says, else all.
 
     Raises TransportUnavailable, which names the obstacle of each port.
     """
     if (fault := order_fault()) is not None:
         raise TransportUnavailable(fault)
-    ports = find_ports(wanted if wanted is not None else os.environ.get(PORTS_VARIABLE) or None, sysfs, nodes)
+    ports = find_ports(
+        wanted if wanted is not None else os.environ.get(PORTS_VARIABLE) or None, sysfs, nodes
+    )
     usable = tuple(port for port in ports if not port.fault)
     if not ports:
-        raise TransportUnavailable("this machine has no RDMA device (nothing is in /sys/class/infiniband)")
+        raise TransportUnavailable(
+            "this machine has no RDMA device (nothing is in /sys/class/infiniband)"
+        )
     if not usable:
-        raise TransportUnavailable("; ".join(f"{port.device}:{port.number}: {port.fault}" for port in ports))
+        raise TransportUnavailable(
+            "; ".join(f"{port.device}:{port.number}: {port.fault}" for port in ports)
+        )
     return usable[:PORTS_MAX]
 
 
@@ -101,11 +126,18 @@ def _listed(directory: Path) -> list[str]:
         names = os.listdir(directory)
     except OSError:
         return []
-    return sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
+    return sorted(
+        names,
+        key=lambda name: [
+            int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)
+        ],
+    )
 
 
 def _said(path: Path) -> str:
-    """What a file of sysfs says; nothing if it cannot be read, as an empty entry of a table cannot."""
+    """What a file of sysfs says; nothing if it cannot be read, as an empty entry of a table
+    cannot.
+    """
     try:
         return path.read_text().strip()
     except OSError:
@@ -138,12 +170,25 @@ def _port_fault(device: Path, state: str, nodes: Path) -> str:
     if _said(device / "node_type").endswith("RNIC"):
         return "it is iWARP, which is connected in another way"
     if state != "ACTIVE":
-        return f"the port is {state}: check its cable, its switch and (Ethernet) that its interface is up"
-    node = next((name for name in _listed(device.parent.parent / "infiniband_verbs") if _is_of(device, name)), None)
+        return (
+            f"the port is {state}: check its cable, its switch and (Ethernet) that its "
+            f"interface is up"
+        )
+    node = next(
+        (
+            name
+            for name in _listed(device.parent.parent / "infiniband_verbs")
+            if _is_of(device, name)
+        ),
+        None,
+    )
     if node is None:
         return "it has no device node: load the kernel module ib_uverbs"
     if not os.access(nodes / node, os.R_OK | os.W_OK):
-        return f"{nodes / node} cannot be opened: give the container /dev/infiniband, or the user the right to it"
+        return (
+            f"{nodes / node} cannot be opened: give the container /dev/infiniband, or the user "
+            f"the right to it"
+        )
     return ""
 
 
@@ -152,7 +197,9 @@ def _is_of(device: Path, node: str) -> bool:
 
 
 def _best_gid(port: Path, link: Link) -> int:
-    """The GID table's best entry: of RoCE v2 an IPv4 address, then a global one, then a link's; of InfiniBand the first."""
+    """The GID table's best entry: of RoCE v2 an IPv4 address, then a global one, then a link's; of
+    InfiniBand the first.
+    """
     if link == "infiniband":
         return 0
     best: tuple[int, int] | None = None
@@ -162,7 +209,10 @@ def _best_gid(port: Path, link: Link) -> int:
         empty = empty + 1 if gid == _NO_GID else 0
         if gid != _NO_GID and _kind(port, index) == "RoCE v2":
             address = ipaddress.IPv6Address(gid)
-            found = (0 if address.ipv4_mapped is not None else 2 if address.is_link_local else 1, index)
+            found = (
+                0 if address.ipv4_mapped is not None else 2 if address.is_link_local else 1,
+                index,
+            )
             best = found if best is None else min(best, found)
         index += 1
     return 0 if best is None else best[1]
@@ -182,10 +232,17 @@ def _kind(port: Path, index: int) -> str:
 
 def _gid_fault(gid: bytes, kind: str, link: Link, index: int) -> str:
     if gid == _NO_GID:
-        hint = "give its interface an IP address" if link == "ethernet" else "is a subnet manager running?"
+        hint = (
+            "give its interface an IP address"
+            if link == "ethernet"
+            else "is a subnet manager running?"
+        )
         return f"entry {index} of its GID table is empty: {hint}"
     if link == "ethernet" and kind != "RoCE v2":
-        return f"entry {index} of its GID table is of {kind or 'no known type'}, not of RoCE v2: choose another one"
+        return (
+            f"entry {index} of its GID table is of {kind or 'no known type'}, not of RoCE v2: "
+            f"choose another one"
+        )
     return ""
 
 
@@ -195,8 +252,9 @@ def said_of(ports: Iterable[Port]) -> tuple[RdmaPort, ...]:
 
 
 def pairs(mine: Sequence[Port], theirs: Sequence[RdmaPort], turn: int = 0) -> list[tuple[int, int]]:
-    """Which of my ports may reach which of theirs, as pairs of indexes. The nearest pair is first (the longest common prefix
-    of the addresses), then the fastest. Pairs that are as good as the first take `turn`s, so that links spread over ports.
+    """Which of my ports may reach which of theirs, as pairs of indexes. The nearest pair is first
+    (the longest common prefix of the addresses), then the fastest. Pairs that are as good as the
+    first take `turn`s, so that links spread over ports.
     """
     found: list[tuple[int, float, int, int]] = []
     for here, port in enumerate(mine):
@@ -221,22 +279,29 @@ def _may_reach(mine: Port, theirs: RdmaPort) -> bool:
 
 def _family(gid: bytes) -> str:
     address = ipaddress.IPv6Address(gid)
-    return "IPv4" if address.ipv4_mapped is not None else "link" if address.is_link_local else "IPv6"
+    return (
+        "IPv4" if address.ipv4_mapped is not None else "link" if address.is_link_local else "IPv6"
+    )
 
 
 def apart(mine: Sequence[Port], theirs: Sequence[RdmaPort]) -> str:
     """What to say where `pairs` finds none."""
     here = ", ".join(str(port) for port in mine)
-    there = ", ".join(gid_text(port.gid) if len(port.gid) == len(_NO_GID) else "nonsense" for port in theirs)
+    there = ", ".join(
+        gid_text(port.gid) if len(port.gid) == len(_NO_GID) else "nonsense" for port in theirs
+    )
     advice = f"choose ports that reach each other (Options.rdma_ports, {PORTS_VARIABLE})"
     return f"no RDMA port here ({here}) is on one network with one of its ({there}): {advice}"
 
 
-# ------------------------------------------------------------------------------------------------- registered memory
+# -------------------------------------------------------------------------------------------------
+# registered memory
 
 
 def memlock_fault(nbytes: int, status: Path = Path("/proc/self/status")) -> str | None:
-    """Why so many bytes more cannot be registered, and what to do; None if nothing is known to be in the way."""
+    """Why so many bytes more cannot be registered, and what to do; None if nothing is known to be
+    in the way.
+    """
     said = status.read_text()
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     capable = re.search(r"^CapEff:\s+([0-9a-f]+)", said, re.MULTILINE)
@@ -252,15 +317,23 @@ def memlock_note() -> str | None:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if memlock_fault(2**40) is None:
         return None
-    return f"RLIMIT_MEMLOCK is {limit} bytes, and all memory that is published or filled counts: raise it by {_RAISING}"
+    return (
+        f"RLIMIT_MEMLOCK is {limit} bytes, and all memory that is published or filled counts: "
+        f"raise it by {_RAISING}"
+    )
 
 
-_RAISING = "`ulimit -l unlimited`, LimitMEMLOCK=infinity (systemd) or --ulimit memlock=-1 (containers)"
+_RAISING = (
+    "`ulimit -l unlimited`, LimitMEMLOCK=infinity (systemd) or --ulimit memlock=-1 (containers)"
+)
 
 
 def memlock_text(nbytes: int, limit: int) -> str:
     """What to say where memory cannot be registered for want of a limit."""
-    return f"{nbytes} bytes cannot be registered under RLIMIT_MEMLOCK, which is {limit} bytes: raise it by {_RAISING}"
+    return (
+        f"{nbytes} bytes cannot be registered under RLIMIT_MEMLOCK, which is {limit} bytes: "
+        f"raise it by {_RAISING}"
+    )
 
 
 def is_of_limit(fault: str) -> bool:
@@ -275,14 +348,21 @@ def registration_fault(error: OSError, nbytes: int) -> str:
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             if limit != resource.RLIM_INFINITY:
                 return memlock_text(nbytes, limit)
-            return f"{nbytes} bytes cannot be registered: the device, or the machine, has no room for more"
+            return (
+                f"{nbytes} bytes cannot be registered: the device, or the machine, has no room "
+                f"for more"
+            )
         case errno.EFAULT | errno.EOPNOTSUPP:
-            return "its memory cannot be registered: a file's mapping cannot, nor a device's without peer memory"
+            return (
+                "its memory cannot be registered: a file's mapping cannot, nor a device's "
+                "without peer memory"
+            )
         case _:
             return f"{nbytes} bytes cannot be registered ({error.strerror})"
 
 
-# ---------------------------------------------------------------------------------------------------------- reading
+# --------------------------------------------------------------------------------------------------
+# reading
 
 
 class Move(NamedTuple):
@@ -323,7 +403,8 @@ def _joined(moves: Iterable[Move]) -> Iterator[Move]:
 
 
 _SILENT = (
-    "the source does not answer over RDMA: its process or its port is gone, or there is no way to it (routing between the "
+    "the source does not answer over RDMA: its process or its port is gone, or there is no way to "
+    "it (routing between the "
     "two networks, a firewall for UDP 4791, MTU); Options.rdma_ports chooses other ports"
 )
 _MEANINGS: dict[int, tuple[Reason, str]] = {

@@ -23,16 +23,21 @@ from tensorhub.transport.rdma.ports import Move, Port, gid_text
 from tensorhub.transport.rdma.verbs import Device, Spanned, named, verbs
 from tensorhub.transport.staging import Packing, Pinned, Staging
 
-TIMEOUT = 14  # 4.096 us << 14 = 67 ms without an answer; the device may take up to four times as long
+# 4.096 us << 14 = 67 ms without an answer; the device may take up to four times as long
+TIMEOUT = 14
 RETRIES = 6  # (7 of receivers that are not ready would be for ever)
 HOPS = 64
-_channels = threading.Lock()  # guards completion channels' descriptors, which are told apart by their number
+# guards completion channels' descriptors, which are told apart by their number
+_channels = threading.Lock()
 CHANNELS_TRIED_MAX = 3
-BUFFERS = 4  # at the source one is copied by the GPU, one is on the wire, one is announced, one is free
+# at the source one is copied by the GPU, one is on the wire, one is announced, one is free
+BUFFERS = 4
 
 
 class Queue:
-    """One end of a queue pair, which is read through. OSError: it cannot be had, or not connected."""
+    """One end of a queue pair, which is read through. OSError: it cannot be had, or not
+    connected.
+    """
 
     is_reader = False
 
@@ -51,18 +56,34 @@ class Queue:
         v, enums = verbs(), verbs().enums
         at = self.device.context.query_port(self.port.number)
         if at.state != enums.IBV_PORT_ACTIVE:
-            raise OSError(errno.ENETDOWN, f"the RDMA port {self.port} is down: check cable, switch and interface")
+            raise OSError(
+                errno.ENETDOWN,
+                f"the RDMA port {self.port} is down: check cable, switch and interface",
+            )
         self._completions = self._made_completions()
         depth = self.device.depth if self.is_reader else 1
         cap = v.qp.QPCap(max_send_wr=depth, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
-        init = v.qp.QPInitAttr(qp_type=enums.IBV_QPT_RC, scq=self._completions, rcq=self._completions, cap=cap, sq_sig_all=0)
+        init = v.qp.QPInitAttr(
+            qp_type=enums.IBV_QPT_RC,
+            scq=self._completions,
+            rcq=self._completions,
+            cap=cap,
+            sq_sig_all=0,
+        )
         attributes = v.qp.QPAttr(port_num=self.port.number)
         attributes.pkey_index = 0
         attributes.qp_access_flags = self._access()
         self._pair = v.qp.QP(self.device.domain, init, attributes)
         self._open.append(self._pair)
         reads = self.device.reads_made if self.is_reader else self.device.reads_answered
-        self.card = QueueCard(self._pair.qp_num, secrets.randbits(24), self.port.gid, int(at.lid), int(at.active_mtu), reads)
+        self.card = QueueCard(
+            self._pair.qp_num,
+            secrets.randbits(24),
+            self.port.gid,
+            int(at.lid),
+            int(at.active_mtu),
+            reads,
+        )
 
     def _made_completions(self) -> Any:
         made = verbs().cq.CQ(self.device.context, 1)
@@ -82,14 +103,22 @@ class Queue:
             attributes.path_mtu = min(self.card.mtu, theirs.mtu)
             attributes.dest_qp_num = theirs.number
             attributes.rq_psn = theirs.sequence
-            attributes.max_dest_rd_atomic = attributes.max_rd_atomic = min(self.card.reads, theirs.reads)
+            attributes.max_dest_rd_atomic = attributes.max_rd_atomic = min(
+                self.card.reads, theirs.reads
+            )
             attributes.min_rnr_timer = 12
             attributes.qp_access_flags = self._access()
             gid = v.addr.GID(":".join(theirs.gid[at : at + 2].hex() for at in range(0, 16, 2)))
             route = v.addr.GlobalRoute(dgid=gid, sgid_index=self.port.gid_index, hop_limit=HOPS)
-            attributes.ah_attr = v.addr.AHAttr(port_num=self.port.number, is_global=1, gr=route, dlid=theirs.lid)
+            attributes.ah_attr = v.addr.AHAttr(
+                port_num=self.port.number, is_global=1, gr=route, dlid=theirs.lid
+            )
             attributes.sq_psn = self.card.sequence
-            attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = TIMEOUT, RETRIES, RETRIES
+            attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = (
+                TIMEOUT,
+                RETRIES,
+                RETRIES,
+            )
             self._pair.to_rts(attributes)
 
     def fail(self) -> None:
@@ -99,7 +128,9 @@ class Queue:
             self._pair.modify(v.qp.QPAttr(qp_state=v.enums.IBV_QPS_ERR), v.enums.IBV_QP_STATE)
 
     def close(self) -> None:
-        """Take it apart: nothing is read through it, or written by it, afterwards. A second call does nothing."""
+        """Take it apart: nothing is read through it, or written by it, afterwards. A second call
+        does nothing.
+        """
         while self._open:
             self._open.pop().close()
 
@@ -134,9 +165,12 @@ class ReaderQueue(Queue):
         with _channels:
             super().close()
 
-    def post(self, moves: Sequence[Move], first: int, signaled: frozenset[int], fenced: frozenset[int]) -> None:
-        """Start these reads, numbered from `first`. The completion of a `signaled` one is reported, and means that all
-        before it are done. A `fenced` one begins when all before it are done. OSError.
+    def post(
+        self, moves: Sequence[Move], first: int, signaled: frozenset[int], fenced: frozenset[int]
+    ) -> None:
+        """Start these reads, numbered from `first`. The completion of a `signaled` one is reported,
+        and means that all before it are done. A `fenced` one begins when all before it are done.
+        OSError.
         """
         v = verbs()
         opened: list[Any] = []
@@ -147,7 +181,9 @@ class ReaderQueue(Queue):
                     flags = (v.enums.IBV_SEND_SIGNALED if number in signaled else 0) | (
                         v.enums.IBV_SEND_FENCE if number in fenced else 0
                     )
-                    work = v.wr.SendWR(number, v.enums.IBV_WR_RDMA_READ, num_sge=1, sg=[part], send_flags=flags)
+                    work = v.wr.SendWR(
+                        number, v.enums.IBV_WR_RDMA_READ, num_sge=1, sg=[part], send_flags=flags
+                    )
                     part.close()
                     if opened:
                         opened[-1].next_wr = work
@@ -166,7 +202,9 @@ class ReaderQueue(Queue):
         return [(each.wr_id, each.status) for each in found]
 
     def arm(self) -> None:
-        """Have the descriptor become readable by the next completion; look once more by `poll` before waiting for it."""
+        """Have the descriptor become readable by the next completion; look once more by `poll`
+        before waiting for it.
+        """
         with named("ibv_req_notify_cq"):
             self._completions.req_notify()
 
@@ -188,7 +226,9 @@ def _event_descriptors() -> set[int]:
 
 
 class Buffers:
-    """Registered buffers at one end of a queue pair, through which bytes of a GPU go, or of many places of the host."""
+    """Registered buffers at one end of a queue pair, through which bytes of a GPU go, or of many
+    places of the host.
+    """
 
     def __init__(self, device: Device) -> None:
         self.pinned: Pinned | None = None
@@ -196,7 +236,9 @@ class Buffers:
         self._device = device
 
     def prepare(self, gpu: Accelerator | None) -> Pinned:
-        """Those for that GPU; None: for the host. StateError: no memory. OSError: they cannot be registered."""
+        """Those for that GPU; None: for the host. StateError: no memory. OSError: they cannot be
+        registered.
+        """
         if self.pinned is None or self.pinned.staging.device is not gpu:
             self.release()
             pinned = Pinned(Packing(BUFFERS) if gpu is None else Staging(gpu, buffers=BUFFERS))

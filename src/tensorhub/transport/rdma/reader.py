@@ -1,9 +1,11 @@
-"""The rdma transport: a reader's device reads the source's memory by itself, over a reliable connection of queue pairs.
+"""The rdma transport: a reader's device reads the source's memory by itself, over a reliable
+connection of queue pairs.
 
-The reader asks where chunks lie, as by other one-sided transports, and reads them. It names them if the generation word,
-read after them, is right (`rdma.reads`). The queue pair is set up over the two workers' own connection, and lives as long as
-that. First of all the reader reads the source's nonce through the queue pair, in a packet of full size. This shows that it
-is the right process, and that packets of that size get through.
+The reader asks where chunks lie, as by other one-sided transports, and reads them. It names them if
+the generation word, read after them, is right (`rdma.reads`). The queue pair is set up over the two
+workers' own connection, and lives as long as that. First of all the reader reads the source's nonce
+through the queue pair, in a packet of full size. This shows that it is the right process, and that
+packets of that size get through.
 
 After a read that ended in order, connection and queue pair are kept together for the next version
 (`peers`). The source is then asked for the new registration, with this end of the queue pair. After
@@ -48,7 +50,14 @@ from tensorhub.transport.connected import ConnectedTransport, ReadClient
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.rdma import ports as rdma
 from tensorhub.transport.rdma.link import Link, Scatter, prepare_destination
-from tensorhub.transport.rdma.messages import DIALECT, ChunksPinned, FindPorts, PieceStaged, PieceTaken, PortsAre
+from tensorhub.transport.rdma.messages import (
+    DIALECT,
+    ChunksPinned,
+    FindPorts,
+    PieceStaged,
+    PieceTaken,
+    PortsAre,
+)
 from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.ports import Move, Port
 from tensorhub.transport.rdma.queues import Fabric
@@ -61,7 +70,8 @@ from tensorhub.types import Location
 GROUP_BYTES = 4 * 2**20  # of chunks that are named together, at least one
 PAIRS_TRIED_MAX = 4  # of ports, for one link
 PIECES_MAX = 64  # that a source has staged, and that are not read yet
-PIECE_BYTES_MIN = PACE_BYTES  # of one, unless it is the last one: less, now and then, would hold a chunk for days
+# of one, unless it is the last one: less, now and then, would hold a chunk for days
+PIECE_BYTES_MIN = PACE_BYTES
 
 
 class RdmaTransport(ConnectedTransport):
@@ -87,7 +97,9 @@ class RdmaTransport(ConnectedTransport):
         return here.site == there.site
 
     def channel(self, client: ReadClient, destination: Destination) -> Channel:
-        """Set up a queue pair, or take up what there is of it. One that is of no use goes, at both ends."""
+        """Set up a queue pair, or take up what there is of it. One that is of no use goes, at both
+        ends.
+        """
         link = self._linked(client)
         pinned = prepare_destination(link, destination)
         return RdmaChannel(client, link, destination, self._options.stall_timeout_s, pinned)
@@ -96,7 +108,9 @@ class RdmaTransport(ConnectedTransport):
         return RdmaOwner(self.fabric)
 
     def _linked(self, client: ReadClient) -> Link:
-        """The connection's queue pair, if its source has kept it, too; else a new one. As of `Link.ask`."""
+        """The connection's queue pair, if its source has kept it, too; else a new one. As of
+        `Link.ask`.
+        """
         peer = client.peer
         link = peer.link
         if isinstance(link, Link):
@@ -122,7 +136,8 @@ class RdmaTransport(ConnectedTransport):
                 raise
             except (Unusable, OSError, OperationTimeout) as error:
                 faults.append(str(getattr(error, "strerror", None) or error))
-                if client.connection.is_readable() or time.monotonic() > until:  # (its end: nothing was asked)
+                # (its end: nothing was asked)
+                if client.connection.is_readable() or time.monotonic() > until:
                     break
         raise Unusable("; ".join(dict.fromkeys(faults)))
 
@@ -184,7 +199,12 @@ class RdmaChannel:
     """See `transport.base.Channel`."""
 
     def __init__(
-        self, client: ReadClient, link: Link, destination: Destination, stall_timeout_s: float, pinned: Pinned | None = None
+        self,
+        client: ReadClient,
+        link: Link,
+        destination: Destination,
+        stall_timeout_s: float,
+        pinned: Pinned | None = None,
     ) -> None:
         """`pinned`: the buffers in which reads land first."""
         self._client = client
@@ -196,14 +216,17 @@ class RdmaChannel:
         self._stall_timeout_s = stall_timeout_s
         self._pinned = pinned
         self._scatter = Scatter(destination) if destination.is_strided else None
-        self._buffers = deque(range(len(pinned.staging.buffers) if pinned is not None else 0))  # that are free
+        # that are free
+        self._buffers = deque(range(len(pinned.staging.buffers) if pinned is not None else 0))
         self._reads = Reads(link.queue, link.words, mmap.PAGESIZE, link.queue.device.depth)
         self._coming: deque[tuple[int, int]] = deque()  # (chunk, digest) whose pieces follow
         self._come_bytes = 0  # of the first of them
         self._pieces = 0  # that are staged for this reader
         self._located: deque[_Part] = deque()  # and not read yet
-        self._proved: deque[tuple[int, int, int]] = deque()  # (chunk, digest, bytes) that are there, and not named yet
-        self._unnamed_bytes = 0  # that are there, those of chunks of which parts are lacking included
+        # (chunk, digest, bytes) that are there, and not named yet
+        self._proved: deque[tuple[int, int, int]] = deque()
+        # that are there, those of chunks of which parts are lacking included
+        self._unnamed_bytes = 0
 
     def submit(self, chunks: Sequence[int]) -> None:
         self._client.locate(chunks)
@@ -224,12 +247,18 @@ class RdmaChannel:
         chunks = self._take(bytes_max)
         seconds, made, digest_s = time.perf_counter() - first_byte, dict[int, int](), 0.0
         if self._scatter is not None:
-            made = {chunk: self._scatter.made.pop(chunk) for chunk, _ in chunks if chunk in self._scatter.made}
+            made = {
+                chunk: self._scatter.made.pop(chunk)
+                for chunk, _ in chunks
+                if chunk in self._scatter.made
+            }
             digest_s, self._scatter.digest_s = self._scatter.digest_s, 0.0
         return Arrival(chunks, first_byte - started, max(0.0, seconds - digest_s), made, digest_s)
 
     def _read_some(self, started: float) -> tuple[Lacking | None, float]:
-        """Read until chunks are proved, or the source lacks some, or nothing is left. Also says when bytes began to come."""
+        """Read until chunks are proved, or the source lacks some, or nothing is left. Also says
+        when bytes began to come.
+        """
         first_byte, until, done = started, time.monotonic() + self._stall_timeout_s, -1
         while True:
             if self._cutter.is_cut:
@@ -241,7 +270,9 @@ class RdmaChannel:
             while self._located and self._reads.is_hungry and self._has_room():
                 self._add_group()
             self._reads.post()
-            if self._proved or (self._reads.is_idle and self._client.is_answered and not self._coming):
+            if self._proved or (
+                self._reads.is_idle and self._client.is_answered and not self._coming
+            ):
                 return None, first_byte
             if self._reads.is_idle:
                 if (lacking := self._hear()) is not None:
@@ -272,7 +303,9 @@ class RdmaChannel:
                 self._client.announced(request, [chunk for chunk, *_ in message.chunks])
                 word = message.word, message.key
                 for chunk, digest, there, key in message.chunks:
-                    self._locate(_Part(chunk, digest, 0, self._destination.sizes[chunk], there, key, word))
+                    self._locate(
+                        _Part(chunk, digest, 0, self._destination.sizes[chunk], there, key, word)
+                    )
             case PieceStaged():
                 self._locate_piece(request, message)
             case _:
@@ -282,7 +315,11 @@ class RdmaChannel:
         """Note where that is to be read, in parts that fit where they land."""
         room = part.nbytes if self._pinned is None else self._pinned.staging.piece_bytes
         for start in range(0, part.nbytes, room) if part.nbytes else (0,):
-            size, offset, there = min(room, part.nbytes - start), part.offset + start, part.there + start
+            size, offset, there = (
+                min(room, part.nbytes - start),
+                part.offset + start,
+                part.there + start,
+            )
             self._located.append(part._replace(offset=offset, nbytes=size, there=there))
 
     def _locate_piece(self, request: int, piece: PieceStaged) -> None:
@@ -308,15 +345,23 @@ class RdmaChannel:
 
     def _name_empty(self) -> None:
         """Chunks without bytes need no piece."""
-        while self._coming and not self._come_bytes and not self._destination.sizes[self._coming[0][0]]:
+        while (
+            self._coming
+            and not self._come_bytes
+            and not self._destination.sizes[self._coming[0][0]]
+        ):
             self._proved.append((*self._coming.popleft(), 0))
 
     def _has_room(self) -> bool:
         """Whether more can be read before bytes that have landed are taken."""
-        return bool(self._buffers) if self._pinned is not None else self._proved_bytes() < WINDOW_BYTES
+        return (
+            bool(self._buffers) if self._pinned is not None else self._proved_bytes() < WINDOW_BYTES
+        )
 
     def _add_group(self) -> None:
-        """Begin to read the next parts, under one word: at least one, and further ones up to GROUP_BYTES."""
+        """Begin to read the next parts, under one word: at least one, and further ones up to
+        GROUP_BYTES.
+        """
         word, room = self._located[0].word, GROUP_BYTES
         if self._pinned is not None:
             room = min(room, self._pinned.staging.piece_bytes)
@@ -353,14 +398,18 @@ class RdmaChannel:
         return moves, _Landed(buffer, landing, ())
 
     def _keys_of(self, address: int, nbytes: int) -> Keys:
-        """The destination's keys there. ReadFailure: this part cannot be registered, although the first one could be."""
+        """The destination's keys there. ReadFailure: this part cannot be registered, although the
+        first one could be.
+        """
         try:
             return self._link.queue.device.keys(self._destination, address, nbytes)
         except OSError as error:
             raise ReadFailure("lost", f"the memory to read into: {error.strerror}") from error
 
     def _land(self, groups: Sequence[Group]) -> None:
-        """These groups are proved: bring their chunks to where they belong. StateError: the GPU has failed."""
+        """These groups are proved: bring their chunks to where they belong. StateError: the GPU has
+        failed.
+        """
         for group in groups:
             landed: _Landed = group.tag
             for request in landed.taken:
@@ -382,7 +431,9 @@ class RdmaChannel:
                 self._scatter.put(gpus, part.chunk, part.offset, here, part.nbytes)
         elif gpus is not None:
             to = self._destination.address
-            gpus.scatter([(to(part.chunk) + part.offset, here, part.nbytes) for part, here in parts])
+            gpus.scatter(
+                [(to(part.chunk) + part.offset, here, part.nbytes) for part, here in parts]
+            )
 
     def _take(self, bytes_max: int) -> list[tuple[int, int]]:
         """Proved chunks: at least one, and further ones up to `bytes_max`."""

@@ -1,14 +1,16 @@
-"""A reader's running reads on one queue pair: groups of chunks, each with a look at the source's generation word.
+"""A reader's running reads on one queue pair: groups of chunks, each with a look at the source's
+generation word.
 
-Theory of operation
--------------------
-A *group* is some chunks and, as its last work request, a read of the source's generation word. That request is *fenced*: it
-begins when the reads before it have completed, so that the word is read after the bytes have arrived (R3). A queue pair
-answers reads in order, but that would not be enough, because a device may fetch for several of them at a time. If the word
-is right, it proves the whole group. Each group's word lands in a slot of its own, which is zeroed before.
+Theory of operation ------------------- A *group* is some chunks and, as its last work request, a
+read of the source's generation word. That request is *fenced*: it begins when the reads before it
+have completed, so that the word is read after the bytes have arrived (R3). A queue pair answers
+reads in order, but that would not be enough, because a device may fetch for several of them at a
+time. If the word is right, it proves the whole group. Each group's word lands in a slot of its own,
+which is zeroed before.
 
-Requests are posted as far as the queue takes them, up to WINDOW_BYTES, one group right behind the other, so that the wire
-never waits for this process. The device reports the completion of each SIGNAL_EVERY-th request and of each group's last one.
+Requests are posted as far as the queue takes them, up to WINDOW_BYTES, one group right behind the
+other, so that the wire never waits for this process. The device reports the completion of each
+SIGNAL_EVERY-th request and of each group's last one.
 
 Responsible for order, room and the meaning of a completion. Not responsible for waiting, nor for
 choosing the reads.
@@ -33,7 +35,9 @@ CALL_WORKS = 16  # posted by one call
 class Posts(Protocol):
     """See `queues.ReaderQueue`."""
 
-    def post(self, moves: Sequence[Move], first: int, signaled: frozenset[int], fenced: frozenset[int]) -> None: ...
+    def post(
+        self, moves: Sequence[Move], first: int, signaled: frozenset[int], fenced: frozenset[int]
+    ) -> None: ...
     def poll(self) -> list[tuple[int, int]]: ...
 
 
@@ -50,7 +54,8 @@ class Slots(Protocol):
 class Group:
     """Chunks that are named together, or not at all."""
 
-    chunks: Sequence[tuple[int, int, int]]  # (number, digest, bytes); of the last one, if it is read in parts, the last part
+    # (number, digest, bytes); of the last one, if it is read in parts, the last part
+    chunks: Sequence[tuple[int, int, int]]
     nbytes: int
     generation: int
     slot: int
@@ -68,9 +73,11 @@ class Reads:
         self._slots_bytes = slots_bytes
         self._depth = depth
         self._next_slot = 0
-        self._todo: deque[tuple[Move, Group | None]] = deque()  # not posted yet; with the group whose last it is
+        # not posted yet; with the group whose last it is
+        self._todo: deque[tuple[Move, Group | None]] = deque()
         self._groups: deque[Group] = deque()  # that are not proved yet, in their order
-        self._under_way: deque[int] = deque()  # the bytes of each work request that is posted and not known to be done
+        # the bytes of each work request that is posted and not known to be done
+        self._under_way: deque[int] = deque()
         self._bytes_under_way = 0
         self._posted = 0  # work requests, ever
         self._done = 0  # of them, up to the last one that was told of
@@ -98,13 +105,17 @@ class Reads:
         generation: int,
         tag: Any = None,
     ) -> None:
-        """Read what of these chunks is left by these moves, and the word at that (address, key) behind them."""
+        """Read what of these chunks is left by these moves, and the word at that (address, key)
+        behind them.
+        """
         slot, self._next_slot = self._next_slot, (self._next_slot + WORD_BYTES) % self._slots_bytes
         self._slots.word(slot).value = 0
         group = Group(chunks, sum(move.nbytes for move in moves), generation, slot, tag)
         self._groups.append(group)
         self._todo.extend((move, None) for move in cut(moves))
-        self._todo.append((Move(self._slots.address + slot, self._slots.key, *word, WORD_BYTES), group))
+        self._todo.append(
+            (Move(self._slots.address + slot, self._slots.key, *word, WORD_BYTES), group)
+        )
 
     def post(self) -> None:
         """Post what there is room for. OSError."""
@@ -112,7 +123,11 @@ class Reads:
             moves: list[Move] = []
             signaled, fenced = set[int](), set[int]()
             number = self._posted
-            while self._todo and len(moves) < min(room, CALL_WORKS) and self._has_room(self._todo[0][0]):
+            while (
+                self._todo
+                and len(moves) < min(room, CALL_WORKS)
+                and self._has_room(self._todo[0][0])
+            ):
                 move, group = self._todo.popleft()
                 self._under_way.append(move.nbytes)
                 self._bytes_under_way += move.nbytes
@@ -149,6 +164,10 @@ class Reads:
             group = self._groups.popleft()
             if not group.generation or self._slots.word(group.slot).value != group.generation:
                 text = "the memory has changed its generation"
-                raise ReadFailure("refused", text, bytes_discarded=group.nbytes + sum(each.nbytes for each in proved))
+                raise ReadFailure(
+                    "refused",
+                    text,
+                    bytes_discarded=group.nbytes + sum(each.nbytes for each in proved),
+                )
             proved.append(group)
         return proved

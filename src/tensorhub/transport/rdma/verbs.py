@@ -1,13 +1,14 @@
 """Devices and the memory that is registered with them, by pyverbs.
 
-Memory is registered once, when it is first read from or into, a span of at most SPAN_BYTES at a time. Spans are short
-because pyverbs keeps the GIL while it registers (some 0.2 ms per MiB). Registered memory is known by the object that says
-where it is, never by its address, which may later belong to other memory. It is deregistered when it is released, or with
-the last reference to that object. A GPU's memory is registered as a dma-buf, or by its address, which works with drivers
+Memory is registered once, when it is first read from or into, a span of at most SPAN_BYTES at a
+time. Spans are short because pyverbs keeps the GIL while it registers (some 0.2 ms per MiB).
+Registered memory is known by the object that says where it is, never by its address, which may
+later belong to other memory. It is deregistered when it is released, or with the last reference to
+that object. A GPU's memory is registered as a dma-buf, or by its address, which works with drivers
 that know a GPU's addresses (peer memory).
 
-pyverbs' errors become OSErrors here. Responsible for a device's handles and their order. Not responsible for queue pairs
-(`queues`), nor for which port or byte is meant.
+pyverbs' errors become OSErrors here. Responsible for a device's handles and their order. Not
+responsible for queue pairs (`queues`), nor for which port or byte is meant.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _SYSTEM_PATHS = (
     "/usr/lib/python{}.{}/site-packages",
 )
 
-# ----------------------------------------------------------------------------------------------------------- pyverbs
+# --------------------------------------------------------------------------------------------------
+# pyverbs
 
 
 class _Verbs(NamedTuple):
@@ -59,24 +61,30 @@ class _Verbs(NamedTuple):
 
 @functools.cache
 def verbs() -> _Verbs:
-    """pyverbs, of this interpreter's packages or of the system's. TransportUnavailable: it is not there."""
+    """pyverbs, of this interpreter's packages or of the system's. TransportUnavailable: it is not
+    there.
+    """
     if importlib.util.find_spec("pyverbs") is None:
         _find_system_pyverbs()
     try:
         names = ("addr", "cq", "device", "mr", "pd", "qp", "wr", "pyverbs_error")
-        addr, cq, device, mr, pd, qp, wr, errors = [importlib.import_module(f"pyverbs.{name}") for name in names]
+        addr, cq, device, mr, pd, qp, wr, errors = [
+            importlib.import_module(f"pyverbs.{name}") for name in names
+        ]
         try:
             enums = importlib.import_module("pyverbs.libibverbs_enums")
         except ImportError:  # rdma-core before 55
             enums = importlib.import_module("pyverbs.enums")
-        importlib.import_module("pyverbs.fork").fork_init()  # a child's copy must never take a registered page from us
+        # a child's copy must never take a registered page from us
+        importlib.import_module("pyverbs.fork").fork_init()
     except ImportError as error:
         raise TransportUnavailable(_MISSING.format(sys.version_info, error)) from error
     return _Verbs(addr, cq, device, mr, pd, qp, wr, errors, enums)
 
 
 _MISSING = (
-    "pyverbs cannot be imported by Python {0.major}.{0.minor} ({1}): install the system's packages (Debian: python3-pyverbs "
+    "pyverbs cannot be imported by Python {0.major}.{0.minor} ({1}): install the system's packages "
+    "(Debian: python3-pyverbs "
     "ibverbs-providers), which are for the system's own Python version"
 )
 
@@ -105,10 +113,13 @@ def named(what: str) -> Iterator[None]:
     except verbs().errors.PyverbsError as error:
         code = getattr(error, "error_code", 0)
         code = code if isinstance(code, int) and code > 0 else errno.EIO
-        raise OSError(code, f"{what}: {os.strerror(code) if code != errno.EIO else error}") from error
+        raise OSError(
+            code, f"{what}: {os.strerror(code) if code != errno.EIO else error}"
+        ) from error
 
 
-# ------------------------------------------------------------------------------------------------- registered memory
+# -------------------------------------------------------------------------------------------------
+# registered memory
 
 
 class Spanned(Protocol):
@@ -116,7 +127,9 @@ class Spanned(Protocol):
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:
-        """Ascending (address, bytes): together all of it, without overlaps. What is read at a time lies in one of them."""
+        """Ascending (address, bytes): together all of it, without overlaps. What is read at a time
+        lies in one of them.
+        """
 
     @property
     def device(self) -> Accelerator | None:
@@ -142,7 +155,8 @@ class Registered:
         self._device = memory.device
         self._starts = [address for address, _ in self._spans]
         self._regions: dict[int, tuple[Any, Keys]] = {}  # by the span's place
-        self._fault: tuple[int, str] | None = None  # why some of it cannot be: then none is to be counted on
+        # why some of it cannot be: then none is to be counted on
+        self._fault: tuple[int, str] | None = None
 
     def keys(self, address: int, nbytes: int) -> Keys:
         """Of the span in which that lies, which is registered if it is not yet. OSError."""
@@ -206,7 +220,9 @@ def register_on(device: Accelerator, domain: Any, address: int, nbytes: int) -> 
         access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_READ
         try:
             with named("ibv_reg_dmabuf_mr"):  # its addresses begin with the dma-buf
-                region = verbs().mr.DmaBufMR(domain, nbytes, access, dmabuf=descriptor, offset=address - start)
+                region = verbs().mr.DmaBufMR(
+                    domain, nbytes, access, dmabuf=descriptor, offset=address - start
+                )
             return region, -start
         except OSError as error:
             faults.append(str(error.strerror))
@@ -215,7 +231,10 @@ def register_on(device: Accelerator, domain: Any, address: int, nbytes: int) -> 
     try:
         return register(domain, address, nbytes), 0
     except OSError as error:
-        text = f"{device.name} and this device do not reach each other (dma-buf: {faults[0]}; peer memory: {error.strerror})"
+        text = (
+            f"{device.name} and this device do not reach each other (dma-buf: {faults[0]}; peer "
+            f"memory: {error.strerror})"
+        )
         raise OSError(error.errno, text) from error
 
 
@@ -243,7 +262,9 @@ class Device:
             return self._memories[memory].keys(address, nbytes)
 
     def fault_of(self, memory: Spanned) -> str | None:
-        """Register the memory's first span. Why the memory cannot be registered, judging by that and by the limit."""
+        """Register the memory's first span. Why the memory cannot be registered, judging by that
+        and by the limit.
+        """
         spans = memory.spans
         if not spans:
             return None
@@ -256,7 +277,9 @@ class Device:
         return rdma.memlock_fault(sum(nbytes for _, nbytes in spans[1:]))
 
     def page_key(self, address: int) -> int:
-        """The remote key of the page there, which stays where it is until the device is closed. OSError."""
+        """The remote key of the page there, which stays where it is until the device is closed.
+        OSError.
+        """
         page = address - address % mmap.PAGESIZE
         with self.lock:
             if page not in self._pages:
@@ -287,7 +310,9 @@ class Device:
 
 
 class Landing:
-    """Registered memory of this library's own, in which a reader looks at a source's words. Zeroed."""
+    """Registered memory of this library's own, in which a reader looks at a source's words.
+    Zeroed.
+    """
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._bytes = mmap.mmap(-1, nbytes)

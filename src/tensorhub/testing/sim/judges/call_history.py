@@ -1,6 +1,8 @@
-"""What simulated callers call and return, and what they are told, as the reference model of each model hears it.
+"""What simulated callers call and return, and what they are told, as the reference model of each
+model hears it.
 
-Responsible for the calls that a handle's and a worker's actions stand for. What is possible is the model's affair.
+Responsible for the calls that a handle's and a worker's actions stand for. What is possible is the
+model's affair.
 """
 
 from __future__ import annotations
@@ -9,7 +11,18 @@ from collections import defaultdict
 from math import inf
 
 from tensorhub.errors import LeaseLost, VersionConflict, VersionUnavailable
-from tensorhub.messages import Announce, Done, FromWorker, Join, Pin, Refused, Retain, Rollback, Unpin, Watch
+from tensorhub.messages import (
+    Announce,
+    Done,
+    FromWorker,
+    Join,
+    Pin,
+    Refused,
+    Retain,
+    Rollback,
+    Unpin,
+    Watch,
+)
 from tensorhub.testing.sim.assertion import HOLDING
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorker, JudgedWorld
@@ -32,11 +45,14 @@ class CallHistory:
         self._world = world
         self._contents = contents
         self.models: defaultdict[str, ReferenceModel] = defaultdict(ReferenceModel)
-        self.questions: dict[int, tuple[str, Call]] = {}  # by request: of which model a worker itself asks what
+        # by request: of which model a worker itself asks what
+        self.questions: dict[int, tuple[str, Call]] = {}
         self.new_pins: set[int] = set()  # of these: pins that are said for the first time
         self._said: set[str] = set()  # the ids of all pins
-        self._pins: dict[str, tuple[str, Pinning]] = {}  # by id: those that may count, and their models
-        # Watches of the present connections, by incarnation and model. When one is said again, older news may be coming.
+        # by id: those that may count, and their models
+        self._pins: dict[str, tuple[str, Pinning]] = {}
+        # Watches of the present connections, by incarnation and model. When one is said again,
+        # older news may be coming.
         self._watches: set[tuple[str, str]] = set()
         self._rollbacks: dict[str, RollingBack] = {}  # by the names under which they are said again
 
@@ -50,7 +66,10 @@ class CallHistory:
 
     def begins(self, handle: JudgedHandle, what: Called) -> Call:
         """A handle is called."""
-        shard, content = handle.shard, handle.member.content if handle.member.state in HOLDING else None
+        shard, content = (
+            handle.shard,
+            handle.member.content if handle.member.state in HOLDING else None,
+        )
         call = Call(handle.name)
         if isinstance(what, PublishCall):
             call = Publishing(shard.group, what.version)
@@ -70,7 +89,12 @@ class CallHistory:
 
     def ended(self, handle: JudgedHandle, record: JudgedCall) -> None:
         """That call has returned, or raised."""
-        model, call, error, version = self.models[handle.shard.model], record.judged, record.error, record.version
+        model, call, error, version = (
+            self.models[handle.shard.model],
+            record.judged,
+            record.error,
+            record.version,
+        )
         in_doubt = isinstance(error, LeaseLost) or getattr(error, "memory", "") == "in_doubt"
         if self._contents.has_outsiders:
             return
@@ -80,7 +104,9 @@ class CallHistory:
             case Publishing() if in_doubt:
                 call.left = True
             case Publishing():
-                model.not_published(call, taken=isinstance(error, VersionConflict) and not error.retryable)
+                model.not_published(
+                    call, taken=isinstance(error, VersionConflict) and not error.retryable
+                )
             case Reading() if version is not None:
                 model.read(call, version)
             case Reading(selector=int(number)) if _says_there_is_none(error):
@@ -123,7 +149,11 @@ class CallHistory:
 
     def cut_off(self, worker: JudgedWorker) -> None:
         """Its pins count for a lease; no caller can rely on them until they are sent again."""
-        for pin in [pin for pin, (_, call) in self._pins.items() if call.who.rpartition(".")[0] == worker.name]:
+        for pin in [
+            pin
+            for pin, (_, call) in self._pins.items()
+            if call.who.rpartition(".")[0] == worker.name
+        ]:
             self.unpinned(pin)
 
     def unpinned(self, pin: str) -> None:
@@ -140,7 +170,10 @@ class CallHistory:
     def answered(self, worker: JudgedWorker, message: Done | Refused) -> None:
         """A worker hears what became of what it has asked for."""
         name, call = self.questions.pop(message.request, ("", None))
-        model, error = self.models[name], message.error.error() if isinstance(message, Refused) else None
+        model, error = (
+            self.models[name],
+            message.error.error() if isinstance(message, Refused) else None,
+        )
         if self._contents.has_outsiders:
             return
         match call:
@@ -163,7 +196,9 @@ class CallHistory:
                 pass
 
     def _end_earlier(self, worker: JudgedWorker, request: int) -> None:
-        """What it said before is recorded by now, or never will be: records keep the order in which they were asked for."""
+        """What it said before is recorded by now, or never will be: records keep the order in which
+        they were asked for.
+        """
         for earlier, (model, call) in list(self.questions.items()):
             if isinstance(call, Retaining) and call.who == worker.name and earlier < request:
                 del self.questions[earlier]

@@ -1,4 +1,6 @@
-"""What each version's bytes are: what its publisher's memory held when it voted, and what became of that."""
+"""What each version's bytes are: what its publisher's memory held when it voted, and what became of
+that.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.reading import ReshardedManifest
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedHandle
-from tensorhub.testing.sim.layouts import Box, Piece, area, boxes_of, is_of_other_layout, joined, resharded_cells, tags_in
+from tensorhub.testing.sim.layouts import (
+    Box,
+    Piece,
+    area,
+    boxes_of,
+    is_of_other_layout,
+    joined,
+    resharded_cells,
+    tags_in,
+)
 from tensorhub.testing.sim.memory import Cells
 from tensorhub.types import OpKey, VersionInfo
 from tensorhub.worker.registration_session import Shard
@@ -20,19 +31,28 @@ class Contents:
     """The contents that were published in one cluster, as their publishers had them."""
 
     def __init__(self) -> None:
-        self.has_outsiders = False  # some who publish are no handles of this cluster: nobody can know what they promised
-        self.promised: dict[OpKey, dict[int, tuple[str, ...]]] = {}  # cells of each publish, by rank
+        # some who publish are no handles of this cluster: nobody can know what they promised
+        self.has_outsiders = False
+        # cells of each publish, by rank
+        self.promised: dict[OpKey, dict[int, tuple[str, ...]]] = {}
         self.truth: dict[str, dict[int, tuple[str, ...]]] = {}  # cells of each content, by shard
         self.publications: dict[str, OpKey] = {}  # by content id: which publish has minted it
         self.retired: set[str] = set()  # content ids that were rolled back
-        self.numbers: dict[str, dict[int, str]] = {}  # by model and number: content ids that are durable, or may be
-        self.minted_as: dict[tuple[str, int], set[str]] = {}  # by model and number: all content ids, rolled back or not
-        self.lies: set[str] = set()  # cells for which somebody has vouched who is not their publisher
-        self.written: set[str] = set()  # cells that users have written into what is held, lies included
+        # by model and number: content ids that are durable, or may be
+        self.numbers: dict[str, dict[int, str]] = {}
+        # by model and number: all content ids, rolled back or not
+        self.minted_as: dict[tuple[str, int], set[str]] = {}
+        # cells for which somebody has vouched who is not their publisher
+        self.lies: set[str] = set()
+        # cells that users have written into what is held, lies included
+        self.written: set[str] = set()
         self._publishers: dict[OpKey, dict[int, Shard]] = {}  # who has promised that, by rank
-        self._same: dict[str, str] = {}  # cells by which users have overwritten others, which come first
-        self._resharded: dict[tuple[str, str], tuple[str, ...]] = {}  # by content, and grid: what is held in other layouts
-        self._spoilt: set[tuple[str, str]] = set()  # registrations, and the content that their own user has overwritten
+        # cells by which users have overwritten others, which come first
+        self._same: dict[str, str] = {}
+        # by content, and grid: what is held in other layouts
+        self._resharded: dict[tuple[str, str], tuple[str, ...]] = {}
+        # registrations, and the content that their own user has overwritten
+        self._spoilt: set[tuple[str, str]] = set()
 
     def state_lost(self) -> None:
         """The coordinator knows of none of them any more."""
@@ -49,19 +69,28 @@ class Contents:
         if not cells and self.has_outsiders:
             cells = dict.fromkeys(range(entry.world_size), ())
         whole = len(cells) == entry.world_size
-        demand(whole, f"group atomicity: {entry.key} is published, but only ranks {sorted(cells)} have called")
+        demand(
+            whole,
+            f"group atomicity: {entry.key} is published, but only ranks {sorted(cells)} have "
+            f"called",
+        )
         self.truth[entry.content_id] = cells
         self.publications[entry.content_id] = entry.key
         self.numbers.setdefault(entry.model, {})[entry.number] = entry.content_id
         self.minted_as.setdefault((entry.model, entry.number), set()).add(entry.content_id)
 
     def spoil(self, handle: JudgedHandle, content_id: str, chunk: int, cell: str) -> None:
-        """A user writes published memory. No reader may get those bytes, unless the publisher's chunk
-        had no digest yet: then the chunk counts as it is when its digest is made.
+        """A user writes published memory. No reader may get those bytes, unless the publisher's
+        chunk had no digest yet: then the chunk counts as it is when its digest is made.
         """
         self.written.add(cell)
         held, other = handle.worker.owner._memories.get(handle.id), is_of_other_layout(handle.grid)
-        if held is not None and held.own.digests[chunk] is None and handle.lied != content_id and not other:
+        if (
+            held is not None
+            and held.own.digests[chunk] is None
+            and handle.lied != content_id
+            and not other
+        ):
             cells = list(self.truth[content_id][handle.shard.number])
             self._same[cell] = self._same.get(cells[chunk], cells[chunk])
             cells[chunk] = cell
@@ -69,7 +98,9 @@ class Contents:
             self._resharded.clear()
         else:
             self._spoilt.add((handle.id, content_id))
-            held_by_publisher = handle.member.content is not None and handle.member.content.published
+            held_by_publisher = (
+                handle.member.content is not None and handle.member.content.published
+            )
             if not other and held_by_publisher:
                 first = self.truth[content_id][handle.shard.number][chunk]
                 self._same[cell] = self._same.get(first, first)
@@ -81,17 +112,23 @@ class Contents:
         self._spoilt.add((handle.id, content_id))
 
     def believes(self, handle: JudgedHandle, content_id: str) -> None:
-        """It is told to commit that, with its sources' digests: it may hold what has been written there."""
+        """It is told to commit that, with its sources' digests: it may hold what has been written
+        there.
+        """
         cells = handle.cells if handle.staging is None else handle.staging
         if not self.written.isdisjoint(tag for cell in cells for tag, _ in tags_in(cell)):
             self._spoilt.add((handle.id, content_id))
 
     def is_spoilt(self, handle: JudgedHandle, content_id: str) -> bool:
-        """Whether its own user has overwritten that there; also where only the digest of a selection could tell."""
+        """Whether its own user has overwritten that there; also where only the digest of a
+        selection could tell.
+        """
         return (handle.id, content_id) in self._spoilt or handle.changed == content_id != ""
 
     def is_all(self, content_id: str, handles: Iterable[JudgedHandle]) -> bool:
-        """Whether these, which hold different parts of it in another layout, have every byte of it."""
+        """Whether these, which hold different parts of it in another layout, have every byte of
+        it.
+        """
         grids = [h.grid for h in handles if isinstance(h.grid, ReshardedManifest)]
         held = {box for grid in grids if grid.lies is not None for box in boxes_of(grid.lies)}
         return sum(map(area, held)) >= self.nbytes(content_id)
@@ -109,13 +146,15 @@ class Contents:
         name = content_id, grid.grid_id
         if name not in self._resharded:
             ranks = self._publishers[self.publications[content_id]]
-            cells = resharded_cells(grid, [(_box_of(ranks[rank]), its) for rank, its in truth.items()])
+            cells = resharded_cells(
+                grid, [(_box_of(ranks[rank]), its) for rank, its in truth.items()]
+            )
             self._resharded[name] = tuple([self.published_as(handle, cell) for cell in cells])
         return self._resharded[name]
 
     def published_as(self, handle: JudgedHandle, cell: str) -> str:
-        """That cell, whenever it was read. If a chunk was overwritten, each grid in which it is read has a first digest of
-        its own: of the cell before, or of the cell since.
+        """That cell, whenever it was read. If a chunk was overwritten, each grid in which it is
+        read has a first digest of its own: of the cell before, or of the cell since.
         """
         if not is_of_other_layout(handle.grid):
             return cell
@@ -136,11 +175,16 @@ class Contents:
         for chunk in [chunk for chunk in wrong if handle.was_written(chunk)]:
             self.spoil(handle, version.content_id, chunk, cells[chunk])
             wrong.remove(chunk)
-        demand(len(cells) == len(truth) and not wrong, f"content: {handle} holds {[*cells]}, published was {truth}")
+        demand(
+            len(cells) == len(truth) and not wrong,
+            f"content: {handle} holds {[*cells]}, published was {truth}",
+        )
 
 
 def _box_of(shard: Shard) -> Box:
     """The part of the tensor that a publisher's shard has."""
     assert shard.manifest is not None
     declared = shard.declared or Declaration(shard.rank, shard.world_size)
-    return next(iter(boxes_of(shard.coordinates or coordinates_of(shard.manifest, declared))), (0, 0, 0, 0))
+    return next(
+        iter(boxes_of(shard.coordinates or coordinates_of(shard.manifest, declared))), (0, 0, 0, 0)
+    )

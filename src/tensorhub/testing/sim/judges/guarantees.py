@@ -15,7 +15,13 @@ from collections.abc import Iterable
 from math import inf
 
 from tensorhub.coordinator import Decision, Entry, Publication, Rollback
-from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionUnavailable
+from tensorhub.errors import (
+    DrainTimeout,
+    IntegrityError,
+    LeaseLost,
+    TensorHubError,
+    VersionUnavailable,
+)
 from tensorhub.layouts.reading import Part, ReshardedManifest
 from tensorhub.messages import (
     Digests,
@@ -67,23 +73,32 @@ class Guarantees:
         self.retained = RetentionJudge(world, self.contents, self.history)
         self.crossings = CrossingJudge(world)
         self.available = AvailabilityJudge(world, self.contents)
-        self._parts: dict[OpKey, dict[int, tuple[Part, ...]]] = {}  # by rank: what those read who were told to overwrite
-        self.outcomes: dict[OpKey, dict[int, tuple[bool, str]]] = {}  # by rank: committed, and how it was learnt
+        # by rank: what those read who were told to overwrite
+        self._parts: dict[OpKey, dict[int, tuple[Part, ...]]] = {}
+        # by rank: committed, and how it was learnt
+        self.outcomes: dict[OpKey, dict[int, tuple[bool, str]]] = {}
         self.bound: dict[OpKey, int] = {}  # of each group call: the version that a rank returned
         self.rolled_back: set[OpKey] = set()  # publications of these
-        self._epochs: dict[tuple[str, str, int, int], str] = {}  # which registration a group's rank has had in an epoch
-        self._given_up: dict[str, float] = {}  # when some owner of which content took it from its readers, or wanted to
-        # By content, selection ("": none) and shard: the chunks of which publishers have told digests.
+        # which registration a group's rank has had in an epoch
+        self._epochs: dict[tuple[str, str, int, int], str] = {}
+        # when some owner of which content took it from its readers, or wanted to
+        self._given_up: dict[str, float] = {}
+        # By content, selection ("": none) and shard: the chunks of which publishers have told
+        # digests.
         self._told: dict[tuple[str, str, int], set[int]] = {}
-        # By registration: publishers that have told all digests of what it has voted for last; none, if some are not told.
+        # By registration: publishers that have told all digests of what it has voted for last;
+        # none, if some are not told.
         self._tellers: dict[str, list[JudgedHandle]] = {}
-        self._fenced: dict[str, str] = {}  # by registration: the content that was, unless the coordinator has heard of it
+        # by registration: the content that was, unless the coordinator has heard of it
+        self._fenced: dict[str, str] = {}
 
     def state_lost(self, store: Iterable[Entry]) -> None:
         """Whatever was published before must not come back; retention in the former cluster counts
         no more.
         """
-        self.contents.retired.update(entry.content_id for entry in store if isinstance(entry, Publication))
+        self.contents.retired.update(
+            entry.content_id for entry in store if isinstance(entry, Publication)
+        )
         self.contents.state_lost()
         self.history.state_lost()
         self.forget()
@@ -105,7 +120,11 @@ class Guarantees:
                 if (handle.shard.model, handle.shard.group) == (entry.key.model, entry.key.group):
                     member = self._world.coordinator.cluster.members.get(handle.id)
                     part = member.part if member is not None else None
-                    self.commits(handle, entry.content_id, by_source=part is not None and part.proof.by_source)
+                    self.commits(
+                        handle,
+                        entry.content_id,
+                        by_source=part is not None and part.proof.by_source,
+                    )
 
     def commits(self, handle: JudgedHandle, content_id: str, *, by_source: bool) -> None:
         """The coordinator lets the rank commit that content: with its sources' digests only if no
@@ -113,8 +132,16 @@ class Guarantees:
         """
         if by_source:
             tellers = self._tellers.get(handle.id, [])
-            told = bool(tellers) and all(_publishes(each, content_id) for each in tellers) and self._world.is_unharmed()
-            demand(not told, f"digests: {handle} commits {content_id} unseen, and {tellers} have told all its digests")
+            told = (
+                bool(tellers)
+                and all(_publishes(each, content_id) for each in tellers)
+                and self._world.is_unharmed()
+            )
+            demand(
+                not told,
+                f"digests: {handle} commits {content_id} unseen, and {tellers} have told all its "
+                f"digests",
+            )
             self.contents.believes(handle, content_id)
 
     def stored(self, entry: Entry, before: Iterable[Entry]) -> None:
@@ -127,13 +154,20 @@ class Guarantees:
                 self._learn(entry.key, RECORD, True, "that was recorded")
             case Rollback():
                 again = any(isinstance(e, Rollback) and e.ident == entry.ident for e in before)
-                demand(not again, f"durable mark: a rollback that was asked for again was done twice: {entry}")
-                published = [e for e in before if isinstance(e, Publication) and e.model == entry.model]
+                demand(
+                    not again,
+                    f"durable mark: a rollback that was asked for again was done twice: {entry}",
+                )
+                published = [
+                    e for e in before if isinstance(e, Publication) and e.model == entry.model
+                ]
                 gone = [e for e in published if e.number > entry.to]
                 self.contents.retired.update(e.content_id for e in gone)
                 self.rolled_back.update(e.key for e in gone)
                 numbers = self.contents.numbers.get(entry.model, {})
-                self.contents.numbers[entry.model] = {n: c for n, c in numbers.items() if n <= entry.to}
+                self.contents.numbers[entry.model] = {
+                    n: c for n, c in numbers.items() if n <= entry.to
+                }
             case _:
                 pass
 
@@ -142,7 +176,8 @@ class Guarantees:
         error, key = record.error, record.key
         self.history.ended(handle, record)
         if isinstance(record.what, UnpublishCall | CloseCall):
-            self._given_up[handle.last_held] = self._world.now  # also in vain: its readers may have been told
+            # also in vain: its readers may have been told
+            self._given_up[handle.last_held] = self._world.now
         if isinstance(error, DrainTimeout):
             self._given_up[handle.last_held] = self._world.now  # for a while
         if error is not None:
@@ -156,32 +191,47 @@ class Guarantees:
                 self._blamed(handle, record, str(error))
             if isinstance(error, VersionUnavailable) and LEFT_ON_PURPOSE in str(error):
                 self._left(handle, record, str(error))
-            if key is not None and getattr(error, "memory", "") != "in_doubt" and not isinstance(error, LeaseLost):
+            if (
+                key is not None
+                and getattr(error, "memory", "") != "in_doubt"
+                and not isinstance(error, LeaseLost)
+            ):
                 for each in {**dict.fromkeys(record.votes), key: None}:
-                    self._learn(each, handle.shard.rank, False, f"{handle.name} raised {show_error(error)}")
+                    self._learn(
+                        each, handle.shard.rank, False, f"{handle.name} raised {show_error(error)}"
+                    )
             return
         if key is not None and record.version is not None:
             number = record.version.version
             self._learn(key, handle.shard.rank, True, f"{handle.name} returned {number}")
             bound = self.bound.setdefault(key, number)
-            demand(bound == number, f"group atomicity: {key} ended with version {bound} and with {number} ({handle.name})")
+            demand(
+                bound == number,
+                f"group atomicity: {key} ended with version {bound} and with {number} "
+                f"({handle.name})",
+            )
         match record.what:
             case FillCall():
                 self.check_content(handle)
                 if record.what.kind is OpKind.FETCH and record.version is not None:
                     self.contents.check_cells(handle, record.version)
             case UnpublishCall() | CloseCall():
-                demand(handle.worker.owner.is_quiet(handle.id), f"mutability: {handle.name} is read after {record.what}")
+                demand(
+                    handle.worker.owner.is_quiet(handle.id),
+                    f"mutability: {handle.name} is read after {record.what}",
+                )
                 self.check_closed(handle)
             case _:
                 pass
 
     def _blamed(self, handle: JudgedHandle, record: JudgedCall, text: str) -> None:
-        """R8: a reader is at fault, before its time is over, only if several unchanged sources have sent it other bytes.
-        Or it lies itself.
+        """R8: a reader is at fault, before its time is over, only if several unchanged sources have
+        sent it other bytes. Or it lies itself.
         """
         # Also those that have died since: their time counts for all.
-        calls = [h.last_call for h in self._world.all_handles() if h.shard.group == handle.shard.group]
+        calls = [
+            h.last_call for h in self._world.all_handles() if h.shard.group == handle.shard.group
+        ]
         mates = [call for call in calls if call is not None and call.key == record.key]
         several = any(len(mate.damaged) >= EXONERATED_MAX for mate in mates)
         late = any(mate.until <= self._world.now for mate in mates)
@@ -197,8 +247,13 @@ class Guarantees:
         elif isinstance(message, Prepared):
             self._votes(message)
         elif isinstance(message, LeaveRequest):
-            handle = self._world.handle_of(message.registration)  # none: it has closed before the coordinator has read that
-            held = handle.last_held if handle is not None else self._fenced.get(message.registration, "")
+            # none: it has closed before the coordinator has read that
+            handle = self._world.handle_of(message.registration)
+            held = (
+                handle.last_held
+                if handle is not None
+                else self._fenced.get(message.registration, "")
+            )
             self._given_up[held] = self._world.now
         elif isinstance(message, Fenced | Register):
             content_id = self._fenced.pop(message.registration, "")
@@ -208,26 +263,53 @@ class Guarantees:
         """From now on no rank may commit other bytes than these."""
         handle = self._world.handle_of(message.registration)
         content = handle.member.content if handle is not None else None
-        if handle is None or content is None or not content.published or content.generation != message.generation:
+        if (
+            handle is None
+            or content is None
+            or not content.published
+            or content.generation != message.generation
+        ):
             return
-        told = self._told.setdefault((content.version.content_id, message.selection, handle.shard.number), set())
+        told = self._told.setdefault(
+            (content.version.content_id, message.selection, handle.shard.number), set()
+        )
         told.update(chunk for first, count in message.runs for chunk in range(first, first + count))
 
     def _votes(self, message: Prepared) -> None:
         """A rank says that it has all of what it reads."""
-        handles = [h for h in self._world.live_handles() if h.last_call is not None and h.last_call.key == message.key]
+        handles = [
+            h
+            for h in self._world.live_handles()
+            if h.last_call is not None and h.last_call.key == message.key
+        ]
         for handle in (each for each in handles if each.shard.rank == message.rank):
             self._tellers.pop(handle.id, None)
             running = handle.member.running
-            if not isinstance(running, Filling) or running.binding is None or running.manifest is None:
+            if (
+                not isinstance(running, Filling)
+                or running.binding is None
+                or running.manifest is None
+            ):
                 continue
             manifest, content_id = running.manifest, running.binding.version.content_id
-            wanted: list[tuple[str, tuple[int, ...], int]] = [("", (handle.shard.number,), manifest.chunk_count)]
+            wanted: list[tuple[str, tuple[int, ...], int]] = [
+                ("", (handle.shard.number,), manifest.chunk_count)
+            ]
             if isinstance(manifest, ReshardedManifest):
-                wanted = [(part.selection.selection_id, part.ranks, len(part.chunks)) for part in manifest.parts]
+                wanted = [
+                    (part.selection.selection_id, part.ranks, len(part.chunks))
+                    for part in manifest.parts
+                ]
             tellers = [h for h in self._world.live_handles() if _publishes(h, content_id)]
             found = [
-                next((h for h in tellers if h.shard.number in ranks and self._tells(h, content_id, selection, chunks)), None)
+                next(
+                    (
+                        h
+                        for h in tellers
+                        if h.shard.number in ranks and self._tells(h, content_id, selection, chunks)
+                    ),
+                    None,
+                )
                 for selection, ranks, chunks in wanted
             ]
             if None not in found:
@@ -240,17 +322,26 @@ class Guarantees:
     def _left(self, handle: JudgedHandle, record: JudgedCall, text: str) -> None:
         """R12: only a call for a number ends where the last holder leaves on purpose."""
         by_number = not isinstance(record.what, FillCall) or isinstance(record.what.selector, int)
-        demand(by_number, f"selectors: {handle} gave up although its selector names what comes next: {text}")
+        demand(
+            by_number,
+            f"selectors: {handle} gave up although its selector names what comes next: {text}",
+        )
         number = re.match(r"version (\d+) of ", text)
-        wanted = self.contents.minted_as.get((handle.shard.model, int(number[1])), set()) if number is not None else set()
-        # In another layout others may have held it, when those who held it as it was published had left, and be lost since.
+        wanted = (
+            self.contents.minted_as.get((handle.shard.model, int(number[1])), set())
+            if number is not None
+            else set()
+        )
+        # In another layout others may have held it, when those who held it as it was published had
+        # left, and be lost since.
         other = handle.shard.declared is not None
         gone = any(self._given_up.get(content_id, -inf) >= record.began for content_id in wanted)
         going = any(
             h.last_held in wanted
             and h.last_call is not None
             and h.last_call.what is not record.what
-            and (not h.last_call.done or h.member.state is HandleState.IN_DOUBT)  # its update may commit without its user
+            # its update may commit without its user
+            and (not h.last_call.done or h.member.state is HandleState.IN_DOUBT)
             for h in self._world.all_handles()
         )
         demand(
@@ -261,24 +352,32 @@ class Guarantees:
     def resolved(self, handle: JudgedHandle, outcome: Outcome) -> None:
         """A rank that was in doubt hears what has become of its operation."""
         if not self._is_forgotten(outcome.key):
-            self._learn(outcome.key, handle.shard.rank, outcome.committed, f"{handle.name} was told so")
+            self._learn(
+                outcome.key, handle.shard.rank, outcome.committed, f"{handle.name} was told so"
+            )
 
     def _learn(self, key: OpKey, rank: int, committed: bool, how: str) -> None:
-        """G4, R6: no two ranks hear different outcomes, nor another outcome than the recorded one."""
+        """G4, R6: no two ranks hear different outcomes, nor another outcome than the recorded
+        one.
+        """
         if key in self.rolled_back:
             return  # after a restart nobody remembers that it was published
         heard = self.outcomes.setdefault(key, {})
         heard[rank] = (committed, how)
         if self._is_forgotten(key):
             heard.pop(RECORD, None)
-        demand(len({outcome for outcome, _ in heard.values()}) == 1, f"group atomicity: {key}: {heard}")
+        demand(
+            len({outcome for outcome, _ in heard.values()}) == 1, f"group atomicity: {key}: {heard}"
+        )
 
     def _is_forgotten(self, key: OpKey) -> bool:
         """Whether it was a publication that has had no holder for so long that the coordinator has
         forgotten it.
         """
         model = self._world.coordinator.cluster.models.get(key.model)
-        known = model is not None and any(version.publisher == key for version in model.versions.values())
+        known = model is not None and any(
+            version.publisher == key for version in model.versions.values()
+        )
         return key in self.contents.promised and not known
 
     def registered(self, handle: JudgedHandle, message: Registered) -> None:
@@ -293,10 +392,17 @@ class Guarantees:
 
     # -- memory
 
-    def served(self, handle: JudgedHandle, grant: Grant, chunks: Iterable[int], version: VersionInfo) -> None:
-        """A lane begins to read these chunks there, as that version's (G6: only verified chunks)."""
+    def served(
+        self, handle: JudgedHandle, grant: Grant, chunks: Iterable[int], version: VersionInfo
+    ) -> None:
+        """A lane begins to read these chunks there, as that version's (G6: only verified
+        chunks).
+        """
         generation = grant.generation
-        demand(generation == handle.generation, f"incarnations: {handle} serves what was asked of generation {generation}")
+        demand(
+            generation == handle.generation,
+            f"incarnations: {handle} serves what was asked of generation {generation}",
+        )
         if self.contents.is_spoilt(handle, version.content_id):
             return
         may_be_read = not grant.selection or handle.worker.owner.is_complete(handle.id, generation)
@@ -308,26 +414,43 @@ class Guarantees:
                 self.contents.spoil(handle, version.content_id, chunk, cell)
                 continue
             if not self.contents.lies.isdisjoint(tag for tag, _ in tags_in(cell)):
-                continue  # it has the digest that its source has told; who reads it finds out before it is committed
+                # it has the digest that its source has told; who reads it finds out before it is
+                # committed
+                continue
             demand(
                 cell == truth[chunk],
-                f"partial replicas: {handle} serves {cell} as {truth[chunk]} of version {version.version}",
+                f"partial replicas: {handle} serves {cell} as {truth[chunk]} of version "
+                f"{version.version}",
             )
 
     def announced(self, handle: JudgedHandle, content_id: str) -> None:
         """It is about to say to the coordinator that it holds that."""
-        demand(handle.changed != content_id, f"digests: {handle} is announced, and it knows that its bytes have changed")
+        demand(
+            handle.changed != content_id,
+            f"digests: {handle} is announced, and it knows that its bytes have changed",
+        )
 
     def fencing(self, handle: JudgedHandle, generation: int) -> None:
         """A fence is decided on."""
         content, record = handle.member.content, handle.last_call
-        held = content is not None and content.generation == generation and handle.member.state in HOLDING
+        held = (
+            content is not None
+            and content.generation == generation
+            and handle.member.state in HOLDING
+        )
         if content is None or record is None or record.done or not held:
             return
         call, what = record.what, f"{handle}, which holds version {content.version.version}"
         if isinstance(call, FillCall) and call.staged and record.key is not None:
-            demand(record.committed, f"update destroys last: {what}, is overwritten by {call}, which is not committed")
-        asks_nobody = isinstance(call, UnpublishCall | CloseCall) and not record.granted and not abandons(handle)
+            demand(
+                record.committed,
+                f"update destroys last: {what}, is overwritten by {call}, which is not committed",
+            )
+        asks_nobody = (
+            isinstance(call, UnpublishCall | CloseCall)
+            and not record.granted
+            and not abandons(handle)
+        )
         if asks_nobody and content.retained and not self._keeps(handle, content, call):
             free_at = handle.worker.cut_off_at + CUT_OFF_LEASES * self._world.options.lease_s
             ok = self._world.now >= free_at - 1e-6
@@ -335,12 +458,16 @@ class Guarantees:
 
     @staticmethod
     def _keeps(handle: JudgedHandle, content: Content, call: Call) -> bool:
-        """Whether what it holds stays in its worker when it leaves: in a host copy, where it was all of the version."""
+        """Whether what it holds stays in its worker when it leaves: in a host copy, where it was
+        all of the version.
+        """
         if handle.shard.world_size > 1 or isinstance(call, CloseCall):
             return False
         copies = (h.member for h in handle.worker.handles if h.shard.purpose is Purpose.RETENTION)
         held = [copy.content for copy in copies if copy.state in HOLDING]
-        return any(c is not None and c.version.content_id == content.version.content_id for c in held)
+        return any(
+            c is not None and c.version.content_id == content.version.content_id for c in held
+        )
 
     def fenced(self, handle: JudgedHandle, generation: int) -> None:
         """No reader reads that memory any more."""
@@ -349,15 +476,26 @@ class Guarantees:
         self.retained.fenced(handle, generation)
 
     def told_to_write(self, handle: JudgedHandle | None, message: Start | Write) -> None:
-        """The coordinator tells a rank that it may overwrite its memory, for the first time: R7, there is a source."""
-        if handle is None or handle.member.state is HandleState.FILLING or handle.staging is not None:
+        """The coordinator tells a rank that it may overwrite its memory, for the first time: R7,
+        there is a source.
+        """
+        if (
+            handle is None
+            or handle.member.state is HandleState.FILLING
+            or handle.staging is not None
+        ):
             return  # it goes on with what it has begun before
         self._let_go(handle, message)
         running = handle.member.running
-        manifest = running.manifest if isinstance(running, Filling) and running.key == message.key else None
+        manifest = (
+            running.manifest
+            if isinstance(running, Filling) and running.key == message.key
+            else None
+        )
         demand(
             bool(message.grants) or (manifest is not None and not manifest.chunk_count),
-            f"update destroys last: {handle} is to be overwritten with {message}, and nobody is said to have it",
+            f"update destroys last: {handle} is to be overwritten with {message}, and nobody is "
+            f"said to have it",
         )
         if not isinstance(running, Filling) or not isinstance(manifest, ReshardedManifest):
             return
@@ -365,11 +503,15 @@ class Guarantees:
         if all(grant.selection for grant in message.grants):
             brought = [part_of(manifest, grant.shard, grant.selection) for grant in message.grants]
             lacks = [part.shard for part in manifest.parts if part not in brought]
-            demand(not lacks, f"update destroys last: {handle} is to be overwritten, and nobody is said to have {lacks}")
+            demand(
+                not lacks,
+                f"update destroys last: {handle} is to be overwritten, and nobody is said to have "
+                f"{lacks}",
+            )
 
     def _let_go(self, handle: JudgedHandle, message: Start | Write) -> None:
-        """What it holds counts as left from now on, also if its call was cancelled and it stays: its readers may have been
-        told (R12).
+        """What it holds counts as left from now on, also if its call was cancelled and it stays:
+        its readers may have been told (R12).
         """
         record = handle.last_call
         if record is None or record.key != message.key or handle.member.state not in HOLDING:
@@ -378,7 +520,9 @@ class Guarantees:
             self._given_up[handle.last_held] = self._world.now
 
     def _reads(self, handle: JudgedHandle, running: Filling, manifest: ReshardedManifest) -> None:
-        """Once all ranks of a group are to be overwritten: they read every byte together, unless they need not (R7)."""
+        """Once all ranks of a group are to be overwritten: they read every byte together, unless
+        they need not (R7).
+        """
         declared, bound, size = handle.shard.declared, running.binding, handle.shard.world_size
         if bound is None or running.key is None or (declared is not None and declared.partial):
             return
@@ -387,9 +531,14 @@ class Guarantees:
         parts = self._parts.setdefault(running.key, {})
         parts[handle.shard.rank] = manifest.parts
         if len(parts) == size and handle.shard.serves:
-            read = bytes_read([part for each in self._parts.pop(running.key).values() for part in each])
+            read = bytes_read(
+                [part for each in self._parts.pop(running.key).values() for part in each]
+            )
             needed = self.contents.nbytes(bound.version.content_id)
-            text = f"update destroys last: {handle} is to be overwritten, and its group reads {read} bytes of {needed}"
+            text = (
+                f"update destroys last: {handle} is to be overwritten, and its group reads "
+                f"{read} bytes of {needed}"
+            )
             demand(read >= needed, text)
 
     def writes(self, handle: JudgedHandle) -> None:
@@ -407,25 +556,36 @@ class Guarantees:
             return
         handle.check_invariants()
         self.check_content(handle)
-        if handle.idle and handle.member.state in (HandleState.EMPTY, HandleState.TORN, HandleState.CLOSED):
+        if handle.idle and handle.member.state in (
+            HandleState.EMPTY,
+            HandleState.TORN,
+            HandleState.CLOSED,
+        ):
             self.check_closed(handle)
         self.retained.check_known(handle)
         if len(handle.todo) > TODO_MAX:
             raise GuaranteeBroken(f"bounds: {handle} has {len(handle.todo)} actions to carry out")
 
     def check_in_time(self, handle: JudgedHandle) -> None:
-        """G10: a call ends at its deadline, also if its worker is cut off. Three exceptions: a stopped process ends
-        nothing; a committed staged fill is put in place first; and memory that was given up is fenced first, which
-        waits for the owner's own accesses and a moment more.
+        """G10: a call ends at its deadline, also if its worker is cut off. Three exceptions: a
+        stopped process ends nothing; a committed staged fill is put in place first; and memory that
+        was given up is fenced first, which waits for the owner's own accesses and a moment more.
         """
         record, worker = handle.last_call, handle.worker
-        if record is None or record.done or (record.committed and isinstance(record.what, FillCall) and record.what.staged):
+        if (
+            record is None
+            or record.done
+            or (record.committed and isinstance(record.what, FillCall) and record.what.staged)
+        ):
             return
         if handle.access is not None and handle.fencing_since is not None:
             return
         late_s = self._world.now - max(record.until, worker.stopped_until, handle.freed_at)
         running = handle.member.running
-        demand(late_s <= LATE_S_MAX, f"bounds: {handle}: {record.what} should have ended {late_s:.1f} s ago: {running}")
+        demand(
+            late_s <= LATE_S_MAX,
+            f"bounds: {handle}: {record.what} should have ended {late_s:.1f} s ago: {running}",
+        )
 
     def check_content(self, handle: JudgedHandle) -> None:
         """G1: the holder of a version holds its publisher's bytes."""
@@ -435,8 +595,9 @@ class Guarantees:
             self.contents.check_cells(handle, content.version)
 
     def check_closed(self, handle: JudgedHandle) -> None:
-        """G2: no reader can begin to read memory that its owner may write. (The rest of a broken fill in host memory is
-        no such memory: its own worker may read it, under a generation that no further worker knows.)
+        """G2: no reader can begin to read memory that its owner may write. (The rest of a broken
+        fill in host memory is no such memory: its own worker may read it, under a generation that
+        no further worker knows.)
         """
         if handle.shard.medium is Medium.HOST and handle.member.state is HandleState.TORN:
             return

@@ -16,7 +16,8 @@ class Losses:
     def __init__(self, world: JudgedWorld) -> None:
         self._world = world
         self._newest = ""  # who was lost last
-        self._ended: dict[int, float] = {}  # when the coordinator has read the end of which connection
+        # when the coordinator has read the end of which connection
+        self._ended: dict[int, float] = {}
 
     def forget(self) -> None:
         """Another coordinator begins."""
@@ -40,12 +41,24 @@ class Losses:
     def _lost(self, incarnation: str, event: Event) -> None:
         session = self._world.session_of(incarnation)
         if session is None or (
-            isinstance(event, Received) and event.session == session and isinstance(event.message, Leave)
+            isinstance(event, Received)
+            and event.session == session
+            and isinstance(event.message, Leave)
         ):
             return
         unread, since = self._world.unread(session), self._ended.get(session)
-        demand(not unread, f"lost workers: {incarnation} is lost, and what it has said lies unread: {unread} times")
+        demand(
+            not unread,
+            f"lost workers: {incarnation} is lost, and what it has said lies unread: {unread} "
+            f"times",
+        )
         by = since + self._world.options.lease_s if since is not None else 0.0
-        demand(self._world.now >= by - 1e-6, f"lost workers: {incarnation} is lost, and had until {by:.3f} to come back")
-        comes = self._world.is_coming(incarnation) and self._world.now < by + self._world.options.lease_s
+        demand(
+            self._world.now >= by - 1e-6,
+            f"lost workers: {incarnation} is lost, and had until {by:.3f} to come back",
+        )
+        comes = (
+            self._world.is_coming(incarnation)
+            and self._world.now < by + self._world.options.lease_s
+        )
         demand(not comes, f"lost workers: {incarnation} is lost, and waits to be let in")

@@ -33,11 +33,14 @@ class JudgedCall:
     granted_at: float = 0.0  # when it has let it go, where it was asked to
     follows: bool = False  # another rank of its replica was let go before
     committed: bool = False  # it has heard that its operation was
-    alone: int | None = None  # a shard that no other process kept when the coordinator let its process go
-    damaged: set[str] = field(default_factory=set)  # names of sources from which it got bytes without their digest
+    # a shard that no other process kept when the coordinator let its process go
+    alone: int | None = None
+    # names of sources from which it got bytes without their digest
+    damaged: set[str] = field(default_factory=set)
     bound: str = ""  # the content id that "available" was when that was said first
     key: OpKey | None = None
-    votes: tuple[OpKey, ...] = ()  # the operations in which this call has voted, under each coordinator
+    # the operations in which this call has voted, under each coordinator
+    votes: tuple[OpKey, ...] = ()
     done: bool = False
     version: VersionInfo | None = None
     changed: bool = False
@@ -81,7 +84,8 @@ class JudgedHandle(Protocol):
     last_held: str  # the content id that it held last
     lied: str  # the content id that it vouches for with bytes of its own
     changed: str  # the content id whose bytes here have changed, as it has found out itself
-    access: tuple[Access, str] | None  # one that no fence can end, and what it read in the cell at first
+    # one that no fence can end, and what it read in the cell at first
+    access: tuple[Access, str] | None
     fencing_since: float | None  # its next action is a fence, which was begun
     freed_at: float  # when its own access ended that a fence has waited for, last
 

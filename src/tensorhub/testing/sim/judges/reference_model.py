@@ -1,17 +1,20 @@
-"""A reference model of the versions that callers may see: it judges each return by the earlier calls and returns.
+"""A reference model of the versions that callers may see: it judges each return by the earlier
+calls and returns.
 
-Theory of operation. There is one line of published versions, and each call that succeeds takes effect at one moment between
-its begin and its end (it is linearizable: Herlihy and Wing, 1990). No caller sees that moment, so the model knows of each
-version when it *may* have been visible (since its publish had begun, and until a rollback past it had returned) and when it
-*surely* was (since some call had returned it, and until a rollback past it had begun). A return is possible if there is a
-moment between its call's begin and its end at which no version that surely was visible contradicts it, and enough that may
-have been explain it. A call that has not returned, or was left in doubt, may take effect at any time.
+Theory of operation. There is one line of published versions, and each call that succeeds takes
+effect at one moment between its begin and its end (it is linearizable: Herlihy and Wing, 1990). No
+caller sees that moment, so the model knows of each version when it *may* have been visible (since
+its publish had begun, and until a rollback past it had returned) and when it *surely* was (since
+some call had returned it, and until a rollback past it had begun). A return is possible if there is
+a moment between its call's begin and its end at which no version that surely was visible
+contradicts it, and enough that may have been explain it. A call that has not returned, or was left
+in doubt, may take effect at any time.
 
-Moments are counted, not timed: each begin and each end is a tick, and moment `t` follows tick `t`. Whatever can be told of a
-moment changes at an *edge*, so only edges are looked at.
+Moments are counted, not timed: each begin and each end is a tick, and moment `t` follows tick `t`.
+Whatever can be told of a moment changes at an *edge*, so only edges are looked at.
 
-Independent of the coordinator's and the worker's code. Not responsible for what memory holds (`guarantees`), nor for
-whether what must stay does (`retention`): it says only what must.
+Independent of the coordinator's and the worker's code. Not responsible for what memory holds
+(`guarantees`), nor for whether what must stay does (`retention`): it says only what must.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ class Publishing(Call):
 
 @dataclass(eq=False)
 class Reading(Call):
-    """Whatever ends with a version: replicate, update, prefetch, fetch. `holds`: what its memory held."""
+    """Whatever ends with a version: replicate, update, prefetch, fetch. `holds`: what its memory
+    held.
+    """
 
     selector: Selector
     at_least: int | None = None
@@ -77,7 +82,8 @@ class _Version:
     may: int  # it may be visible from here on
     first: int  # somebody has seen it here
     since: int  # it was visible at a moment between this
-    seen: int  # and this, and surely is from then on, but for rollbacks that were not over at `since`
+    # and this, and surely is from then on, but for rollbacks that were not over at `since`
+    seen: int
     gone = inf  # it surely is visible no more
     undone = inf  # the first rollback past it that was not over at `since` began here
 
@@ -101,7 +107,8 @@ class ReferenceModel:
         self._retains: list[Retaining] = []
         self._pins: list[Pinning] = []  # that are not over
         self._listens: dict[str, int] = {}  # by listener: since when
-        self._heard: dict[str, tuple[int, int]] = {}  # by listener: the number of its last news, and when they were so
+        # by listener: the number of its last news, and when they were so
+        self._heard: dict[str, tuple[int, int]] = {}
 
     def __repr__(self) -> str:
         return f"<ReferenceModel of {len(self._versions)} versions, {self._tick} ticks>"
@@ -134,13 +141,16 @@ class ReferenceModel:
     def published(self, call: Publishing, info: VersionInfo) -> None:
         call.ended = self._next()
         demand(
-            info.version == call.number, f"publication numbers: {call.who} has published {call.number}, and was told {info}"
+            info.version == call.number,
+            f"publication numbers: {call.who} has published {call.number}, and was told {info}",
         )
         self._publishes.remove(call)
         self._check_number(self._see(info, call.began, call.began), call.began)
 
     def not_published(self, call: Publishing, *, taken: bool = False) -> None:
-        """It has failed, and will not take effect any more. `taken`: since its number can never be published."""
+        """It has failed, and will not take effect any more. `taken`: since its number can never be
+        published.
+        """
         call.ended = self._next(edge=True)
 
         def is_taken(t: int) -> bool:  # by a rollback, or a number, but for what its own ranks call
@@ -153,47 +163,75 @@ class ReferenceModel:
             self._demand(
                 call,
                 is_taken,
-                f"publication numbers: {call.who} may not publish {call.number}, and nothing stands in its way",
+                f"publication numbers: {call.who} may not publish {call.number}, and nothing "
+                f"stands in its way",
             )
 
     def read(self, call: Reading, info: VersionInfo) -> None:
         call.ended = self._next()
-        text, wanted = f"{call.who} asked for {call.selector}, and got {info.version}", call.selector
+        text, wanted = (
+            f"{call.who} asked for {call.selector}, and got {info.version}",
+            call.selector,
+        )
         demand(not isinstance(wanted, int) or info.version == wanted, f"selectors: {text}")
-        demand(info.version >= (call.at_least or 0), f"selectors: {text}, not at least {call.at_least}")
+        demand(
+            info.version >= (call.at_least or 0), f"selectors: {text}, not at least {call.at_least}"
+        )
         version = self._see(info, call.began)
         if wanted in (LATEST, PREVIOUS):
             skip = 0 if wanted == LATEST else 1
-            self._demand(call, lambda t: self._may_be_newest(version, t, skip), f"selectors: {text}")
+            self._demand(
+                call, lambda t: self._may_be_newest(version, t, skip), f"selectors: {text}"
+            )
         else:
             self._demand(call, version.may_be_there, f"visibility: {text}, which was not there")
         held = self._versions.get(call.holds.content_id) if call.holds is not None else None
         if wanted == AVAILABLE and held is not None and held.number > info.version:
-            self._demand(call, lambda t: not self._is_there(held, t), f"selectors: {text}, and held {held.number}")
+            self._demand(
+                call,
+                lambda t: not self._is_there(held, t),
+                f"selectors: {text}, and held {held.number}",
+            )
 
     def denied(self, call: Reading | Pinning, number: int) -> None:
         """It is said that this number is not published, or not any more."""
         call.ended = self._next()
 
-        def may_be_forgotten(version: _Version) -> bool:  # since it was old once, and nothing kept it
+        # since it was old once, and nothing kept it
+        def may_be_forgotten(version: _Version) -> bool:
             moments = self._moments(version.may, call.ended)
-            return any(self._newer(version, t) >= OLD and not self._that_stay([version], t) for t in moments)
+            return any(
+                self._newer(version, t) >= OLD and not self._that_stay([version], t)
+                for t in moments
+            )
 
         def is_not_there(t: int) -> bool:
-            return all(may_be_forgotten(version) for version in self._all_there(t) if version.number == number)
+            return all(
+                may_be_forgotten(version)
+                for version in self._all_there(t)
+                if version.number == number
+            )
 
-        self._demand(call, is_not_there, f"selectors: {call.who} was told that there is no {number}, which there is")
+        self._demand(
+            call,
+            is_not_there,
+            f"selectors: {call.who} was told that there is no {number}, which there is",
+        )
 
     def announced(self, who: str, info: VersionInfo | None) -> None:
-        """A caller is told that this is the newest version now, or was not long ago; None: there is none."""
+        """A caller is told that this is the newest version now, or was not long ago; None: there is
+        none.
+        """
         (last, then), now = self._heard.get(who, (-1, 0)), self._next()
         began = max(then, self._listens.get(who, 0))
         version, number = (None, -1) if info is None else (self._see(info, began), info.version)
 
-        def is_newest(t: int) -> bool:  # a rollback alone makes an older one the newest, or one that nobody remembers
+        # a rollback alone makes an older one the newest, or one that nobody remembers
+        def is_newest(t: int) -> bool:
             rollbacks = [each for each in self._rollbacks if each.began <= t]
             back = [each for each in rollbacks if each.ended > then and each.to < last]
-            if version is None:  # what nobody remembers may be newer than all that this listener has heard of
+            # what nobody remembers may be newer than all that this listener has heard of
+            if version is None:
                 back += [each for each in rollbacks if each.began > then]
             if number < last and not back:
                 return False
@@ -202,7 +240,10 @@ class ReferenceModel:
             return self._may_be_newest(version, t, 0)
 
         t = next(filter(is_newest, self._moments(began, now)), None)
-        demand(t is not None, f"visibility: {who} was told that {info} is the newest, which it is not, or is no more")
+        demand(
+            t is not None,
+            f"visibility: {who} was told that {info} is the newest, which it is not, or is no more",
+        )
         self._heard[who] = number, t or began
 
     def rolled_back(self, call: RollingBack) -> None:
@@ -219,13 +260,19 @@ class ReferenceModel:
             version.undone = self._undone(version)
         if beyond:
             text = f"durable mark: {call.who} may not roll back to {call.to}, which was published"
-            self._demand(call, lambda t: not any(version.number >= call.to for version in self._all_there(t)), text)
+            self._demand(
+                call,
+                lambda t: not any(version.number >= call.to for version in self._all_there(t)),
+                text,
+            )
 
     def retained(self, call: Retaining) -> None:
         call.ended, call.done = self._next(edge=True), True
 
     def not_retained(self, call: Retaining, *, unknown: bool) -> None:
-        """It was refused; `unknown`: it has no answer, and will not take effect any more if it has not yet."""
+        """It was refused; `unknown`: it has no answer, and will not take effect any more if it has
+        not yet.
+        """
         call.ended = self._next(edge=True)
         if not unknown:
             self._retains.remove(call)
@@ -233,12 +280,19 @@ class ReferenceModel:
     def pinned(self, call: Pinning) -> None:
         now = self._next(edge=True)
         call.kept = next(
-            (v for v in self._all_there(now) if v.number == call.number and self._is_there(v, call.began)), None
+            (
+                v
+                for v in self._all_there(now)
+                if v.number == call.number and self._is_there(v, call.began)
+            ),
+            None,
         )
         call.done = now
 
     def unpinned(self, call: Pinning) -> None:
-        """Its caller ends it, or has lost the connection over which it was said: the pin protects nothing any more."""
+        """Its caller ends it, or has lost the connection over which it was said: the pin protects
+        nothing any more.
+        """
         self._pins.remove(call)
 
     def state_lost(self) -> None:
@@ -254,7 +308,9 @@ class ReferenceModel:
     # -- what must stay
 
     def must_stay(self, since: Call) -> frozenset[str]:
-        """Content ids that have had to stay fetchable ever since that call began: the newest, and pinned ones (R4, G5)."""
+        """Content ids that have had to stay fetchable ever since that call began: the newest, and
+        pinned ones (R4, G5).
+        """
         stay = list(self._versions.values())
         for t in self._moments(since.began, self._tick + 1):
             stay = self._that_stay(stay, t) if stay else []
@@ -264,11 +320,17 @@ class ReferenceModel:
         numbers, least = sorted(self._may_be_there(t)), self._least_retained(t)
         kept = {id(pin.kept) for pin in self._pins if pin.done <= t}
         there = [version for version in versions if self._is_there(version, t)]
-        return [v for v in there if id(v) in kept or len(numbers) - bisect_right(numbers, v.number) < least]
+        return [
+            v
+            for v in there
+            if id(v) in kept or len(numbers) - bisect_right(numbers, v.number) < least
+        ]
 
     def _least_retained(self, t: int) -> int:
         """By the last `retain` that is done then, or whatever was called since it began."""
-        last = max((call.began for call in self._retains if call.done and call.ended <= t), default=0)
+        last = max(
+            (call.began for call in self._retains if call.done and call.ended <= t), default=0
+        )
         may = [call.latest for call in self._retains if call.began <= t and call.ended > last]
         return min(may if last else [0, *may])
 
@@ -292,8 +354,14 @@ class ReferenceModel:
         now, version = self._tick, self._versions.get(info.content_id)
         if version is None:
             if published is None:  # by somebody who has not heard so yet, if ever
-                begun = [each.began for each in self._publishes if each.number == info.version and each.ended > began]
-                demand(bool(begun), f"publication numbers: {info} is seen, and nobody has published it")
+                begun = [
+                    each.began
+                    for each in self._publishes
+                    if each.number == info.version and each.ended > began
+                ]
+                demand(
+                    bool(begun), f"publication numbers: {info} is seen, and nobody has published it"
+                )
                 published = min(begun)
             version = self._versions[info.content_id] = _Version(info, published, now, began, now)
             version.undone = self._undone(version)
@@ -306,11 +374,21 @@ class ReferenceModel:
         return version
 
     def _check_number(self, version: _Version, published: int) -> None:
-        """R1: before it was seen first there was a moment at which nothing had its number, or a larger one."""
-        others = [other for other in self._versions.values() if other.number >= version.number and other is not version]
+        """R1: before it was seen first there was a moment at which nothing had its number, or a
+        larger one.
+        """
+        others = [
+            other
+            for other in self._versions.values()
+            if other.number >= version.number and other is not version
+        ]
         moments = self._moments(published, version.first)
         free = any(not any(self._is_there(other, t) for other in others) for t in moments)
-        demand(free, f"publication numbers: {version.info} was published although its number was not the largest: {others}")
+        demand(
+            free,
+            f"publication numbers: {version.info} was published although its number was not the "
+            f"largest: {others}",
+        )
 
     def _is_there(self, version: _Version, t: int) -> bool:
         """Whether it surely was visible then."""
@@ -318,16 +396,26 @@ class ReferenceModel:
 
     def _undone(self, version: _Version) -> float:
         """What `undone` is."""
-        past = (each for each in self._rollbacks if each.to < version.number and each.ended > version.since)
+        past = (
+            each
+            for each in self._rollbacks
+            if each.to < version.number and each.ended > version.since
+        )
         return min((each.began for each in past), default=inf)
 
     def _all_there(self, t: int) -> Iterator[_Version]:
         return (version for version in self._versions.values() if self._is_there(version, t))
 
     def _may_be_there(self, t: int, but: str = "") -> set[int]:
-        """Numbers that may have been visible then, also of unseen publishes, unless `but` still makes them."""
-        unseen = {p.number for p in self._publishes if p.began <= t < p.ended and (p.who != but or p.left)}
-        return unseen | {version.number for version in self._versions.values() if version.may_be_there(t)}
+        """Numbers that may have been visible then, also of unseen publishes, unless `but` still
+        makes them.
+        """
+        unseen = {
+            p.number for p in self._publishes if p.began <= t < p.ended and (p.who != but or p.left)
+        }
+        return unseen | {
+            version.number for version in self._versions.values() if version.may_be_there(t)
+        }
 
     def _newer(self, version: _Version, t: int) -> int:
         """How many newer ones there may have been."""

@@ -1,4 +1,6 @@
-"""Which host copy has to make room for another one (R5): told from what a worker does, and not from its budget's books."""
+"""Which host copy has to make room for another one (R5): told from what a worker does, and not from
+its budget's books.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ from typing import Final
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.types import Purpose
 
-# The purposes whose room a purpose may take. A copy that keeps a version, and a staged update, for which a caller waits,
-# come before a copy that is only there ahead of time. A seed gives way to nothing but a copy that keeps a version.
+# The purposes whose room a purpose may take. A copy that keeps a version, and a staged update, for
+# which a caller waits, come before a copy that is only there ahead of time. A seed gives way to
+# nothing but a copy that keeps a version.
 MAY_TAKE: Final = {
     Purpose.RETENTION: (Purpose.PREFETCH, Purpose.SEED),
     Purpose.USE: (Purpose.PREFETCH,),
@@ -16,13 +19,16 @@ MAY_TAKE: Final = {
 
 
 class Rooms:
-    """The room that the host copies and staged updates of one worker have. `bytes_max`: of all together."""
+    """The room that the host copies and staged updates of one worker have. `bytes_max`: of all
+    together.
+    """
 
     def __init__(self, who: str, bytes_max: int) -> None:
         self._who = who
         self._bytes_max = bytes_max
         self._rooms: dict[str, tuple[Purpose, int]] = {}  # by id, oldest first
-        self._ordered = set[str]()  # copies that are being made: when they get their room is not seen here
+        # copies that are being made: when they get their room is not seen here
+        self._ordered = set[str]()
 
     def __repr__(self) -> str:
         return f"<Rooms of {self._who}: {self._rooms}>"
@@ -45,8 +51,8 @@ class Rooms:
         self._ordered.discard(ident)
 
     def evicted(self, ident: str, purpose: Purpose, wanted_bytes: int) -> None:
-        """Its room is taken from it for something with that purpose: it is the oldest copy that has to give way. (A copy
-        that has given its room back by itself meanwhile loses nothing.)
+        """Its room is taken from it for something with that purpose: it is the oldest copy that has
+        to give way. (A copy that has given its room back by itself meanwhile loses nothing.)
         """
         if ident not in self._rooms:
             return
@@ -55,8 +61,10 @@ class Rooms:
         demand(ident in lower, f"host copies: {what}: its own purpose comes first")
         demand(ident == lower[0], f"host copies: {what}: {lower[0]} is older")
         free = self._bytes_max - sum(nbytes for _, nbytes in self._rooms.values())
-        # Others that are being made may have theirs already. And versions differ in size in other layouts: what a seed keeps
-        # its room for is not seen here.
+        # Others that are being made may have theirs already. And versions differ in size in other
+        # layouts: what a seed keeps its room for is not seen here.
         has_seeds = any(has is Purpose.SEED for has, _ in self._rooms.values())
         is_needed = free < wanted_bytes or len(self._ordered) > 1 or has_seeds
-        demand(is_needed, f"host copies: {what}: {free} bytes are free, and {wanted_bytes} are wanted")
+        demand(
+            is_needed, f"host copies: {what}: {free} bytes are free, and {wanted_bytes} are wanted"
+        )

@@ -1,4 +1,5 @@
-"""Which chunks fills have verified, as seen from outside: no record of the reader's own is believed (G8, R9).
+"""Which chunks fills have verified, as seen from outside: no record of the reader's own is believed
+(G8, R9).
 
 The judge remembers cells, so that it does not mistake a user's later write for a read.
 """
@@ -23,20 +24,36 @@ class _Filled:
 
 
 class VerifiedChunks:
-    """What each memory of a cluster, staging memory included, has verified of the content that it was filled with last."""
+    """What each memory of a cluster, staging memory included, has verified of the content that it
+    was filled with last.
+    """
 
     def __init__(self) -> None:
         self._filled: dict[RegistrationId, _Filled] = {}
 
-    def begins(self, memory: RegistrationId, content_id: str, cells: Cells, kept: Collection[int], grid: Manifest) -> None:
-        """It is to be filled with that, in chunks of that grid; `kept`: the chunks that it has already. Unchanged
-        chunks that a broken fill of this content has verified in that grid must be kept.
+    def begins(
+        self,
+        memory: RegistrationId,
+        content_id: str,
+        cells: Cells,
+        kept: Collection[int],
+        grid: Manifest,
+    ) -> None:
+        """It is to be filled with that, in chunks of that grid; `kept`: the chunks that it has
+        already. Unchanged chunks that a broken fill of this content has verified in that grid must
+        be kept.
         """
         before = self._filled.get(memory)
         if before is not None and before.content_id == content_id:
             there = {} if is_laid_out_anew(before.grid, grid) else before.cells
-            lost = [chunk for chunk, cell in there.items() if cells[chunk] == cell and chunk not in kept]
-            demand(not lost, f"partial fills: {memory} forgets the chunks {lost} of {content_id}, which it had verified")
+            lost = [
+                chunk for chunk, cell in there.items() if cells[chunk] == cell and chunk not in kept
+            ]
+            demand(
+                not lost,
+                f"partial fills: {memory} forgets the chunks {lost} of {content_id}, which it had "
+                f"verified",
+            )
         self._filled[memory] = _Filled(content_id, grid, {chunk: cells[chunk] for chunk in kept})
 
     def holds(self, memory: RegistrationId, content_id: str) -> None:
@@ -60,7 +77,8 @@ class VerifiedChunks:
         """A lane writes that chunk of a fill."""
         filled = self._filled.get(memory)
         demand(
-            filled is None or chunk not in filled.cells, f"resume: {memory} reads chunk {chunk} again, which it had verified"
+            filled is None or chunk not in filled.cells,
+            f"resume: {memory} reads chunk {chunk} again, which it had verified",
         )
 
     def arrived(self, memory: RegistrationId, cells: Iterable[tuple[int, str]]) -> None:
