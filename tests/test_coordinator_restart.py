@@ -316,7 +316,7 @@ async def test_what_was_staged_and_is_in_doubt_is_dropped(
             await until(lambda: "offline" in repr(hubs[1]))
 
         with pytest.raises(CoordinatorUnavailable) as caught:
-            await weights.update(staged=True, before_write=pause, timeout=0.5)
+            await weights.update(staged=True, before_write=pause, timeout=2)
         assert (caught.value.memory, weights.state) == ("in_doubt", "in_doubt")
         await coordinator.start()
         await until(lambda: weights.state == ("empty" if lost else "ready"))

@@ -525,7 +525,8 @@ def test_the_trace_is_the_golden_one(
 ) -> None:
     cluster = StepwiseCluster()
     scene(cluster)
-    text = "\n".join([f"# {scene.__doc__}", *cluster.log]) + "\n"
+    title = " ".join((scene.__doc__ or "").split())
+    text = "\n".join([f"# {title}", *cluster.log]) + "\n"
     path = TRACES / f"{scene.__name__}.txt"
     if rewrite_traces:
         path.write_text(text)

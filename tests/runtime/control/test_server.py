@@ -133,7 +133,7 @@ async def test_a_flood_of_messages_leaves_others_their_turn(
         await messages._stream.send(b"".join([messages._encoder.frames(body) for _ in range(5000)]))
         await until(lambda: steps > 5000)
         tasks.cancel_scope.cancel()
-    assert max(runs) <= 2
+    assert max(runs) < 10  # a message each, and what timers have due
 
 
 async def test_who_asks_and_does_not_read_is_not_heard_on_until_it_does(
