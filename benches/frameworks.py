@@ -1,7 +1,7 @@
 """What does an update cost through a framework's adapter, beside what it must cost?
 
-    python -m tests.frameworks --only-make verl PYTHONPATH=src:. .venv-frameworks/verl/bin/python -m
-    benches.frameworks verl --mib 128 --rounds 7
+    python -m tests.frameworks --only-make verl
+    PYTHONPATH=src:. .venv-frameworks/verl/bin/python -m benches.frameworks verl --mib 128 --rounds 7
 
 An update through the adapter is compared with the sum of three others of the same bytes, in turns
 in the same processes: a bare `update` of registered memory, the framework's own run with an engine

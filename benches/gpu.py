@@ -1,8 +1,8 @@
 """Everything that needs a GPU, in one command: a proof that CUDA IPC works, the tests marked `gpu`,
 and the benchmarks.
 
-    make gpu                                        # PYTHON=python3.12 make gpu, if that one has
-    torch and cupy PYTHONPATH=src python3 -m benches.gpu --gib 32 --json gpu.json
+    make gpu                                        # PYTHON=python3.12 make gpu, if that one has torch and cupy
+    PYTHONPATH=src python3 -m benches.gpu --gib 32 --json gpu.json
 
 It installs nothing: it runs with the Python that it is given, and says which packages that one
 lacks. Each step is a process of its own with a deadline, so that none takes the others with it; all

@@ -11,8 +11,7 @@ order each round; a ratio compares neighbours of one round (1 = as fast as the b
 `CPU` is the same of the readers' CPU seconds, against those of `bare 1`: it says what the data
 plane adds to the copy, also where other programs use the machine.
 
-    python -m benches one_sided --transport shm --mib 1024 --tensors 300 --tiny 150 --rounds 7
-    --readers 1
+    python -m benches one_sided --transport shm --mib 1024 --tensors 300 --tiny 150 --rounds 7 --readers 1
 """
 
 from __future__ import annotations

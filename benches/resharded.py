@@ -3,10 +3,10 @@ transports, in turns.
 
 Four ranks of a trainer hold a model cut by rows, as FSDP2 does, and two ranks of a rollout read it:
 
-    same            two of the trainer's ranks hold just what the rollout's two hold: replication,
-    chunk by chunk rows            cut by rows, too: each rollout rank takes all of two trainer
-    ranks (runs of whole tensors) columns 64 KiB  cut by columns: each rollout rank takes a half of
-    each row of all four, runs of 64 KiB columns 4 KiB   the same with shorter rows, runs of 4 KiB
+    same            two of the trainer's ranks hold just what the rollout's two hold: replication, chunk by chunk
+    rows            cut by rows, too: each rollout rank takes all of two trainer ranks (runs of whole tensors)
+    columns 64 KiB  cut by columns: each rollout rank takes a half of each row of all four, runs of 64 KiB
+    columns 4 KiB   the same with shorter rows, runs of 4 KiB
     columns 512 B   the same again
 
 All models are of the same size. Each copy is of a new version, whose digests the publisher makes in

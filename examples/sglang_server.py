@@ -1,14 +1,14 @@
 """A trainer that keeps an SGLang server's weights up to date, by TensorHub.
 
-    python -m sglang.launch_server --model-path MODEL --custom-weight-loader
-    tensorhub.integrations.sglang.load python examples/sglang_server.py http://127.0.0.1:30000 MODEL
+    python -m sglang.launch_server --model-path MODEL --custom-weight-loader tensorhub.integrations.sglang.load
+    python examples/sglang_server.py http://127.0.0.1:30000 MODEL
 
 MODEL is the directory of a model for transformers, or its configuration alone (with `--load-format
 dummy` at the server): the trainer begins with random weights. Its steps stand for yours.
 
 Needs SGLang 0.5.23 and `pip install '.[torch]'` of a checkout where the server runs; here
 transformers, requests and that installation.
-"""
+"""  # noqa: E501 - a table
 
 import sys
 

@@ -1,15 +1,14 @@
 """TRL's AsyncGRPOTrainer, and a rollout worker that generates with the policy of the newest
 version.
 
-    python examples/trl_async_grpo.py MODEL     # the path of a model with its tokenizer, or a name
-    on the Hub
+    python examples/trl_async_grpo.py MODEL     # the path of a model with its tokenizer, or a name on the Hub
 
 The worker is a thread of the trainer's process here, with a policy of its own. In another process,
 or on another machine, it does the same: `transfer.rollout_settings()` is what it has to be told
 (for other machines `WeightTransfer(host=...)`).
 
 Needs `pip install trl==1.16.0 '.[torch]'` in a checkout, and a GPU for TRL's attention kernel.
-"""
+"""  # noqa: E501 - a table
 
 import itertools
 import queue

@@ -1,11 +1,9 @@
 """Publishes a converted copy of a trainer's weights: cast (fp32 masters as bf16), fused, renamed,
 or anything else.
 
-    weights = await register_converted(hub, "actor", cast(model, torch.bfloat16), group="trainer",
-    rank=r, world_size=n)
+    weights = await register_converted(hub, "actor", cast(model, torch.bfloat16), group="trainer", rank=r, world_size=n)
     ...
-    report = await weights.publish(7)    # converts the present weights, publishes the copy, and
-    says what that cost
+    report = await weights.publish(7)    # converts the present weights, publishes the copy, and says what that cost
 
 The trainer's own tensors are not registered, so a step may overwrite them at any time. The copy is.
 There are two of it (`buffers`), each registered as a group of its own, and they take turns. So
@@ -18,7 +16,7 @@ tensors themselves.
 
 Responsible for the buffers' turns, and for the report. Not responsible for the conversion, nor for
 publishing.
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

@@ -1,22 +1,24 @@
 """Every error that TensorHub raises to its users.
 
-    TensorHubError ├── VersionUnavailable      the version has no live source, or does not exist ├──
-    VersionConflict         the number was used already, or is not above the mark ├──
-    ManifestMismatch        the reader's tensors are not those of the version ├── RegistrationError
-    these tensors, or this (model, group, rank), cannot be registered ├── MutabilityViolation
-    published memory was written by its owner ├── StateError              the call, or one of its
-    arguments, is not allowed in this state │   ├── InvalidType         an argument is of a kind
-    that cannot be used (also a TypeError) │   └── InvalidValue        an argument is out of range,
-    or says nothing that is known (also a ValueError) ├── OperationTimeout        a deadline passed
-    (also a TimeoutError) │   └── DrainTimeout        memory could not be taken back in time; it
-    stays published ├── RetentionError          leaving would lose a retained version ├──
-    GroupAborted            another rank, or the group's membership, ended the operation ├──
-    LeaseLost               this worker was taken for dead, or the coordinator has lost its state
-    ├── IntegrityError          bytes do not have their digest, whichever source they come from ├──
-    AuthenticationFailed    the secrets differ, the token is read-only, or access would be open
-    beyond loopback ├── ProtocolError           the peer does not speak this protocol, or broke it
-    ├── CoordinatorUnavailable  the coordinator cannot be reached └── TransportUnavailable    a
-    transport is unknown, not installed, or not shared with the peer
+    TensorHubError
+    ├── VersionUnavailable      the version has no live source, or does not exist
+    ├── VersionConflict         the number was used already, or is not above the mark
+    ├── ManifestMismatch        the reader's tensors are not those of the version
+    ├── RegistrationError       these tensors, or this (model, group, rank), cannot be registered
+    ├── MutabilityViolation     published memory was written by its owner
+    ├── StateError              the call, or one of its arguments, is not allowed in this state
+    │   ├── InvalidType         an argument is of a kind that cannot be used (also a TypeError)
+    │   └── InvalidValue        an argument is out of range, or says nothing that is known (also a ValueError)
+    ├── OperationTimeout        a deadline passed (also a TimeoutError)
+    │   └── DrainTimeout        memory could not be taken back in time; it stays published
+    ├── RetentionError          leaving would lose a retained version
+    ├── GroupAborted            another rank, or the group's membership, ended the operation
+    ├── LeaseLost               this worker was taken for dead, or the coordinator has lost its state
+    ├── IntegrityError          bytes do not have their digest, whichever source they come from
+    ├── AuthenticationFailed    the secrets differ, the token is read-only, or access would be open beyond loopback
+    ├── ProtocolError           the peer does not speak this protocol, or broke it
+    ├── CoordinatorUnavailable  the coordinator cannot be reached
+    └── TransportUnavailable    a transport is unknown, not installed, or not shared with the peer
 
 Python warnings, no errors: StaleWeightsWarning (a `mutate` that has written nothing),
 LeftOutStateWarning (a module has state that `register` does not carry).
@@ -30,7 +32,7 @@ A group's call ends on all ranks: the failed rank raises its own error, all othe
 with that cause. A worker that was taken for dead goes on as a new incarnation and keeps its
 handles: its group calls end with GroupAborted, and its other calls ask again. LeaseLost is raised
 where a call needs something that was given up in the meantime.
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

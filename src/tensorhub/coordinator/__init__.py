@@ -4,23 +4,25 @@ what is decided.
 PURE: events in, actions out; time is an argument. Not responsible for sockets, files or a clock
 (`runtime.control.server`), nor for protecting memory: its owner does that. Where to look:
 
-    core, actions                   the step: events come in, actions go out cluster, entities,
-    states       the known cluster; `invariants` says what always holds access
-    which sessions are admitted, and what each may say membership, registrations       workers,
-    ranks and groups; what may be registered, and what a worker announces versions, publishes
-    numbers, visibility, what selectors mean; publishes and rollbacks operations, decisions
-    group operations and their deadlines; how an operation ends fills, refusals
-    fills; why a fill cannot go on waiting                         what a reader lacks, and what an
-    operation waits for readers, source_choice          read leases; which source a reader gets;
-    which holding is filled from which holdings                        what a rank's memory holds,
-    and how a source is left layout_holdings                 the holders of a version in each layout
+    core, actions                   the step: events come in, actions go out
+    cluster, entities, states       the known cluster; `invariants` says what always holds
+    access                          which sessions are admitted, and what each may say
+    membership, registrations       workers, ranks and groups; what may be registered, and what a worker announces
+    versions, publishes             numbers, visibility, what selectors mean; publishes and rollbacks
+    operations, decisions           group operations and their deadlines; how an operation ends
+    fills, refusals                 fills; why a fill cannot go on
+    waiting                         what a reader lacks, and what an operation waits for
+    readers, source_choice          read leases; which source a reader gets; which holding is filled from which
+    holdings                        what a rank's memory holds, and how a source is left
+    layout_holdings                 the holders of a version in each layout
     ways                            which group reads in which layout; readers of other layouts
-    coverage, replicas              whether ranks together have every byte; whether equal ranks have
-    equal bytes retention, handovers            what must stay, and which worker takes it over
-    testimonies, digest_lists       which digests the bytes must have, and which worker is asked for
-    them corruption_checks               which worker is to blame for wrong bytes views
-    what can be asked of the coordinator manifests, limits               encoded manifests; bounds
-"""
+    coverage, replicas              whether ranks together have every byte; whether equal ranks have equal bytes
+    retention, handovers            what must stay, and which worker takes it over
+    testimonies, digest_lists       which digests the bytes must have, and which worker is asked for them
+    corruption_checks               which worker is to blame for wrong bytes
+    views                           what can be asked of the coordinator
+    manifests, limits               encoded manifests; bounds
+"""  # noqa: E501 - a table
 
 from tensorhub.coordinator.actions import (
     DOOR,

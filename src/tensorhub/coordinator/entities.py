@@ -1,11 +1,10 @@
 """The things that a coordinator knows. `cluster` holds them, components change them.
 
-    Worker ── Member ── Group ── Model           an incarnation, its registrations, their groups and
-    models
-                │         │        │ Holding ── Replica ── Version       what a rank's memory holds,
-                as a part of its group's copy │                  │
-            ReadLease ── RankPart ── Operation   a read of it, for a rank's part in a group
-            operation
+    Worker ── Member ── Group ── Model           an incarnation, its registrations, their groups and models
+                │         │        │
+             Holding ── Replica ── Version       what a rank's memory holds, as a part of its group's copy
+                │                  │
+            ReadLease ── RankPart ── Operation   a read of it, for a rank's part in a group operation
 
 Each line is a reference in both directions, so all of them stand in one module. Attempts are
 entities, too: `Withdrawal`, `Handover`, `PendingWrite`, `Inquiry`. The digests of a shard are its
@@ -14,7 +13,7 @@ entities, too: `Withdrawal`, `Handover`, `PendingWrite`, `Inquiry`. The digests 
 Each attribute's comment says what it always equals; `invariants` checks that. docs/glossary.md
 defines the words. Other modules derive facts from several entities: `waiting` says what a reader
 lacks and what an operation waits for.
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

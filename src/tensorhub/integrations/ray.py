@@ -1,8 +1,7 @@
 """TensorHub on Ray: the coordinator as a detached named actor, and where a worker in an actor is.
 
-    address = start_coordinator(state_dir="/shared/tensorhub")  # in any driver: the first starts
-    it, later ones find it hub = sync.connect(address, location=location())  # in any actor, on any
-    node
+    address = start_coordinator(state_dir="/shared/tensorhub")  # in any driver: the first starts it, later ones find it
+    hub = sync.connect(address, location=location())  # in any actor, on any node
 
 The address is "ray-actor://NAME". It does not change when Ray restarts the coordinator's actor on
 another node: a worker looks the name up anew at each connection. The coordinator and its workers
@@ -11,7 +10,7 @@ never sees it.
 
 Responsible for the coordinator's actor, for looking it up, and for locations. Not responsible for
 Ray's tensor transport (`ray_transport`).
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Ray Direct Transport over TensorHub: what an actor's method returns, or `ray.put` takes, is
 fetched by TensorHub.
 
-    register_transport()  # in the module of the class, before it: so in each process that has the
-    class
+    register_transport()  # in the module of the class, before it: so in each process that has the class
 
     @ray.remote(enable_tensor_transport=True)  # those that get such tensors, too
     class Trainer:
@@ -16,7 +15,7 @@ verified, from the best source. The coordinator is that of TENSORHUB_ADDRESS, el
 
 Responsible for Ray's side of that. Not responsible for weights that change version after version:
 those are registered once, and updated in place (`tensorhub.Hub.register`).
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

@@ -3,10 +3,9 @@
 A rank's pieces are written in three parts, each named by a hash of its content, so that what ranks
 have in common travels once:
 
-    Catalogue     names, dtypes, global shapes          "layers.0.q" is bfloat16 (4096, 4096)   once
-    per publication Arrangement   per piece: tensor, which box, where   tensor 0: box 0, region 0,
-    offset 0     usually equal on all ranks Coordinates   the boxes                             box
-    0 is [512:1024, 0:4096]             a short list for each rank
+    Catalogue     names, dtypes, global shapes          "layers.0.q" is bfloat16 (4096, 4096)   once per publication
+    Arrangement   per piece: tensor, which box, where   tensor 0: box 0, region 0, offset 0     usually equal on all ranks
+    Coordinates   the boxes                             box 0 is [512:1024, 0:4096]             a short list for each rank
 
 The coordinates name their arrangement, and the arrangement names its catalogue. So ranks with one
 coordinates id hold equal bytes in equal places: they are one shard class. Boxes are few, because
@@ -17,7 +16,7 @@ go by forms: each form is worked out once, for any number of tensors.
 
 Responsible for these values and their one encoding. Not responsible for what several ranks hold
 together (`publication`).
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

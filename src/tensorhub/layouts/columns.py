@@ -3,14 +3,13 @@ to read.
 
 A column is an array of numbers from 0 to 2**63 - 1. It is encoded as whichever is shorter:
 
-    raw     a byte that says how many bytes a number takes (1, 2, 4 or 8: the fewest that all fit),
-    then the numbers runs    a byte 0, then for each run its first number, its step and its length,
-    8 bytes each
+    raw     a byte that says how many bytes a number takes (1, 2, 4 or 8: the fewest that all fit), then the numbers
+    runs    a byte 0, then for each run its first number, its step and its length, 8 bytes each
 
 Responsible for that, for reading nothing but the one encoding, and for hostile columns: how many
 numbers one says, and their sum, can be known before memory is taken. Not responsible for what the
 numbers mean.
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

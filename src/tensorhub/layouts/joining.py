@@ -1,14 +1,12 @@
 """From received parts to a reading: the publication out of its parts, and a rank's reading of it.
 
-    worker of a publisher    manifest of its tensors + shardings + sources   ──►  coordinates_of
-    ──►  its parts worker of a reader       Start.publication ──► Published ──► its parts   ──►
-    publication_of  ──►  Publication, kept
-                             manifest + shardings + sources + Publication    ──►  reading_for
-                             ──►  ReshardedManifest
+    worker of a publisher    manifest of its tensors + shardings + sources   ──►  coordinates_of  ──►  its parts
+    worker of a reader       Start.publication ──► Published ──► its parts   ──►  publication_of  ──►  Publication, kept
+                             manifest + shardings + sources + Publication    ──►  reading_for     ──►  ReshardedManifest
 
 Responsible for putting these together, and for all that a rank can check about them alone. Not
 responsible for fetching parts, nor for when.
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

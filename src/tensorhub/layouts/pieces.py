@@ -6,8 +6,7 @@
     . d e f . .          ◄────►      d e f - - - - -
     . . . . . .
 
-    Piece("w", Kind("bfloat16", (4, 6)), box=(Span(1, 2), Span(1, 3)), region=3, offset=64,
-    strides=(16, 2))
+    Piece("w", Kind("bfloat16", (4, 6)), box=(Span(1, 2), Span(1, 3)), region=3, offset=64, strides=(16, 2))
 
 A piece has a span of indices and a stride in bytes for each dimension of the *global* tensor. So
 one form says all that may lie in place: parts, fused and stacked tensors, interleaved rows,
@@ -17,7 +16,7 @@ reader wants.
 Responsible for making pieces of a rank's tensors: whole ones, rank-local ones, sharded ones, and
 tensors with an entry in `sources=`. Not responsible for where DTensors keep their parts
 (`sharding`), nor for encoding (`arrangement`).
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

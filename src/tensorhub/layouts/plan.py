@@ -13,8 +13,7 @@
 A block is loops (times, stride at the source, stride at the reader) around segments that are
 contiguous at both ends:
 
-    for i in range(512):                                            one loop: 512 rows of a column
-    slice
+    for i in range(512):                                            one loop: 512 rows of a column slice
         reader[.. + i * 4096 : .. + run] = source[.. + i * 8192 : .. + run]
 
 Loops are in the order of the reader's memory, the outermost first. That order is also the order of
@@ -31,7 +30,7 @@ selections are equal.
 
 Responsible for the bytes that are read from each source. Not responsible for whether the sources
 are a whole version (`publication`).
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

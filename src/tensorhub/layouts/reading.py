@@ -2,10 +2,10 @@
 each.
 
     Reading                chunk 0: strips of the reader's regions          places[0]
-                           chunk 1: ...                                     places[1] Part of class
-                           0      its chunks 0, 1, 4 of the reader's grid          chunks = (0, 1,
-                           4) Selection          chunk 0: strips of the published regions
-                           its bytes, in the selection's order chunk 1: ...
+                           chunk 1: ...                                     places[1]
+      Part of class 0      its chunks 0, 1, 4 of the reader's grid          chunks = (0, 1, 4)
+        Selection          chunk 0: strips of the published regions         its bytes, in the selection's order
+                           chunk 1: ...
       Part of class 2      ...
 
 A chunk has bytes of one shard class only. It is made of whole cells where they fit; cells that are
@@ -19,7 +19,7 @@ hash of its canonical encoding.
 
 Responsible for these values, for the encoding, and for reading hostile selections at no more cost
 than their bounds allow. Not responsible for transfer plans (`plan`), nor for moving bytes.
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

@@ -2,10 +2,9 @@
 
     q, k, v = (source(f"layers.0.{n}_proj.weight") for n in "qkv")
     sources = {
-        "layers.0.qkv": [q[0:2048], k[0:512], v[0:512]],                 # a list concatenates along
-        dimension 0 "embed": [(at[0:128256], source("embed_tokens.weight"))],        # padding
-        behind it stays as it is "experts.w13": [(at[e, 0:1408], source(f"experts.{e}.gate.weight"))
-        for e in range(8)],
+        "layers.0.qkv": [q[0:2048], k[0:512], v[0:512]],                 # a list concatenates along dimension 0
+        "embed": [(at[0:128256], source("embed_tokens.weight"))],        # padding behind it stays as it is
+        "experts.w13": [(at[e, 0:1408], source(f"experts.{e}.gate.weight")) for e in range(8)],
     }
 
 A view takes integer indices, slices with positive steps, and permutations: what it takes is a box
@@ -16,7 +15,7 @@ are kept as they were written, and are looked at when the shape is known.
 Entries of `sources=` are read once, when tensors are registered (`entries_of`).
 
 Responsible for the notation, and for its errors. Not responsible for bytes (`pieces`).
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Bytes that follow strips, moved between strided memory and one contiguous buffer.
 
-    long runs      are moved from or to where they are: a view of each goes into the call that sends
-    or receives short runs     go through a buffer that stays in the core's own cache: one call
-    copies thousands of them
+    long runs      are moved from or to where they are: a view of each goes into the call that sends or receives
+    short runs     go through a buffer that stays in the core's own cache: one call copies thousands of them
 
 Python's own code for strided buffers copies short runs, so nothing need be installed, and the price
 hardly depends on how short they are. It keeps the GIL, so it copies BLOCK_BYTES at a time, which
@@ -13,7 +12,7 @@ SIGBUS. All of its runs go through a buffer that the kernel fills, for which a m
 error.
 
 Responsible for host memory. Not responsible for errors about it, nor for digests.
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

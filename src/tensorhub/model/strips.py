@@ -1,7 +1,6 @@
 """Strips: bytes of one memory that follow a rule. A chunk consists of strips.
 
-    Strip(region=3, offset=64, region_step=0, offset_step=0, length=1, loops=((512, 8192),),
-    run=4096)
+    Strip(region=3, offset=64, region_step=0, offset_step=0, length=1, loops=((512, 8192),), run=4096)
 
         for i in range(512): 4096 bytes of region 3, from byte 64 + i * 8192 on
 
@@ -13,7 +12,7 @@ of bytes is a strip of one run.
 
 Responsible for that value, for finding whether it lies within regions of given sizes, and for its
 shortest form. Not responsible for the meaning of the bytes, nor for moving them.
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

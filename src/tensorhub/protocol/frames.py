@@ -6,15 +6,15 @@ frame that is not the peer's next: always `ProtocolError`, and before anything i
 length that a peer claims. Not responsible for the contents of a body, nor for payload that follows
 a frame.
 
-    preface   "TENSRHUB"  u16 version                           once, from each side, before
-    anything else frame     u32 length  body of so many bytes                 in the handshake;
-    numbers are big-endian frame     u32 length  body of so many bytes  mac (16)       after it
+    preface   "TENSRHUB"  u16 version                           once, from each side, before anything else
+    frame     u32 length  body of so many bytes                 in the handshake; numbers are big-endian
+    frame     u32 length  body of so many bytes  mac (16)       after it
 
 A mac is keyed BLAKE2b over the frame's number (u64, from 0; it is not sent), its length and its
 body, under a key that one direction of one connection has. So only the peer's next frame is
 accepted, and no frame that an attacker made, changed, kept back, sent twice, in another order, back
 to its sender, or on another connection.
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ Theory of operation
 -------------------
 A chunk is wanted, in flight at exactly one source, or verified. The table below is the only way on:
 
-    wanted -> in flight     `next_batch` hands it to a lane in flight -> verified   it arrived with
-    its digest (G1; final: it is never asked for, nor written, again; G8) in flight -> wanted     it
-    arrived with another digest, its source lacks it, or its lane has ended
+    wanted -> in flight     `next_batch` hands it to a lane
+    in flight -> verified   it arrived with its digest (G1; final: it is never asked for, nor written, again; G8)
+    in flight -> wanted     it arrived with another digest, its source lacks it, or its lane has ended
 
 A source is live or leaving. Leaving means: no new batch; but its lane may still be writing into the
 destination of chunks that are in flight there. So these go back to wanted only with `lane_ended`,
@@ -33,7 +33,7 @@ that lacks it while another source has it. Readers that fill from one another co
 whatever cycles they form (R9).
 
 Responsible for the books only: lanes, sockets, digests and time belong to `runtime.data.lanes`.
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

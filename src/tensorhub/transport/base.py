@@ -4,9 +4,9 @@ A *channel* is one reader's way to one source under one read lease. A blocking t
 drives it, or several, up to `Transport.lanes` (of several channels to one source,
 `transport.parallel` makes one):
 
-    channel = transport.open(...)        connect, authenticate both sides channel.submit(chunks)
-    ask; several batches may be submitted before the first has arrived channel.receive(n)
-    block until some of them are in the destination, in any order, or the source says
+    channel = transport.open(...)        connect, authenticate both sides
+    channel.submit(chunks)               ask; several batches may be submitted before the first has arrived
+    channel.receive(n)                   block until some of them are in the destination, in any order, or the source says
                                          that it lacks them
     channel.close()                      always, from the last thread that drives it
 
@@ -34,7 +34,7 @@ Every transport keeps these rules:
 
 Responsible for the contract only. Not responsible for choosing a source, for digests, or for the
 books (`Pull`).
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

@@ -3,12 +3,12 @@
 A worker has one `OwnerSide` for each of its transports. An `OwnerSide` makes an `OwnerSession` for
 each reader's connection:
 
-    side = transport.serve()             once per worker side.endpoint(...)                   the
-    address for readers session = side.session(reader)       a reader has named this transport for
-    the first time session.answer(request, asked)       the reader has sent a message of the
-    transport's own dialect session.serve(request, access, ...)  the reader wants these chunks, and
-    may touch them until this returns session.close()                      the reader is gone, or
-    has to go
+    side = transport.serve()             once per worker
+    side.endpoint(...)                   the address for readers
+    session = side.session(reader)       a reader has named this transport for the first time
+    session.answer(request, asked)       the reader has sent a message of the transport's own dialect
+    session.serve(request, access, ...)  the reader wants these chunks, and may touch them until this returns
+    session.close()                      the reader is gone, or has to go
 
 Every owner side keeps these rules:
 
@@ -21,7 +21,7 @@ Every owner side keeps these rules:
 
 Responsible for the contract only. The worker decides on permission to read, and has the accesses,
 the digests and the connection. A side gets at them through `OwnedMemory` and `ServedReader`.
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 
