@@ -182,3 +182,15 @@ def test_after_a_restart_a_description_that_is_not_of_what_was_published_is_not_
     assert [answer.keep for answer in same.take(Registered)] == [False]
     assert not world.version.others
     world.pass_time(2 * LEASE_S)
+
+
+def test_a_call_for_a_number_fails_once_the_last_published_shard_has_no_holder() -> None:
+    """Until then the holders of the missing shards may come back."""
+    world, trainers, _ = held()
+    leave(world, trainers[0])
+    (late,) = world.group("late", [("own/x", ())])
+    world.fill([late], selector=1)
+    assert not late.take(Outcome)
+    leave(world, trainers[1])
+    (outcome,) = late.take(Outcome)
+    assert not outcome.committed

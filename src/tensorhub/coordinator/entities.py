@@ -258,9 +258,9 @@ class Group:
 class Seen:
     """What `versions` saw when it looked at a version last."""
 
-    # The layouts that have a source of each class of shards, once it is visible, and whether each
-    # shard has a source.
-    readable_in: list[tuple[str, bool]] = field(default_factory=list)
+    # The layouts that have holders, once the version is visible; whether each shard has a source,
+    # and whether each class of shards has one.
+    readable_in: list[tuple[str, bool, bool]] = field(default_factory=list)
     # the version is old, and only read-only calls that are bound to it keep it
     outlived: bool = False
 

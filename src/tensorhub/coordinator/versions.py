@@ -341,16 +341,21 @@ class Versions:
     def _refresh_others(self, model: Model) -> bool:
         """Forget layouts in which no rank holds the version any more. Whether other groups can read
         it now, or cannot any more: the state of the version does not tell that while it can be read
-        in another layout or out of one.
+        in another layout or out of one. A call that waits for holders to come back fails once a
+        layout has none.
         """
         changed = False
         for version in model.versions.values():
             if version.others:
                 self._cluster.forget_layouts(version)
             can_read = [
-                (layout.layout_id, layout.have_sources())
+                (
+                    layout.layout_id,
+                    layout.have_sources(),
+                    layout.is_described and layout.has_each_class(),
+                )
                 for layout in (version.layouts if version.visible else ())
-                if layout.have_sources() or (layout.is_described and layout.has_each_class())
+                if layout.has_holders
             ]
             if can_read != version.seen.readable_in:
                 version.seen.readable_in, changed = can_read, True
