@@ -247,8 +247,8 @@ def prove_ipc(options: argparse.Namespace) -> None:
         if found.tolist() != list(range(count)):
             raise SystemExit("the memory was opened, and holds other bytes")
         print(
-            f"CUDA IPC works: {count} numbers, {offset} bytes behind the start of an allocation of "
-            f"torch's"
+            f"CUDA IPC works: {count} numbers, {offset} bytes behind the "
+            "start of an allocation of torch's"
         )
     finally:
         exporter.end()

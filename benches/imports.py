@@ -91,8 +91,8 @@ def show(rows: list[dict[str, object]]) -> None:
             f"{row['program']:<24}{cells[0]:>24}{cells[1]:>26}{cells[2]:>24}{row['aim'] or '':>8}"
         )
     print(
-        "\nMedian [least-largest] of the rounds. An aim is of the milliseconds over the empty "
-        "program."
+        "\nMedian [least-largest] of the rounds. An aim is of the "
+        "milliseconds over the empty program."
     )
 
 

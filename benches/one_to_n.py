@@ -254,8 +254,8 @@ def show(rows: list[dict[str, object]]) -> None:
             + "".join(f"{_cell(row[title]):>24}" for title in titles)
         )
     print(
-        "\nMedian [least-largest] of the rounds. A ratio is taken within each round; above 1 is "
-        "faster."
+        "\nMedian [least-largest] of the rounds. A ratio is taken "
+        "within each round; above 1 is faster."
     )
 
 

@@ -8,7 +8,7 @@ dummy` at the server): the trainer begins with random weights. Its steps stand f
 
 Needs SGLang 0.5.23 and `pip install '.[torch]'` of a checkout where the server runs; here
 transformers, requests and that installation.
-"""  # noqa: E501 - a table
+"""  # noqa: E501 - lines as they are typed
 
 import sys
 

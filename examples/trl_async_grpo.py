@@ -8,7 +8,7 @@ or on another machine, it does the same: `transfer.rollout_settings()` is what i
 (for other machines `WeightTransfer(host=...)`).
 
 Needs `pip install trl==1.16.0 '.[torch]'` in a checkout, and a GPU for TRL's attention kernel.
-"""  # noqa: E501 - a table
+"""  # noqa: E501 - lines as they are typed
 
 import itertools
 import queue

@@ -768,8 +768,8 @@ async def test_bytes_that_do_not_have_their_digest_at_any_source() -> None:
                 "have their digest"
             ),
             (
-                f"reads that failed: worker 'trainer': chunk {chunk} does not have its digest (tensor "
-                f"'b')"
+                f"reads that failed: worker 'trainer': chunk {chunk} does not "
+                "have its digest (tensor 'b')"
             ),
             "have it published anew, then call again",
         )

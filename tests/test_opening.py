@@ -264,8 +264,8 @@ async def test_a_blocking_hook_in_async_code_is_refused_before_a_byte_changes() 
             pass
         with pytest.raises(
             TypeError,
-            match=r"before_write .* async function, and this one returned 'paused': write `async "
-            r"def`",
+            match=r"before_write .* async function, and this one "
+            r"returned 'paused': write `async def`",
         ):
             await weights.update(before_write=lambda info: "paused")
         with pytest.raises(InvalidType, match="before_write=3: give a function"):

@@ -61,8 +61,8 @@ async def test_a_trainer_and_a_rollout_on_the_same_tensors(hubs: int) -> None:
         assert (report.version, rollout.state) == (2, "ready")
         with pytest.raises(
             StateError,
-            match=r"'[abc]' of 'm' \(group 'trainer', rank 0\) shares memory with .*holds version "
-            r"2",
+            match=r"'[abc]' of 'm' \(group 'trainer', rank 0\) shares "
+            r"memory with .*holds version 2",
         ):
             await trainer.replicate(2)
         await rollout.close()
@@ -131,8 +131,8 @@ def test_claims_end_with_their_memory_and_with_a_fork() -> None:
     )
     with pytest.raises(
         StateError,
-        match=r"'[abc]' of b shares memory with '[abc]' of a, and that registration holds version "
-        r"1: ",
+        match=r"'[abc]' of b shares memory with '[abc]' of a, and that "
+        r"registration holds version 1: ",
     ):
         second.check_fill()
     first.check_fill()

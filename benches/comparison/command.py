@@ -184,8 +184,8 @@ def _show(visit: Visit) -> None:
 
 def _conditions(plan: Plan, known: dict[str, object], network: Network) -> list[str]:
     bytes_ = (
-        f"{plan.mib} MiB in 300 tensors, half of them tiny, into each receiver's own touched "
-        f"tensors"
+        f"{plan.mib} MiB in 300 tensors, half of them tiny, into "
+        "each receiver's own touched tensors"
     )
     often = f"{plan.rounds} rounds of {plan.copies} timed copies; every copy verified"
     machine = f"{known['cpu']}, {known['cores']} cores, Linux {known['kernel']}"

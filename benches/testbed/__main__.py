@@ -370,8 +370,8 @@ def _picture(
         ]
         shown = [
             (
-                "right: seconds of one update, the trainer's stall shared out among them; and of the "
-                "floor"
+                "right: seconds of one update, the trainer's stall shared "
+                "out among them; and of the floor"
             ),
             *notes,
         ]

@@ -70,8 +70,8 @@ class Network:
             raise ValueError("two hosts have one name")
         if len(self._sites) > 2 or (len(self._sites) == 2) != (wan is not None):
             raise ValueError(
-                f"a WAN joins two sites; here are {len(self._sites)}, and {'a' if wan else 'no'} "
-                f"WAN"
+                f"a WAN joins two sites; here are {len(self._sites)}, "
+                f"and {'a' if wan else 'no'} WAN"
             )
         self._wan = wan
         self._congestion, self._mtu = congestion, mtu

@@ -48,8 +48,8 @@ def check(scenario: Scenario) -> Scenario:
     workers, most = scenario.count("rollout") + 1, WORKERS_PER_CORE * len(os.sched_getaffinity(0))
     if workers > most:
         raise ScenarioError(
-            f"{scenario.name} has {workers} workers, and this machine can run {most}: give fewer "
-            f"hosts"
+            f"{scenario.name} has {workers} workers, and this machine "
+            f"can run {most}: give fewer hosts"
         )
     if len(scenario.sites) > 2:
         raise ScenarioError(
@@ -58,8 +58,8 @@ def check(scenario: Scenario) -> Scenario:
         )
     if not scenario.generate_mean_copies:
         raise ScenarioError(
-            f"{scenario.name} has generate_mean_copies = 0, and rollouts of the testbed have to "
-            f"generate"
+            f"{scenario.name} has generate_mean_copies = 0, and "
+            "rollouts of the testbed have to generate"
         )
     return scenario
 

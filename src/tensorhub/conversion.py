@@ -16,7 +16,7 @@ tensors themselves.
 
 Responsible for the buffers' turns, and for the report. Not responsible for the conversion, nor for
 publishing.
-"""  # noqa: E501 - a table
+"""  # noqa: E501 - lines as they are typed
 
 from __future__ import annotations
 

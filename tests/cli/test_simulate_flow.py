@@ -66,8 +66,8 @@ def test_json_is_all_there_is_on_stdout() -> None:
         (
             ["standalon"],
             (
-                "error: scenario: there is no scenario 'standalon': did you mean 'standalone'? Give "
-                "churn, "
+                "error: scenario: there is no scenario 'standalon': did you "
+                "mean 'standalone'? Give churn, "
             ),
         ),
         (["update", "--gpus", "100", "--parameters", "1T"], "cannot be placed on 100 rollout GPUs"),

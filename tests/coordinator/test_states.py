@@ -52,8 +52,8 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
         Operation,
         "GATHERING",
         (
-            "GATHERING -> RUNNING | ABORTED; RUNNING -> PREPARED | ABORTED; PREPARED -> COMMITTED | "
-            "ABORTED"
+            "GATHERING -> RUNNING | ABORTED; RUNNING -> PREPARED | ABORTED; "
+            "PREPARED -> COMMITTED | ABORTED"
         ),
     ),
     "rank's part": (

@@ -235,8 +235,8 @@ def test_memory_of_a_dead_process_is_refused_with_advice(library: Library) -> No
     library.status = 205
     with pytest.raises(
         StateError,
-        match=r"cannot be opened on cuda:0: .*NUMBER_205: its process has ended, or that GPU is "
-        r"not",
+        match=r"cannot be opened on cuda:0: .*NUMBER_205: its process "
+        r"has ended, or that GPU is not",
     ):
         cuda_device(0).open(bytes(64), 1)
 

@@ -169,8 +169,8 @@ async def test_gpu_memory_of_a_process_that_has_ended_is_left_with_one_warning(
         def open(self, handle: bytes, nbytes: int) -> int:
             advice = "its process has ended, or that GPU is not visible here"
             raise StateError(
-                f"its memory cannot be opened on {self.name}: cudaErrorMapBufferObjectFailed: "
-                f"{advice}"
+                f"its memory cannot be opened on {self.name}: "
+                f"cudaErrorMapBufferObjectFailed: {advice}"
             )
 
     monkeypatch.setattr(cupy_device, "missing", lambda: None)

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.framework, pytest.mark.timeout(900)]
 
 pytest.importorskip(
     "verl",
-    reason="verl is not installed here; `make frameworks FRAMEWORKS=verl` installs it, and runs "
-    "this",
+    reason="verl is not installed here; `make frameworks "
+    "FRAMEWORKS=verl` installs it, and runs this",
 )
 
 import ray  # noqa: E402

@@ -96,8 +96,8 @@ def test_a_callable_gives_entries_or_none() -> None:
         (
             source("q")[0:6].T,
             (
-                r"has shape \(4, 6\), and the tensor has \(6, 4\); take .* or write `.T` behind the "
-                r"view"
+                r"has shape \(4, 6\), and the tensor has \(6, 4\); take .* "
+                r"or write `.T` behind the view"
             ),
         ),
         (

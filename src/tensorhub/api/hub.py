@@ -122,8 +122,8 @@ def connect(
         )
     if not isinstance(location, Location | None):
         raise InvalidType(
-            f"location={shown(location)}: give tensorhub.Location(site=..., rack=..., host=...), "
-            f"or None"
+            f"location={shown(location)}: give "
+            "tensorhub.Location(site=..., rack=..., host=...), or None"
         )
     here = location or Location()
     for part, place in (("site", here.site), ("rack", here.rack), ("host", here.host)):
@@ -411,8 +411,8 @@ class Hub(Unpicklable):
             sources is not None or (rank, world_size, partial) != (0, 1, False)
         ):
             raise InvalidValue(
-                "rank=, world_size=, sources= and partial= are of a reader's tensors: give these, "
-                "too"
+                "rank=, world_size=, sources= and partial= are of a "
+                "reader's tensors: give these, too"
             )
         if tensors is not None and names is not None:
             raise InvalidValue(

@@ -135,8 +135,8 @@ class Block:
     async def __aenter__(self) -> None:
         if self._is_used:
             raise StateError(
-                f"this {self._call}() was entered already: call {self._call}() again for another "
-                f"block"
+                f"this {self._call}() was entered already: call "
+                f"{self._call}() again for another block"
             )
         self._is_used = True
         await self._block.__aenter__()

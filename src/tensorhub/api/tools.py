@@ -83,8 +83,8 @@ async def register_memory(
         check_name("group", group)
     elif (as_integer(world_size) or 1) > 1:
         raise InvalidValue(
-            "world_size > 1 needs group=: one string on all ranks, unique per replica within the "
-            "model"
+            "world_size > 1 needs group=: one string on all ranks, "
+            "unique per replica within the model"
         )
     rank, world_size = check_ranks(rank, world_size)
     check_flag("spot", spot)

@@ -287,8 +287,8 @@ class Weights(Unpicklable):
             at_least = check_version(at_least)
         if before_write is not None and not callable(before_write):
             raise InvalidType(
-                f"before_write={shown(before_write)}: give a function that takes the VersionInfo, "
-                f"or None"
+                f"before_write={shown(before_write)}: give a function "
+                "that takes the VersionInfo, or None"
             )
         check_flag("staged", staged)
         if staged and not self._worker.options.host_memory_bytes:

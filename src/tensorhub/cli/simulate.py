@@ -153,8 +153,8 @@ def _check_kind(context: typer.Context, *, of_flow: bool) -> None:
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
             raise common.usage(
-                f"{option} belongs to the search for broken guarantees: leave it out, or the "
-                f"scenario"
+                f"{option} belongs to the search for broken "
+                "guarantees: leave it out, or the scenario"
                 if of_flow
                 else f"{option} belongs to a scenario: give one, as in tensorhub simulate "
                 f"standalone {option} ..."

@@ -140,8 +140,8 @@ class Fills:
         if len({each.content_id for each in begun.values()}) > 1:
             return Blame(
                 GroupAborted(
-                    f"{refusals.BEGUN} with different versions on the ranks {sorted(begun)}; call "
-                    f"again"
+                    f"{refusals.BEGUN} with different versions on the "
+                    f"ranks {sorted(begun)}; call again"
                 )
             )
         for rank, each in begun.items():
@@ -227,8 +227,8 @@ class Fills:
         who, layout, full = f"rank {part.rank} of group {member.group.name!r}", part.layout, ""
         if not layout.takes(part.shard, parts):
             return StateError(
-                f"{who} has it elsewhere than others of the layout {layout.layout_id}, which fill "
-                f"it too"
+                f"{who} has it elsewhere than others of the layout "
+                f"{layout.layout_id}, which fill it too"
             )
         if others + nbytes > limits.MANIFEST_BYTES_OF_WORKER_MAX:
             full = (

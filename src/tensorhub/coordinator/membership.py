@@ -277,8 +277,8 @@ class Membership:
                 for member in list(_unannounced(worker)):
                     self.remove(
                         member,
-                        f"rank {member.rank} of group {member.group.name!r} was not announced "
-                        f"again",
+                        f"rank {member.rank} of group "
+                        f"{member.group.name!r} was not announced again",
                     )
 
     def give_up_gone(self) -> None:

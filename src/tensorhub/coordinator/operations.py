@@ -236,8 +236,8 @@ class Operations:
             return None
         return Blame(
             StateError(
-                f"{count} generations of this rank's memory were taken back and never said to be "
-                f"fenced"
+                f"{count} generations of this rank's memory were taken "
+                "back and never said to be fenced"
             ),
             part.rank,
         )

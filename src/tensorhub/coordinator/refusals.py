@@ -150,8 +150,8 @@ def not_equal(operation: Operation, one: int, other: int, where: str) -> Integri
     return IntegrityError(
         f"{operation.kind} of {operation.group.model.name!r}: version {version.number}: ranks "
         f"{one} and {other} of group "
-        f"{version.publisher.group!r} have published the same part of the model, and their bytes "
-        f"differ"
+        f"{version.publisher.group!r} have published the same part of "
+        "the model, and their bytes differ"
         f"{where and f' ({where})'}: they are no replicas of each other any more. Look at what has "
         f"drifted there, make them "
         "equal, and publish again"

@@ -79,10 +79,10 @@ def misfit(cluster: Cluster, message: Register) -> TensorHubError | None:
     before = group.members.get(message.rank)
     if before is not None and before.worker.session is not None:
         return RegistrationError(
-            f"rank {message.rank} of group {group.name!r} of {message.model!r} is registered by "
-            f"worker "
-            f"{before.worker.name!r}, which is connected: close it first, or take another group "
-            f"name "
+            f"rank {message.rank} of group {group.name!r} of "
+            f"{message.model!r} is registered by worker "
+            f"{before.worker.name!r}, which is connected: close it "
+            "first, or take another group name "
             "(two sets of one model in one process need two groups)",
             retryable=True,  # it may close, or be found dead
         )

@@ -101,8 +101,8 @@ def check(part: RankPart, said: ReadyToWrite, selections: int) -> TensorHubError
     strange = [shard for shard in shards if shard not in version.holdings.classes]
     if strange:
         return StateError(
-            f"{who} reads shard {strange[0]} of version {version.number}: no class of shards is "
-            f"named so"
+            f"{who} reads shard {strange[0]} of version "
+            f"{version.number}: no class of shards is named so"
         )
     if len(set(shards)) < len(shards):
         return StateError(f"{who} names a class of shards twice")

@@ -181,8 +181,8 @@ class Exchange:
                 else f"is {self._role!r} in updates"
             )
             raise StateError(
-                f"this process {role}: prepare(), build_topology() and init_process_group() come "
-                f"first"
+                f"this process {role}: prepare(), build_topology() and "
+                "init_process_group() come first"
             )
         return self._meeting
 

@@ -10,7 +10,7 @@ never sees it.
 
 Responsible for the coordinator's actor, for looking it up, and for locations. Not responsible for
 Ray's tensor transport (`ray_transport`).
-"""  # noqa: E501 - a table
+"""  # noqa: E501 - lines as they are typed
 
 from __future__ import annotations
 
@@ -216,8 +216,8 @@ class CoordinatorActor:
         if is_restarted and not any(Path(self._state_dir).glob("*")):
             # To make it would begin a new cluster, on storage that no other node sees.
             raise StateError(
-                f"nothing is in {self._state_dir} here, where the coordinator's state was: is it "
-                f"mounted?"
+                f"nothing is in {self._state_dir} here, where the "
+                "coordinator's state was: is it mounted?"
             )
         return sync.serve(
             ray.util.get_node_ip_address(), state_dir=self._state_dir, options=self._options

@@ -15,7 +15,7 @@ verified, from the best source. The coordinator is that of TENSORHUB_ADDRESS, el
 
 Responsible for Ray's side of that. Not responsible for weights that change version after version:
 those are registered once, and updated in place (`tensorhub.Hub.register`).
-"""  # noqa: E501 - a table
+"""  # noqa: E501 - lines as they are typed
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ def record(load: Loader, parameters: Mapping[str, torch.Tensor], published: Spec
                 or name is None
             ):
                 text = (
-                    f"load_weights cannot be recorded at {shown(name)}: {type(error).__name__}: "
-                    f"{said}"
+                    f"load_weights cannot be recorded at {shown(name)}: "
+                    f"{type(error).__name__}: {said}"
                 )
                 raise RegistrationError(
                     f"{text}; does it need values, where there are none?"

@@ -203,8 +203,8 @@ class Receiver:
                     f"{served.version}"
                 )
                 raise VersionConflict(
-                    f"{text}; to go back, call hub.rollback({order.model!r}, to=...) and publish "
-                    f"anew"
+                    f"{text}; to go back, call "
+                    f"hub.rollback({order.model!r}, to=...) and publish anew"
                 )
         asked = published_tensors(
             self._hub._async, order.model, order.version, order.timeout_s, self._published
@@ -309,8 +309,8 @@ class Receiver:
             self._is_spared = _spare(self._model, methods)
             text = some([f"{name!r}: {reason}" for name, reason in refused.items()], "; ", most=100)
             raise RegistrationError(
-                f"{len(refused)} parameter(s) are not kept in the layout of load_weights: {text}. "
-                f"{ADVICE}"
+                f"{len(refused)} parameter(s) are not kept in the layout "
+                f"of load_weights: {text}. {ADVICE}"
             )
         return found
 

@@ -321,6 +321,6 @@ def _engine(engine: object, api_key: str | None, timeout_s: float) -> Engine:
     if hasattr(engine, "call") and hasattr(engine, "serialized"):
         return engine  # type: ignore[return-value]
     raise InvalidType(
-        f"engines={shown(engine)}: give the URL of an SGLang server, an sglang.Engine, or a list "
-        f"of them"
+        f"engines={shown(engine)}: give the URL of an SGLang server, an "
+        "sglang.Engine, or a list of them"
     )

@@ -163,8 +163,8 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         metadata = getattr(source, "metadata", None)
         if metadata is None:
             raise InvalidType(
-                f"source={shown(source)}: give the module that is trained, or a WeightSource of "
-                f"vLLM's"
+                f"source={shown(source)}: give the module that is "
+                "trained, or a WeightSource of vLLM's"
             )
         if not self.is_sender:
             return None

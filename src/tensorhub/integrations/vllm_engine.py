@@ -284,8 +284,8 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
                     f"{served.version}"
                 )
                 raise VersionConflict(
-                    f"{text}; to go back, call hub.rollback({self._name!r}, to=...) and publish "
-                    f"anew"
+                    f"{text}; to go back, call "
+                    f"hub.rollback({self._name!r}, to=...) and publish anew"
                 )
         plan = self._plan if self._plan is not None and self._ready_for == update.version else None
         plan, self._ready_for = plan or self._prepare(hub, update.version), None

@@ -149,8 +149,8 @@ class Meetings:
         self._left -= count
         if self._left < 0:
             raise ManifestMismatch(
-                f"the tensors are cut so that more than {MEETINGS_MAX} pairs of parts would be "
-                f"compared"
+                f"the tensors are cut so that more than {MEETINGS_MAX} "
+                "pairs of parts would be compared"
             )
 
 

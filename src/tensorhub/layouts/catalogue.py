@@ -183,8 +183,8 @@ def merged(of_ranks: Mapping[int, Catalogue]) -> Catalogue:
     except RegistrationError as error:
         known: dict[str, tuple[int, Kind]] = {}
         unlike = [
-            f"tensor {name!r} is {known[name][1]} on rank {known[name][0]}, and {kind} on rank "
-            f"{rank}"
+            f"tensor {name!r} is {known[name][1]} on rank "
+            f"{known[name][0]}, and {kind} on rank {rank}"
             for rank, name, kind in said()
             if not kind.ranks and known.setdefault(name, (rank, kind))[1] != kind
         ]

@@ -16,7 +16,7 @@ reader wants.
 Responsible for making pieces of a rank's tensors: whole ones, rank-local ones, sharded ones, and
 tensors with an entry in `sources=`. Not responsible for where DTensors keep their parts
 (`sharding`), nor for encoding (`arrangement`).
-"""  # noqa: E501 - a table
+"""  # noqa: E501 - lines as they are typed
 
 from __future__ import annotations
 
@@ -172,8 +172,8 @@ def _overwritten(tensors: Sequence[_Local], pieces: Sequence[Sequence[Piece]]) -
             faults[tensor.name] = (
                 f"tensors {errors.shown(tensors[other].name)} and {errors.shown(tensor.name)} "
                 f"share memory, and different "
-                "parts of it are to be filled: fill both in the same places, or leave one alone "
-                "(`[]`)"
+                "parts of it are to be filled: fill both in the same "
+                "places, or leave one alone (`[]`)"
             )
     return faults
 

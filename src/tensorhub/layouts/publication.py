@@ -152,8 +152,8 @@ class Publication:
             for n in each.ranks
         ]
         what = (
-            "has a plain tensor of that name, and does not say with sources= which part of it "
-            "that is"
+            "has a plain tensor of that name, and does not say with "
+            "sources= which part of it that is"
         )
         return f" (rank {some([*map(str, sorted(ranks))], most=3)} {what})" if ranks else ""
 

@@ -15,7 +15,7 @@ are kept as they were written, and are looked at when the shape is known.
 Entries of `sources=` are read once, when tensors are registered (`entries_of`).
 
 Responsible for the notation, and for its errors. Not responsible for bytes (`pieces`).
-"""  # noqa: E501 - a table
+"""  # noqa: E501 - lines as they are typed
 
 from __future__ import annotations
 

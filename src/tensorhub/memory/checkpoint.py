@@ -171,8 +171,8 @@ def file_name_fault(name: object, suffix: str) -> str | None:
         return "only a plain file name, without a directory, will do"
     if not name.isprintable() or len(name.encode()) > FILE_NAME_BYTES_MAX or name.startswith("."):
         return (
-            f"give 1 to {FILE_NAME_BYTES_MAX} bytes of printable text that does not begin with "
-            f"a dot"
+            f"give 1 to {FILE_NAME_BYTES_MAX} bytes of printable text "
+            "that does not begin with a dot"
         )
     if not name.endswith(suffix):
         return f"give a name that ends in {suffix}"
@@ -208,8 +208,8 @@ def _index_in(directory: Path) -> Path | None:
     found = ours or [file for file in found if not file.name.endswith(".bin" + INDEX_SUFFIX)]
     if len(found) > 1:
         raise ValueError(
-            f"{directory} has several indexes ({', '.join(file.name for file in found)}): give one "
-            f"of them"
+            f"{directory} has several indexes "
+            f"({', '.join(file.name for file in found)}): give one of them"
         )
     return found[0] if found else None
 

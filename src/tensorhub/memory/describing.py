@@ -205,8 +205,8 @@ def _torch_fault(tensor: Any) -> str | None:
     nbytes = description_of("", tensor, 0).extent
     if tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.element_size() + nbytes:
         return (
-            "its storage was freed or is smaller than its shape; register it while it has its "
-            "memory"
+            "its storage was freed or is smaller than its shape; "
+            "register it while it has its memory"
         )
     if nbytes and not tensor.data_ptr():
         return f"a {kind_of(tensor)} has no memory of its own; register the tensors that it wraps"

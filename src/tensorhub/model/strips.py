@@ -12,7 +12,7 @@ of bytes is a strip of one run.
 
 Responsible for that value, for finding whether it lies within regions of given sizes, and for its
 shortest form. Not responsible for the meaning of the bytes, nor for moving them.
-"""  # noqa: E501 - a table
+"""  # noqa: E501 - lines as they are typed
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ class Secret(bytes):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a secret is neither pickled nor copied into another process: give that one a token "
-            "file"
+            "a secret is neither pickled nor copied into another "
+            "process: give that one a token file"
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

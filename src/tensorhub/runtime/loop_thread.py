@@ -398,8 +398,8 @@ class LoopThread:
         """Raise StateError if no call can come through any more."""
         if os.getpid() != self._pid:
             raise StateError(
-                f"{self._name} was opened before this process was forked: connect in the child "
-                f"instead"
+                f"{self._name} was opened before this process was "
+                "forked: connect in the child instead"
             )
         if self._parting is not None:
             raise StateError(f"{self._name} is closed: {self._parting.reason}")
@@ -407,8 +407,8 @@ class LoopThread:
             raise StateError(f"{self._name} is closed")
         if _inside.get():
             raise StateError(
-                "a thread of the library cannot wait for the library: call from a thread of your "
-                "own"
+                "a thread of the library cannot wait for the library: "
+                "call from a thread of your own"
             )
 
     def post(self, callback: Callable[[], None]) -> bool:

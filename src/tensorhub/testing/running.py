@@ -484,8 +484,8 @@ async def running(
     mistakes = [kind.value for kind in allowed or () if kind in USERS_OWN]
     if mistakes:
         raise StateError(
-            f"faults={', '.join(mistakes)}: only a user can commit these, and the users are yours "
-            f"here"
+            f"faults={', '.join(mistakes)}: only a user can commit these, "
+            "and the users are yours here"
         )
     kinds = [
         kind for kind in Fault if kind not in USERS_OWN and (allowed is None or kind in allowed)

@@ -290,7 +290,7 @@ def _find(client: ReadClient) -> Header:
         raise Unusable(why_not(error)) from error
     if not is_there:
         raise Unusable(
-            "its process is another one here: workers in different pid namespaces need different "
-            "hosts"
+            "its process is another one here: workers in different pid "
+            "namespaces need different hosts"
         )
     return process.header

@@ -50,8 +50,8 @@ class Segment:
         # else the kernel would make room, by ending processes
         if nbytes > (available := _available_bytes()):
             raise StateError(
-                f"{nbytes} bytes of shared memory cannot be had: {available} are available; free "
-                f"some"
+                f"{nbytes} bytes of shared memory cannot be had: "
+                f"{available} are available; free some"
             )
         self.nbytes = nbytes
         try:

@@ -47,8 +47,8 @@ class Budget:
 
     def __repr__(self) -> str:
         return (
-            f"<Budget {self.reserved_bytes} of {self.bytes_max} bytes in {len(self._reserved)} "
-            f"copies>"
+            f"<Budget {self.reserved_bytes} of {self.bytes_max} bytes "
+            f"in {len(self._reserved)} copies>"
         )
 
     @property

@@ -596,8 +596,8 @@ class Filling(GroupCall[calls.FillCall]):
             changed = False
         else:
             raise ProtocolError(
-                f"{self}: the coordinator has committed it before this rank voted: its mistake, "
-                f"not ours"
+                f"{self}: the coordinator has committed it before this "
+                "rank voted: its mistake, not ours"
             )
         self._finish_committed(version, changed=changed)
 

@@ -447,8 +447,8 @@ class HostCopies:
             for content in contents
         ):
             raise StateError(
-                "there is room for it in the place of its source only, which has to stay until it "
-                "is made"
+                "there is room for it in the place of its source only, "
+                "which has to stay until it is made"
             )
         group = f"copy/{order.copy}"
         of_host = _one_shard(
@@ -754,8 +754,8 @@ class HostCopies:
         for ident, copy in self._copies.items():
             if copy.nbytes and self.budget.reservation(ident) is None:
                 raise InvariantBroken(
-                    f"{self!r}: {ident} has {copy.nbytes} bytes of host memory that were not "
-                    f"reserved"
+                    f"{self!r}: {ident} has {copy.nbytes} bytes of "
+                    "host memory that were not reserved"
                 )
         left = (
             self._attempts

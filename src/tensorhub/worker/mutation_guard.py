@@ -108,8 +108,8 @@ class MutationGuard:
         return MutabilityViolation(
             f"version {self._member.version} of {self._member.shard.title} was written while it "
             f"was published: "
-            f"{some(names, most=TENSORS_NAMED_MAX)}. Readers may have got other bytes, or have "
-            f"failed: "
+            f"{some(names, most=TENSORS_NAMED_MAX)}. Readers may have "
+            "got other bytes, or have failed: "
             "unpublish() before you write, or write in mutate(), and publish a new version",
             memory="torn",
         )

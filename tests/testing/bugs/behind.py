@@ -17,8 +17,8 @@ from tests.testing.bugs.inside import around
 
 
 @bug(
-    "R4: whoever is heard counts, however long that has lain unread: it may be cut off, and have "
-    "gone",
+    "R4: whoever is heard counts, however long that has lain unread: it "
+    "may be cut off, and have gone",
     faults=(Fault.BEHIND,),
 )
 def unread_words_count() -> Iterator[None]:

@@ -22,8 +22,8 @@ bug = partial(any_bug, LAYOUTS_DRAWN=1.0)
 
 
 @bug(
-    "R7: a rank overwrites what it holds once there is a source for any class of shards that it "
-    "needs"
+    "R7: a rank overwrites what it holds once there is a source for any "
+    "class of shards that it needs"
 )
 def one_class_is_enough() -> Iterator[None]:
     def are_enough(sources: Iterable[ways.Source], needs: object) -> bool:

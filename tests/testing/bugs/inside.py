@@ -496,8 +496,8 @@ def quarantine_lifted() -> Iterator[None]:
 
 
 @bug(
-    "G7: a lease is left: a fill that was begun under a former coordinator ends, and its leases do "
-    "not",
+    "G7: a lease is left: a fill that was begun under a former coordinator "
+    "ends, and its leases do not",
     faults=(Fault.COORDINATOR, Fault.SLOW, Fault.STALL),
 )
 def resumed_fill_keeps_leases() -> Iterator[None]:

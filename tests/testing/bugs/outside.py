@@ -130,8 +130,8 @@ def partial_copy_serves_everything() -> Iterator[None]:
 
 
 @bug(
-    "G8: when a lane breaks off, all that it was asked for is wanted again, also what it has "
-    "brought",
+    "G8: when a lane breaks off, all that it was asked for is wanted "
+    "again, also what it has brought",
     faults=(Fault.STALL, Fault.CUT, Fault.CRASH),
 )
 def verified_chunks_asked_again() -> Iterator[None]:
@@ -156,8 +156,8 @@ def verified_chunks_asked_again() -> Iterator[None]:
 
 
 @bug(
-    "G8: what a broken-off lane has brought is not taken over by the next pull: everything is read "
-    "anew",
+    "G8: what a broken-off lane has brought is not taken over by the next "
+    "pull: everything is read anew",
     faults=(Fault.CANCEL, Fault.CRASH, Fault.CORRUPT),
 )
 def chunks_that_are_there_not_counted() -> Iterator[None]:
@@ -449,8 +449,8 @@ def only_the_guilty_rank_is_told() -> Iterator[None]:
 
 
 @bug(
-    "R6, R8: what was begun under a former coordinator goes on with the newest version, not with "
-    "its own",
+    "R6, R8: what was begun under a former coordinator goes on with the "
+    "newest version, not with its own",
     faults=(Fault.COORDINATOR, Fault.SLOW, Fault.STALL),
 )
 def resumed_with_another_content() -> Iterator[None]:
@@ -654,8 +654,8 @@ def spoiled_memory_announced() -> Iterator[None]:
 
 
 @bug(
-    "R12: a last source that crashes is taken for one that left on purpose: its readers fail at "
-    "once",
+    "R12: a last source that crashes is taken for one that left on "
+    "purpose: its readers fail at once",
     faults=(Fault.CRASH, Fault.PREEMPT, Fault.SLOW),
 )
 def crash_taken_for_a_leave() -> Iterator[None]:
@@ -735,8 +735,8 @@ def lost_incarnation_comes_back() -> Iterator[None]:
 
 
 @bug(
-    "G9: a confirmed fence ends whatever the registration holds by now, not the generation that it "
-    "names",
+    "G9: a confirmed fence ends whatever the registration holds by now, "
+    "not the generation that it names",
     faults=(Fault.CRASH, Fault.CANCEL, Fault.SLOW),
 )
 def fence_of_another_generation() -> Iterator[None]:

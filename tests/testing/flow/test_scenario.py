@@ -80,8 +80,8 @@ def test_each_built_in_scenario_can_be_run_small_and_large(name: str) -> None:
             '"rollout"',
             '"rolout"',
             (
-                "line 20: hosts.role: 'rolout': did you mean 'rollout'? Give 'trainer', 'rollout', "
-                "'seed'"
+                "line 20: hosts.role: 'rolout': did you mean 'rollout'? "
+                "Give 'trainer', 'rollout', 'seed'"
             ),
         ),
         ("count = 2", "count = 0", "line 22: hosts.count: 0: give a whole number, 1 to 65536"),

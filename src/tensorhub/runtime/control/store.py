@@ -249,8 +249,8 @@ class SqliteStore:
         publications = self._db.execute(
             "SELECT model, lineage, number, content_id, nbytes, world_size, layout_id, "
             '"group", epoch, sequence, manifest_ids FROM (SELECT *, row_number() OVER '
-            "(PARTITION BY model ORDER BY lineage DESC, number DESC) AS age FROM publications) AS "
-            "p "
+            "(PARTITION BY model ORDER BY lineage DESC, number DESC) AS "
+            "age FROM publications) AS p "
             "WHERE age <= max(?, (SELECT retain FROM models WHERE model = p.model)) "
             "OR content_id IN (SELECT content_id FROM pins) ORDER BY model, number",
             (PUBLICATIONS_READ_MAX,),
@@ -431,8 +431,8 @@ class SqliteStore:
         known = "SELECT 1 FROM publications WHERE model = ?1 AND number = ?2"
         content_id = f"pruned-{secrets.token_hex(12)}"
         self._db.execute(
-            "INSERT INTO publications SELECT model, ?3, ?2, ?4, 0, 1, '', '', 0, 0, x'' FROM "
-            "pruned "
+            "INSERT INTO publications SELECT model, ?3, ?2, ?4, 0, "
+            "1, '', '', 0, 0, x'' FROM pruned "
             f"WHERE model = ?1 AND ?2 <= up_to AND NOT EXISTS ({known})",
             (rollback.model, rollback.to, rollback.lineage - 1, content_id),
         )

@@ -100,8 +100,8 @@ class Selections:
 
     def __repr__(self) -> str:
         return (
-            f"<Selections: {len(self._kept)} of {self._bytes} bytes, {len(self._uploads)} under "
-            f"way>"
+            f"<Selections: {len(self._kept)} of {self._bytes} bytes, "
+            f"{len(self._uploads)} under way>"
         )
 
     def find(self, name: str) -> Selection | None:

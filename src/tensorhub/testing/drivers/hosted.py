@@ -242,8 +242,8 @@ class HostedCluster(StruckUsers):
         """That of a new process, which is still to connect."""
         if name in self.users():
             raise StateError(
-                f"a worker {name!r} is connected already: in a simulation each needs a name of its "
-                f"own"
+                f"a worker {name!r} is connected already: in a simulation "
+                "each needs a name of its own"
             )
         world, timeout_s = self.world, options.op_timeout_s
         life = 1 + max(

@@ -349,8 +349,8 @@ def registration_fault(error: OSError, nbytes: int) -> str:
             if limit != resource.RLIM_INFINITY:
                 return memlock_text(nbytes, limit)
             return (
-                f"{nbytes} bytes cannot be registered: the device, or the machine, has no room "
-                f"for more"
+                f"{nbytes} bytes cannot be registered: the device, or "
+                "the machine, has no room for more"
             )
         case errno.EFAULT | errno.EOPNOTSUPP:
             return (

@@ -71,8 +71,8 @@ class Contents:
         whole = len(cells) == entry.world_size
         demand(
             whole,
-            f"group atomicity: {entry.key} is published, but only ranks {sorted(cells)} have "
-            f"called",
+            f"group atomicity: {entry.key} is published, but only "
+            f"ranks {sorted(cells)} have called",
         )
         self.truth[entry.content_id] = cells
         self.publications[entry.content_id] = entry.key

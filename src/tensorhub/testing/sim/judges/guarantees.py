@@ -139,8 +139,8 @@ class Guarantees:
             )
             demand(
                 not told,
-                f"digests: {handle} commits {content_id} unseen, and {tellers} have told all its "
-                f"digests",
+                f"digests: {handle} commits {content_id} unseen, and "
+                f"{tellers} have told all its digests",
             )
             self.contents.believes(handle, content_id)
 
@@ -505,8 +505,8 @@ class Guarantees:
             lacks = [part.shard for part in manifest.parts if part not in brought]
             demand(
                 not lacks,
-                f"update destroys last: {handle} is to be overwritten, and nobody is said to have "
-                f"{lacks}",
+                f"update destroys last: {handle} is to be overwritten, "
+                f"and nobody is said to have {lacks}",
             )
 
     def _let_go(self, handle: JudgedHandle, message: Start | Write) -> None:

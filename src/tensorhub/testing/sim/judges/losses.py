@@ -49,8 +49,8 @@ class Losses:
         unread, since = self._world.unread(session), self._ended.get(session)
         demand(
             not unread,
-            f"lost workers: {incarnation} is lost, and what it has said lies unread: {unread} "
-            f"times",
+            f"lost workers: {incarnation} is lost, and what it has "
+            f"said lies unread: {unread} times",
         )
         by = since + self._world.options.lease_s if since is not None else 0.0
         demand(

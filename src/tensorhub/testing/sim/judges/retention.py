@@ -475,8 +475,8 @@ class RetentionJudge:
                 if content is not None and content.generation == holding.generation:
                     demand(
                         content.retained,
-                        f"leaving: {handle} has to stay, and does not know it when {message} is "
-                        f"said",
+                        f"leaving: {handle} has to stay, and does not "
+                        f"know it when {message} is said",
                     )
 
 

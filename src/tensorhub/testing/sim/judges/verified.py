@@ -51,8 +51,8 @@ class VerifiedChunks:
             ]
             demand(
                 not lost,
-                f"partial fills: {memory} forgets the chunks {lost} of {content_id}, which it had "
-                f"verified",
+                f"partial fills: {memory} forgets the chunks {lost} of "
+                f"{content_id}, which it had verified",
             )
         self._filled[memory] = _Filled(content_id, grid, {chunk: cells[chunk] for chunk in kept})
 
