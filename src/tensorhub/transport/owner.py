@@ -77,7 +77,8 @@ class Lane:
         self.not_given = not_given
         self.is_local = is_local  # it comes from this host: only such a reader is told addresses
         self.reader: Incarnation | None = None  # known, and proved, after the handshake
-        self.secret: bytes | None = None  # by which it has proved that
+        # by which, or by whose read-only secret, it has proved that
+        self.secret: bytes | None = None
         self.lease = ""  # under which it was asked for chunks last
         # since when the reader asks for nothing; None: it is being answered
         self.rests_from: float | None = None
@@ -87,11 +88,11 @@ class Lane:
         return f"<Lane to {self.reader or 'nobody yet'}{', stopped' if self.is_stopped else ''}>"
 
     @property
-    def account(self) -> tuple[bytes | None, str]:
-        """To which this reader's work is charged: its token and its address. (A reader chooses its
-        incarnation itself.)
+    def account(self) -> tuple[bytes | None, bool, str]:
+        """To which this reader's work is charged: its token, full or read-only, and its address. (A
+        reader chooses its incarnation itself.)
         """
-        return self.secret, self.address
+        return self.secret, self.is_read_only, self.address
 
     @property
     def is_read_only(self) -> bool:

@@ -310,14 +310,18 @@ def test_a_budget_hangs_on_a_token_and_an_address_and_not_on_a_name_that_a_reade
     assert says(7, secret=b"another token")
 
 
-def test_uploads_that_are_begun_and_never_ended_keep_no_honest_reader_from_saying_its_own() -> None:
+@pytest.mark.parametrize("address", ["10.0.0.1", "10.0.0.2"], ids=["beside it", "elsewhere"])
+def test_uploads_that_are_begun_and_never_ended_keep_no_honest_reader_from_saying_its_own(
+    address: str,
+) -> None:
+    """The token of the attackers is the read-only one of the reader's token."""
     known, (name, blob) = Selections(), blob_of(99, 50)
     honest = lane("honest")
-    honest.secret, honest.address = b"full", "10.0.0.2"
+    honest.secret, honest.address = b"secret", "10.0.0.1"
     attackers = [lane(f"{READ_ONLY}{number}") for number in range(8)]
     for at in range(len(blob)):
         for number, attacker in enumerate(attackers):
-            attacker.secret, attacker.address = b"read-only", "10.0.0.1"
+            attacker.secret, attacker.address = b"secret", address
             other, its = blob_of(number)
             known.upload(attacker, MANY, other, len(its), 0, its[:1])
             known.leave(attacker) if at % 2 else None

@@ -42,7 +42,7 @@ READ_ONLY_PARTS = 2**20
 BUDGETS_MAX = 1024  # accounts whose budgets are not whole
 
 
-Account = tuple[bytes | None, str]  # see `Lane.account`
+Account = tuple[bytes | None, bool, str]  # see `Lane.account`
 
 
 @dataclass(slots=True)
