@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, strategies as st
 
 from tensorhub.errors import ProtocolError
 from tensorhub.layouts.reading import Part, Reading, Selection, resharded
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant, Origin
-from tensorhub.model.accesses import Refusal
+from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX, Refusal
 from tensorhub.model.manifest import Digest, id_of
 from tensorhub.model.strips import Strip, straight
-from tensorhub.runtime.data import selections as kept_selections
+from tensorhub.runtime.data import selections as kept_selections, vote_budget
 from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.selections import Selections
 from tensorhub.runtime.data.source_lane import SourceFailed
+from tensorhub.runtime.data.vote_budget import VoteBudget
 from tensorhub.transport.owner import Lane
 from tensorhub.types import READ_ONLY, Incarnation
 from tests.runtime.data_rig import CONTENT, KINDS, Node, finish, manifest_of, next_event, serving
@@ -354,11 +356,97 @@ def test_a_source_digests_no_more_bytes_than_it_sends(monkeypatch: pytest.Monkey
     assert digested == 64 * len(ends)
 
 
-def upload_to(its: Setting, selection: Selection) -> str:
+def by_votes(its: Setting, *names: str) -> list[int]:
+    """How many digests of each of these selections are there, after a vote on each."""
+    for name in names:
+        its.a.owner.make_digests(its.a.registration, 7, CONTENT, name)
+    there = [its.a.owner.digests(its.a.registration, 7, name) for name in names]
+    return [len([each for each in digests or () if each is not None]) for digests in there]
+
+
+def test_votes_make_the_digests_of_what_was_not_sent() -> None:
+    its = setting()
+    its.a.open(complete=True)
+    name = upload_to(its, Selection(tuple([(straight(0, at, 64),) for at in range(9)])))
+    assert by_votes(its, name) == [9]
+
+
+def test_votes_have_a_budget_of_which_readers_with_a_read_only_token_leave_a_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many names they choose. What is sent is digested in any case."""
+    monkeypatch.setattr(vote_budget, "PUBLICATION_S", 1e9)
+    its = setting()
+    its.a.open(complete=True)
+    budget = its.a.owner._votes[its.a.registration]
+    budget.spent_s = vote_budget.READ_ONLY_SHARE * 1e9 + 1.0
+    all_of_it = tuple([(straight(0, at, 64),) for at in range(9)])
+    names = [
+        upload_to(its, Selection(all_of_it, of=f"{number}"), lane(f"{READ_ONLY}{number}"))
+        for number in range(3)
+    ]
+    assert by_votes(its, *names) == [0, 0, 0]
+    assert upload_to(its, Selection(all_of_it, of="1")) == names[1]  # also a worker reads so
+    assert by_votes(its, *names) == [0, 9, 0]
+    budget.spent_s = 2e9
+    last = upload_to(its, Selection(all_of_it, of="last"))
+    with its.a.owner.access(READER, its.a.registration, 7, CONTENT, [3], 64, 0.0, last) as answer:
+        assert isinstance(answer, tuple)
+        its.a.owner.digests_of(*answer)
+    assert by_votes(its, last) == [1]
+    its.a.owner.make_digests(its.a.registration, 7, CONTENT)  # of its own chunks all are made
+    assert None not in (its.a.owner.digests(its.a.registration, 7) or (None,))
+
+
+def test_a_vote_that_uses_up_the_budget_ends_with_the_chunks_of_one_access(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vote_budget, "PUBLICATION_S", 1e-30)
+    monkeypatch.setattr(vote_budget, "GB_S", 0.0)
+    its = setting()
+    its.a.open(complete=True)
+    count = 5 * CHUNKS_PER_ACCESS_MAX
+    name = upload_to(its, Selection(tuple([(straight(0, at, 1),) for at in range(count)])))
+    (made_now,) = by_votes(its, name)
+    assert made_now <= CHUNKS_PER_ACCESS_MAX
+    assert by_votes(its, name) == [made_now]
+    fence_and_open_again(its)
+    assert its.a.owner._votes[its.a.registration].spent_s == 0.0, "another publication"
+
+
+def fence_and_open_again(its: Setting) -> None:
+    its.a.owner.fence(its.a.registration)
+    its.a.generation += 1
+    its.a.open(complete=True)
+
+
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.floats(0.0, 2.0), st.integers(0, 3)), min_size=1, max_size=50
+    ),
+    st.integers(0, 10**10),
+)
+def test_whatever_readers_vote_on_a_budget_is_exceeded_by_one_step_and_workers_have_most_of_it(
+    steps: list[tuple[bool, float, int]], nbytes: int
+) -> None:
+    budget, whole = VoteBudget(nbytes), vote_budget.PUBLICATION_S + vote_budget.GB_S * nbytes / 1e9
+    by_read_only = 0.0
+    for is_worker, seconds, name in steps:
+        selection = f"{is_worker} {name}"
+        if is_worker:
+            budget.of_workers.add(selection)
+        if budget.allows(selection):
+            budget.spent_s += seconds
+            by_read_only += 0.0 if is_worker else seconds
+    assert budget.spent_s < whole + 2.0
+    assert by_read_only < vote_budget.READ_ONLY_SHARE * whole + 2.0
+
+
+def upload_to(its: Setting, selection: Selection, reader: Lane = READER) -> str:
     """Say it to the first rank, and have that read so."""
     blob, name = selection.encode(), selection.selection_id
-    assert its.a.owner.upload(READER, its.a.registration, name, len(blob), 0, blob) == len(blob)
-    assert its.a.owner.select(READER, its.a.registration, 7, name) is True
+    assert its.a.owner.upload(reader, its.a.registration, name, len(blob), 0, blob) == len(blob)
+    assert its.a.owner.select(reader, its.a.registration, 7, name) is True
     return name
 
 

@@ -32,6 +32,7 @@ from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wai
 from tensorhub.model.digests import pack, root_of
 from tensorhub.runtime.data.selections import Selections
 from tensorhub.runtime.data.served_lanes import ServedLanes
+from tensorhub.runtime.data.vote_budget import VoteBudget
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.transport.generation_words import WORD_BYTES, GenerationWords, Header
 from tensorhub.transport.owner import CannotServe, Lane, OpenMemory, OwnerSide
@@ -104,6 +105,7 @@ class SharedOwner:
         self._memory: dict[RegistrationId, ChunkMemory] = {}
         # the registration's memory in the chunks of selections
         self._selected: dict[RegistrationId, dict[str, ChunkMemory]] = {}
+        self._votes: dict[RegistrationId, VoteBudget] = {}
         self._promises: dict[RegistrationId, Promise] = {}
         # under which generation a promise was found broken
         self._broken: dict[RegistrationId, int] = {}
@@ -150,6 +152,7 @@ class SharedOwner:
             self._owner.open(*what, complete=complete, digests=digests, tells=tells, grid=grid)
             self._memory[registration] = memory
             self._selected.pop(registration, None)
+            self._votes[registration] = VoteBudget(sum(memory.sizes))
             self._broken.pop(registration, None)
             self._promises.pop(registration, None)
             if promise is not None:
@@ -236,15 +239,17 @@ class SharedOwner:
         changed, or `is_over`. `bytes_max`: of chunks that are digested before a fence gets its
         turn, if that is more than one chunk.
 
-        From the last one on: readers begin with the first ones, and have them made.
+        From the last one on: readers begin with the first ones, and have them made. Digests of a
+        selection are made for a vote, within its budget.
         """
-        digests = self.digests(registration, generation, selection) or ()
-        missing = [chunk for chunk, digest in enumerate(digests) if digest is None]
+        with self.vote(registration, selection) as may:
+            digests = self.digests(registration, generation, selection) if may else None
+            missing = [chunk for chunk, digest in enumerate(digests or ()) if digest is None]
         while missing and not is_over():
             window = missing[: -CHUNKS_PER_ACCESS_MAX - 1 : -1]
             terms = (None, registration, generation, content_id, window, bytes_max, 0.0, selection)
-            with self.access(*terms) as answer:
-                if not isinstance(answer, tuple):
+            with self.vote(registration, selection) as may, self.access(*terms) as answer:
+                if not may or not isinstance(answer, tuple):
                     return
                 access, memory = answer
                 try:
@@ -252,6 +257,22 @@ class SharedOwner:
                 except CannotServe:
                     return
             del missing[-len(access.chunks) :]
+
+    @contextmanager
+    def vote(self, registration: RegistrationId, selection: str) -> Iterator[bool]:
+        """The block works for a vote on that selection. False: the budget is used up. "" stands for
+        the memory's own chunks, whose digests have no budget.
+        """
+        began = time.thread_time()
+        with self._changed:
+            budget = self._votes.get(registration) if selection else None
+            may = budget is None or budget.allows(selection)
+        try:
+            yield may
+        finally:
+            with self._changed:
+                if budget is not None:
+                    budget.spent_s += time.thread_time() - began
 
     def digests_of_shares(
         self, registration: RegistrationId, generation: int, shares: Sequence[Share]
@@ -306,6 +327,7 @@ class SharedOwner:
             self._owner.forget(registration)
             memory = self._memory.pop(registration, None)
             self._selected.pop(registration, None)
+            self._votes.pop(registration, None)
             self._promises.pop(registration, None)
             self._broken.pop(registration, None)
             if self._words is not None:
@@ -370,6 +392,8 @@ class SharedOwner:
                 return NOT_OPEN
             if name not in selected:
                 selected[name] = memory.selected(selection)
+            if not reader.is_read_only and registration in self._votes:
+                self._votes[registration].of_workers.add(name)
         return True
 
     def upload(
@@ -395,6 +419,8 @@ class SharedOwner:
                 self._owner.deselect(each)
                 for selected in self._selected.values():
                     selected.pop(each, None)
+                for budget in self._votes.values():
+                    budget.of_workers.discard(each)
         return following
 
     def find(self, registration: RegistrationId, generation: int) -> OpenMemory | Refusal:

@@ -272,10 +272,13 @@ class Handle(CallersHandle):
         )
 
     async def _tell_digests(self, question: TellDigests, limiter: anyio.CapacityLimiter) -> None:
-        """Report the digests of this memory's chunks, or of the memory of a staged update (R8)."""
-        generation = question.generation
+        """Report the digests of this memory's chunks, or of the memory of a staged update (R8). A
+        publisher reports none of a selection once the budget of votes is used up.
+        """
+        generation, voted = question.generation, ""
         if self.interpreter.must_make(question):
-            await self.make_digests(limiter, question.selection)
+            voted = question.selection
+            await self.make_digests(limiter, voted)
             # see `tell_made`; the coordinator hears that it has changed
             if self._suspects_itself():
                 return
@@ -283,10 +286,11 @@ class Handle(CallersHandle):
         def listed(
             target: RegistrationId, selection: str
         ) -> tuple[int, Sequence[int | None]] | None:
-            return self._owner.listed(target, generation, selection)
+            return self._owner.listed(target, generation, selection) if may else None
 
-        for message in self.interpreter.tell_digests(question, listed):
-            self._link.say(message)
+        with self._owner.vote(self._registration, voted) as may:
+            for message in self.interpreter.tell_digests(question, listed):
+                self._link.say(message)
 
     # ----------------------------------------------------------------------------------------------
     # actions
