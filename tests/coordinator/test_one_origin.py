@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.coordinator import Described
+from tensorhub.coordinator import Described, Publication
 from tensorhub.coordinator.states import VersionState
-from tensorhub.layouts.published import Published
+from tensorhub.layouts.published import Published, decoded
 from tensorhub.messages import Begun, Fill, Outcome, Registered, Start
 from tensorhub.types import OpKind
 from tests.coordinator.layout_world import LEASE_S, Rank, World, lies_of, root
@@ -154,6 +154,32 @@ def test_what_is_stored_stays_known_while_no_worker_holds_the_version() -> None:
     world.lose(reader)
     assert world.version.state is VersionState.UNAVAILABLE
     assert world.version.holdings.described_as == reader.publication
+
+
+def test_a_restart_decodes_a_layout_once_for_all_its_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, _, _ = held()
+    of_kinds = (Publication, Described)
+    (publication, described) = [each for each in world.stored if isinstance(each, of_kinds)]
+    assert isinstance(publication, Publication)
+    assert isinstance(described, Described)
+    for number in range(2, 20):
+        content = f"content {number}"
+        world.stored.append(replace(publication, number=number, content_id=content))
+        world.stored.append(replace(described, number=number, content_id=content))
+    decode, calls = Published.decode, list[bytes]()
+
+    def counted(blob: bytes, *more: int) -> Published:
+        calls.append(blob)
+        return decode(blob, *more)
+
+    decoded.cache_clear()
+    monkeypatch.setattr(Published, "decode", counted)
+    versions = world.restarted().core.cluster.models["m"].versions
+    assert len(versions) == 19
+    assert all(version.holdings.is_described for version in versions.values())
+    assert len(calls) == 1
 
 
 def test_a_description_that_the_store_did_not_get_is_needed_from_holders() -> None:

@@ -49,7 +49,7 @@ from tensorhub.coordinator.manifests import Manifests
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.waiting import starves, waits_in
 from tensorhub.errors import TensorHubError
-from tensorhub.layouts.published import Published
+from tensorhub.layouts.published import Published, decoded
 from tensorhub.machine import Timers
 from tensorhub.messages import NO_REQUEST, Dismissed, Done, ErrorInfo, FromCoordinator, Refused
 from tensorhub.model.digests import head_of
@@ -426,7 +426,7 @@ class Cluster:
             if layout is version.holdings:
                 head = head_of(manifests[0])
             else:
-                published = Published.decode(version.holdings.description)
+                published = decoded(version.holdings.description)
                 head = published.digest, published.chunk_bytes
             self.keep_description(version, layout, Published(*head, shards).encode())
         if (
@@ -456,14 +456,15 @@ class Cluster:
     def recover_description(
         self, version: Version, description: bytes, blobs: tuple[bytes, ...]
     ) -> None:
-        """The store has the description of a publication: readers of another layout can plan before
-        a publisher is back.
+        """The store has the description of a publication, and has checked it: readers of another
+        layout can plan before a publisher is back.
         """
         layout = version.holdings
         if not self.manifests.has_room_for(description, *blobs):
             return
-        found = {id_of(blob): blob for blob in blobs}
-        for shard, ids in enumerate(Published.decode(description).shards):
+        published = decoded(description)
+        found = dict(zip(published.part_ids, blobs, strict=True))
+        for shard, ids in enumerate(published.shards):
             if len(ids) == 1:
                 layout.manifests[shard] = self.manifests.keep(found[ids[0]])
             layout.learn_parts(

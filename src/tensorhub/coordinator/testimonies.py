@@ -41,7 +41,7 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.refusals import Blame
 from tensorhub.coordinator.states import PartState
 from tensorhub.errors import IntegrityError, StateError
-from tensorhub.layouts.published import Published
+from tensorhub.layouts.published import decoded
 from tensorhub.messages import (
     Compare,
     Compared,
@@ -587,7 +587,7 @@ class Testimonies:
             version.selections[key] = testimony
             self._cluster.selections += 1
         if not testimony.width:
-            testimony.width = WIDTHS[Published.decode(version.holdings.description).digest]
+            testimony.width = WIDTHS[decoded(version.holdings.description).digest]
         testimony.needed_by[part] = None
         return testimony
 

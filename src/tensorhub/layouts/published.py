@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import get_args
 
@@ -102,6 +102,12 @@ class Published:
         made = cls(digest, sizes[0], shards)  # type: ignore[arg-type]  # checked above
         expect(made.encode() == blob, what, "this is not the one encoding of what it says")
         return made
+
+
+@lru_cache(maxsize=4)
+def decoded(description: bytes) -> Published:
+    """The value of an encoding that was checked before. Many versions of one layout share it."""
+    return Published.decode(description)
 
 
 def grid_id(publication_id: str, coordinates_id: str, rank: int) -> str:

@@ -219,6 +219,23 @@ def test_descriptions_of_layouts_are_kept_once_and_as_long_as_a_publication_has_
         assert store._db.execute("SELECT count(*) FROM layouts").fetchone() == (0,)
 
 
+def test_a_layout_is_checked_once_for_all_its_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = list[bytes]()
+
+    def counted(blob: bytes) -> str:
+        checked.append(blob)
+        return id_of(blob)
+
+    with contextlib.closing(SqliteStore(tmp_path)) as store:
+        for number in range(1, 10):
+            store.write([publication(number), described(number, b"a", b"b", b"c")])
+        monkeypatch.setattr("tensorhub.runtime.control.store.id_of", counted)
+        assert len(store.read().described) == 9
+    assert checked == [described(1, b"a", b"b", b"c").description, b"a", b"b", b"c"]
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -86,8 +86,7 @@ _RECORDS: tuple[tuple[type, Callable[[Durable], Sequence[object]]], ...] = (
     (ModelRecord, lambda durable: durable.models),
     (Pinned, lambda durable: durable.pins),
     (Digested, lambda durable: durable.digested),
-    (Described, lambda durable: durable.described),
-)
+)  # and Described: `_layout` checks each layout once, and all else is of a Publication
 # the latter where SQLite's own words repeat what it has read
 _UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 
