@@ -115,9 +115,6 @@ class CorruptionChecks:
             testimony = None if holding.bridges else version.testimonies.get(holding.shard)
         published = testimony.digest(inquiry.chunk) if testimony is not None else b""
         is_right = published in (b"", answer.digest)
-        # the reader has not said which chunk of which selection it read
-        if need is None and holding.bridges:
-            is_right = _is_of_one(holding, answer.digest)
         if is_right or (testimony is not None and holding is testimony.publisher):
             if inquiry.part is not None:
                 inquiry.part.proof.exonerated.add(holding.member.worker.name)
@@ -154,18 +151,6 @@ class CorruptionChecks:
         )
         if owner.group.operation is not None:
             self._cluster.changed(owner.group.operation)
-
-
-def _is_of_one(holding: Holding, digest: bytes) -> bool:
-    """Whether a chunk of a holding of another layout may have that digest: some selection of the
-    holding has.
-    """
-    version, layout = holding.version, holding.layout
-    names = [(need.shard, need.selection) for need in layout.needs.get(holding.shard, ())]
-    return not names or any(
-        name not in version.selections or version.selections[name].may_have(digest)
-        for name in names
-    )
 
 
 def _has_published(holding: Holding) -> bool:

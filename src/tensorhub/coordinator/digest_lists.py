@@ -38,16 +38,13 @@ class DigestList:
         self.chunks, self.missing, self.pages = chunks, max(chunks, 0), ()
         self.values, self.known = bytearray(self.missing * self.width), bytearray(self.missing)
 
-    def enter(
-        self, runs: Sequence[tuple[int, int]], digests: bytes, *, overrules: bool = False
-    ) -> None:
+    def enter(self, runs: Sequence[tuple[int, int]], digests: bytes) -> None:
         """Enter digests for these (first, count) runs of chunks. The first digest of a chunk
-        counts. `overrules`: these digests replace earlier digests.
+        counts.
         """
         at = 0
         for first, count in runs:
-            whole = first, first + count
-            for chunk, end in [whole] if overrules else _unknown(self.known, *whole):
+            for chunk, end in _unknown(self.known, first, first + count):
                 told = at + (chunk - first) * self.width
                 self.values[chunk * self.width : end * self.width] = digests[
                     told : told + (end - chunk) * self.width
@@ -78,18 +75,6 @@ class DigestList:
             return b""
         page, at = divmod(chunk, self.page_chunks)
         return self.pages[page][at * self.width : (at + 1) * self.width]
-
-    def differs(self, runs: Sequence[tuple[int, int]], digests: bytes) -> bool:
-        """Whether these runs of chunks certainly have other digests in this list."""
-        chunks = (chunk for first, count in runs for chunk in range(first, first + count))
-        told = (digests[at : at + self.width] for at in range(0, len(digests), max(self.width, 1)))
-        return any(
-            self.digest(chunk) not in (b"", said) for chunk, said in zip(chunks, told, strict=False)
-        )
-
-    def may_have(self, digest: bytes) -> bool:
-        """Whether some chunk may have this digest. An incomplete list rules out no digest."""
-        return not self.root or not self.pages or any(digest in page for page in self.pages)
 
 
 def _unknown(known: bytearray, start: int, stop: int) -> Iterator[tuple[int, int]]:

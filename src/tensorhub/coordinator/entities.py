@@ -603,6 +603,14 @@ class Inquiry:
     need: Need | None = None
 
 
+@dataclass(slots=True)
+class Question:
+    """A worker is asked for a list of digests."""
+
+    session: int
+    heard_at: float  # when it was asked, or last told some of the list
+
+
 @dataclass(slots=True, eq=False)
 class Testimony(DigestList):
     """The digests of the chunks of one shard, as their publisher has made them (R8), and the
@@ -613,13 +621,8 @@ class Testimony(DigestList):
     shard: int  # of a class the first one
     need: Need | None = None  # the selection, as its readers have said it
     publisher: Holding | None = None  # the published holding; it may have been unpublished since
-    # by registration: (session, generation)
-    asked: dict[str, tuple[int, int]] = field(default_factory=dict)
+    asked: dict[str, Question] = field(default_factory=dict)  # by registration
     answered: set[str] = field(default_factory=set)  # registrations that have told all they could
-    # registrations that were asked and have been silent for a while
-    silent: set[str] = field(default_factory=set)
-    # publishers that do not know the selection: no reader has read it there
-    unaware: set[str] = field(default_factory=set)
     # of a selection: ranks, some of them decided
     needed_by: dict[RankPart, None] = field(default_factory=dict)
     turned_away: bool = False  # there was no room for the list

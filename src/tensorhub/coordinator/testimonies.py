@@ -31,6 +31,7 @@ from tensorhub.coordinator.entities import (
     Holding,
     Member,
     Operation,
+    Question,
     RankPart,
     Testimony,
     Version,
@@ -54,7 +55,7 @@ from tensorhub.messages import (
 from tensorhub.model.digests import ROOT_BYTES, WIDTHS, root_of, width_in
 from tensorhub.types import OpKind
 
-ANSWER_S = 5.0  # a worker that has said nothing for twice that is not waited for
+ANSWER_S = 5.0  # looked at so often: a worker that has said nothing for so long is not waited for
 # of one rank in one operation; after that its memory, or its word, is not believed any more
 COMPARISONS_MAX = 16
 
@@ -107,8 +108,8 @@ class Testimonies:
             part.proof.page = None
         for each in part.proof.claim:
             testimony = self._of(part, each)
-            testimony.answered -= testimony.unaware  # it may have been read there since
-            testimony.unaware.clear()
+            if each is not None and not testimony.root:  # it may have been read there since
+                testimony.answered.clear()
         if part.holding is not None:
             self._holdings.verified(part.holding, is_so=True)
         self._readers.release_all(part, "verified")
@@ -260,9 +261,9 @@ class Testimonies:
     def _ask_next(self, testimony: Testimony) -> None:
         """The root is known, and the list is not: ask the next holder for the list."""
         self._set_timer(testimony)
-        for registration, (session, _) in list(testimony.asked.items()):
+        for registration, question in list(testimony.asked.items()):
             member = self._cluster.members.get(registration)
-            if member is None or member.worker.session not in (session, None):
+            if member is None or member.worker.session not in (question.session, None):
                 del testimony.asked[registration]  # it is gone, or has not heard the question
         for holding in self._holders(testimony) if not testimony.asked else ():
             member = holding.member
@@ -293,10 +294,10 @@ class Testimonies:
         if (
             session is None
             or registration in testimony.answered
-            or (known is not None and known[0] == session)
+            or (known is not None and known.session == session)
         ):
             return
-        testimony.asked[registration] = session, generation
+        testimony.asked[registration] = Question(session, self._cluster.now)
         of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
         self._cluster.tell(member, TellDigests(registration, generation, *of))
 
@@ -306,18 +307,18 @@ class Testimonies:
             self._cluster.timers.set(*due, self._cluster.now + ANSWER_S)
 
     def overdue(self, model_name: str) -> None:
-        """Give up the workers that were silent for two periods. Once every holder of a known root
-        has been asked, all holders are asked again.
+        """Give up the workers that have been silent. Once every holder of a known root has been
+        asked, all holders are asked again.
         """
         model = self._cluster.models.get(model_name)
         for version in model.versions.values() if model is not None else ():
             for testimony in all_of(version):
                 if testimony.root and not testimony.asked:
                     testimony.answered.clear()
-                for registration in testimony.silent & testimony.asked.keys():
-                    del testimony.asked[registration]
-                    testimony.answered.add(registration)
-                testimony.silent = set(testimony.asked)
+                for registration, question in list(testimony.asked.items()):
+                    if question.heard_at + ANSWER_S <= self._cluster.now:
+                        del testimony.asked[registration]
+                        testimony.answered.add(registration)
             self._cluster.wake_all(version.starving)
 
     def publisher(self, testimony: Testimony) -> Holding | None:
@@ -340,11 +341,11 @@ class Testimonies:
         return found
 
     def _may_know(self, publisher: Holding, testimony: Testimony) -> bool:
-        """Whether this publisher can be asked now for the selection's digests, and has not denied
-        to know them.
+        """Whether this publisher can be asked now for the selection's digests, and has not told all
+        that it could.
         """
-        is_aware = publisher.member.registration not in testimony.unaware
-        return is_aware and self._can_tell(publisher) and _is_connected(publisher)
+        has_told = publisher.member.registration in testimony.answered
+        return not has_told and self._can_tell(publisher) and _is_connected(publisher)
 
     def _can_tell(self, holding: Holding) -> bool:
         """Whether the owner still has this holding, with unchanged bytes as far as is known."""
@@ -373,7 +374,6 @@ class Testimonies:
             (each for each in member.holdings if each.generation == message.generation), None
         )
         if holding is None:
-            self._told_nothing(member, message)
             return
         testimony = self._told_of(holding, message)
         if testimony is None:
@@ -384,7 +384,8 @@ class Testimonies:
             # once a root is known, one worker tells all: a mixed list would accuse the worker that
             # completes it
             return
-        testimony.silent.discard(member.registration)
+        if member.registration in testimony.asked:
+            testimony.asked[member.registration].heard_at = self._cluster.now
         if message.last:
             testimony.asked.pop(member.registration, None)
             testimony.answered.add(member.registration)
@@ -418,16 +419,6 @@ class Testimonies:
             return False
         return self._settle_claim(part, need, claim[need]) is None and bool(claim)
 
-    def _told_nothing(self, member: Member, message: Digests) -> None:
-        """The member does not hold that generation any more: its answer is empty."""
-        for version in member.group.model.versions.values():
-            for testimony in all_of(version):
-                asked = testimony.asked.get(member.registration)
-                if asked is not None and asked[1] == message.generation:
-                    del testimony.asked[member.registration]
-                    testimony.answered.add(member.registration)
-                    self._cluster.wake_all(version.starving)
-
     def publisher_is_back(self, holding: Holding) -> None:
         """The owner announces this holding again, and that it has published it."""
         testimony = self.of(holding.version, holding.shard)
@@ -457,8 +448,7 @@ class Testimonies:
     def _take(self, testimony: Testimony, message: Digests) -> bool:
         """Enter the digests. Whether the list is complete now."""
         if testimony.need is not None and message.chunks != testimony.need.chunks:
-            testimony.unaware.add(message.registration)
-            return False  # it does not know that selection: no reader has read the selection there
+            return False  # it does not know the selection, or its budget of votes is used up
         within = all(
             first >= 0 and count > 0 and first + count <= message.chunks
             for first, count in message.runs
