@@ -14,6 +14,7 @@ from tensorhub.errors import ManifestMismatch, StateError, TransportUnavailable
 from tensorhub.layouts.published import Published
 from tensorhub.messages import (
     AddSource,
+    Compare,
     GetPart,
     GetPublication,
     Join,
@@ -245,24 +246,20 @@ def test_groups_of_one_layout_need_the_same() -> None:
 
 
 @pytest.mark.parametrize("other", [replace(B, chunks=4), replace(B, nbytes=31)])
-def test_who_says_that_a_selection_is_another_one_is_told_so_at_once(other: Need) -> None:
-    """One list of digests would never do for both: they waited for each other's until their
-    deadlines.
-    """
+def test_what_a_reader_says_of_a_selection_counts_for_no_other_reader(other: Need) -> None:
+    """The publisher says how many chunks the selection has."""
     world, trainers = published()
-    readers = filling(world)
-    (late,) = world.group("o", [("own/o", wide(0)[1])])
-    world.fill([late])
-    world.ready(late, A, other)
-    (outcome,) = late.take(Outcome)
-    assert outcome.error is not None
-    assert (outcome.error.kind, outcome.error.retryable) == ("StateError", True)
-    assert (
-        f"rank 0 of group 'o' says that the selection {B.selection} of shard 1"
-        in outcome.error.message
-    )
-    assert "who reads as own/r0 says 3 of 30" in outcome.error.message
-    finish(world, readers, trainers)
+    (liar,) = world.group("o", [("own/o", wide(0)[1])])
+    world.fill([liar])
+    world.ready(liar, A, other)
+    (reader,) = filling(world)
+    for trainer, need in zip(trainers, (A, B), strict=True):
+        world.tell(trainer, need)
+    world.vote(reader, root(A), root(B))
+    (outcome,) = reader.take(Outcome)
+    assert (outcome.committed, outcome.by_source) == (True, False)
+    world.vote(liar, root(A), root(other))
+    assert bool(liar.take(Compare)) == (other.chunks != B.chunks)
 
 
 def test_there_are_only_so_many_selections(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -619,13 +619,18 @@ class Testimony(DigestList):
 
     version: Version
     shard: int  # of a class the first one
-    need: Need | None = None  # the selection, as its readers have said it
+    selection: str = ""  # its id; "": the chunks are the shard's own
     publisher: Holding | None = None  # the published holding; it may have been unpublished since
     asked: dict[str, Question] = field(default_factory=dict)  # by registration
     answered: set[str] = field(default_factory=set)  # registrations that have told all they could
     # of a selection: ranks, some of them decided
     needed_by: dict[RankPart, None] = field(default_factory=dict)
     turned_away: bool = False  # there was no room for the list
+
+    @property
+    def of(self) -> tuple[str, int]:
+        """As messages name it."""
+        return (self.selection, self.shard) if self.selection else ("", 0)
 
 
 @dataclass(slots=True, eq=False)

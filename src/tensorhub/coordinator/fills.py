@@ -198,7 +198,6 @@ class Fills:
         if part.bridges and part.needs is None:
             session, parts = part.member.worker.session, None
             error = ways.check(part, message, self._cluster.selections)
-            error = error or ways.disagreement(part, message.needs)
             if error is None and session is not None:
                 parts = (
                     self._manifest_questions.with_parts(session, message)

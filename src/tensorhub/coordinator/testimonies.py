@@ -79,10 +79,6 @@ class Testimonies:
         """
         for need in part.needs or ():
             testimony = self.of_need(part, need)
-            # a read-only worker has said it has other chunks: see `disagreement`
-            if testimony.need != need:
-                self._cluster.forget_selection(part.operation.bound, (need.shard, need.selection))
-                testimony = self.of_need(part, need)
             testimony.needed_by = {
                 each: None for each in testimony.needed_by if not each.operation.decided
             }
@@ -225,9 +221,8 @@ class Testimonies:
             testimony.pages[page],
             page + 1 == len(testimony.pages),
         )
-        of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
         self._cluster.tell(
-            part.member, Compare(part.operation.key, part.rank, first, values, last, *of)
+            part.member, Compare(part.operation.key, part.rank, first, values, last, *testimony.of)
         )
 
     def root_for(self, part: RankPart) -> bytes:
@@ -254,7 +249,7 @@ class Testimonies:
         self._set_timer(testimony)
         member = publisher.member
         if member.worker.session is None:  # it may come back within its lease
-            return testimony.need is None and member.registration not in testimony.answered
+            return not testimony.selection and member.registration not in testimony.answered
         self._ask(testimony, member, publisher.generation)
         return member.registration in testimony.asked
 
@@ -275,17 +270,17 @@ class Testimonies:
 
     def _holders(self, testimony: Testimony) -> Iterator[Holding]:
         """The holders of the chunks: first the publisher."""
-        publisher, version, need = self.publisher(testimony), testimony.version, testimony.need
+        publisher, version = self.publisher(testimony), testimony.version
         if publisher is not None and self._can_tell(publisher):
             yield publisher
-        if need is None:
+        if not testimony.selection:
             yield from (
                 each for each in version.holdings.get(testimony.shard, ()) if each.committed
             )
             return
         for layout in version.others.values():
             for shard, needs in layout.needs.items():
-                if need in needs:
+                if testimony.of in ((need.selection, need.shard) for need in needs):
                     yield from (each for each in layout[shard] if each.committed)
 
     def _ask(self, testimony: Testimony, member: Member, generation: int) -> None:
@@ -298,8 +293,7 @@ class Testimonies:
         ):
             return
         testimony.asked[registration] = Question(session, self._cluster.now)
-        of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
-        self._cluster.tell(member, TellDigests(registration, generation, *of))
+        self._cluster.tell(member, TellDigests(registration, generation, *testimony.of))
 
     def _set_timer(self, testimony: Testimony) -> None:
         due = "digests", testimony.version.info.model
@@ -324,7 +318,7 @@ class Testimonies:
     def publisher(self, testimony: Testimony) -> Holding | None:
         """The publisher that decides: for a selection, a publisher of some shard of the class."""
         version, known = testimony.version, testimony.publisher
-        if testimony.need is None or (known is not None and self._may_know(known, testimony)):
+        if not testimony.selection or (known is not None and self._may_know(known, testimony)):
             return known
         shards = version.holdings.classes.get(testimony.shard, ())
         each = [
@@ -399,7 +393,7 @@ class Testimonies:
         """Wake the waiting ranks: for a selection only the ranks that need it, of thousands of
         selections.
         """
-        if testimony.need is None:
+        if not testimony.selection:
             self._cluster.wake_all(testimony.version.starving)
             return
         for part in testimony.needed_by:
@@ -414,8 +408,9 @@ class Testimonies:
         """Settle this one claim of the rank, if its digests are known. Whether the rank still waits
         for other claims: there may be thousands.
         """
-        need, claim = testimony.need, part.proof.claim
-        if not claim or need not in claim or not testimony.root:
+        claim = part.proof.claim
+        need = next((each for each in claim if self._of(part, each) is testimony), None)
+        if need is None or not testimony.root:
             return False
         return self._settle_claim(part, need, claim[need]) is None and bool(claim)
 
@@ -447,7 +442,7 @@ class Testimonies:
 
     def _take(self, testimony: Testimony, message: Digests) -> bool:
         """Enter the digests. Whether the list is complete now."""
-        if testimony.need is not None and message.chunks != testimony.need.chunks:
+        if testimony.selection and not message.chunks:
             return False  # it does not know the selection, or its budget of votes is used up
         within = all(
             first >= 0 and count > 0 and first + count <= message.chunks
@@ -501,7 +496,7 @@ class Testimonies:
         testimony.finish()
         testimony.asked.clear()  # the list is complete: no further answer is of use
         self._record(version)
-        if testimony.need is None:
+        if not testimony.selection:
             self._compare_replicas(version, version.holdings.class_of(testimony.shard))
 
     # -- replicas
@@ -573,7 +568,7 @@ class Testimonies:
         testimony = version.selections.get(key)
         if testimony is None:
             page_bytes = digests_bytes_max(self._cluster.options.frame_bytes_max)
-            testimony = Testimony(version, need.shard, need, page_bytes=page_bytes)
+            testimony = Testimony(version, need.shard, need.selection, page_bytes=page_bytes)
             version.selections[key] = testimony
             self._cluster.selections += 1
         if not testimony.width:

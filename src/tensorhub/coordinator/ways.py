@@ -27,7 +27,6 @@ from tensorhub.coordinator.layout_holdings import PARTS, LayoutHoldings
 from tensorhub.errors import ManifestMismatch, StateError, TensorHubError
 from tensorhub.layouts.identity import ALONE
 from tensorhub.messages import Need, ReadyToWrite
-from tensorhub.types import READ_ONLY
 
 Source = tuple[Need | None, Holding]  # the need that it serves; None: all needs
 # prefixes of layout ids: these ranks know which part of the model they have
@@ -117,36 +116,6 @@ def check(part: RankPart, said: ReadyToWrite, selections: int) -> TensorHubError
     if selections + new > limits.SELECTIONS_MAX:
         return StateError(
             f"{who}: there are {selections} selections of other layouts already (SELECTIONS_MAX)",
-            retryable=True,
-        )
-    return None
-
-
-def disagreement(part: RankPart, needs: Sequence[Need]) -> StateError | None:
-    """The error if another rank has described one of these selections differently. A selection's id
-    is a hash of its content, so one rank is wrong, and no list of digests fits both.
-    """
-    version = part.operation.bound
-    for need in needs:
-        known = version.selections.get((need.shard, need.selection))
-        if known is None or known.need is None or known.need == need:
-            continue
-        theirs = [
-            each
-            for each in version.others.values()
-            if any(known.need in its for its in each.needs.values())
-        ]
-        are_read_only = all(each.layout_id.startswith(READ_ONLY) for each in theirs)
-        if not theirs or (are_read_only and not part.member.worker.read_only):
-            continue  # what a read-only worker has said gives way
-        return StateError(
-            f"rank {part.rank} of group {part.member.group.name!r} says that the selection "
-            f"{need.selection} of shard "
-            f"{need.shard} of version {version.number} has {need.chunks} chunks of {need.nbytes} "
-            f"bytes; who reads as "
-            f"{' or '.join([each.layout_id for each in theirs][:3])} says {known.need.chunks} of "
-            f"{known.need.nbytes}: "
-            "one of them cuts it wrongly, so look whether both run the same release",
             retryable=True,
         )
     return None
