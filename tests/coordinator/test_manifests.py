@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorhub.coordinator.manifests import Manifests
+from tensorhub.coordinator.layout_holdings import Manifests
 from tensorhub.model.manifest import id_of
 
 

@@ -14,14 +14,14 @@ PURE: events in, actions out; time is an argument. Not responsible for sockets, 
     waiting                         what a reader lacks, and what an operation waits for
     readers, source_choice          read leases; which source a reader gets; which holding is filled from which
     holdings                        what a rank's memory holds, and how a source is left
-    layout_holdings                 the holders of a version in each layout
+    layout_holdings                 the holders of a version in each layout; encoded manifests
     ways                            which group reads in which layout; readers of other layouts
-    coverage, replicas              whether ranks together have every byte; whether equal ranks have equal bytes
+    coverage                        whether ranks together have every byte; whether equal ranks have equal bytes
     retention, handovers            what must stay, and which worker takes it over
     testimonies, digest_lists       which digests the bytes must have, and which worker is asked for them
     corruption_checks               which worker is to blame for wrong bytes
     views                           what can be asked of the coordinator
-    manifests, limits               encoded manifests; bounds
+    limits                          bounds
 """  # noqa: E501 - a table
 
 from tensorhub.coordinator.actions import (

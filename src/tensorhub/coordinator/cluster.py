@@ -44,8 +44,7 @@ from tensorhub.coordinator.entities import (
     Version,
     Worker,
 )
-from tensorhub.coordinator.layout_holdings import LayoutHoldings
-from tensorhub.coordinator.manifests import Manifests
+from tensorhub.coordinator.layout_holdings import LayoutHoldings, Manifests
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.waiting import starves, waits_in
 from tensorhub.errors import TensorHubError

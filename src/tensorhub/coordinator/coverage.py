@@ -1,4 +1,5 @@
-"""Whether the ranks of a group that reads another layout read every byte of it together.
+"""Whether ranks together have every byte of a version: as readers of another layout, and as
+publishers; and whether the bytes of equal parts are equal.
 
 A single rank cannot tell, and the coordinator does not decode what the ranks say. Once all ranks
 have said where they read to (`ReadyToWrite.part_ids`), the lowest reading rank gets the id of a
@@ -18,21 +19,34 @@ need not be checked again.
 A group of one rank checks by itself. A group in which every rank says `partial` may leave bytes
 unread. A fill that began to overwrite memory under a former coordinator was checked by that
 coordinator.
+
+Shards that describe one part of the model (HSDP, data parallelism) form one class. Ranks of a
+reader read different selections from the shards of a class, so no digest of a selection shows that
+two shards have drifted apart. The digests of the shards' own chunks do. When a class is published,
+all its publishers are asked for these digests (`testimonies`). Votes of readers of another layout
+count once the publishers have answered. If the digests differ, no reader of another layout commits,
+and the error names ranks and tensors (`Version.drifted`). No holding is quarantined: it is not
+known which bytes are right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Operation, RankPart
+from tensorhub.coordinator.entities import Operation, RankPart, Version
 from tensorhub.coordinator.refusals import Blame
 from tensorhub.errors import IntegrityError
 from tensorhub.messages import CheckCoverage, Covered
+from tensorhub.model.digests import head_of
+from tensorhub.model.manifest import Manifest
 from tensorhub.types import OpKind
 
 COVERED_KEPT_MAX = 4096
 NAMES_MAX = 8  # tensors that an error names
+# a longer manifest is not decoded for an error: all workers would wait for that
+DECODED_BYTES_MAX = 2**20
 
 
 @dataclass(eq=False, repr=False)
@@ -128,7 +142,7 @@ class Coverage:
         if is_shared:
             operation.agreed.ranks.add(part.rank)
             operation.covers = len(operation.agreed.ranks) == len(operation.parts)
-            return _drifted(part, message)
+            return _have_drifted(part, message)
         operation.covers = True
         return None
 
@@ -155,7 +169,7 @@ def must_cover(operation: Operation) -> bool:
     )
 
 
-def _drifted(part: RankPart, message: Covered) -> Blame | None:
+def _have_drifted(part: RankPart, message: Covered) -> Blame | None:
     """The blame if this rank and another rank have published different bytes of one tensor."""
     operation, unlike = part.operation, dict[int, list[str]]()
     for each in message.shared:
@@ -181,3 +195,56 @@ def _drifted(part: RankPart, message: Covered) -> Blame | None:
 
 def _rank(part: RankPart) -> int:
     return part.rank
+
+
+def drifted(version: Version, first: int) -> tuple[int, int] | None:
+    """Two shards of a class with different digests, or None."""
+    known = [shard for shard in version.holdings.classes[first] if _root(version, shard)]
+    return next(
+        ((one, other) for one in known[:1] for other in known[1:] if _differ(version, one, other)),
+        None,
+    )
+
+
+def _root(version: Version, shard: int) -> bytes:
+    testimony = version.testimonies.get(shard)
+    return testimony.root if testimony is not None else b""
+
+
+def _differ(version: Version, one: int, other: int) -> bool:
+    return _have_one_grid(version, one, other) and _root(version, one) != _root(version, other)
+
+
+def _have_one_grid(version: Version, one: int, other: int) -> bool:
+    """Whether the segments of two shards lie in equal places. With equal settings they are cut into
+    equal chunks.
+    """
+    return head_of(version.manifests.get(one, b"")) == head_of(version.manifests.get(other, b""))
+
+
+def what_differs(version: Version, one: int, other: int) -> str:
+    """The tensors in which two shards differ, if that is still known: the end of an error's
+    sentence.
+    """
+    manifest = version.manifests.get(one, b"")
+    chunks = list(_chunks_that_differ(version, one, other))
+    if not chunks or len(manifest) > DECODED_BYTES_MAX:
+        return (
+            f"chunk {chunks[0]} is the first of {len(chunks)}"
+            if chunks
+            else "in which tensors is not known any more"
+        )
+    described = Manifest.decode(manifest)
+    names = list(dict.fromkeys(name for chunk in chunks for name in described.tensors_in(chunk)))
+    shown = ", ".join(map(repr, names[:NAMES_MAX]))
+    return (
+        shown if len(names) <= NAMES_MAX else f"{shown} and {len(names) - NAMES_MAX} more tensors"
+    )
+
+
+def _chunks_that_differ(version: Version, one: int, other: int) -> Iterator[int]:
+    mine, theirs = version.testimonies[one], version.testimonies[other]
+    if mine.chunks == theirs.chunks:
+        yield from (
+            chunk for chunk in range(mine.chunks) if mine.digest(chunk) != theirs.digest(chunk)
+        )

@@ -291,7 +291,7 @@ class Version(_Moving[VersionState]):
     # By the first shard of a class, and by selection: the testimonies that readers of other layouts
     # need.
     selections: dict[SelectionKey, Testimony] = field(default_factory=dict)
-    # By the first shard of a published class: two shards that differ, and where (`replicas`).
+    # By the first shard of a published class: two shards that differ, and where (`coverage`).
     drifted: dict[int, tuple[int, int, str]] = field(default_factory=dict)
     roots_stored: bool = False  # the roots of all shards are durable, or on their way to the store
     # incarnations that held other bytes as this; the newest

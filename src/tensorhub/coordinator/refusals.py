@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.coordinator import replicas, ways
+from tensorhub.coordinator import ways
 from tensorhub.coordinator.entities import Model, Operation, RankPart, Version
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import (
@@ -138,10 +138,8 @@ def outlived(operation: Operation) -> Blame | None:
 
 def drifted(part: RankPart) -> tuple[int, int, str] | None:
     """Two shards that are to be equal, are not, and one of them is what this rank reads."""
-    known = part.operation.bound.drifted
-    found = (
-        (known[first] for first in replicas.needed(part) if first in known) if known else iter(())
-    )
+    known, needs = part.operation.bound.drifted, (part.needs or ()) if part.bridges else ()
+    found = (known[need.shard] for need in needs if need.shard in known)
     return part.proof.drifted or next(found, None)
 
 

@@ -12,7 +12,7 @@ An announcement says what a worker holds after a lost connection or a restart of
 `Announcements` decides whether that counts, and makes a holding of it again.
 
 Not responsible for ranks and groups (`membership`), nor for the manifests that are kept
-(`manifests`).
+(`layout_holdings`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tensorhub.coordinator import limits, replicas
+from tensorhub.coordinator import coverage, limits
 from tensorhub.coordinator.actions import Digested
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
@@ -529,9 +529,9 @@ class Testimonies:
 
     def _compare_replicas(self, version: Version, first: int) -> None:
         """If two ranks of a class have different bytes, tell every operation on this version."""
-        found = replicas.drifted(version, first) if first not in version.drifted else None
+        found = coverage.drifted(version, first) if first not in version.drifted else None
         if found is not None:
-            version.drifted[first] = *found, replicas.what_differs(version, *found)
+            version.drifted[first] = *found, coverage.what_differs(version, *found)
             for operation in version.bound.values():
                 self._cluster.changed(operation)
 
