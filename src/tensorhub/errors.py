@@ -10,7 +10,7 @@
     │   ├── InvalidType         an argument is of a kind that cannot be used (also a TypeError)
     │   └── InvalidValue        an argument is out of range, or says nothing that is known (also a ValueError)
     ├── OperationTimeout        a deadline passed (also a TimeoutError)
-    │   └── DrainTimeout        memory could not be taken back in time; it stays published
+    │   └── DrainTimeout        memory could not be taken back in time: do not write it
     ├── RetentionError          leaving would lose a retained version
     ├── GroupAborted            another rank, or the group's membership, ended the operation
     ├── LeaseLost               this worker was taken for dead, or the coordinator has lost its state
@@ -119,8 +119,8 @@ class OperationTimeout(TensorHubError, TimeoutError):
 
 
 class DrainTimeout(OperationTimeout):
-    """Memory could not be taken back in time; it stays published (or becomes so again) and must not
-    be written.
+    """Memory could not be taken back in time, and must not be written. It stays published (or
+    becomes so again), unless its version was given up meanwhile, as by a rollback.
     """
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from tensorhub.errors import GroupAborted, IntegrityError, StateError
+from tensorhub.errors import DrainTimeout, GroupAborted, IntegrityError, StateError
 from tensorhub.messages import (
     AddSource,
     DropSource,
@@ -450,7 +450,13 @@ def test_a_doubt_about_what_was_staged_that_ends_in_a_commit_applies_it_before_t
     rank.outcome(2)
     assert rank.actions == [Fence(held)]
     assert rank.member.has_pending_work
-    rank.fenced()
+    assert rank.member.fence_until(Fence(held)) == 60
+    rank.do(rank.member.fence_failed(held, 60))
+    end, fence = rank.take()[-2:]
+    assert isinstance(end, Finish)
+    assert (type(end.error), fence) == (DrainTimeout, Fence(held))
+    rank.do(rank.member.begin(UnpublishCall(), 60, 60))
+    rank.do(rank.member.fenced(held, 60))
     assert kinds(rank.take()) == ["OpenGeneration", "CopyLocally"]
     rank.do(rank.member.copied(ALL, 0))
     assert len(rank.said(LeaveRequest)) == 1  # the unpublish, of version 2

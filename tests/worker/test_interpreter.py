@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tensorhub.errors import (
+    DrainTimeout,
     LeaseLost,
     MutabilityViolation,
     RegistrationError,
@@ -438,6 +439,52 @@ def test_mutate_waits_for_readers_of_a_version_that_was_rolled_back() -> None:
     at.cluster.run()
     assert (asked.done, asked.error) == (True, None)
     at.call(PublishCall(5))
+
+
+def rolled_back_while_read(call: Call) -> tuple[Rig, CallRecord]:
+    """A call with 10 s, behind the fence of a version that was rolled back and is still read."""
+    at = rig(5)
+    at.handle.worker.asks.rollback(4)
+    at.handle.hold_access()
+    at.cluster.run()
+    asked = at.handle.call(call, 10.0)
+    at.cluster.advance(9.9)
+    assert not asked.has_ended()
+    return at, asked
+
+
+@pytest.mark.parametrize("call", [UnpublishCall(before_body=True), PublishCall(6), CloseCall()])
+def test_a_call_ends_in_time_although_a_rolled_back_version_is_still_read(call: Call) -> None:
+    """G2, G10: it raises, and the next call waits for the readers, too."""
+    at, asked = rolled_back_while_read(call)
+    at.cluster.advance(0.1)
+    assert isinstance(asked.error, DrainTimeout)
+    assert "still being read after 10 s: it must not be written" in str(asked.error)
+    assert (asked.error.retryable, asked.error.memory) == (True, "intact")
+    again = at.handle.call(at.interpreter.call_before_body() or REPLICATE, 10.0)
+    at.cluster.advance(9)
+    assert not again.has_ended()
+    at.handle.end_access()
+    at.cluster.run()
+    assert (again.done, again.error) == (True, None)
+    at.call(PublishCall(6))
+
+
+def test_a_cancelled_call_ends_although_a_rolled_back_version_is_still_read() -> None:
+    at, asked = rolled_back_while_read(UnpublishCall(before_body=True))
+    at.handle.cancel()
+    at.cluster.run()
+    assert (asked.has_ended(), type(asked.error)) == (True, StateError)
+    assert at.handle.member.has_pending_work
+    at.handle.end_access()
+
+
+def test_a_call_hears_of_a_lost_state_although_a_rolled_back_version_is_still_read() -> None:
+    at, asked = rolled_back_while_read(PublishCall(6))
+    at.handle.apply(at.handle.member.state_lost(at.cluster.now))
+    at.cluster.run()
+    assert (asked.has_ended(), type(asked.error)) == (True, LeaseLost)
+    at.handle.end_access()
 
 
 def test_a_fence_is_given_up_at_its_deadline_or_as_soon_as_its_call_is_cancelled() -> None:

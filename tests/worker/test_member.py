@@ -624,6 +624,12 @@ def test_what_was_ordered_out_is_told_by_the_next_unpublish_once() -> None:
     cluster.advance(1)
     # it says that the memory may be written, so it waits for the fence (G2)
     assert not asked.has_ended()
+    cluster.advance(60)
+    assert isinstance(asked.error, DrainTimeout)
+    assert trainer.member.has_pending_work
+    asked = trainer.unpublish()
+    cluster.advance(1)
+    assert not asked.has_ended()
     trainer.end_access()
     cluster.run()
     assert isinstance(asked.error, LeaseLost)

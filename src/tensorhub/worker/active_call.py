@@ -117,7 +117,13 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
             return
         if self._memory.doubt is not None:
             set_memory(error, "in_doubt")
-        self.finish(error=error)
+        self._end_queued(error)
+
+    def _end_queued(self, error: Exception) -> None:
+        if self._memory.unfenced is None:
+            self.finish(error=error)
+        else:  # a Finish would wait for that fence
+            self.error, self.deadline = error, min(self.deadline, self._context.now)
 
     def _give_up(self, error: Exception) -> None:
         """End a call that has started. (By default a call ends when it starts.)"""
@@ -128,6 +134,8 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
     def overdue(self) -> None:
         """The deadline has passed without a word from the coordinator."""
         self.deadline = self._context.now  # each further step gets DEADLINE_SLACK_S
+        if self.phase is Phase.QUEUED and self._memory.unfenced is not None:
+            return  # `never_began`, as soon as that fence is given up
         if self._context.session.online:
             text = f"{self._context.title}: {self.what} did not end within {self.timeout_s:g} s"
             self.give_up(OperationTimeout(text))
@@ -152,13 +160,17 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
         self.enter(Phase.FENCING)
         self._memory.fence(self.deadline)
 
+    def never_began(self) -> None:
+        """QUEUED: the fence that the call waits for does not stand in time."""
+        self.finish(error=self.error or self._still_read())
+
     def _still_read(self) -> DrainTimeout:
-        text = (
-            f"{self._context.title}: version {self._memory.version} is still being read after "
-            f"{self.timeout_s:g} s"
-        )
+        what, stays = f"version {self._memory.version}", "stays published and "
+        if self._memory.unfenced is not None:
+            what, stays = "what it held before", ""
         return DrainTimeout(
-            f"{text}: it stays published and must not be written; try again, with a longer timeout"
+            f"{self._context.title}: {what} is still being read after {self.timeout_s:g} s: "
+            f"it {stays}must not be written; try again, with a longer timeout"
         )
 
 
@@ -227,7 +239,7 @@ class GroupCall(ActiveCall[C]):
         well or with its own.
         """
         if self.phase is Phase.QUEUED:
-            self.finish(error=error)
+            self._end_queued(error)
             return True
         own = None if self._may_be_committed() else self.error
         self.aborted(own or error)

@@ -122,9 +122,8 @@ class Fence:
     """Make `generation` unreadable, end the owner's own accesses, then call
     `Member.fenced(generation)`.
 
-    If accesses still run at `until`, or at `Member.fence_until` where that is earlier by now, call
-    `Member.fence_failed` instead. None: the memory is never published again under `generation`, so
-    the fence is tried until it stands.
+    If accesses still run at `Member.fence_until`, call `Member.fence_failed` instead. `until` None:
+    the memory is never published again under `generation`, so the fence is tried until it stands.
     """
 
     generation: int

@@ -305,15 +305,10 @@ class Interpreter:
     # fences
 
     def fence_until(self, fence: Fence) -> float:
-        """When the fence is given up: at its own deadline, or earlier because its call was
-        cancelled; inf: never.
-        """
+        """When the fence is given up, see `Member.fence_until`; inf: never."""
         if fence is self._last_fence:
             return self._gives_up_at
-        if fence.until is None:
-            return inf
-        until = self.member.fence_until
-        return fence.until if until is None else min(fence.until, until)
+        return self.member.fence_until(fence)
 
     def fenced(self, fence: Fence, owner: Made, now: float) -> None:
         """The fence stands: no access to the memory is left."""
@@ -330,8 +325,12 @@ class Interpreter:
         """Accesses still run when the fence is given up."""
         if fence is self._last_fence:
             self._let_go(stands=False)
-        else:
-            self.add(self.member.fence_failed(fence.generation, now))
+            return
+        actions = self.member.fence_failed(fence.generation, now)
+        if fence.until is not None:
+            self.add(actions)
+        elif self._last_fence is None:  # the fence is tried again: nothing overtakes it
+            self.todo.extendleft(reversed(actions))
 
     # ----------------------------------------------------------------------------------------------
     # digests

@@ -17,6 +17,7 @@ access to memory (`worker.owner`), for connections, or for time, which is an arg
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any, assert_never
 
 from tensorhub import messages
@@ -133,13 +134,17 @@ class Member:
             self._call is not None and self._call.phase is Phase.DEREGISTERING
         )
 
-    @property
-    def fence_until(self) -> float | None:
-        """When the running call's fence is given up: earlier once the call is cancelled. None: it
-        waits for no fence.
+    def fence_until(self, fence: calls.Fence) -> float:
+        """When the fence is given up: at its deadline, or at that of its call if the call was
+        cancelled. Without a deadline: at that of a call that waits to begin. inf: never.
         """
-        call = self.running
-        return call.deadline if call is not None and call.phase is Phase.FENCING else None
+        call, until = self.running, inf if fence.until is None else fence.until
+        if call is None:
+            return until
+        waits = call.phase is Phase.FENCING
+        if fence.until is None:
+            waits = call.phase is Phase.QUEUED and fence.generation == self._memory.unfenced
+        return min(until, call.deadline) if waits else until
 
     @property
     def has_pending_work(self) -> bool:
@@ -178,9 +183,13 @@ class Member:
     def _go_on(self) -> None:
         """Start or end a queued call, as soon as session, memory and doubt allow it."""
         call = self.running
-        if call is None or call.phase is not Phase.QUEUED or self.has_pending_work:
+        if call is None or call.phase is not Phase.QUEUED:
             return
-        if call.alone and self._memory.doubt is None:
+        if call.error is not None and self._memory.unfenced is None:
+            call.finish(error=call.error)
+        elif self.has_pending_work:
+            return
+        elif call.alone and self._memory.doubt is None:
             call.start()
         elif isinstance(call, GroupCall) and self._memory.is_loss_unreported:
             self._memory.is_loss_unreported = False
@@ -239,23 +248,24 @@ class Member:
         """The fence stands: no access reads under that generation any more."""
         self._context.enter(now)
         self._context.say(messages.Fenced(self.shard.registration, generation))
-        if generation == self._memory.pending_fence:
-            self._memory.pending_fence_stands()
+        if generation == self._memory.unfenced:
+            self._memory.fence_stands()
             self._go_on()
-        elif self._memory.fenced_to_apply(generation):
-            return self._context.take_actions()
-        waits = self._waits_for(generation)
-        if waits is not None:
+        elif (waits := self._waits_for(generation)) is not None:
             waits.fenced()
         return self._context.take_actions()
 
     def fence_failed(self, generation: int, now: float) -> list[calls.Action]:
-        """Accesses still run at the fence's deadline. The bytes are unchanged: published memory
-        stays published (G2, R4).
+        """Accesses still run when the fence is given up. The bytes are unchanged: published memory
+        stays published (G2, R4). Content that was given up is fenced again, before anything else.
         """
         self._context.enter(now)
-        waits = self._waits_for(generation)
-        if waits is not None:
+        call = self.running
+        if generation == self._memory.unfenced:
+            if call is not None and call.phase is Phase.QUEUED:
+                call.never_began()
+            self._context.act(calls.Fence(generation))
+        elif (waits := self._waits_for(generation)) is not None:
             waits.fence_failed()
         return self._context.take_actions()
 

@@ -250,14 +250,6 @@ class MemberMemory(Stateful[HandleState]):
         else:
             self._overwrite()
 
-    def fenced_to_apply(self, generation: int) -> bool:
-        """Whether that fence was for `apply`; if so, the memory is overwritten."""
-        mine = self.applying and self.state is not HandleState.FILLING
-        if mine and self.content is not None and self.content.generation == generation:
-            self._overwrite()
-            return True
-        return False
-
     def _overwrite(self) -> None:
         assert self.staged is not None
         version, manifest, generation = (
@@ -540,8 +532,20 @@ class MemberMemory(Stateful[HandleState]):
             self._become(HandleState.EMPTY, "doubt resolved: aborted; nothing was written")
             self.drop_staged()
 
-    def pending_fence_stands(self) -> None:
-        """The fence of the given-up content stands."""
+    @property
+    def unfenced(self) -> int | None:
+        """The generation of which the fence is awaited, for no call or for one that cannot be given
+        up: content that was given up, or that committed content is to replace.
+        """
+        if self.applying and self.state is not HandleState.FILLING and self.content is not None:
+            return self.content.generation
+        return self.pending_fence
+
+    def fence_stands(self) -> None:
+        """The fence of the `unfenced` generation stands."""
+        if self.applying:
+            self._overwrite()
+            return
         self.pending_fence = None
         # a fill that was asked for before may have begun meanwhile
         if self.is_host and self.content is None:
