@@ -254,7 +254,7 @@ class World:
     def answer_questions(self, rank: Rank, held: Held | None = None) -> None:
         """Say again what it was told to say again."""
         for again in rank.take(RegisterAgain):
-            blobs = {id_of(blob): blob for blob in (*rank.parts, *lies_of(rank), rank.description)}
+            blobs = {id_of(blob): blob for blob in (*rank.parts, *lies_of(rank))}
             self.register(
                 rank, held, whole=again.whole, parts=[blobs[ident] for ident in again.part_ids]
             )

@@ -64,7 +64,7 @@ def back(world: World, rank: Rank, held: Held | None) -> Rank:
         registers=False,
     )
     same.generation, same.description = rank.generation, rank.description
-    world.register(same, held, parts=(*rank.parts, *lies_of(rank), rank.description))
+    world.register(same, held, parts=(*rank.parts, *lies_of(rank)))
     return same
 
 

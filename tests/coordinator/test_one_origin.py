@@ -14,7 +14,7 @@ from tensorhub.coordinator.states import VersionState
 from tensorhub.layouts.published import Published, decoded
 from tensorhub.messages import Begun, Fill, Outcome, Registered, Start
 from tensorhub.types import OpKind
-from tests.coordinator.layout_world import LEASE_S, Rank, World, lies_of, root
+from tests.coordinator.layout_world import LEASE_S, Rank, World, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 from tests.coordinator.test_layouts_over_time import back, held_by
 
@@ -103,27 +103,20 @@ def test_what_is_still_filled_is_no_source_for_another_layout() -> None:
     assert world.version.state is VersionState.UNAVAILABLE
 
 
-def restarted(trainers_are_back: bool, *, is_stored: bool = True) -> tuple[World, Rank]:
-    """After a restart a holder of another layout is back. `is_stored`: the store got what was
-    published where.
-    """
-    world, trainers, reader = held()
+def restarted() -> tuple[World, Rank]:
+    """After a restart a holder of another layout is back, and no holder of the published one."""
+    world, _, reader = held()
     info = world.version.info
-    (described,) = [entry for entry in world.stored if isinstance(entry, Described)]
-    if not is_stored:
-        world.stored.remove(described)
     world = world.restarted()
     reader = back(world, reader, held_by(reader, info))
     assert [answer.keep for answer in reader.take(Registered)] == [True]
-    for trainer in trainers if trainers_are_back else ():
-        back(world, trainer, held_by(trainer, info, is_publisher=True))
     return world, reader
 
 
 def test_after_a_restart_a_reader_goes_on_from_its_own_layout_though_no_holder_of_the_published_one_is_back() -> (
     None
 ):
-    world, reader = restarted(False)
+    world, reader = restarted()
     info = world.version.info
     (late,) = world.group("s", [("own/r0", ())])
     late.generation, key = 5, world.key(late)
@@ -139,7 +132,7 @@ def test_after_a_restart_a_reader_goes_on_from_its_own_layout_though_no_holder_o
 
 
 def test_after_a_restart_a_new_reader_plans_by_what_the_store_says_was_published() -> None:
-    world, _ = restarted(False)
+    world, _ = restarted()
     (late,) = world.group("s", [("own/r0", ())])
     world.fill([late])
     (start,) = late.take(Start)
@@ -150,7 +143,7 @@ def test_after_a_restart_a_new_reader_plans_by_what_the_store_says_was_published
 
 
 def test_what_is_stored_stays_known_while_no_worker_holds_the_version() -> None:
-    world, reader = restarted(False)
+    world, reader = restarted()
     world.lose(reader)
     assert world.version.state is VersionState.UNAVAILABLE
     assert world.version.holdings.described_as == reader.publication
@@ -182,30 +175,28 @@ def test_a_restart_decodes_a_layout_once_for_all_its_versions(
     assert len(calls) == 1
 
 
-def test_a_description_that_the_store_did_not_get_is_needed_from_holders() -> None:
-    world, reader = restarted(False, is_stored=False)
-    (late,) = world.group("s", [("own/r0", ())])
-    world.fill([late])
-    assert not late.take(Start)
-    world.fill([reader])  # it holds that
-    assert [outcome.committed for outcome in reader.take(Outcome)] == [True]
-    world, reader = restarted(True, is_stored=False)
-    (late,) = filling(world, "s")
-    assert late.take(Start)[0].publication == reader.publication
-
-
-@pytest.mark.parametrize("says", [b"anything", Published("xxh3-64", 2**28, (("a",),) * 2).encode()])
-def test_after_a_restart_a_description_that_is_not_of_what_was_published_is_not_believed(
-    says: bytes,
+@pytest.mark.parametrize("publishers_are_back", [True, False])
+def test_a_copy_of_another_layout_counts_where_it_is_known_what_was_published(
+    publishers_are_back: bool,
 ) -> None:
-    world, _, reader = held()
+    """The store did not get the description: the publishers say it."""
+    world, trainers, reader = held()
     info = world.version.info
+    world.stored = [entry for entry in world.stored if not isinstance(entry, Described)]
     world = world.restarted()
-    same = world.arrive("r", 0, 1, "own/r0", registers=False)
-    same.description = says
-    said = replace(held_by(reader, info), publication=same.publication)
-    world.register(same, said, parts=(*lies_of(reader), same.description))
-    assert [answer.keep for answer in same.take(Registered)] == [False]
+    for trainer in trainers if publishers_are_back else ():
+        back(world, trainer, held_by(trainer, info, is_publisher=True))
+    reader = back(world, reader, held_by(reader, info))
+    assert [answer.keep for answer in reader.take(Registered)] == [publishers_are_back]
+    assert bool(world.version.others) == publishers_are_back
+
+
+def test_after_a_restart_a_copy_that_names_another_publication_is_not_kept() -> None:
+    world, _, reader = held()
+    said = replace(held_by(reader, world.version.info), publication="another")
+    world = world.restarted()
+    reader = back(world, reader, said)
+    assert [answer.keep for answer in reader.take(Registered)] == [False]
     assert not world.version.others
     world.pass_time(2 * LEASE_S)
 

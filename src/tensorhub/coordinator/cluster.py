@@ -427,7 +427,7 @@ class Cluster:
             else:
                 published = decoded(version.holdings.description)
                 head = published.digest, published.chunk_bytes
-            self.keep_description(version, layout, Published(*head, shards).encode())
+            self._keep_description(version, layout, Published(*head, shards).encode())
         if (
             layout is version.holdings
             and version.visible
@@ -469,10 +469,10 @@ class Cluster:
             layout.learn_parts(
                 shard, self.manifests.keep_all(found[each] for each in ids) if len(ids) > 1 else ()
             )
-        self.keep_description(version, layout, description)
+        self._keep_description(version, layout, description)
         layout.stored = True
 
-    def keep_description(
+    def _keep_description(
         self, version: Version, layout: LayoutHoldings[Holding], description: bytes
     ) -> None:
         layout.description, layout.described_as = (

@@ -254,8 +254,7 @@ class LayoutHoldings(Shards[H]):
         # What each shard's readers need of published shards, as the first reader has said.
         self.needs: dict[int, tuple[Need, ...]] = {}
         # Which rank holds which part (`Published`), and its id. Known once a reader of another
-        # layout has needed the description, or the store or a holder of another layout has said it
-        # after a restart.
+        # layout has needed the description, or the store has said it after a restart.
         self.description: bytes = b""
         self.described_as = ""
         # the description and the parts that it names are durable, or on their way to the store

@@ -20,7 +20,6 @@ from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.registrations import (
     Announcements,
     ManifestQuestions,
-    held_ids,
     misfit,
     too_much,
 )
@@ -470,7 +469,7 @@ class Membership:
     def _tell_registered(self, member: Member, message: Register, keep: bool) -> None:
         self._manifest_questions.came(message.manifest_id, *message.part_ids)
         if message.held is not None:
-            self._manifest_questions.came(message.held.manifest_id, *held_ids(message))
+            self._manifest_questions.came(message.held.manifest_id, *message.held.part_ids)
         held = message.held
         retained = (
             self._retentions.tell_with(member, held.content_id)

@@ -25,12 +25,11 @@ from math import inf, nextafter
 
 from tensorhub.coordinator import limits, ways
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Member, Trust, Version, Worker
+from tensorhub.coordinator.entities import Holding, Member, Trust, Worker
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.states import ReplicaState
 from tensorhub.coordinator.testimonies import Testimonies
-from tensorhub.errors import ProtocolError, RegistrationError, TensorHubError
-from tensorhub.layouts.published import Published
+from tensorhub.errors import RegistrationError, TensorHubError
 from tensorhub.messages import Held, ReadyAgain, ReadyToWrite, Register, RegisterAgain
 from tensorhub.model.manifest import id_of
 from tensorhub.types import Medium, Purpose
@@ -143,10 +142,7 @@ class Announcements:
         what it holds. What it held before does not count either if its vote has committed the group
         to another content.
         """
-        cluster, group, publication = self._cluster, member.group, b""
-        if held.publication:
-            *found, publication = parts
-            parts = tuple(found)
+        cluster, group = self._cluster, member.group
         committed = None
         if (
             group.world_size > 1 and member.said.purpose is Purpose.USE
@@ -177,9 +173,12 @@ class Announcements:
         if is_known or (is_published and not held.publication):
             layout = version.holdings
         elif held.publication and not is_published and ways.misfit(group, version) is None:
-            if not cluster.manifests.has_room_for(held.manifest, *parts, publication):
+            published = version.holdings
+            if not published.is_described:
+                return False  # no reader of its layout could plan
+            if held.publication != cluster.describe(version, published):
                 return False
-            if not self._is_published(version, held.publication, publication):
+            if not cluster.manifests.has_room_for(held.manifest, *parts):
                 return False
             layout = cluster.lay_out(version, group)
         else:
@@ -223,27 +222,6 @@ class Announcements:
             self._holdings.make_ready(replica, "announced again by every rank")
         return True
 
-    def _is_published(self, version: Version, publication_id: str, said: bytes) -> bool:
-        """Whether `said` may describe the published version. If so, the description is kept:
-        readers that planned with it go on, also if no holder of the published layout comes back.
-        """
-        published = version.holdings
-        if published.is_described:
-            self._cluster.describe(version, published)
-        if not published.described_as:
-            try:
-                shards = Published.decode(said, version.info.world_size).shards
-            except ProtocolError:
-                return False
-            recorded = [version.recorded(shard) for shard in published]
-            is_its = len(shards) == len(recorded) and all(
-                known is None or ids[-1] == (known[1] or known[0])
-                for ids, known in zip(shards, recorded, strict=True)
-            )
-            if is_its:
-                self._cluster.keep_description(version, published, said)
-        return published.described_as == publication_id
-
 
 # of a lease, within which the asked rank must answer; then all waiting ranks are asked
 ANSWER = 1 / 8
@@ -267,8 +245,8 @@ class ManifestQuestions:
         return f"<ManifestQuestions: {len(self._waiting)} asked, {self._count} wait>"
 
     def with_manifests(self, message: Register) -> tuple[Register, Parts, Parts] | None:
-        """The message with its manifests, its parts, and the parts of its holding, of which the
-        last describes the origin if the holding has one. None: one of them has to be asked for.
+        """The message with its manifests, its parts, and the parts of its holding. None: one of
+        them has to be asked for.
         """
         find, held = self._cluster.manifests.find, message.held
         mine = message.manifest or (find(message.manifest_id) if message.manifest_id else b"")
@@ -278,7 +256,7 @@ class ManifestQuestions:
         if held is None:
             return replace(message, manifest=mine), parts, ()
         its = held.manifest or (find(held.manifest_id) if held.manifest_id else b"")
-        held_parts = self._parts(message.parts, held_ids(message))
+        held_parts = self._parts(message.parts, held.part_ids)
         if its is None or held_parts is None:
             return None
         return replace(message, manifest=mine, held=replace(held, manifest=its)), parts, held_parts
@@ -307,16 +285,13 @@ class ManifestQuestions:
         """This Register names a manifest that is not known. Sooner or later the rank is told to say
         the message again.
         """
-        named = [
-            each.manifest_id
-            for each in (message, message.held)
-            if each is not None and each.manifest_id
-        ]
+        said = (message,) if message.held is None else (message, message.held)
+        named = [each.manifest_id for each in said if each.manifest_id]
         find = self._cluster.manifests.find
         # also where it was said now: it is not kept; so below
         whole = any(find(ident) is None for ident in named)
         parts = dict.fromkeys(
-            ident for ident in (*message.part_ids, *held_ids(message)) if find(ident) is None
+            ident for each in said for ident in each.part_ids if find(ident) is None
         )
         self._ask(
             session,
@@ -351,7 +326,7 @@ class ManifestQuestions:
         for each in (message,) if held is None else (message, held):
             if not each.manifest and each.manifest_id and find(each.manifest_id) is None:
                 yield each.manifest_id, False
-            for ident in each.part_ids if each is message else held_ids(message):
+            for ident in each.part_ids:
                 if ident not in said and find(ident) is None:
                     yield ident, True
 
@@ -381,11 +356,3 @@ class ManifestQuestions:
             self._cluster.timers.set("manifest", ident, nextafter(self._cluster.now, inf))
         else:
             del self._waiting[ident]
-
-
-def held_ids(message: Register) -> tuple[str, ...]:
-    """The ids of the parts of what it holds, and of what describes the origin of that."""
-    held = message.held
-    return (
-        () if held is None else (*held.part_ids, *((held.publication,) if held.publication else ()))
-    )

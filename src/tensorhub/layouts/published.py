@@ -65,13 +65,13 @@ class Published:
         return id_of(self._encoded)
 
     @classmethod
-    def decode(cls, blob: bytes, shards_max: int = SHARDS_MAX) -> Published:
+    def decode(cls, blob: bytes) -> Published:
         """The value that `blob` encodes; ProtocolError, naming the fault, for anything else. Few
         bytes may hold many shards.
         """
         what = "publication"
         (digest, text), (sizes, lengths, counts, numbers) = unpack_all(
-            what, FORM, 2, _COLUMNS, blob, bytes_max=PUBLISHED_BYTES_MAX, count_max=3 * shards_max
+            what, FORM, 2, _COLUMNS, blob, bytes_max=PUBLISHED_BYTES_MAX, count_max=3 * SHARDS_MAX
         )
         expect(
             digest in get_args(Digest),
@@ -83,7 +83,7 @@ class Published:
             what,
             "its chunk_bytes is no such size",
         )
-        expect(0 < len(counts) <= shards_max, what, f"it has no shard, or more than {shards_max}")
+        expect(0 < len(counts) <= SHARDS_MAX, what, f"it has no shard, or more than {SHARDS_MAX}")
         expect(
             all(count in (1, 3) for count in counts), what, "a shard has neither one id nor three"
         )

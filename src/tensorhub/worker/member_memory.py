@@ -351,11 +351,8 @@ class MemberMemory(Stateful[HandleState]):
         """
         shard, found = self._context.shard, dict[str, bytes]()
         held = content.manifest if content is not None else None
-        of = publication_in(held) if held is not None else None
         if held is not None:
             found |= said_parts(held)
-        if of is not None:
-            found[of.publication_id] = of.encode()
         for manifest in (shard.manifest, held):
             if manifest is not None and not found.keys() >= set(asked):
                 found |= shard.parts(manifest)
