@@ -71,7 +71,7 @@ async def test_at_least_is_waited_for() -> None:
         with pytest.raises(VersionUnavailable, match="version 3 of 'm' was not published"):
             await weights.update("available", at_least=3, timeout=0.05)
         with pytest.raises(
-            VersionUnavailable, match="nobody holds version 2 of 'm' or a newer one"
+            VersionUnavailable, match="no complete copy of version 2 of 'm' or a newer one"
         ):
             await weights.update("available", at_least=2, timeout=WAIT_S)
         assert weights.state == "empty"

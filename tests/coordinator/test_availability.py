@@ -107,8 +107,8 @@ def test_it_fails_at_once_where_nobody_holds_what_was_published() -> None:
     cluster.run()
     error = error_of(asked)
     assert str(error) == (
-        "nobody holds a version of 'actor' as a whole, and 'available' waits for nobody; nobody "
-        "holds all of a version of it"
+        "no complete copy of a version of 'actor' is held, and 'available' waits for no worker; held "
+        "now: no complete copy"
     )
     assert (error.retryable, error.memory) == (True, "intact")
 
@@ -152,7 +152,7 @@ def test_every_shard_must_be_held_by_somebody_who_is_heard_of() -> None:
     cluster.run()
     assert not again.has_ended()  # they may be back in time
     cluster.advance(cluster.options.lease_s + 1)
-    assert "nobody holds all of a version of it" in str(error_of(again))
+    assert "held now: no complete copy" in str(error_of(again))
 
 
 def test_a_silent_holder_that_is_heard_again_is_read() -> None:
@@ -211,8 +211,8 @@ def test_what_a_rank_holds_is_never_replaced_by_an_older_one() -> None:
     cluster.run()
     for asked in calls:
         assert str(error_of(asked)) == (
-            "nobody holds version 2 of 'actor' or a newer one as a whole, and 'available' waits "
-            "for nobody; held now: "
+            "no complete copy of version 2 of 'actor' or a newer one is held, and 'available' waits "
+            "for no worker; held now: "
             "version 1 by 1 replica; a rank of this group holds version 2, which 'available' never "
             "replaces by an older "
             "one: call unpublish() on it first, or give the number of that version"
@@ -245,7 +245,7 @@ def test_the_error_names_the_shards_that_nobody_holds() -> None:
     asked = [each.replicate("available") for each in readers]
     cluster.run()
     assert (
-        "(of version 1, in the published layout, nobody has all of the shards of ranks 0)"
+        "(of version 1, in the published layout, no worker has all of the shards of ranks 0)"
         in str(error_of(asked[0]))
     )
 
@@ -261,7 +261,7 @@ def test_a_version_that_a_rollback_has_made_the_newest_and_nobody_holds_is_not_w
     cluster.run()
     asked = reader.replicate("available")
     cluster.run()
-    assert "nobody holds all of a version of it" in str(error_of(asked))
+    assert "held now: no complete copy" in str(error_of(asked))
 
 
 def test_what_a_rollback_is_about_to_retire_is_not_offered() -> None:
@@ -290,7 +290,7 @@ def test_at_least_waits_for_that_number_and_fails_at_once_where_nobody_holds_it(
     cluster, trainer, _, reader = newest_left()
     gone = reader.update("available", at_least=2)
     cluster.run()
-    assert "nobody holds version 2 of 'actor' or a newer one" in str(error_of(gone))
+    assert "no complete copy of version 2 of 'actor' or a newer one" in str(error_of(gone))
     asked = reader.update("available", at_least=3)
     cluster.run()
     assert not asked.has_ended()
@@ -340,7 +340,7 @@ def test_partial_copies_and_nothing_else_are_nothing() -> None:
     cluster, _, _, late = left_in_parts(False, True, keeper=False)
     mine = late.replicate("available")
     cluster.run("read")
-    assert "nobody holds all of a version of it" in str(error_of(mine))
+    assert "held now: no complete copy" in str(error_of(mine))
 
 
 # -------------------------------------------------------------------------------------------------

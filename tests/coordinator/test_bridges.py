@@ -402,7 +402,7 @@ def test_a_version_of_which_nobody_has_said_anything_cannot_be_described() -> No
     after.say(reader, GetPublication(9, "m", "latest"))
     (refused,) = reader.take(Refused)
     assert (refused.error.kind, refused.error.retryable) == ("VersionUnavailable", True)
-    assert "nobody who is here now has said what is in version 1" in refused.error.message
+    assert "no worker that is here now has said what is in version 1" in refused.error.message
 
 
 def guest_of(world: World, layout_id: str, *, site: str = "here") -> Rank:

@@ -253,7 +253,7 @@ def test_available_is_what_its_own_layout_has() -> None:
     world.fill([strange], "available")
     (outcome,) = strange.take(Outcome)
     assert outcome.error is not None
-    assert "nobody holds" in outcome.error.message
+    assert "no complete copy" in outcome.error.message
 
 
 @pytest.mark.parametrize("silent", [0, 1])

@@ -329,7 +329,7 @@ def test_latest_is_not_older_than_a_forgotten_version_that_a_rollback_made_the_n
     cluster.advance(4)
     with pytest.raises(
         VersionUnavailable,
-        match="nobody holds the version of 'actor' that a rollback has made the newest again",
+        match="no worker holds the version of 'actor' that a rollback has made the newest again",
     ):
         _ = asked.number
     assert other.number == 1

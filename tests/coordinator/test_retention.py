@@ -403,7 +403,7 @@ def test_what_cannot_be_pinned() -> None:
     assert not caught.value.retryable
     trainer.worker.crash()
     cluster.advance(11)
-    with pytest.raises(VersionUnavailable, match="nobody holds it now"):
+    with pytest.raises(VersionUnavailable, match="no worker holds it now"):
         ask_pin(cluster, evaluator, 1)
     assert model_of(cluster).pins == {}
 

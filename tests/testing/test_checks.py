@@ -202,7 +202,7 @@ def test_a_version_that_is_held_again_and_counts_as_left_is_noticed() -> None:
     reader.worker.connect()
     with (
         outside.abandoned_for_ever(),
-        pytest.raises(InvariantBroken, match="nobody has left for good what is held"),
+        pytest.raises(InvariantBroken, match="a layout with sources is not abandoned"),
     ):
         cluster.run()
 

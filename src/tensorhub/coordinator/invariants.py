@@ -146,7 +146,7 @@ def _worker(cluster: Cluster, worker: Worker) -> None:
     for registration, member in worker.members.items():
         demand(
             not (worker.read_only and member.said.serves),
-            "a read-only worker serves nobody",
+            "a read-only worker serves no reader",
             member,
         )
         demand(
@@ -358,14 +358,14 @@ def _version(cluster: Cluster, version: Version) -> None:
     demand(
         version.holdings.layout_id == version.layout_id, "what is published has a layout", version
     )
-    demand(not (staged and version.others), "nobody holds what is not published", version)
+    demand(not (staged and version.others), "no other layout holds what is not published", version)
     for layout in version.layouts:
         for shard, there in layout.items():
             for holding in there:
                 _candidate(cluster, version, layout, shard, holding)
             _counted(version, there)
         broken = sum(not any(h.complete for h in there) for there in layout.values())
-        demand(layout.broken == broken, "shards that nobody holds all of are counted", version)
+        demand(layout.broken == broken, "shards without a complete holder are counted", version)
         sourceless = sum(not any(h.is_source for h in there) for there in layout.values())
         demand(layout.sourceless == sourceless, "shards without a source are counted", version)
     for shard, manifest in version.manifests.items():
@@ -377,7 +377,7 @@ def _version(cluster: Cluster, version: Version) -> None:
         demand(layout.layout_id == key, "layouts are filed by their ids", layout)
         demand(
             id(layout) in used,
-            "a layout in which nobody holds or fills a version is forgotten",
+            "a layout without a holder or a fill is forgotten",
             layout,
         )
         demand(layout.manifests.keys() <= layout.keys(), "manifests are of shards", layout)
@@ -403,7 +403,7 @@ def _available(version: Version) -> None:
     available = version.state is VersionState.AVAILABLE
     demand(available == version.is_held, "available means that every shard is held", version)
     left = any(layout.abandoned and layout.have_sources() for layout in version.layouts)
-    demand(not left, "nobody has left for good what is held", version)  # R12
+    demand(not left, "a layout with sources is not abandoned", version)  # R12
 
 
 def _candidate(
@@ -492,7 +492,7 @@ def _group(cluster: Cluster, group: Group) -> None:
         demand(not group.members, "a group with members exists", group.name)
         demand(
             group.model.serving.get(group.name) is not group,
-            "one that is gone serves nobody",
+            "a group that is gone serves no reader",
             group.name,
         )
     steady = not group.spot and group.model.serving.get(group.name) is group
@@ -538,7 +538,7 @@ def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
     )
     drains = replica.state is ReplicaState.DRAINING
     # G7
-    demand(not (drains and replica.is_whole), "a replica that nobody leaves serves again", replica)
+    demand(not (drains and replica.is_whole), "a replica that no rank leaves serves again", replica)
     if version.visible:
         _available(version)
     for rank, holding in replica.holdings.items():
@@ -571,13 +571,13 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
         )
         demand(
             not any(part.leases for part in parts),
-            "nobody reads for a decided operation",
+            "no rank reads for a decided operation",
             operation,
         )
         return
     demand(group.operation is operation, "an undecided operation is its group's", operation)
     demand(operation.key not in group.decided, "no operation is decided twice", operation)
-    demand(bool(operation.parts), "somebody called", operation)
+    demand(bool(operation.parts), "some rank has called", operation)
     all_voted = all(part.voted for part in parts)
     version = operation.version
     known = version is None or group.model.versions.get(version.number) is version
@@ -706,7 +706,7 @@ def _lease(cluster: Cluster, lease: ReadLease) -> None:
         _yields(lease)
         demand(operation.state is OperationState.RUNNING, "only running operations read", lease)
         demand(holding.version is operation.version, "a lease is of the bound version", lease)  # G4
-        demand(not _cyclic(holding), "nobody counts on itself", lease)  # R9
+        demand(not _cyclic(holding), "no holding is filled from itself", lease)  # R9
     else:
         demand(lease.id not in part.leases, "a part's leases are active", lease)
 
@@ -751,7 +751,7 @@ def check_counts(cluster: Cluster) -> None:
         needed = selections_needed(version)
         demand(
             version.selections.keys() <= needed,
-            "only selections that somebody needs are known",
+            "only selections that a reader needs are known",
             version,
         )
         named = all(
@@ -816,7 +816,9 @@ def check_counts(cluster: Cluster) -> None:
             name for name, sessions in cluster.watchers.items() if session.number in sessions
         }
         demand(session.watched == watched, "what a session watches is known", session)
-    demand(all(cluster.watchers.values()), "what nobody watches is forgotten", cluster.watchers)
+    demand(
+        all(cluster.watchers.values()), "a name without a watcher is forgotten", cluster.watchers
+    )
     total = sum(map(len, cluster.watchers.values()))
     demand(
         cluster.watched == total == sum(len(s.watched) for s in cluster.sessions.values()),

@@ -541,7 +541,7 @@ class Deadlines:
         unsure = sorted(part.rank for part in parts if part.state is PartState.CLAIMING)
         if unsure:
             text = (
-                f"{what} is in place on rank(s) {unsure}, but nobody said in time which digests "
+                f"{what} is in place on rank(s) {unsure}, but no worker said in time which digests "
                 f"its publisher has made"
             )
             return Blame(OperationTimeout(text))

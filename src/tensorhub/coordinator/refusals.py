@@ -23,7 +23,7 @@ from tensorhub.errors import (
 )
 
 HELD_TOLD_MAX = 3  # versions that an error names
-NOBODY = "and 'available' waits for nobody"
+NO_AVAILABLE = "and 'available' waits for no worker"
 BEGUN = "this call was begun under a former coordinator"
 UNCHANGED = "they have digested it again: their bytes are unchanged"
 LEFT = "its last holder has left on purpose"
@@ -130,7 +130,7 @@ def outlived(operation: Operation) -> Blame | None:
     ):
         return None
     text = (
-        f"version {version.number} of {model.name!r}: nobody holds it any more, and newer ones "
+        f"version {version.number} of {model.name!r}: no worker holds it any more, and newer ones "
         f"were published; ask again"
     )
     return gone(operation, VersionUnavailable(f"{text}; {held_text(model, operation)}"))
@@ -192,7 +192,7 @@ def nothing_available(operation: Operation, least: int, held: int | None) -> Ver
         if least
         else f"a version of {model.name!r}"
     )
-    text = f"nobody holds {what} as a whole, {NOBODY}"
+    text = f"no complete copy of {what} is held, {NO_AVAILABLE}"
     if held is None or held < least:
         return VersionUnavailable(f"{text}; {held_text(model, operation)}")
     mine = (
@@ -222,7 +222,7 @@ def _told(model: Model, operation: Operation | None) -> str:
     if not held:
         if any(v.visible and v.is_held for v in model.versions.values()):
             return "workers that are not heard of now hold a version of it"
-        return f"nobody holds all of a version of it{_lacking(model)}"
+        return f"held now: no complete copy{_lacking(model)}"
     told = ", ".join(
         f"version {v.number} by {_replicas(v, operation)}" for v in held[:HELD_TOLD_MAX]
     )
@@ -242,7 +242,7 @@ def _lacking(model: Model) -> str:
                     else "another layout than the published one"
                 )
                 return (
-                    f" (of version {version.number}, in {whose}, nobody has all of the shards "
+                    f" (of version {version.number}, in {whose}, no worker has all of the shards "
                     f"of ranks {some(missing)})"
                 )
     return ""

@@ -315,7 +315,7 @@ class Retentions:
             )
         if not version.is_held:
             text = (
-                f"version {message.version} of {model.name!r} cannot be pinned: nobody holds it "
+                f"version {message.version} of {model.name!r} cannot be pinned: no worker holds it "
                 f"now; {held_text(model)}"
             )
             return VersionUnavailable(text)

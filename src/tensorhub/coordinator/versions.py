@@ -266,7 +266,7 @@ class Versions:
         newest = model.newest_visible()
         if newest is None and model.is_newest_lost:
             lost = (
-                f"nobody holds the version of {model.name!r} that a rollback has made the "
+                f"no worker holds the version of {model.name!r} that a rollback has made the "
                 f"newest again"
             )
             return f"{lost}; {held_text(model, operation)}"
@@ -318,7 +318,7 @@ class Versions:
                 # manifests are large, and a holder that comes back tells them again
                 self._cluster.unlearn(version)
                 if self._is_old(model, version):
-                    self.retire(version, model, "old, not retained, held by nobody")
+                    self.retire(version, model, "old, not retained, without a holder")
                     model.history.forgotten.append(version.number)
         newest = model.newest_visible()
         info = newest.info if newest is not None else None

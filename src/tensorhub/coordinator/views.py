@@ -118,7 +118,7 @@ class Answers:
         blob = self._cluster.manifests.find(message.part_id)
         if blob is None:
             error = VersionUnavailable(
-                "that part of a layout is not known, or not any more: nobody holds its version"
+                "that part of a layout is not known, or not any more: no worker holds its version"
             )
             self._cluster.answer(session, message.request, error)
         else:
@@ -155,7 +155,7 @@ class Answers:
             )
         if not version.holdings.is_described:
             text = (
-                f"nobody who is here now has said what is in version {version.number} of "
+                f"no worker that is here now has said what is in version {version.number} of "
                 f"{model.name!r}"
             )
             raise VersionUnavailable(f"{text}; {held_text(model)}", retryable=True)

@@ -64,7 +64,7 @@ def misfit(group: Group, version: Version) -> ManifestMismatch | None:
     mine = f"group {group.name!r} (layout {group.layout!r} over {group.world_size})"
     parts, unsaid = (
         version.holdings.parts,
-        "has plain tensors, and nobody has said which part of the model each rank has",
+        "has plain tensors, and does not say which part of the model each rank has",
     )
     if group.layout != ALONE and not group.layout.startswith(OF_ITS_OWN):
         text, who = f"{mine} {unsaid}; {theirs} has another layout", "that group"

@@ -11,7 +11,7 @@ HOLDING = (HandleState.READY, HandleState.DRAINING)
 CUT_OFF_LEASES = 1.6
 # R6: after its deadline a call is given up within 2 s, and at most two further steps have 2 s each
 LATE_S_MAX = 6.0
-NO_AVAILABLE = "and 'available' waits for nobody"  # G7: the call is refused at once
+NO_AVAILABLE = "and 'available' waits for no worker"  # G7: the call is refused at once
 CHECKSUM_CONFIRMED = "they have digested it again: their bytes are unchanged"  # R8
 LEFT_ON_PURPOSE = "its last holder has left on purpose"  # R4
 
