@@ -153,7 +153,7 @@ class Coordinator(Stateful[CoordinatorState]):
             "operation": self._operations.deadline_passed,
             "retry": self._operations.retry_due,
             "withdrawal": self._withdrawals.due,
-            "handover": self._handovers.due,
+            "handover": self._handovers.failed,
             "handovers": self._handovers.retry_due,
             "digests": self._testimonies.overdue,
             "recovery": lambda _: self._recovery_over(),
@@ -428,7 +428,7 @@ class Coordinator(Stateful[CoordinatorState]):
             case messages.RetainedAck():
                 self._retentions.kept(worker, message)
             case messages.CopyRefused():
-                self._handovers.refused(worker, message.copy)
+                self._handovers.failed(message.copy, worker)
             case messages.DigestedAgain():
                 self._corruption_checks.answered(worker, message)
             case messages.Digests():

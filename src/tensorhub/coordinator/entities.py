@@ -166,6 +166,12 @@ class Member:
     # by id; the ACTIVE and FENCING leases of this reader
     reads: dict[str, ReadLease] = field(default_factory=dict)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether it holds a version of which its owner has acknowledged that it is retained."""
+        is_told = self.holding is not None and self.holding.told
+        return is_told and self.registration not in self.group.model.notices.unaware
+
     def drop(self, dropped: bool) -> None:
         """Its worker is told to give this copy up, or keeps it after all."""
         self.dropped = dropped
@@ -458,7 +464,6 @@ class Holding:
     verified: bool = field(init=False)  # every chunk is there; the digests may not be agreed yet
     is_fed: bool = field(init=False)  # complete, or its chain of sources ends at a complete holding
     told: bool = False  # its owner's newest retention notice says that its version is retained
-    kept: bool = True  # its owner has acknowledged that notice
     # takes no readers any more: withdrawn, overwritten, torn, quarantined or lost
     leaving: bool = False
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
@@ -553,6 +558,12 @@ class Holding:
     def is_steady(self) -> bool:
         """Whether it is a source that is not spot."""
         return self.is_source and not self.is_spot
+
+    @property
+    def withdrawal(self) -> Withdrawal | None:
+        """Its owner's wish to have the memory back, if that is not granted yet."""
+        found = self.member.group.model.withdrawals.get(self.member.registration)
+        return found if found is not None and found.holding is self else None
 
     @property
     def fillers(self) -> Iterable[ReadLease]:
@@ -939,7 +950,6 @@ class Withdrawal:
     closes: bool  # its worker may end with it: the worker's own copies are no other holders
     asked_at: float
     begun: bool = False  # the holding takes no readers any more
-    granted: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -951,7 +961,6 @@ class Handover:
     shard: int
     worker: Worker
     nbytes: int
-    registered: bool = False  # the copy is a member
 
 
 @dataclass(slots=True, eq=False)
@@ -1006,7 +1015,7 @@ class Notices:
 
     # the next steps tell their owners which versions are retained
     queue: deque[Holding] = field(default_factory=deque)
-    # by registration; each with a holding that is not `kept`
+    # by registration; the owner of its holding has not acknowledged yet that it was `told`
     unaware: dict[str, Member] = field(default_factory=dict)
     # Retain and Pin, durable; not every holder knows yet
     unanswered: list[PendingWrite] = field(default_factory=list)

@@ -55,18 +55,23 @@ class Handovers:
     # ----------------------------------------------------------------------------------------------
     # facts
 
-    def refused(self, worker: Worker, copy: str) -> None:
-        """The worker cannot make that copy."""
-        for model, handover in self._under_way(copy):
-            if handover.worker is worker:
-                self._fail(model, handover)
-
-    def due(self, copy: str) -> None:
-        """The worker has had the time that it gives itself to register the copy, or to fill the
-        registered copy.
+    def failed(self, copy: str, worker: Worker | None = None) -> None:
+        """`worker` cannot make that copy ("": any copy); None: that copy is gone, or its time is
+        over.
         """
         for model, handover in self._under_way(copy):
-            self._fail(model, handover)
+            if worker in (None, handover.worker):
+                self._fail(model, handover)
+
+    def copy_gone(self, copy: Member) -> None:
+        """A copy was given up, or its worker is lost."""
+        self.failed(copy.registration)
+        self.room_changed()
+
+    def host_gone(self, worker: Worker) -> None:
+        """A worker with host memory is lost."""
+        self.failed("", worker)
+        self.room_changed()
 
     def retry_due(self, model: str) -> None:
         """A worker that could not make a copy may be asked again."""
@@ -106,21 +111,13 @@ class Handovers:
                 self._grant(model, wish)
 
     def _settle_handover(self, model: Model, handover: Handover) -> None:
-        copy = self._cluster.members.get(handover.copy)
-        if copy is None and (handover.registered or handover.worker.state is WorkerState.LOST):
-            self._fail(model, handover)
-        elif (
-            copy is not None
-            and copy.holding is not None
-            and self._retentions.is_reliable(copy.holding)
-        ):
+        copy = model.copies.get(handover.copy)
+        holding = copy.holding if copy is not None else None
+        if holding is not None and self._retentions.is_reliable(holding):
             self._forget(model, handover)
         elif not self._counts(model, handover.version):
             self._forget(model, handover)
-            self._tell_to_drop(handover)
-        elif copy is not None and not handover.registered:
-            handover.registered = True
-            self._set_deadline(handover)
+            self._tell_to_drop(handover.worker, handover.copy)
 
     def _settle_copy(self, model: Model, copy: Member) -> None:
         """Have a copy dropped if the version is kept without it. The copy asks for its leave like
@@ -130,8 +127,7 @@ class Handovers:
             return
         holding = copy.holding
         if holding is None or not holding.committed or not self._is_needed(model, holding):
-            copy.drop(True)
-            self._cluster.tell(copy, DropCopy(copy.registration))
+            self._tell_to_drop(copy.worker, copy.registration)
 
     def _is_needed(self, model: Model, copy: Holding) -> bool:
         """Whether no other reliable holder, in another worker, stays for now."""
@@ -149,7 +145,7 @@ class Handovers:
                 other.member.worker.incarnation not in here
                 and not other.member.dropped
                 and self._retentions.is_reliable(other)
-                and not _wants_to_leave(model, other)
+                and not _wants_to_leave(other)
             )
 
         return not any(map(stays, copy.peers.steady))
@@ -223,7 +219,9 @@ class Handovers:
             self._cluster.new_id(), version, shard, worker, holding.member.said.nbytes
         )
         model.handovers[handover.copy] = handover
-        self._set_deadline(handover)
+        # for its registration, and then for its fill: the worker gives each as long
+        due = self._cluster.now + 2 * self._cluster.options.op_timeout_s
+        self._cluster.timers.set("handover", handover.copy, due)
         self._tell_to_make(handover)
 
     def _successor(self, model: Model, wish: Wish) -> Worker | None:
@@ -288,40 +286,33 @@ class Handovers:
         )
         self._cluster.note(version)
         self._forget(model, handover)
-        self._tell_to_drop(handover)
+        self._tell_to_drop(handover.worker, handover.copy)
         self._cluster.touch(model)
 
     def _forget(self, model: Model, handover: Handover) -> None:
         del model.handovers[handover.copy]
         self._cluster.timers.cancel("handover", handover.copy)
 
-    def _set_deadline(self, handover: Handover) -> None:
-        self._cluster.timers.set(
-            "handover", handover.copy, self._cluster.now + self._cluster.options.op_timeout_s
-        )
-
     def _tell_to_make(self, handover: Handover) -> None:
         order = MakeCopy(handover.copy, handover.version.info, handover.shard)
         self._cluster.send(handover.worker.session, order)
 
-    def _tell_to_drop(self, handover: Handover) -> None:
-        """An attempt is given up. If a copy comes of it all the same, the copy is dropped."""
-        copy = self._cluster.members.get(handover.copy)
+    def _tell_to_drop(self, worker: Worker, ident: str) -> None:
+        """A copy is not needed any more. If it is not registered yet, its attempt is given up."""
+        copy = self._cluster.members.get(ident)
         if copy is None:
-            self._cluster.send(handover.worker.session, DropCopy(handover.copy))
+            self._cluster.send(worker.session, DropCopy(ident))
         elif not copy.dropped:
             copy.drop(True)
-            self._cluster.tell(copy, DropCopy(copy.registration))
+            self._cluster.tell(copy, DropCopy(ident))
 
 
-def _wants_to_leave(model: Model, holding: Holding) -> bool:
+def _wants_to_leave(holding: Holding) -> bool:
     """Whether a rank of its replica has asked for its leave (then all of the replica will stop
     serving), or its group is about to overwrite it.
     """
-    for each in holding.replica.holdings.values():
-        withdrawal = model.withdrawals.get(each.member.registration)
-        if withdrawal is not None and withdrawal.holding is each:
-            return True
+    if any(each.withdrawal for each in holding.replica.holdings.values()):
+        return True
     operation = holding.member.group.operation
     if operation is None or operation.kind is OpKind.PUBLISH or operation.unchanged:
         return False

@@ -248,7 +248,7 @@ class Withdrawals:
             if holding is filling:
                 self._tell_again(holding)
                 continue
-            withdrawal = self._of(holding)
+            withdrawal = holding.withdrawal
             if withdrawal is not None:
                 if withdrawal.session == member.worker.session and generation in (
                     None,
@@ -346,8 +346,7 @@ class Withdrawals:
             if waits and self._retentions.must_stay(holding, _going(withdrawal)):
                 return
             self._begin(withdrawal)
-        if not withdrawal.granted and not holding.traffic.active_readers:
-            withdrawal.granted = True
+        if not holding.traffic.active_readers:
             self._forget(withdrawal)
             self._cluster.tell(holding.member, LeaveGranted(withdrawal.request))
 
@@ -371,7 +370,7 @@ class Withdrawals:
         for lease in [
             lease for member in worker.members.values() for lease in member.reads.values()
         ]:
-            withdrawal = self._of(lease.holding)
+            withdrawal = lease.holding.withdrawal
             if withdrawal is not None and withdrawal.begun:
                 self._cut_away(lease)
 
@@ -388,10 +387,6 @@ class Withdrawals:
         member.group.model.withdrawals.pop(member.registration, None)
         member.group.model.pressing.pop(member.registration, None)
         self._cluster.timers.cancel("withdrawal", member.registration)
-
-    def _of(self, holding: Holding) -> Withdrawal | None:
-        withdrawal = holding.member.group.model.withdrawals.get(holding.member.registration)
-        return withdrawal if withdrawal is not None and withdrawal.holding is holding else None
 
 
 def _going(withdrawal: Withdrawal) -> Worker | None:

@@ -111,8 +111,8 @@ def with_neighbours(noted: Iterable[Noted]) -> dict[Noted, None]:
             case Operation():
                 found[about.group] = None
                 for part in about.parts.values():
-                    # what it lacks decides whether that is filled
-                    if part.bridges and part.member.holding is not None:
+                    # what it fills, and lacks, decides whether that is fed
+                    if part.member.holding is not None:
                         found[part.member] = None
             case _:
                 pass
@@ -283,11 +283,8 @@ def _model(cluster: Cluster, model: Model) -> None:
         demand(version.number == number, "a version is filed under its number", version)
         _retained(version, retained)
     for registration, member in model.notices.unaware.items():
-        waited_for = (
-            member.holding is not None
-            and not member.holding.kept
-            and member.registration == registration
-        )
+        is_told = member.holding is not None and member.holding.told
+        waited_for = is_told and member.registration == registration
         demand(waited_for, "only who has to acknowledge is waited for", member)
     for registration, copy in model.copies.items():
         demand(copy.registration == registration, "copies are filed by registration", copy)
@@ -295,9 +292,6 @@ def _model(cluster: Cluster, model: Model) -> None:
     for ident, handover in model.handovers.items():
         demand(handover.copy == ident, "handovers are filed by their copy", model.name)
         demand(("handover", ident) in cluster.timers, "a handover ends", model.name)
-        demand(
-            handover.registered == (ident in model.copies), "a handover knows its copy", model.name
-        )
     for pin in model.pins.values():
         pinned = model.versions.get(pin.number)
         demand(
@@ -467,15 +461,12 @@ def _retained(version: Version, retained: Collection[int]) -> None:
 def _told(holding: Holding) -> None:
     keep = holding.committed and holding.version.retained and not holding.member.group.spot
     keep = keep and not holding.bridges
-    model, registration = holding.member.group.model, holding.member.registration
     # R4
     demand(
-        holding.told == keep or holding in model.notices.queue,
+        holding.told == keep or holding in holding.member.group.model.notices.queue,
         "who must not leave at will was told so",
         holding,
     )
-    unaware = registration in model.notices.unaware
-    demand(unaware != holding.kept, "whose acknowledgement is waited for is known", holding)  # R4
 
 
 def _copy(cluster: Cluster, model: Model, member: Member) -> None:
@@ -648,7 +639,6 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
 
 def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
     holding = withdrawal.holding
-    demand(not withdrawal.granted, "granted withdrawals are over", holding)
     demand(
         ("withdrawal", holding.member.registration) in cluster.timers, "a withdrawal ends", holding
     )
@@ -674,9 +664,8 @@ def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
 
 def _lease(cluster: Cluster, lease: ReadLease) -> None:
     holding, part = lease.holding, lease.part
-    model = holding.member.group.model
-    withdrawal = model.withdrawals.get(holding.member.registration)
-    if withdrawal is not None and withdrawal.holding is holding:
+    model, withdrawal = holding.member.group.model, holding.withdrawal
+    if withdrawal is not None:
         _withdrawal(cluster, model, withdrawal)
     if cluster.leases.get(lease.id) is not lease:
         demand(

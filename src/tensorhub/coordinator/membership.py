@@ -350,7 +350,7 @@ class Membership:
         cluster.read_only.away.pop(worker, None)
         del cluster.manifest_bytes[worker.incarnation]
         if cluster.hosts.pop(worker.incarnation, None) is not None:
-            self._handovers.room_changed()
+            self._handovers.host_gone(worker)
         # one held nothing; and however many come and go, they push no other out of this list
         if not worker.read_only:
             cluster.lost[worker.incarnation] = None
@@ -579,7 +579,7 @@ class Membership:
             cluster.read_only.registrations -= member.worker.read_only
         self._wake_askers(member)
         if group.model.copies.pop(member.registration, None) is not None:
-            self._handovers.room_changed()
+            self._handovers.copy_gone(member)
         member.worker.members.pop(member.registration, None)
         if group.members.get(member.rank) is member:
             del group.members[member.rank]

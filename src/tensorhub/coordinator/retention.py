@@ -86,12 +86,12 @@ class Retentions:
         content that was only voted for is announced as held, too.
         """
         group = holding.member.group
-        if not (holding.told and holding.kept and self.may_count(holding)):
+        if not (holding.member.keeps and self.may_count(holding)):
             return False
         # else all ranks have acknowledged
         is_news = bool(group.model.notices.unaware or group.model.notices.queue)
-        mates = [mate.holding for mate in group.members.values()] if is_news else []
-        return all(mate is None or (mate.told and mate.kept) for mate in mates)
+        mates = group.members.values() if is_news else ()
+        return all(mate.holding is None or mate.keeps for mate in mates)
 
     def may_count(self, holding: Holding) -> bool:
         """Whether the holding is a source that stays, in a worker that the coordinator counts
@@ -187,8 +187,7 @@ class Retentions:
             )
 
     def _to_be_told(self, holding: Holding, *, keep: bool) -> None:
-        holding.told, holding.kept = keep, not keep
-        member = holding.member
+        holding.told, member = keep, holding.member
         if keep:
             member.group.model.notices.unaware[member.registration] = member
         else:
@@ -225,7 +224,6 @@ class Retentions:
         ):
             return
         if message.seq == member.retained_seq and message.keep is holding.told:
-            holding.kept = True
             member.group.model.notices.unaware.pop(member.registration, None)
             self._cluster.note(member)
             self._cluster.touch(member.group.model)

@@ -347,7 +347,6 @@ def wrong_chunks_served_on() -> Iterator[None]:
 def retained_not_restated() -> Iterator[None]:
     def tell(before: Callable[..., bool], self: Any, member: Member, content_id: str) -> bool:
         if before(self, member, content_id) and member.holding is not None:
-            member.holding.kept = True
             member.group.model.notices.unaware.pop(member.registration, None)
         return False
 

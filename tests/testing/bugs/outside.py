@@ -489,7 +489,6 @@ def told_is_taken_for_known() -> Iterator[None]:
 
     def broken(self: Retentions, holding: Holding) -> None:
         tell(self, holding)
-        holding.kept = True
         holding.member.group.model.notices.unaware.pop(holding.member.registration, None)
 
     with replaced(Retentions, "_tell", broken):
@@ -531,7 +530,8 @@ def handover_ends_before_ready() -> Iterator[None]:
     alone = Retentions.alone
 
     def broken(self: Retentions, holding: Holding, going: Worker | None) -> Iterator[Holding]:
-        under_way = [h for h in holding.member.group.model.handovers.values() if h.registered]
+        model = holding.member.group.model
+        under_way = [h for h in model.handovers.values() if h.copy in model.copies]
         for each in alone(self, holding, going):
             if not any(h.version is each.version and h.shard == each.shard for h in under_way):
                 yield each
@@ -546,9 +546,7 @@ def handover_ends_before_ready() -> Iterator[None]:
 )
 def spot_holder_counts() -> Iterator[None]:
     def broken(self: Retentions, holding: Holding) -> bool:
-        return ((holding.told and holding.kept) or holding.member.group.spot) and self.may_count(
-            holding
-        )
+        return (holding.member.keeps or holding.member.group.spot) and self.may_count(holding)
 
     with replaced(Holding, "is_spot", False), replaced(Retentions, "is_reliable", broken):
         yield

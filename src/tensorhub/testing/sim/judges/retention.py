@@ -420,7 +420,7 @@ class RetentionJudge:
             raise GuaranteeBroken(
                 f"durable mark: {handle} holds {content.version}, and is thought to hold {thought}"
             )
-        if holding.told and holding.kept and not content.retained:
+        if holding.member.keeps and not content.retained:
             raise GuaranteeBroken(
                 f"leaving: {handle} does not know that it has to stay, and is counted on"
             )
