@@ -20,6 +20,7 @@ from tensorhub.messages import (
     LeaveRequest,
     Outcome,
     Prepared,
+    Refused,
     Register,
     Registered as RegisteredReply,
     Resolve,
@@ -203,6 +204,24 @@ def test_what_a_running_prefetch_has_is_copied_first_and_again_after_it_broke_of
     assert (kinds(actions), of(actions, EndPrefetch).frees) == (["EndPrefetch", "Finish"], True)
 
 
+def test_a_copy_is_registered_unless_the_newest_coordinator_has_refused_it() -> None:
+    rank = Rank(LocalCopies(), Medium.HOST, Purpose.PREFETCH)
+    member = rank.member
+
+    def is_registered() -> bool:
+        return member.is_registered
+
+    assert is_registered()
+    rank.do(member.disconnected(0))
+    assert is_registered()  # as far as it knows
+    rank.do(member.connected(0, 10))
+    (say,) = rank.said(Register)
+    rank.do(member.receive(Refused(say.request, ErrorInfo.of(StateError("no"))), 0))
+    assert not is_registered()
+    rank.connect()
+    assert is_registered()
+
+
 def test_only_copies_of_that_content_and_shard_are_of_use() -> None:
     copies = LocalCopies()
     Rank(copies, Medium.HOST, Purpose.PREFETCH).hold(1)
@@ -280,19 +299,19 @@ def test_a_retention_copy_is_filled_from_a_handle_of_its_worker_and_never_the_ot
     assert of(host.take(), CopyLocally).sources == (
         LocalCopy(rank.shard.registration, content.generation),
     )
-    assert not copies.of_shard(rank.shard).keep("content1", manifest().grid_id)
+    assert not copies.keep(rank.shard, "content1", manifest().grid_id)
     host.do(host.member.copied(ALL, 0))
     assert of(host.take(), StartPull).copied == ALL
     host.do(host.member.pull_done(0))
     host.outcome(1)
     assert host.member.version == 1
-    assert copies.of_shard(rank.shard).keep("content1", manifest().grid_id)
+    assert copies.keep(rank.shard, "content1", manifest().grid_id)
     # it is not its own reason to leave
-    assert not copies.of_shard(host.shard).keep("content1", manifest().grid_id)
+    assert not copies.keep(host.shard, "content1", manifest().grid_id)
     other = replace(rank.shard, registration="another handle")
-    assert [
-        each.registration for each in copies.of_shard(other).find("content1", manifest().grid_id)
-    ] == ["host-retention"]
+    assert [each.registration for each in copies.find(other, "content1", manifest().grid_id)] == [
+        "host-retention"
+    ]
 
 
 @pytest.mark.parametrize(("ranks", "goes"), [(1, True), (2, False)])

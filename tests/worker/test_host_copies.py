@@ -48,6 +48,7 @@ from tensorhub.worker.host_copy_actions import (
     StartHandle,
 )
 from tensorhub.worker.member import Member
+from tensorhub.worker.procedures import Steps
 from tensorhub.worker.registration_session import Shard
 
 MANIFEST = make_manifest(1, "xxh3-64")
@@ -82,6 +83,7 @@ class FakeMember:
     state: HandleState = HandleState.EMPTY
     content: Content | None = None
     is_answered: bool = False
+    refusal: TensorHubError | None = None
     nbytes: int = 0  # of host memory
     running: Running | None = None
     has_voted: bool = False
@@ -89,6 +91,10 @@ class FakeMember:
     @property
     def runs(self) -> type[Call] | None:
         return type(self.running.call) if self.running is not None else None
+
+    @property
+    def is_registered(self) -> bool:
+        return self.is_answered and self.refusal is None
 
     def report_loss(self) -> None: ...
 
@@ -134,9 +140,9 @@ class World:
         self.copies.began(cast(Member, member))
         return member
 
-    def ask(self, ask: Callable[..., list[CopyAction]], *arguments: Any, **more: Any) -> int:
+    def ask(self, ask: Callable[..., Steps[Any]], *arguments: Any, **more: Any) -> int:
         request = next(self.requests)
-        self.do(ask(request, *arguments, **more, now=self.now))
+        self.do(self.copies.begin(ask(*arguments, **more), self.now, request))
         return request
 
     def prefetch(self, member: FakeMember, timeout_s: float = 10.0) -> int:
@@ -192,17 +198,15 @@ class World:
         member = self.members.get(action.registration)
         self.begun.append((action.registration, action.call))
         if member is None or member.state is HandleState.CLOSED:
-            error = None if isinstance(action.call, CloseCall) else StateError("closed")
+            error: TensorHubError | None = StateError("closed")
+            error = None if isinstance(action.call, CloseCall) else error
             return self.copies.call_ended(action.number, self.now, error=error)
         if member.running is not None:
             assert isinstance(action.call, CloseCall), (
                 f"{action.call} in the midst of {member.running}"
             )
             return self.copies.call_ended(
-                action.number,
-                self.now,
-                error=StateError("one call at a time"),
-                nbytes=member.nbytes,
+                action.number, self.now, error=StateError("one call at a time")
             )
         if isinstance(action.call, FillCall):
             assert self.copies.budget.reservation(action.registration) is not None
@@ -215,7 +219,7 @@ class World:
             return []
         if member.running is not None:
             actions += self.copies.call_ended(
-                member.running.number, self.now, error=StateError("given up"), nbytes=member.nbytes
+                member.running.number, self.now, error=StateError("given up")
             )
         if member.shard.medium is Medium.HOST:
             member.nbytes = 0
@@ -224,9 +228,10 @@ class World:
 
     # -- what takes its time
 
-    def answer(self, member: FakeMember, refusal: Exception | None = None) -> None:
-        member.is_answered = True
-        self.do(self.copies.answered(member.shard.registration, refusal, self.now))
+    def answer(self, member: FakeMember, refusal: TensorHubError | None = None) -> None:
+        member.is_answered, member.refusal = True, refusal
+        if refusal is not None and member.running is not None:
+            self.end_call(member, refusal)
 
     def take(self, member: FakeMember) -> None:
         """The running fill takes its memory."""
@@ -247,11 +252,7 @@ class World:
             FetchReport(1, True) if isinstance(running.call, FillCall) and failed is None else None
         )
         self.do(actions)
-        self.do(
-            self.copies.call_ended(
-                running.number, self.now, report=report, error=failed, nbytes=member.nbytes
-            )
-        )
+        self.do(self.copies.call_ended(running.number, self.now, result=report, error=failed))
         if member.state is HandleState.CLOSED:
             self.do(self._end(member.shard.registration))
 
@@ -278,9 +279,9 @@ class World:
     def answer_manifest(self, error: TensorHubError | None = None) -> None:
         ask = self.asked.pop(0)
         if error is not None:
-            self.do(self.copies.manifest_failed(ask.number, error, self.now))
+            self.do(self.copies.call_ended(ask.number, self.now, error=error))
         else:
-            self.do(self.copies.manifest_came(ask.number, MANIFEST.encode(), self.now))
+            self.do(self.copies.call_ended(ask.number, self.now, result=MANIFEST.encode()))
 
     def pass_time(self) -> None:
         """Until the next deadline."""
@@ -333,13 +334,8 @@ def test_a_prefetch_makes_a_copy_and_fills_it() -> None:
     handle = world.handle()
     request = world.prefetch(handle)
     copy = world.copy()
-    assert (copy.shard.group, copy.shard.purpose, copy.running) == (
-        "a/host",
-        Purpose.PREFETCH,
-        None,
-    )
-    world.answer(copy)
-    assert copy.runs is FillCall
+    assert (copy.shard.group, copy.shard.purpose) == ("a/host", Purpose.PREFETCH)
+    assert copy.runs is FillCall  # the call waits until the coordinator has answered
     assert world.copies.budget.reserved_bytes == ONE
     world.end_call(copy)
     assert world.finished == {request: FinishRequest(request, FetchReport(1, True))}
@@ -360,7 +356,7 @@ def test_a_copy_that_the_coordinator_does_not_take_is_dropped(when: str) -> None
     handle = world.handle()
     request = world.prefetch(handle)
     if when == "unknown":
-        world.pass_time()
+        world.end_call(world.copy(), CoordinatorUnavailable("it did not answer"))
         assert isinstance(world.error(request), CoordinatorUnavailable)
     else:
         world.answer(world.copy(), RegistrationError("no"))

@@ -36,6 +36,7 @@ class Reservation:
 
     purpose: Purpose
     nbytes: int
+    taken: bool  # from the system: it may be allocated
 
 
 class Budget:
@@ -104,7 +105,7 @@ class Budget:
             self.reserved_bytes - (mine.nbytes if mine is not None else 0) + nbytes - self.bytes_max
         )
 
-    def reserve(self, ident: str, purpose: Purpose, nbytes: int) -> None:
+    def reserve(self, ident: str, purpose: Purpose, nbytes: int, *, taken: bool = False) -> None:
         """Let `ident` have so many bytes from now on, instead of what it may have had. StateError
         if they are not free.
         """
@@ -118,12 +119,16 @@ class Budget:
                 f"{text} {self.bytes_max} bytes of Options.host_memory_bytes are in use",
                 retryable=True,
             )
-        self._reserved[ident] = Reservation(purpose, nbytes)
+        self._reserved[ident] = Reservation(purpose, nbytes, taken)
         self.check_invariants()
 
-    def free(self, ident: str) -> None:
-        """The copy's memory is free again; an id that has none is fine."""
-        self._reserved.pop(ident, None)
+    def free(self, ident: str, *, if_taken: bool = True) -> None:
+        """The copy's memory is free again; an id that has none is fine. `if_taken` False: memory
+        that was taken stays.
+        """
+        reservation = self._reserved.get(ident)
+        if reservation is not None and (if_taken or not reservation.taken):
+            del self._reserved[ident]
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken if more is reserved than there is."""

@@ -436,11 +436,12 @@ class Filling(GroupCall[calls.FillCall]):
     def _copy_on(self) -> bool:
         """Copy from host copies that were not tried yet, if there are any."""
         version, manifest = self._bound.version, self._bound.manifest
-        if not self._context.shard.serves or len(self._copied) == manifest.chunk_count:
+        shard = self._context.shard
+        if not shard.serves or len(self._copied) == manifest.chunk_count:
             return False
         found = [
             c
-            for c in self._context.copies.find(version.content_id, manifest.grid_id)
+            for c in self._context.copies.find(shard, version.content_id, manifest.grid_id)
             if c not in self._tried
         ]
         if not found:

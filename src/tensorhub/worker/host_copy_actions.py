@@ -11,9 +11,7 @@ from tensorhub.worker.registration_session import Shard
 
 @dataclass(frozen=True, slots=True)
 class StartHandle:
-    """Make a handle over host memory and call `HostCopies.began`; later `answered`, once the
-    coordinator has.
-    """
+    """Make a handle over host memory and call `HostCopies.began`."""
 
     shard: Shard
 
@@ -50,9 +48,7 @@ class CancelCall:
 
 @dataclass(frozen=True, slots=True)
 class AskManifest:
-    """Ask the coordinator for the manifest; then `manifest_came` or `manifest_failed` with this
-    number.
-    """
+    """Ask the coordinator for the manifest; then `HostCopies.call_ended` with its number."""
 
     number: int
     version: VersionInfo

@@ -124,12 +124,15 @@ class Leaving(ActiveCall[C]):
         assert content is not None
         if not content.retained or self._abandon:
             return -inf
+        shard = self._context.shard
         # else the shards of all ranks would stop serving with this shard
-        alone = self._context.shard.world_size == 1
+        alone = shard.world_size == 1
         if (
             alone
             and not self._closes
-            and self._context.copies.keep(content.version.content_id, content.manifest.grid_id)
+            and self._context.copies.keep(
+                shard, content.version.content_id, content.manifest.grid_id
+            )
         ):
             return -inf
         return inf if session.online else session.lease_over

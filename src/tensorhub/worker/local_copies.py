@@ -6,7 +6,6 @@ Not responsible for the purpose or the end of the copies, nor for copying.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tensorhub.types import HandleState, Medium, Purpose
 from tensorhub.worker.calls import LocalCopy
@@ -29,52 +28,36 @@ class LocalCopies:
     def remove(self, registration: str) -> None:
         self._memories.pop(registration, None)
 
-    def of_shard(self, shard: Shard) -> CopiesOfShard:
-        """The view of one registration: only copies of its own shard are of use to it."""
-        return CopiesOfShard(self, shard)
+    def find(self, shard: Shard, content_id: str, grid_id: str) -> list[LocalCopy]:
+        """The memories from which this shard can copy chunks of this content in that grid, complete
+        ones first.
 
-    def readable(
-        self, content_id: str, grid_id: str, shard: Shard
-    ) -> Iterator[tuple[str, MemberMemory, int]]:
-        """The memories that have chunks of this content in that grid: registration, memory, and the
-        generation to copy under. A host copy is filled from all of them, a caller's memory from
-        host copies only.
+        Memory with a running or broken fill has the chunks that were verified in it.
         """
-        for registration, memory in self._memories.items():
-            content, is_other = memory.readable, registration != shard.registration
-            is_other = is_other and (memory.is_host or shard.medium is Medium.HOST)
-            is_it = content is not None and content.version.content_id == content_id
-            if content is None or not is_it or not is_other or memory.shard.number != shard.number:
-                continue
-            if content.manifest.grid_id == grid_id:
-                yield registration, memory, content.generation
+        found = self._readable(shard, content_id, grid_id)
+        return [copy for _, copy in sorted(found, key=lambda each: each[0].version is None)]
 
-
-@dataclass(frozen=True, slots=True)
-class CopiesOfShard:
-    """The copies of one shard that a registration may copy from."""
-
-    copies: LocalCopies
-    shard: Shard
-
-    def find(self, content_id: str, grid_id: str) -> list[LocalCopy]:
-        """The copies that have chunks of this content, complete copies first.
-
-        A copy with a running or broken fill has the chunks that were verified in it.
-        """
-        found = [
-            (memory.version is None, LocalCopy(registration, generation))
-            for registration, memory, generation in self.copies.readable(
-                content_id, grid_id, self.shard
-            )
-        ]
-        return [copy for _, copy in sorted(found, key=lambda pair: pair[0])]
-
-    def keep(self, content_id: str, grid_id: str) -> bool:
-        """Whether a copy holds the whole content, and stays when the handle's memory is written
+    def keep(self, shard: Shard, content_id: str, grid_id: str) -> bool:
+        """Whether a copy holds the whole content, and stays when the shard's memory is written
         (R4): a retention copy does, unless it is on its way out itself.
         """
         return any(
             memory.state is HandleState.READY and memory.shard.purpose is Purpose.RETENTION
-            for _, memory, _ in self.copies.readable(content_id, grid_id, self.shard)
+            for memory, _ in self._readable(shard, content_id, grid_id)
         )
+
+    def _readable(
+        self, shard: Shard, content_id: str, grid_id: str
+    ) -> Iterator[tuple[MemberMemory, LocalCopy]]:
+        """A host copy is filled from all memories, a caller's memory from host copies only."""
+        for registration, memory in self._memories.items():
+            content = memory.readable
+            if (
+                content is not None
+                and content.version.content_id == content_id
+                and content.manifest.grid_id == grid_id
+                and registration != shard.registration
+                and (memory.is_host or shard.medium is Medium.HOST)
+                and memory.shard.number == shard.number
+            ):
+                yield memory, LocalCopy(registration, content.generation)

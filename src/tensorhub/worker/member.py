@@ -74,7 +74,7 @@ class Member:
         self.shard = shard
         copies = copies if copies is not None else LocalCopies()
         known = KnownManifests(manifests, shard), parts if parts is not None else KnownParts()
-        self._context = MemberContext(shard, requests, generations, copies.of_shard(shard), *known)
+        self._context = MemberContext(shard, requests, generations, copies, *known)
         self._session = self._context.session
         self._memory = MemberMemory(self._context)
         self._call: ActiveCall[Any] | None = None  # the last one that was begun
@@ -124,6 +124,11 @@ class Member:
     def running(self) -> ActiveCall[Any] | None:
         """The call that runs now."""
         return None if self._call is None or self._call.over else self._call
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether a coordinator has confirmed the registration, and has not refused it since."""
+        return self._session.was_known and self._session.refusal is None
 
     @property
     def _has_left(self) -> bool:

@@ -14,16 +14,12 @@ from tensorhub.worker.manifests import KnownManifests
 from tensorhub.worker.registration_session import RegistrationSession, Shard
 
 
-class ShardCopies(Protocol):
-    """A rank's questions about its worker's host copies; see `worker.local_copies`."""
+class Copies(Protocol):
+    """The memories of one worker; see `worker.local_copies`."""
 
-    def find(self, content_id: str, grid_id: str) -> list[LocalCopy]:
-        """The copies that have chunks of this content in that grid; complete copies first."""
+    def find(self, shard: Shard, content_id: str, grid_id: str) -> list[LocalCopy]: ...
 
-    def keep(self, content_id: str, grid_id: str) -> bool:
-        """Whether a copy holds the whole content in that grid, and stays when the handle's memory
-        is written (R4).
-        """
+    def keep(self, shard: Shard, content_id: str, grid_id: str) -> bool: ...
 
 
 class MemberContext:
@@ -36,7 +32,7 @@ class MemberContext:
         shard: Shard,
         requests: Callable[[], int],
         generations: Callable[[], int],
-        copies: ShardCopies,
+        copies: Copies,
         manifests: KnownManifests,
         parts: KnownParts,
     ) -> None:
@@ -44,7 +40,7 @@ class MemberContext:
         self.session = RegistrationSession(shard, requests)
         self.new_request = requests
         self.new_generation = generations
-        self.copies = copies  # that this worker has in host memory
+        self.copies = copies  # that a fill of this rank may copy from
         self.manifests = manifests
         self.parts = parts  # of publications, that this worker knows
         self.readings = KnownReadings()

@@ -144,14 +144,14 @@ class Turns:
     def __repr__(self) -> str:
         return f"<Turns: {len(self._line)} in line>"
 
-    def take(self) -> Steps[None]:
+    @contextmanager
+    def line(self) -> Iterator[Callable[[], bool]]:
+        """Stand in line until the end of the block, which is given the condition that its turn has
+        come.
+        """
         mine = object()
         self._line.append(mine)
         try:
             yield lambda: self._line[0] is mine
-        except BaseException:
+        finally:
             self._line.remove(mine)
-            raise
-
-    def give_back(self) -> None:
-        self._line.popleft()

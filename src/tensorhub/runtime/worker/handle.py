@@ -37,7 +37,15 @@ from tensorhub.runtime.worker.fill import Filler
 from tensorhub.runtime.worker.mapped_memory import HostRoom, MappedMemory
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.writes import Writes
-from tensorhub.types import ContentId, HandleState, OpKind, Purpose, RegistrationId, VersionInfo
+from tensorhub.types import (
+    ContentId,
+    FetchReport,
+    HandleState,
+    OpKind,
+    Purpose,
+    RegistrationId,
+    VersionInfo,
+)
 from tensorhub.worker import calls
 from tensorhub.worker.coverage import Found, check
 from tensorhub.worker.interpreter import Interpreter
@@ -160,9 +168,13 @@ class Handle(CallersHandle):
     def show_progress(self, listener: ProgressListener | None) -> None:
         self._filler.progress = listener
 
-    async def run_call(self, call: calls.Call, timeout_s: float) -> None:
-        """One that only `worker.host_copies` makes."""
-        await self._run(call, timeout_s)
+    async def run_call(self, call: calls.Call, timeout_s: float) -> FetchReport | None:
+        """A call that `worker.host_copies` makes; the report of a fill."""
+        if isinstance(call, calls.CloseCall):
+            await self.close(timeout_s, abandon=call.abandon)
+            return None
+        _, report = await self._run(call, timeout_s)
+        return report() if isinstance(call, calls.FillCall) else None
 
     async def _carry_out(
         self, call: calls.Call, timeout_s: float, hook: HookRequest | None
@@ -441,7 +453,6 @@ class Handle(CallersHandle):
     def _answered(self, refusal: Exception | None) -> None:
         self.registration_error = refusal or self.registration_error
         self.registered.set()
-        self._room.answered(self._registration, refusal)
 
     def _end_call(self, finish: calls.Finish) -> None:
         if self._call is not None and self.interpreter.is_busy:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Protocol, assert_never
+from typing import Any, Protocol, assert_never
 
 import anyio
 import anyio.abc
@@ -32,7 +32,7 @@ from tensorhub.runtime.worker.mapped_memory import pinning
 from tensorhub.runtime.worker.ports import CallersCopies
 from tensorhub.types import FetchReport, Options, Purpose
 from tensorhub.worker.budget import Budget
-from tensorhub.worker.calls import CloseCall, FillCall, Say
+from tensorhub.worker.calls import Say
 from tensorhub.worker.host_copies import HostCopies
 from tensorhub.worker.host_copy_actions import (
     AskManifest,
@@ -44,6 +44,7 @@ from tensorhub.worker.host_copy_actions import (
     LogEvent,
     StartHandle,
 )
+from tensorhub.worker.procedures import Steps
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.router import Router
 
@@ -89,9 +90,7 @@ class HostCopyRunner(CallersCopies):
             options.host_memory_bytes, options.op_timeout_s, lambda: secrets.token_hex(12)
         )
         self.tasks: anyio.abc.TaskGroup | None = None
-        # handles on which a call runs that the machine wants, by its number
-        self._calls: dict[int, Handle] = {}
-        # those whose tasks have not begun: with what they are to end
+        # calls whose tasks have not begun, by number: the errors with which they are to end
         self._unbegun: dict[int, Exception | None] = {}
         self._asked: dict[int, _Request] = {}  # by request
         self._requests = itertools.count(1)
@@ -110,15 +109,12 @@ class HostCopyRunner(CallersCopies):
     # what is asked for
 
     async def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> None:
-        await self._ask(lambda n: self.machine.make_room(n, ident, purpose, nbytes, clock.now()))
+        await self._ask(self.machine.make_room(ident, purpose, nbytes))
 
-    def _now(self) -> float:
-        return clock.now()
-
-    async def _ask(self, ask: Callable[[int], list[CopyAction]]) -> FetchReport | None:
+    async def _ask(self, steps: Steps[Any]) -> FetchReport | None:
         request, asked = next(self._requests), _Request()
         self._asked[request] = asked
-        self._apply(ask(request))
+        self._apply(self.machine.begin(steps, clock.now(), request))
         try:
             await asked.ended.wait()
         except anyio.get_cancelled_exc_class():
@@ -142,9 +138,6 @@ class HostCopyRunner(CallersCopies):
     def ended(self, registration: str) -> None:
         """A handle is no more."""
         self._apply(self.machine.ended(registration, clock.now()))
-
-    def answered(self, registration: str, refusal: Exception | None) -> None:
-        self._apply(self.machine.answered(registration, refusal, clock.now()))
 
     def freed(self, ident: str) -> None:
         self._apply(self.machine.freed(ident, clock.now()))
@@ -196,22 +189,22 @@ class HostCopyRunner(CallersCopies):
         self._moved.set()
 
     def _do(self, action: CopyAction) -> None:
+        handles = self._worker.router.handles
         match action:
             case Say():
                 self._worker.link.say(action.message)
             case StartHandle():
                 self._start(action.shard)
             case DropHandle():
-                handle = self._worker.router.handles.get(action.registration)
-                if handle is not None:
-                    self._worker.drop_handle(handle)
+                if action.registration in handles:
+                    self._worker.drop_handle(handles[action.registration])
             case BeginCall():
                 self._begin(action)
             case CancelCall():
                 if action.number in self._unbegun:
                     self._unbegun[action.number] = action.error
-                elif action.number in self._calls:
-                    self._calls[action.number].cancel(action.error)
+                elif action.registration in handles:
+                    handles[action.registration].cancel(action.error)
             case AskManifest():
                 if self.tasks is not None:
                     self.tasks.start_soon(self._ask_manifest, action)
@@ -243,43 +236,28 @@ class HostCopyRunner(CallersCopies):
             error = StateError("the hub was closed while the call was running")
             self._apply(self.machine.call_ended(action.number, clock.now(), error=error))
             return
-        self._calls[action.number], self._unbegun[action.number] = handle, None
+        self._unbegun[action.number] = None
         self.tasks.start_soon(self._run_call, action, handle)
 
     async def _run_call(self, action: BeginCall, handle: Handle) -> None:
         report, error = None, self._unbegun.pop(action.number)
         try:
             if error is None:
-                report = await self._run(handle, action)
+                report = await handle.run_call(action.call, action.timeout_s)
         except Exception as raised:
             error = raised
         except BaseException:
             error = StateError("the hub was closed while the call was running")
             raise
         finally:
-            del self._calls[action.number]
-            nbytes = handle.memory.nbytes if isinstance(handle.memory, HostMemory) else 0
             self._apply(
-                self.machine.call_ended(
-                    action.number, clock.now(), report=report, error=error, nbytes=nbytes
-                )
+                self.machine.call_ended(action.number, clock.now(), result=report, error=error)
             )
 
-    @staticmethod
-    async def _run(handle: Handle, action: BeginCall) -> FetchReport | None:
-        match action.call:
-            case FillCall():
-                return await handle.fill(action.call, action.timeout_s)
-            case CloseCall():
-                await handle.close(action.timeout_s, abandon=action.call.abandon)
-            case _:
-                await handle.run_call(action.call, action.timeout_s)
-        return None
-
     async def _ask_manifest(self, ask: AskManifest) -> None:
+        encoded, error = None, None
         try:
             encoded = await self._worker.coordinator.manifest(ask.version, ask.shard, ask.timeout_s)
-        except TensorHubError as error:
-            self._apply(self.machine.manifest_failed(ask.number, error, clock.now()))
-        else:
-            self._apply(self.machine.manifest_came(ask.number, encoded, clock.now()))
+        except TensorHubError as raised:
+            error = raised
+        self._apply(self.machine.call_ended(ask.number, clock.now(), result=encoded, error=error))

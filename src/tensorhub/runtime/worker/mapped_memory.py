@@ -39,9 +39,6 @@ class HostRoom(Protocol):
         none.
         """
 
-    def answered(self, registration: str, refusal: Exception | None) -> None:
-        """The coordinator has this registration, or not."""
-
     def freed(self, ident: str) -> None:
         """That memory was given back."""
 

@@ -16,7 +16,7 @@ from tensorhub.runtime.loop_thread import CallerMode, Job, Watching
 from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.types import FetchReport, Selector, VersionInfo
 from tensorhub.worker.host_copies import HostCopies
-from tensorhub.worker.host_copy_actions import CopyAction
+from tensorhub.worker.procedures import Steps
 
 T = TypeVar("T")
 
@@ -27,10 +27,7 @@ class CallersCopies(ABC):
     machine: HostCopies
 
     @abstractmethod
-    def _now(self) -> float: ...
-
-    @abstractmethod
-    async def _ask(self, ask: Callable[[int], list[CopyAction]]) -> FetchReport | None:
+    async def _ask(self, steps: Steps[Any]) -> FetchReport | None:
         """Wait for the answer to a request; cancelling ends the request as soon as may be, and
         leaves nothing running.
         """
@@ -38,21 +35,17 @@ class CallersCopies(ABC):
     async def prefetch(
         self, handle: CallersHandle, selector: Selector, timeout_s: float
     ) -> FetchReport:
-        return await self._fill(
-            lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, self._now())
-        )
+        return await self._fill(self.machine.prefetch(handle.member, selector, timeout_s))
 
     async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport:
-        return await self._fill(lambda n: self.machine.seed(n, info, shard, timeout_s, self._now()))
+        return await self._fill(self.machine.seed(info, shard, timeout_s))
 
     async def close(self, handle: CallersHandle, timeout_s: float, *, abandon: bool) -> None:
         """Close a handle with the host copies that end with it."""
-        await self._ask(
-            lambda n: self.machine.close(n, handle.member, timeout_s, self._now(), abandon=abandon)
-        )
+        await self._ask(self.machine.close(handle.member, timeout_s, abandon=abandon))
 
-    async def _fill(self, ask: Callable[[int], list[CopyAction]]) -> FetchReport:
-        report = await self._ask(ask)
+    async def _fill(self, steps: Steps[FetchReport | None]) -> FetchReport:
+        report = await self._ask(steps)
         assert report is not None
         return report
 

@@ -35,7 +35,7 @@ from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.types import FetchReport, Location, Options, VersionInfo
 from tensorhub.worker.calls import Action, Call, Finish
-from tensorhub.worker.host_copy_actions import CopyAction
+from tensorhub.worker.procedures import Steps
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.router import Router
 
@@ -238,11 +238,8 @@ class HostCopiesFacade(CallersCopies):
         self._copies = worker.copies
         self._waiting = Waiting(cluster, worker)
 
-    def _now(self) -> float:
-        return self._cluster.world.now
-
-    async def _ask(self, ask: Callable[[int], list[CopyAction]]) -> FetchReport | None:
-        wanted = self._copies.want(ask)
+    async def _ask(self, steps: Steps[Any]) -> FetchReport | None:
+        wanted = self._copies.want(steps)
         await self._waiting.end_of(wanted, lambda: self._copies.cancel(wanted))
         if wanted.error is not None:
             raise wanted.error

@@ -389,10 +389,8 @@ class HandleShell:
                     )
             case calls.RegistrationConfirmed():
                 self.registered = True
-                self.worker.copies.answered(self, None)
             case calls.RegistrationFailed():
                 self.registration_error = action.error
-                self.worker.copies.answered(self, action.error)
             case calls.Finish():
                 self._finish(action)
             case calls.EndPrefetch():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Any, assert_never
 
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.messages import CopyRefused, DropCopy, GetManifest, MakeCopy, ManifestReply, Refused
@@ -32,6 +32,7 @@ from tensorhub.worker.host_copy_actions import (
     LogEvent,
     StartHandle,
 )
+from tensorhub.worker.procedures import Steps
 from tensorhub.worker.registration_session import Shard
 
 
@@ -91,39 +92,25 @@ class SimHostCopies:
     # -- what is asked for
 
     def prefetch(self, handle: HandlePort, selector: Selector, timeout_s: float) -> CopyRequest:
-        return self.want(
-            lambda n: self.machine.prefetch(
-                n, handle.member, selector, timeout_s, self._cluster.now
-            ),
-            handle,
-        )
+        return self.want(self.machine.prefetch(handle.member, selector, timeout_s), handle)
 
     def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> CopyRequest:
-        return self.want(lambda n: self.machine.seed(n, info, shard, timeout_s, self._cluster.now))
+        return self.want(self.machine.seed(info, shard, timeout_s))
 
     def close(self, handle: HandlePort, timeout_s: float, *, abandon: bool) -> CopyRequest:
-        return self.want(
-            lambda n: self.machine.close(
-                n, handle.member, timeout_s, self._cluster.now, abandon=abandon
-            ),
-            handle,
-        )
+        return self.want(self.machine.close(handle.member, timeout_s, abandon=abandon), handle)
 
     def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> CopyRequest:
-        wanted = self.want(
-            lambda n: self.machine.make_room(n, ident, purpose, nbytes, self._cluster.now)
-        )
+        wanted = self.want(self.machine.make_room(ident, purpose, nbytes))
         wanted.room = ident, purpose, nbytes
         if wanted.done and wanted.error is None:
             self._rooms.given(*wanted.room)
         return wanted
 
-    def want(
-        self, ask: Callable[[int], list[CopyAction]], handle: HandlePort | None = None
-    ) -> CopyRequest:
+    def want(self, steps: Steps[Any], handle: HandlePort | None = None) -> CopyRequest:
         wanted = CopyRequest(next(self._cluster.numbers), handle)
         self.wanted[wanted.request] = wanted
-        self._apply(ask(wanted.request))
+        self._apply(self.machine.begin(steps, self._cluster.now, wanted.request))
         return wanted
 
     def cancel(self, wanted: CopyRequest) -> None:
@@ -138,9 +125,6 @@ class SimHostCopies:
             self.free(ident)
         self._apply(self.machine.ended(handle.shard.registration, self._cluster.now))
 
-    def answered(self, handle: HandlePort, refusal: Exception | None) -> None:
-        self._apply(self.machine.answered(handle.shard.registration, refusal, self._cluster.now))
-
     def call_ended(self, handle: HandlePort, record: JudgedCall) -> None:
         number = self._calls.pop(record, None)
         if number is not None:
@@ -153,12 +137,15 @@ class SimHostCopies:
                 error = raised
             if error is None and record.version is not None:
                 report = handle.report_of(record)
-            nbytes = self._kept(handle.id)
-            self._apply(
-                self.machine.call_ended(
-                    number, self._cluster.now, report=report, error=error, nbytes=nbytes
-                )
-            )
+            self._call_ended(number, handle.id, report, error)
+
+    def _call_ended(
+        self, number: int, ident: str, report: FetchReport | None, error: Exception | None
+    ) -> None:
+        """A fill that has taken no memory leaves its room."""
+        if not self.memory.get(ident):
+            self._rooms.given_back(ident)
+        self._apply(self.machine.call_ended(number, self._cluster.now, result=report, error=error))
 
     def end_prefetch(self, handle: HandlePort, *, frees: bool) -> None:
         self._apply(
@@ -170,6 +157,7 @@ class SimHostCopies:
         or is of another size.
         """
         if purpose is not None and self.memory.get(ident) != nbytes:
+            self.memory.pop(ident, None)
             self.machine.take(ident, purpose, nbytes)
             self._rooms.given(ident, purpose, nbytes)
         self.memory[ident] = nbytes
@@ -200,14 +188,12 @@ class SimHostCopies:
     def heard(self, message: Answer) -> None:
         """An answer of the coordinator, perhaps to a question of these copies."""
         question = self._coordinator.pop(message.request, None)
-        if question is not None and isinstance(message, ManifestReply):
+        encoded = message.manifest if isinstance(message, ManifestReply) else None
+        error = message.error.error() if isinstance(message, Refused) else None
+        if question is not None:
             self._apply(
-                self.machine.manifest_came(question.number, message.manifest, self._cluster.now)
-            )
-        elif question is not None and isinstance(message, Refused):
-            self._apply(
-                self.machine.manifest_failed(
-                    question.number, message.error.error(), self._cluster.now
+                self.machine.call_ended(
+                    question.number, self._cluster.now, result=encoded, error=error
                 )
             )
 
@@ -301,23 +287,11 @@ class SimHostCopies:
                 if record.done:
                     self.call_ended(handle, record)
                 return
-        nbytes = self._kept(action.registration)
-        self._apply(
-            self.machine.call_ended(action.number, self._cluster.now, error=error, nbytes=nbytes)
-        )
+        self._call_ended(action.number, action.registration, None, error)
 
     def _has_room(self, shard: Shard) -> None:
         if shard.manifest is not None:
             self._rooms.given(shard.registration, shard.purpose, shard.manifest.nbytes)
-
-    def _kept(self, ident: str) -> int:
-        """What it has of memory when its call is over. A fill that has taken none leaves its
-        room.
-        """
-        nbytes = self.memory.get(ident, 0)
-        if not nbytes:
-            self._rooms.given_back(ident)
-        return nbytes
 
     def _ask(self, question: AskManifest) -> None:
         request = next(self._cluster.numbers)
