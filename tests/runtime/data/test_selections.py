@@ -23,7 +23,7 @@ from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.selections import Selections
 from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.runtime.data.vote_budget import VoteBudget
-from tensorhub.transport.owner import Lane
+from tensorhub.transport.owner import CannotServe, Lane
 from tensorhub.types import READ_ONLY, Incarnation
 from tests.runtime.data_rig import CONTENT, KINDS, Node, finish, manifest_of, next_event, serving
 
@@ -354,6 +354,30 @@ def test_a_source_digests_no_more_bytes_than_it_sends(monkeypatch: pytest.Monkey
             assert isinstance(answer, tuple)
             its.a.owner.digests_of(*answer)
     assert digested == 64 * len(ends)
+
+
+def test_once_a_reader_is_stopped_no_further_digest_is_made_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An access may have 64 MiB in runs of one byte, and a fence waits for it."""
+    its = setting()
+    its.a.open(complete=True)
+    name, reader = upload_to(its, Selection(((straight(0, 0, 64),),) * 16)), lane("reader")
+    digested = list[int]()
+
+    def stopped(self: ChunkMemory, chunk: int) -> int:
+        digested.append(chunk)
+        reader.is_stopped = True
+        return 1
+
+    monkeypatch.setattr(ChunkMemory, "guarded_digest", stopped)
+    with its.a.owner.access(
+        reader, its.a.registration, 7, CONTENT, range(16), MANY, 0.0, name
+    ) as answer:
+        assert isinstance(answer, tuple)
+        with pytest.raises(CannotServe, match="served no more"):
+            its.a.owner.digests_of(*answer)
+    assert digested == [0]
 
 
 def by_votes(its: Setting, *names: str) -> list[int]:

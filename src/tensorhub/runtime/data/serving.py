@@ -49,6 +49,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NOT_OPEN = Refusal("this memory is not open under that generation")
+STOPPED = Refusal("this reader is served no more")
 BROKEN = Refusal("this memory was written, replaced or freed since others may read it")
 
 
@@ -575,7 +576,7 @@ class SharedOwner:
         also_written: bool,
     ) -> Access | Wait | Refusal:
         if lane is not None and lane.is_stopped:
-            return Refusal("this reader is served no more")
+            return STOPPED
         if self._broken.get(registration) == generation and not also_written:
             return BROKEN
         answer = self._owner.begin(
@@ -612,12 +613,15 @@ class SharedOwner:
         first.
 
         CannotServe: the memory was written, replaced or freed meanwhile, so the digest may be of
-        other bytes.
+        other bytes; or the reader is stopped, and a fence waits for this access.
         """
         if not self._is_kept(access.registration, memory.regions_of([chunk])):
             self._break(access.registration, access.generation, 0 if access.selection else chunk)
             raise CannotServe(BROKEN.reason)
         with self._changed:
+            lane = self._inside.get(access.number)
+            if lane is not None and lane.is_stopped:
+                raise CannotServe(STOPPED.reason)
             kept = self._owner.set_digest(
                 access.registration, access.generation, chunk, made, access.selection
             )
