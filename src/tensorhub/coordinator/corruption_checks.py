@@ -119,7 +119,7 @@ class CorruptionChecks:
             if inquiry.part is not None:
                 inquiry.part.proof.exonerated.add(holding.member.worker.name)
                 self._cluster.changed(inquiry.part.operation)
-        elif _has_published(holding):  # two publishers of one class have drifted apart
+        elif holding.is_published:  # two publishers of one class have drifted apart
             if (
                 inquiry.part is not None
                 and testimony is not None
@@ -151,9 +151,3 @@ class CorruptionChecks:
         )
         if owner.group.operation is not None:
             self._cluster.changed(owner.group.operation)
-
-
-def _has_published(holding: Holding) -> bool:
-    """Whether the owner of this holding has published it."""
-    testimony = holding.version.testimonies.get(holding.shard)
-    return not holding.bridges and testimony is not None and testimony.publisher is holding

@@ -199,20 +199,15 @@ def _rank(part: RankPart) -> int:
 
 def drifted(version: Version, first: int) -> tuple[int, int] | None:
     """Two shards of a class with different digests, or None."""
-    known = [shard for shard in version.holdings.classes[first] if _root(version, shard)]
+    known = [shard for shard in version.holdings.classes[first] if version.root(shard)]
     return next(
         ((one, other) for one in known[:1] for other in known[1:] if _differ(version, one, other)),
         None,
     )
 
 
-def _root(version: Version, shard: int) -> bytes:
-    testimony = version.testimonies.get(shard)
-    return testimony.root if testimony is not None else b""
-
-
 def _differ(version: Version, one: int, other: int) -> bool:
-    return _have_one_grid(version, one, other) and _root(version, one) != _root(version, other)
+    return _have_one_grid(version, one, other) and version.root(one) != version.root(other)
 
 
 def _have_one_grid(version: Version, one: int, other: int) -> bool:

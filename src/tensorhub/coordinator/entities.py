@@ -341,6 +341,11 @@ class Version(_Moving[VersionState]):
         yield self.holdings
         yield from self.others.values()
 
+    def root(self, shard: int) -> bytes:
+        """Of the digests of that published shard; empty: not known."""
+        testimony = self.testimonies.get(shard)
+        return testimony.root if testimony is not None else b""
+
     def is_laid_out_as(self, group: Group) -> bool:
         """Whether that group has the layout in which it was published."""
         return (self.layout_id, self.info.world_size) == (group.layout_id, group.world_size)
@@ -579,6 +584,12 @@ class Holding:
     def bridges(self) -> bool:
         """Whether it is not as it was published."""
         return self.layout is not self.version.holdings
+
+    @property
+    def is_published(self) -> bool:
+        """Whether its owner has published it."""
+        testimony = self.version.testimonies.get(self.shard)
+        return not self.bridges and testimony is not None and testimony.publisher is self
 
     @property
     def is_stranded(self) -> bool:

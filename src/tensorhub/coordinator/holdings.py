@@ -181,9 +181,7 @@ class Holdings:
                 self._readers.confirm_fenced(lease, "the owner's fence stands")
         if holding in holding.member.leaving:
             holding.member.leaving.remove(holding)
-        if (
-            testimony := holding.version.testimonies.get(holding.shard)
-        ) is not None and testimony.publisher is holding:
+        if holding.is_published:
             # it cannot say its digests any more: the source's count
             self._cluster.wake_all(holding.version.starving)
         replica = holding.replica

@@ -158,8 +158,7 @@ class Announcements:
         if member.worker.incarnation in version.condemned:
             return False
         is_publishers = held.published and group.name == version.publisher.group
-        testimony = version.testimonies.get(member.shard)
-        root = testimony.root if testimony is not None else b""
+        root = version.root(member.shard)
         # This rank has the bytes of the published shard, even if no other rank of its group comes
         # back.
         is_proven = (

@@ -350,11 +350,6 @@ class Testimonies:
         )
         return here and (member.holding is holding or holding in member.leaving)
 
-    @staticmethod
-    def is_publisher(holding: Holding) -> bool:
-        testimony = holding.version.testimonies.get(holding.shard)
-        return not holding.bridges and testimony is not None and testimony.publisher is holding
-
     # -- digests that arrive
 
     def told(self, worker: Worker, message: Digests) -> None:
@@ -489,7 +484,7 @@ class Testimonies:
         # the teller does not hold the published bytes
         if testimony.root and root != testimony.root:
             self._cluster.forget_list(testimony)
-            if teller.committed and not self.is_publisher(teller):
+            if teller.committed and not teller.is_published:
                 self._corruption_checks.condemn(teller)
             return
         testimony.root = root
