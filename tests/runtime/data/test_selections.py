@@ -312,18 +312,23 @@ def test_a_budget_hangs_on_a_token_and_an_address_and_not_on_a_name_that_a_reade
     assert says(7, secret=b"another token")
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1", "10.0.0.2"], ids=["beside it", "elsewhere"])
+@pytest.mark.parametrize(
+    "addresses", [["10.0.0.1"], ["10.0.0.2"], [f"10.0.1.{n}" for n in range(8)]]
+)
 def test_uploads_that_are_begun_and_never_ended_keep_no_honest_reader_from_saying_its_own(
-    address: str,
+    addresses: Sequence[str],
 ) -> None:
-    """The token of the attackers is the read-only one of the reader's token."""
+    """The token of the attackers is the read-only one of the reader's token. They are at the
+    reader's address, at another one, or at many.
+    """
     known, (name, blob) = Selections(), blob_of(99, 50)
     honest = lane("honest")
     honest.secret, honest.address = b"secret", "10.0.0.1"
     attackers = [lane(f"{READ_ONLY}{number}") for number in range(8)]
     for at in range(len(blob)):
         for number, attacker in enumerate(attackers):
-            attacker.secret, attacker.address = b"secret", address
+            attacker.secret = b"secret"
+            attacker.address = addresses[number % len(addresses)]
             other, its = blob_of(number)
             known.upload(attacker, MANY, other, len(its), 0, its[:1])
             known.leave(attacker) if at % 2 else None

@@ -2,9 +2,9 @@
 its versions.
 
 A reader sends a selection in pieces. UPLOADS_MAX readers may have incomplete uploads. Where there
-are more, an upload of the account with the most uploads gives way, the upload that was idle
-longest, and its reader begins again. A complete selection is kept until newer selections need the
-room.
+are more, an upload gives way, and its reader begins again: an upload of a reader with the read-only
+token if there is one, of these one of the account with the most uploads, of these the upload that
+was idle longest. A complete selection is kept until newer selections need the room.
 
 A few bytes may describe very many parts (strips, cells, loops), which follow a rule. A selection's
 cost grows with its parts, so the parts are counted first. There are no more than the memory may
@@ -135,8 +135,11 @@ class Selections:
             self._uploads[reader] = begun
             if len(self._uploads) > UPLOADS_MAX:
                 counts = Counter(each.account for each in self._uploads)
-                # of equals the first
-                del self._uploads[max(self._uploads, key=lambda each: counts[each.account])]
+
+                def gives_way(each: Lane) -> tuple[bool, int]:
+                    return each.is_read_only, counts[each.account]
+
+                del self._uploads[max(self._uploads, key=gives_way)]  # of equals the first
                 if reader not in self._uploads:
                     return 0, []
             if offset != len(begun.blob):
