@@ -29,8 +29,11 @@ from tensorhub.messages import PROTOCOL_VERSION
 from tensorhub.protocol.frames import PREFACE
 from tensorhub.types import Location, Options, VersionInfo
 from tests.rig import CHUNK_BYTES, WAIT_S, cluster, connect, nothing_left, published, tensors
+from tests.runtime.data_rig import waited_out_s
 
-QUICK = Options(op_timeout_s=5, connect_timeout_s=1, coordinator_wait_s=0, chunk_bytes=CHUNK_BYTES)
+AT_ONCE = Options(
+    op_timeout_s=WAIT_S, connect_timeout_s=WAIT_S, coordinator_wait_s=0, chunk_bytes=CHUNK_BYTES
+)
 
 
 @pytest.fixture
@@ -88,23 +91,25 @@ async def test_not_a_coordinator(answer: bytes, text: str) -> None:
     async with nothing_left():
         with answering(answer) as address:
             with pytest.raises(ProtocolError, match=text) as caught:
-                async with connect(address, options=QUICK):
+                async with connect(address, options=AT_ONCE):
                     pass
             check(caught.value, retryable=False)
 
 
 async def test_of_several_addresses_a_silent_one_does_not_use_up_the_time_of_the_others() -> None:
-    async with cluster(options=QUICK) as c:
+    seconds = waited_out_s()
+    quick = replace(AT_ONCE, connect_timeout_s=seconds)
+    async with cluster(options=AT_ONCE) as c:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-            async with connect([address, c.address], options=QUICK) as hub:
+            async with connect([address, c.address], options=quick) as hub:
                 assert await hub.describe() == ()
             text = (
-                r"handshake took longer than 1 s, and nothing was said at all: it has very much "
-                r"to|no answer within 1 s"
+                rf"handshake took longer than {seconds:g} s, and nothing was said at all: it has "
+                rf"very much to|no answer within {seconds:g} s"
             )
             with pytest.raises(CoordinatorUnavailable, match=text):
-                async with connect(address, options=QUICK):
+                async with connect(address, options=quick):
                     pass
 
 

@@ -21,6 +21,7 @@ from tests.rig import (
     until,
     write,
 )
+from tests.runtime.data_rig import waited_out_s
 
 
 @pytest.mark.parametrize(("selector", "number"), [("latest", 3), ("latest-1", 2), ("available", 3)])
@@ -115,7 +116,7 @@ async def test_without_a_newer_version_it_waits_until_its_deadline() -> None:
                     with pytest.raises(
                         VersionUnavailable, match="has lost its last source"
                     ) as caught:
-                        await weights.replicate("latest", timeout=2.0)
+                        await weights.replicate("latest", timeout=waited_out_s(2))
                     assert (caught.value.memory, caught.value.retryable) == ("torn", True)
 
                 async with anyio.create_task_group() as tasks:

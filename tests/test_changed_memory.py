@@ -19,7 +19,7 @@ from tensorhub.runtime.worker import handle
 from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import Options
 from tests.rig import CHUNK_BYTES, OPTIONS, cluster
-from tests.runtime.data_rig import KINDS
+from tests.runtime.data_rig import KINDS, waited_out_s
 
 pytestmark = pytest.mark.anyio
 LENGTH = 8 * CHUNK_BYTES // 4  # of a tensor of float32: 8 chunks
@@ -85,7 +85,7 @@ async def test_a_reader_has_what_was_published_or_an_error(way: str, options: Op
         await trainer.publish(1)
         unmerge(mine)
         with pytest.raises(TensorHubError):
-            await rollout.replicate(timeout=1)
+            await rollout.replicate(timeout=waited_out_s())
         assert await states(c.hubs[1]) == {"trainer": "quarantined"}
         with pytest.raises(MutabilityViolation, match="while it was published: 'a', 'b', 'bias'"):
             await trainer.unpublish()
@@ -116,7 +116,7 @@ async def test_what_is_written_while_its_digest_is_made_is_not_served(
 
         monkeypatch.setattr(Writes, "is_kept", writes_after_the_first_look)
         with pytest.raises(TensorHubError):
-            await rollout.replicate(timeout=1)
+            await rollout.replicate(timeout=waited_out_s())
         assert is_kept[0]
         with pytest.raises(MutabilityViolation, match="written"):
             await trainer.unpublish()
@@ -149,7 +149,7 @@ async def test_memory_that_was_freed_or_replaced_is_offered_no_more(
             await c.hubs[1].fetch("m")
         change(mine["b"])
         with pytest.raises(TensorHubError):
-            await (await c.hubs[2].register("m", empty())).replicate(timeout=1)
+            await (await c.hubs[2].register("m", empty())).replicate(timeout=waited_out_s())
         assert await states(c.hubs[2]) == {"trainer": "quarantined"}
         assert (trainer.state, trainer.version) == ("torn", 1)
         for call in (trainer.update, trainer.unpublish):
@@ -168,7 +168,7 @@ async def test_a_handle_can_be_closed_as_its_error_advises(
         await trainer.publish(1)
         change(mine["b"])
         with pytest.raises(TensorHubError):
-            await c.hubs[1].fetch("m", timeout=1)
+            await c.hubs[1].fetch("m", timeout=waited_out_s())
         with pytest.raises(RegistrationError, match="close this handle and register anew"):
             await trainer.publish(2)
         await trainer.close()
@@ -183,6 +183,6 @@ async def test_an_array_that_was_resized_is_not_touched() -> None:
         await trainer.publish(1)
         array.resize(64 * LENGTH, refcheck=False)  # numpy frees the bytes that were published
         with pytest.raises(TensorHubError):
-            await c.hubs[1].fetch("m", timeout=1)
+            await c.hubs[1].fetch("m", timeout=waited_out_s())
         with pytest.raises(MutabilityViolation, match="'a'"):
             await trainer.unpublish()

@@ -38,6 +38,7 @@ from tests.rig import (
     worker_of,
     write,
 )
+from tests.runtime.data_rig import waited_out_s
 from tests.test_errors import accessed
 
 NBYTES = CHUNKS * CHUNK_BYTES
@@ -316,7 +317,7 @@ async def test_what_was_staged_and_is_in_doubt_is_dropped(
             await until(lambda: "offline" in repr(hubs[1]))
 
         with pytest.raises(CoordinatorUnavailable) as caught:
-            await weights.update(staged=True, before_write=pause, timeout=2)
+            await weights.update(staged=True, before_write=pause, timeout=waited_out_s(2))
         assert (caught.value.memory, weights.state) == ("in_doubt", "in_doubt")
         await coordinator.start()
         await until(lambda: weights.state == ("empty" if lost else "ready"))

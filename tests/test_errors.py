@@ -60,6 +60,7 @@ from tests.rig import (
     until,
     write,
 )
+from tests.runtime.data_rig import waited_out_s
 
 E = TypeVar("E", bound=TensorHubError)
 Test = Callable[..., Awaitable[None]]
@@ -523,9 +524,9 @@ async def test_each_call_that_takes_memory_back_leaves_it_published_if_it_cannot
             with raises(DrainTimeout, *STAYS, "after 0.2 s", retryable=True):
                 await weights.unpublish(timeout=0.2)
             with raises(DrainTimeout, *STAYS, retryable=True):
-                await mutate_in_vain(weights, 3, 0.2)
+                await mutate_in_vain(weights, 3, waited_out_s(0.2))
             with raises(DrainTimeout, *STAYS, retryable=True):
-                await weights.update(timeout=0.2)
+                await weights.update(timeout=waited_out_s(0.2))
             assert (weights.state, weights.version) == ("ready", 1)
             await readable(c.hubs[2], 1, 1)
         assert (await weights.update()).version == 2
@@ -636,9 +637,10 @@ async def test_deadlines() -> None:
             assert ranks[0].state == "empty"
             await published(c.hubs[0], 2)
             weights = await c.hubs[1].register("m", tensors())
-            says = ("replicate of 'm': version 2 was not complete after 1 s on rank(s) [0]",)
+            timeout = waited_out_s()
+            says = (f"'m': version 2 was not complete after {timeout:g} s on rank(s) [0]",)
             with raises(OperationTimeout, *says, retryable=True, memory="torn"):
-                await weights.replicate(timeout=1)
+                await weights.replicate(timeout=timeout)
             assert weights.state == "torn"
             gate.open()
             assert (await weights.replicate()).version == 2
@@ -774,7 +776,7 @@ async def test_bytes_that_do_not_have_their_digest_at_any_source() -> None:
             "have it published anew, then call again",
         )
         with raises(IntegrityError, *says, retryable=True, memory="torn"):
-            await weights.replicate(timeout=1)
+            await weights.replicate(timeout=waited_out_s())
         assert (weights.state, weights.version) == ("torn", None)
         spoiled = (
             "version 1 of 'm'",
@@ -863,9 +865,10 @@ async def test_a_coordinator_that_is_not_there(monkeypatch: pytest.MonkeyPatch) 
         ]
 
         async def publish() -> None:
-            says = "(group 'g', rank 0): publish: the coordinator could not be reached within 2 s"
+            timeout = waited_out_s(2)
+            says = f"(group 'g', rank 0): publish: the coordinator could not be reached within {timeout:g} s"
             with raises(CoordinatorUnavailable, says, retryable=True, memory="in_doubt"):
-                await ranks[0].publish(1, timeout=2)
+                await ranks[0].publish(1, timeout=timeout)
             assert ranks[0].state == "in_doubt"
 
         async with anyio.create_task_group() as tasks:
@@ -925,7 +928,7 @@ async def test_a_before_write_that_is_late() -> None:
 
             async def update() -> None:
                 with raises(OperationTimeout, "update of 'm'", retryable=True):
-                    await weights.update(before_write=late, timeout=0.1)
+                    await weights.update(before_write=late, timeout=waited_out_s(0.1))
 
             tasks.start_soon(update)
             await entered.wait()

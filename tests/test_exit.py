@@ -395,6 +395,7 @@ def test_the_option_is_checked() -> None:
 # Children sleep in short turns: a signal that comes just before a long wait in C would have its
 # handler run after that.
 WAITS = "print('ready', flush=True)\nwhile True:\n    time.sleep(0.05)"
+SLEEPS = "    while True:\n        time.sleep(0.05)\n"  # in a forked child
 TERMINATED = {
     "by default": (
         """
@@ -549,8 +550,8 @@ def test_leaving_takes_no_longer_than_it_may(watcher: tuple[str, sync.Hub]) -> N
 def test_a_forked_child_ends_at_once(watcher: tuple[str, sync.Hub]) -> None:
     program = (
         "tensorhub.leave_on_sigterm(1000)\nhub = connect()\nready, here = os.pipe()\nchild = "
-        "os.fork()\n"
-        "if child == 0:\n    os.write(here, b'x')\n    time.sleep(1000)\nos.read(ready, 1)\n"
+        f"os.fork()\nif child == 0:\n    os.write(here, b'x')\n{SLEEPS}os.close(here)\n"
+        "assert os.read(ready, 1), 'the child has failed'\n"
         "os.kill(child, signal.SIGTERM)\nassert os.waitpid(child, 0)[1] == "
         "signal.SIGTERM\nhub.close()"
     )
@@ -564,8 +565,8 @@ def test_a_forked_child_that_is_wired_itself_leaves(watcher: tuple[str, sync.Hub
     program = (
         "tensorhub.leave_on_sigterm(1000)\nready, here = os.pipe()\nchild = os.fork()\n"
         "if child == 0:\n    tensorhub.leave_on_sigterm(1000)\n    hub = connect()\n    "
-        "publish(hub)\n"
-        "    os.write(here, b'x')\n    time.sleep(1000)\nos.read(ready, 1)\n"
+        f"publish(hub)\n    os.write(here, b'x')\n{SLEEPS}os.close(here)\n"
+        "assert os.read(ready, 1), 'the child has failed'\n"
         "os.kill(child, signal.SIGTERM)\nassert os.waitpid(child, 0)[1] == signal.SIGTERM"
     )
     with child(address, program) as process:

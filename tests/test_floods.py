@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import anyio
 import anyio.to_thread
@@ -36,6 +37,7 @@ from tests.rig import (
     until,
     worker_of,
 )
+from tests.runtime.data_rig import waited_out_s
 
 # nothing but the bound helps
 PATIENT = Options(op_timeout_s=WAIT_S, connect_timeout_s=4 * WAIT_S, chunk_bytes=CHUNK_BYTES)
@@ -92,7 +94,9 @@ async def test_a_flood_of_pending_connections_closes_its_own_ones(
         with contextlib.ExitStack() as stack:
             flood = []
             for _ in range(60):
-                flood.append(stack.enter_context(socket.create_connection(address_of(c, where), 5)))
+                flood.append(
+                    stack.enter_context(socket.create_connection(address_of(c, where), WAIT_S))
+                )
                 flood[-1].sendall(words)
             assert await anyio.to_thread.run_sync(is_closed, flood[0])
             await fetches(c, 1)
@@ -106,21 +110,23 @@ async def test_a_flood_of_pending_connections_closes_its_own_ones(
 
 
 async def test_sessions_beyond_the_bound_are_refused_and_told_so() -> None:
-    options = Options(
-        op_timeout_s=WAIT_S, connect_timeout_s=1, sessions_max=2, chunk_bytes=CHUNK_BYTES
-    )
+    options = Options(op_timeout_s=WAIT_S, sessions_max=2, chunk_bytes=CHUNK_BYTES)
     async with cluster("one", "two", options=options) as c:
         with pytest.raises(
             CoordinatorUnavailable, match=r"already \(Options\.sessions_max"
         ) as caught:
-            async with connect(c.address, "three", options):
+            async with connect(
+                c.address, "three", replace(options, connect_timeout_s=waited_out_s())
+            ):
                 pass
         assert caught.value.retryable
         assert await c.hubs[0].describe() == ()
 
 
 async def test_a_session_that_never_joins_is_closed() -> None:
-    options = Options(op_timeout_s=WAIT_S, connect_timeout_s=0.5, chunk_bytes=CHUNK_BYTES)
+    options = Options(
+        op_timeout_s=WAIT_S, connect_timeout_s=waited_out_s(0.5), chunk_bytes=CHUNK_BYTES
+    )
     async with cluster("one", options=options) as c:
         with proved(c.address) as idle:
             assert await anyio.to_thread.run_sync(is_closed, idle._socket)
@@ -206,7 +212,9 @@ def heard_out(peer: BlockingConnection) -> None:
 
 @pytest.mark.parametrize("drips", [False, True])
 async def test_a_reader_in_the_midst_of_a_message_is_given_up(drips: bool) -> None:
-    options = Options(op_timeout_s=WAIT_S, stall_timeout_s=0.3, chunk_bytes=CHUNK_BYTES)
+    options = Options(
+        op_timeout_s=WAIT_S, stall_timeout_s=waited_out_s(0.3), chunk_bytes=CHUNK_BYTES
+    )
     async with cluster("trainer", options=options) as c:
         await (await c.hubs[0].register("m", tensors(1))).publish(1)
         with proved(data_address(c.hubs[0]), "reader") as reader:

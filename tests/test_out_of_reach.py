@@ -10,6 +10,7 @@ import pytest
 import tensorhub
 from tensorhub import Location, TensorHubError
 from tests.rig import OPTIONS, cluster, published, tensors
+from tests.runtime.data_rig import waited_out_s
 
 WARNING = "worker_out_of_reach"
 
@@ -62,7 +63,7 @@ async def test_the_error_of_a_reader_elsewhere_names_what_to_set_at_the_source(
             await published(trainer)
             copy = await rollout.register("m", tensors())
             with pytest.raises(TensorHubError, match="ECONNREFUSED") as caught:
-                await copy.replicate(timeout=1)
+                await copy.replicate(timeout=waited_out_s())
             assert (
                 "set Options.advertise or Options.listen_host at the source" in str(caught.value)
             ) == (host is not None)

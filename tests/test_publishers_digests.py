@@ -25,6 +25,7 @@ from tests.rig import (
     worker_of,
     write,
 )
+from tests.runtime.data_rig import waited_out_s
 from tests.test_coordinator_restart import cluster as restartable
 
 pytestmark = pytest.mark.anyio
@@ -96,7 +97,7 @@ async def test_where_only_a_liar_is_left_nobody_commits() -> None:
         lie(c.hubs[0], memory)
         weights = await c.hubs[1].register("m", tensors())
         with pytest.raises(IntegrityError, match="has another digest than was published") as caught:
-            await weights.replicate(timeout=1)
+            await weights.replicate(timeout=waited_out_s())
         assert (caught.value.memory, weights.state) == ("torn", "torn")
 
 

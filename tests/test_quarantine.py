@@ -15,6 +15,7 @@ from tensorhub.api.tools import register_memory
 from tensorhub.errors import IntegrityError, MutabilityViolation, VersionUnavailable
 from tensorhub.memory.files import FileMemory
 from tests.rig import cluster, connect, damaging, holds, published, tensors, until
+from tests.runtime.data_rig import waited_out_s
 
 pytestmark = pytest.mark.anyio
 
@@ -81,7 +82,7 @@ async def test_a_file_that_was_written_is_found_out_by_reading_it_again(tmp_path
                 file.write(b"x")
             weights = await c.hubs[1].register("m", {"w": torch.zeros(100_000, dtype=torch.int64)})
             with pytest.raises((IntegrityError, VersionUnavailable)):
-                await weights.replicate(timeout=1)
+                await weights.replicate(timeout=waited_out_s())
             assert await states(c.hubs[1]) == {"trainer": "quarantined"}
             with pytest.raises(MutabilityViolation, match="while it was published: 'w'"):
                 await source.unpublish()

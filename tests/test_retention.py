@@ -37,6 +37,7 @@ from tests.rig import (
     worker_of,
     write,
 )
+from tests.runtime.data_rig import waited_out_s
 
 # --------------------------------------------------------------------------------------------------
 # rollback
@@ -232,12 +233,12 @@ async def test_the_last_holder_of_a_retained_version_stays_published() -> None:
 
 
 async def closing(weights: Weights) -> None:
-    with anyio.fail_after(1):
+    with anyio.fail_after(WAIT_S):
         await weights._thread.call(weights._handle.close, 0.05)
 
 
 async def mutating(weights: Weights) -> None:
-    async with weights.mutate(2, timeout=0.05):
+    async with weights.mutate(2, timeout=waited_out_s(0.05)):
         raise AssertionError("it is published still")
 
 

@@ -26,6 +26,7 @@ from tests.rig import (
     worker_of,
     write,
 )
+from tests.runtime.data_rig import WAIT_S, waited_out_s
 
 NBYTES = CHUNKS * CHUNK_BYTES
 HOSTED = replace(OPTIONS, host_memory_bytes=NBYTES)
@@ -187,7 +188,7 @@ async def test_what_became_retained_while_it_was_staged_is_not_given_up() -> Non
             await other.retain("m", latest=2)
 
         with pytest.raises(RetentionError, match="nothing was written"):
-            await weights.update(staged=True, before_write=retain, timeout=0.5)
+            await weights.update(staged=True, before_write=retain, timeout=waited_out_s(0.5))
         await other.retain("m", latest=1)
         await assert_intact(c, weights)
 
@@ -199,14 +200,14 @@ async def test_an_overdue_hook_leaves_the_old_version() -> None:
 
         async def hang(info: VersionInfo) -> None:
             began.set()
-            with anyio.move_on_after(5):
+            with anyio.move_on_after(WAIT_S):
                 await ended.wait()
 
         async with anyio.create_task_group() as tasks:
 
             async def update() -> None:
                 with pytest.raises(OperationTimeout) as caught:
-                    await weights.update(staged=True, before_write=hang, timeout=0.2)
+                    await weights.update(staged=True, before_write=hang, timeout=waited_out_s(0.2))
                 assert caught.value.memory == "intact"
 
             tasks.start_soon(update)

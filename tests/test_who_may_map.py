@@ -35,7 +35,7 @@ from tensorhub.types import UNMAPPED_UID, Incarnation, Options
 from tests.cuda.double import Double
 from tests.rig import BEST, OPTIONS, WAIT_S, cluster, connect, holds, tensors, write
 from tests.runtime.data.test_shm_channel import mappings
-from tests.runtime.data_rig import Nowhere
+from tests.runtime.data_rig import Nowhere, waited_out_s
 
 pytestmark = [
     pytest.mark.anyio,
@@ -91,7 +91,7 @@ async def test_a_read_only_reader_by_shared_memory_alone_is_told_why_not() -> No
             c.address, token=token, transports=["shm"], options=OPTIONS
         ) as hub:
             with pytest.raises(TensorHubError, match=READ_ONLY):
-                await hub.fetch("m", device="cpu", timeout=1)
+                await hub.fetch("m", device="cpu", timeout=waited_out_s())
         assert mappings() == []
 
 

@@ -11,8 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benches.chaos import __main__ as program
+from benches.chaos import __main__ as program, cast, drivers, run
 from benches.chaos.results import ATTEMPTS, Answer, Call, Results, Seat
+from tests.runtime.data_rig import slowness
 from tests.testing.test_slice import first_seed
 
 # --------------------------------------------------------------------------------------------------
@@ -151,9 +152,17 @@ def test_memory_is_as_the_error_says(story: Story) -> None:
 # whole runs
 
 
-@pytest.mark.timeout(300)
-def test_a_slice_of_chaos(tmp_path: Path) -> None:
-    """Nine seconds of it, other ones for each commit."""
+@pytest.mark.timeout(1800)
+def test_a_slice_of_chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine seconds of it, other ones for each commit. What follows has the time that it takes."""
+    for module, names in (
+        (program, ("GRACE_S",)),
+        (run, ("LIVENESS_S", "SETTLE_S", "END_S")),
+        (cast, ("MARGIN_S",)),
+        (drivers, ("START_S",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name) * slowness())
     figures, picture = tmp_path / "figures.json", tmp_path / "plot.svg"
     written = ["--json", str(figures), "--plot", str(picture)]
     assert program.main(["--minutes", "0.15", "--seed", str(first_seed()), *written]) == 0

@@ -22,6 +22,7 @@ from tensorhub.errors import TensorHubError
 from tensorhub.types import Options
 from tests.cli.processes import WAIT_S, eventually, line_with, run_here, started
 from tests.rig import gated
+from tests.runtime.data_rig import waited_out_s
 
 OPTIONS = Options(op_timeout_s=WAIT_S)
 
@@ -150,7 +151,7 @@ def test_a_file_that_is_written_while_it_is_read(
     ):
         weights = hub.register("m", zeros_like(path))
         with ThreadPoolExecutor() as threads:
-            reading = threads.submit(weights.replicate, timeout=4)
+            reading = threads.submit(weights.replicate, timeout=waited_out_s(4))
             assert eventually(lambda: gate.holds)
             change(path)
             gate.open()

@@ -33,7 +33,7 @@ from tensorhub.transport.cuda_ipc import CudaIpcTransport
 from tensorhub.transport.registry import Local
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.types import Incarnation, Options
-from tests.rig import cluster
+from tests.rig import WAIT_S, cluster
 
 pytestmark = [pytest.mark.anyio, pytest.mark.gpu]
 OPTIONS = Options(op_timeout_s=60, chunk_bytes=2**20, host_memory_bytes=2**30)
@@ -204,7 +204,13 @@ def test_a_transport_keeps_the_rule(
     device: CudaDevice, kind: type[TcpTransport | CudaIpcTransport], check: str
 ) -> None:
     transport = kind(
-        Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0))
+        Local(
+            Incarnation("reader"),
+            (SECRET,),
+            Options(
+                stall_timeout_s=1.0 if check == "silence" else WAIT_S, connect_timeout_s=WAIT_S
+            ),
+        )
     )
     try:
         CHECKS[check](

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.processes.child_processes import WAIT_S, ChildProcesses, Failed, Process
+from tests.runtime.data_rig import waited_out_s
 
 
 def until(process: Process, holds: Callable[[Any], bool], what: str = "describe") -> Any:
@@ -58,10 +59,10 @@ def memory_is_taken_back_in_mid_read(
     cuts, and the coordinator stands still), and no digests (the trainer makes none): the word alone
     is in the way (G1, G2).
     """
-    fill = reader.begin("replicate", selector=1, timeout=timeout_s)
+    fill = reader.begin("replicate", selector=1, timeout=waited_out_s(timeout_s))
     reader.do("gate_holds")
     coordinator.stop()
-    trainer.do("unpublish", timeout=1.0)  # waits for nobody
+    trainer.do("unpublish", timeout=waited_out_s())  # waits for nobody
     trainer.do("write", content=2)
     reader.do("gate_open")
     assert reader.do("outcome") == "refused"

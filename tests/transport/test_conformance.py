@@ -12,7 +12,6 @@ from tensorhub.cuda import cupy_device
 from tensorhub.testing import conformance
 from tensorhub.testing.checking import ConformanceBroken, Source
 from tensorhub.testing.conformance import CHECKS, transport_conformance
-from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import cma, segments as shm, unix
 from tensorhub.transport.base import (
     Arrival,
@@ -32,13 +31,12 @@ from tensorhub.transport.parallel import ParallelChannel
 from tensorhub.transport.registry import Local
 from tensorhub.transport.shm import ShmTransport
 from tensorhub.transport.tcp import TcpTransport
-from tensorhub.types import Endpoint, Incarnation, Location, Options
+from tensorhub.types import Endpoint, Location
 from tests.cuda.double import Double
-from tests.runtime.data_rig import busy_threads
+from tests.runtime.data_rig import SECRET, busy_threads
+from tests.transport.patience import QuietSource, local, note_readers
 
 BACKENDS = ("asyncio", "trio")
-SECRET = b"a secret of the test"
-LOCAL = Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0))
 needs_shm = pytest.mark.skipif(shm.fault_here() is not None, reason=str(shm.fault_here()))
 needs_nixl = pytest.mark.skipif(
     nixl.version() is None, reason=f"NIXL is not installed: {nixl.INSTALL}, or make nixl"
@@ -65,6 +63,7 @@ class Parallel(TcpTransport):
 @pytest.fixture(autouse=True)
 def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in's memory is opened, as another process' is."""
+    note_readers(monkeypatch)
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
     monkeypatch.setattr(unix, "is_this_process", lambda descriptor: False)
 
@@ -80,8 +79,8 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
         "cuda_ipc": CudaIpcTransport,
     }
     device = Double() if kind in ("staged", "cuda_ipc") else None
-    transport = transports[kind](LOCAL)
-    return transport, lambda: ServedSource(SECRET, backend, transport.serve(), device=device)
+    transport = transports[kind](local())
+    return transport, lambda: QuietSource(SECRET, backend, transport.serve(), device=device)
 
 
 @contextlib.contextmanager
@@ -257,5 +256,5 @@ def test_the_suite_finds(
     with kept_until_the_end(transport):
         with pytest.raises(ConformanceBroken, match=f"rule {rule} of"):
             CHECKS[check](Faulty(transport, fault), make)
-        monkeypatch.undo()
+        monkeypatch.undo()  # what keeps the rule may take long
         CHECKS[check](Faulty(transport, _Passes), make)

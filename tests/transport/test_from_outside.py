@@ -17,13 +17,9 @@ from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport.base import Transport, Unusable
 from tensorhub.transport.built_in import TRANSPORTS
-from tensorhub.transport.registry import Local
-from tensorhub.types import Incarnation, Options
 from tests.rig import CHUNK_BYTES, cluster, connect, holds, tensors, write
-from tests.runtime.data_rig import busy_threads
-
-SECRET = b"a secret of the test"
-LOCAL = Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0))
+from tests.runtime.data_rig import SECRET, busy_threads
+from tests.transport.patience import QuietSource, local, note_readers
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +32,12 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "[tensorhub.transports]\nspool = tests.transport.spool:SpoolTransport\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    note_readers(monkeypatch)
 
 
 @pytest.fixture
 def transport() -> Iterator[Transport]:
-    (made,) = TRANSPORTS.make(LOCAL, ["spool"])
+    (made,) = TRANSPORTS.make(local(), ["spool"])
     yield made
     made.close()
     assert not busy_threads()
@@ -49,7 +46,7 @@ def transport() -> Iterator[Transport]:
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_it_keeps_the_rule(transport: Transport, check: str, backend: str) -> None:
-    CHECKS[check](transport, lambda: ServedSource(SECRET, backend, transport.serve()))
+    CHECKS[check](transport, lambda: QuietSource(SECRET, backend, transport.serve()))
 
 
 @pytest.mark.anyio

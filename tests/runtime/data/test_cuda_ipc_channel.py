@@ -31,14 +31,14 @@ from tensorhub.transport.cuda_ipc import (
     OnDevice,
 )
 from tensorhub.transport.one_sided import Piece
-from tensorhub.transport.registry import Local
 from tensorhub.transport.segments import Segment
 from tensorhub.transport.shm import Mapped
-from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
+from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, RegistrationId
 from tests.cuda.double import Double
 from tests.cuda.own import Own
 from tests.rig import cluster
-from tests.runtime.data_rig import SECRET, Nowhere, answers
+from tests.runtime.data_rig import WAIT_S, Nowhere, answers
+from tests.transport.patience import local
 
 pytestmark = [
     pytest.mark.anyio,
@@ -93,7 +93,7 @@ before = this_process(); assert len(before) == 16
 child = os.fork()
 assert (this_process() == before) == bool(child)
 if child: raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"""
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=WAIT_S).returncode == 0
 
 
 @pytest.mark.parametrize("where", ["host source", "host reader", "expandable", "left out"])
@@ -168,14 +168,12 @@ def said_by(
 
     thread = answers(listener, say)
     endpoint = Endpoint("cuda_ipc", unix.address_of(listener))
-    transport = CudaIpcTransport(
-        Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=5, stall_timeout_s=1))
-    )
+    transport = CudaIpcTransport(local())
     try:
         return transport.open(endpoint, RIGHT, Nowhere(device=device), Cutter())
     finally:
         transport.close()  # it may have kept the connection
-        thread.join(10)
+        thread.join(WAIT_S)
 
 
 HANDLE = bytes(HANDLE_BYTES)
@@ -223,8 +221,8 @@ print(unix.address_of(listener), flush=True)
 accepted, _ = listener.accept()
 words = Segment(4096)
 said = AllocationsAre(bytes.fromhex(sys.argv[1]), ((4096, 2**40, bytes(64)),), (0, 4096))
-with contextlib.suppress(TensorHubError, OSError), BlockingConnection(accepted, stall_timeout_s=5) as connection:
-    connection.handshake(ServerHandshake("owner", "source", [b"a secret of the test"], bytes(NONCE_BYTES)), 5)
+with contextlib.suppress(TensorHubError, OSError), BlockingConnection(accepted, stall_timeout_s=120) as connection:
+    connection.handshake(ServerHandshake("owner", "source", [b"a secret of the test"], bytes(NONCE_BYTES)), 120)
     connection.receive(FROM_READER)
     connection.send(DIALECT.reply(0, said))
     connection.send_descriptors([words.descriptor])
@@ -240,9 +238,7 @@ def test_who_only_says_that_it_is_this_process_is_not_read_by_its_addresses(
     """
     monkeypatch.setattr(unix, "is_this_process", IS_THIS_PROCESS)
     device = Double()
-    transport = CudaIpcTransport(
-        Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=60, stall_timeout_s=1))
-    )
+    transport = CudaIpcTransport(local())
     with subprocess.Popen(
         [sys.executable, "-c", PRETENDER, ipc.this_process().hex()],
         stdout=subprocess.PIPE,
@@ -252,7 +248,7 @@ def test_who_only_says_that_it_is_this_process_is_not_read_by_its_addresses(
         endpoint = Endpoint("cuda_ipc", pretender.stdout.readline().strip())
         with pytest.raises(Unusable, match="its memory cannot be opened"):
             transport.open(endpoint, RIGHT, Nowhere(device=device), Cutter())
-        assert pretender.wait(60) == 0
+        assert pretender.wait(WAIT_S) == 0
 
 
 def test_only_what_was_opened_is_read() -> None:

@@ -31,6 +31,7 @@ from tests.runtime.data_rig import (
     next_event,
     serving,
     until,
+    waited_out_s,
 )
 
 pytestmark = pytest.mark.anyio
@@ -46,11 +47,11 @@ async def test_a_source_that_drips_is_given_up_and_another_one_brings_what_it_he
         a.listener.setblocking(True)
         sock = a.listener.accept()[0]
         with (
-            BlockingConnection(sock, stall_timeout_s=30) as connection,
+            BlockingConnection(sock, stall_timeout_s=WAIT_S) as connection,
             contextlib.suppress(OSError, ConnectionLost),
         ):
             connection.handshake(
-                ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30
+                ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), WAIT_S
             )
             connection.receive(FROM_READER)
             connection.send_with_payload(ChunksFollow(0, ((0, a.memory.digest(0)),)), [])
@@ -61,7 +62,7 @@ async def test_a_source_that_drips_is_given_up_and_another_one_brings_what_it_he
     source.start()
     async with (
         serving(b.open(complete=True), c.open(complete=False)),
-        c.runner(stall_timeout_s=0.3) as runner,
+        c.runner(stall_timeout_s=waited_out_s(0.3)) as runner,
     ):
         runner.add_source(a.grant())
         await until(lambda: runner.report().sources[0].seconds > 0)
@@ -81,7 +82,7 @@ async def test_a_reader_that_takes_a_byte_at_a_time_is_given_up() -> None:
     """It would keep one of its owner's places, and an access open, for as long as it likes."""
     size = 32 * 2**20
     manifest = manifest_of((size,), digest="none", chunk_bytes=size)
-    a = Node("a", manifest, filled=True, stall_timeout_s=0.3).open(complete=True)
+    a = Node("a", manifest, filled=True, stall_timeout_s=waited_out_s(0.3)).open(complete=True)
     async with serving(a):
         sock = socket.create_connection(a.listener.getsockname())
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -23,13 +23,13 @@ from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, 
 from tensorhub.transport.nixl import agents as nixl
 from tensorhub.transport.nixl.agents import AGENT_BYTES_MAX, DIALECT, ON_HOST, AgentIs
 from tensorhub.transport.nixl.transport import NixlOwner, NixlTransport
-from tensorhub.transport.registry import Local
-from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
+from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, RegistrationId
 from tests.cuda.double import Double
 from tests.cuda.own import Own
 from tests.rig import cluster, connect, holds, nothing_left, tensors, worker_of, write
 from tests.runtime.data_rig import SECRET, Nowhere, answers
 from tests.runtime.fake_nixl import Fabric, fabric
+from tests.transport.patience import local
 
 __all__ = ["fabric"]
 
@@ -64,10 +64,6 @@ def library(request: pytest.FixtureRequest) -> Iterator[None]:
 def exposures_of(hub: Hub) -> nixl.Exposures:
     (side,) = [side for side in worker_of(hub)._owner.sides if isinstance(side, NixlOwner)]
     return side.exposures
-
-
-def local() -> Local:
-    return Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=5, stall_timeout_s=1))
 
 
 # that is the connection's

@@ -42,12 +42,12 @@ from tensorhub.transport.rdma.messages import (
 from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.ports import Port, said_of
 from tensorhub.transport.rdma.reader import RdmaTransport
-from tensorhub.transport.registry import Local
-from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
+from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, RegistrationId
 from tests.cuda.double import Double
 from tests.runtime.data_rig import SECRET, answers, busy_threads
 from tests.transport import fabric as fabric_module
 from tests.transport.fabric import GID, PORT, FakeFabric, OwnRdma, open_queues
+from tests.transport.patience import QuietSource, local, note_readers
 
 LARGEST = max(range(len(SIZES)), key=lambda chunk: SIZES[chunk])
 RIGHT = ReadRight(LeaseId("l"), Incarnation("source"), RegistrationId("r"), 5, ContentId("c"))
@@ -67,9 +67,9 @@ def fabric() -> Iterator[FakeFabric]:
 
 
 @pytest.fixture
-def transport(fabric: FakeFabric) -> Iterator[RdmaTransport]:
-    options = Options(stall_timeout_s=1.0, connect_timeout_s=5.0)
-    made = RdmaTransport(Local(Incarnation("reader"), (SECRET,), options, kept={"rdma": fabric}))
+def transport(fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch) -> Iterator[RdmaTransport]:
+    note_readers(monkeypatch)
+    made = RdmaTransport(replace(local(), kept={"rdma": fabric}))
     yield made
     made.close()
     assert open_queues() == 0
@@ -78,13 +78,7 @@ def transport(fabric: FakeFabric) -> Iterator[RdmaTransport]:
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_conversation_keeps_the_rule(transport: RdmaTransport, check: str) -> None:
-    sources: list[ServedSource] = []
-
-    def make() -> ServedSource:
-        sources.append(ServedSource(SECRET, side=OwnRdma(FakeFabric())))
-        return sources[-1]
-
-    CHECKS[check](transport, make)
+    CHECKS[check](transport, lambda: QuietSource(SECRET, side=OwnRdma(FakeFabric())))
 
 
 @pytest.fixture
@@ -164,9 +158,7 @@ def test_between_gpus_the_conversation_keeps_the_rule(
 ) -> None:
     """Whether the device reads their memory, or they copy what it reads through the host."""
     device = gpu(is_reached=is_reached)
-    CHECKS[check](
-        transport, lambda: ServedSource(SECRET, side=OwnRdma(FakeFabric()), device=device)
-    )
+    CHECKS[check](transport, lambda: QuietSource(SECRET, side=OwnRdma(FakeFabric()), device=device))
     if is_reached and not check.startswith("strided"):
         assert device.pinned_bytes == 0
     if not is_reached:
@@ -371,7 +363,7 @@ def asks(source: ServedSource, *messages: object, count: int = 0) -> list[object
     """What a source answers to a reader that says this, words of the dialect without what is around
     them; `count`: so many answers, if not one for each.
     """
-    peers = Peers(Local(Incarnation("reader"), (SECRET,), Options()), DIALECT)
+    peers = Peers(local(), DIALECT)
     connection = peers.open(source.endpoint.address, source.right, Cutter()).connection
     answers: list[object] = []
 

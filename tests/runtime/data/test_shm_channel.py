@@ -22,12 +22,12 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.transport import connected, segments as shm, unix
 from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.one_sided import Piece
-from tensorhub.transport.registry import Local
 from tensorhub.transport.segments import MappedSegment, Segment
 from tensorhub.transport.shm import DIALECT, SEGMENTS_MAX, Mapped, SegmentsAre, ShmTransport
-from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
+from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, RegistrationId
 from tests.rig import cluster, nothing_left
-from tests.runtime.data_rig import SECRET, Nowhere, answers
+from tests.runtime.data_rig import Nowhere, answers, waited_out_s
+from tests.transport.patience import local
 
 pytestmark = [
     pytest.mark.anyio,
@@ -139,7 +139,7 @@ async def test_it_may_be_left_out() -> None:
         async with tensorhub.connect(address, name="reader", token="", transports=("shm",)) as hub:
             await (await made.hubs[0].register("other", usual(1))).publish(1)
             with pytest.raises(TensorHubError, match="its tensors are not in shared memory"):
-                await (await hub.register("other", usual(0))).replicate(timeout=0.5)
+                await (await hub.register("other", usual(0))).replicate(timeout=waited_out_s(0.5))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -167,10 +167,6 @@ def test_only_what_is_in_a_segment_is_read() -> None:
 
 # --------------------------------------------------------------------------------------------------
 # sources that lie
-
-
-def local() -> Local:
-    return Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=5, stall_timeout_s=1))
 
 
 @pytest.fixture
