@@ -366,7 +366,7 @@ def test_a_copy_that_the_coordinator_does_not_take_is_dropped(when: str) -> None
 
 
 def test_no_room_is_said_before_anybody_hears_of_a_copy() -> None:
-    for bytes_max, text in ((0, "set Options.host_memory_bytes"), (ONE - 1, f"give {ONE}")):
+    for bytes_max, text in ((0, "Options.host_memory_bytes is 0"), (ONE - 1, f"give {ONE}")):
         world = World(bytes_max)
         handle = world.handle()
         assert text in str(world.error(world.prefetch(handle)))

@@ -279,8 +279,10 @@ class Retentions:
             writes = [
                 o for o in undone if isinstance(o.message, Pin) and o.message.pin == known.pin
             ]
-            for write in writes:
-                self._begin_again(write, message, worker.session)
+            for write in writes:  # a retry, over another connection
+                self._count(write, -1)
+                write.repeat(message, worker.session)
+                self._count(write, 1)
             if not writes:
                 self._cluster.answer(worker.session, message.request)
             return
@@ -377,12 +379,6 @@ class Retentions:
 
     def _record(self, write: PendingWrite, entry: Retention | Pinned | Unpinned) -> None:
         self._cluster.record(write, entry)
-        self._count(write, 1)
-
-    def _begin_again(self, write: PendingWrite, message: Pin, session: int | None) -> None:
-        """A retry, over another connection."""
-        self._count(write, -1)
-        write.repeat(message, session)
         self._count(write, 1)
 
     def _end(self, write: PendingWrite, error: TensorHubError | None = None) -> None:

@@ -245,7 +245,8 @@ class HostCopies:
             return self._go_on(now)
         if self._is_stopped or self.budget.reservation(copy.ident) is None:
             return []
-        return self.begin(self._release_quietly(copy), now)
+        steps = self._release_prefetched(copy)
+        return self.begin(self._quietly(steps, copy, "copy_not_released"), now)
 
     def _cancel_fill(self, copy: Copy) -> None:
         """End the fill that runs on a copy, unless its rank has voted: then all of the version is
@@ -291,7 +292,8 @@ class HostCopies:
         if copy is not None and copy.filling is not None:
             copy.filling.is_cancelled = True
         elif copy is not None and not self._is_stopped:
-            return self.begin(self._end_quietly(copy), now)
+            steps = self._end(copy, self._op_timeout_s)
+            return self.begin(self._quietly(steps, copy, "copy_not_ended"), now)
         return self._go_on(now)
 
     def next_deadline(self) -> float | None:
@@ -325,15 +327,9 @@ class HostCopies:
             )
             copy = Copy(of_host, shard.registration)
             if shard.world_size == 1:  # no other rank has to hear of it: before anything is said
-                self._check_possible(copy)
+                self.budget.plan("", Purpose.PREFETCH, copy.nbytes)
             self._start(copy)
         return (yield from self._fill(copy, FillCall(OpKind.PREFETCH, selector), timeout_s))
-
-    def _check_possible(self, copy: Copy) -> None:
-        """Raise StateError if there is no room for what is to be prefetched."""
-        if not self.budget.bytes_max:
-            raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
-        self.budget.plan("", Purpose.PREFETCH, copy.nbytes)
 
     def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> Steps[FetchReport | None]:
         """Have this worker's seed of that shard of the model hold its newest version; the first
@@ -432,8 +428,6 @@ class HostCopies:
         if self.budget.reservation(copy.ident) is not None:
             return
         try:
-            if copy.shard.purpose is Purpose.PREFETCH:
-                self._check_possible(copy)
             yield from self.make_room(copy.ident, copy.shard.purpose, copy.nbytes)
         except TensorHubError as error:
             if copy.shard.world_size > 1:
@@ -476,18 +470,13 @@ class HostCopies:
             if self.budget.reservation(copy.ident) is not None:
                 yield from self._give_back(copy, ReleaseCall(), self._op_timeout_s)
 
-    def _release_quietly(self, copy: Copy) -> Steps[None]:
+    def _release_prefetched(self, copy: Copy) -> Steps[None]:
         before = copy.filling
-        why = StateError("an update has taken what was prefetched", retryable=True)
-        try:
-            yield from self._end_call(copy.ident, why)
-            # a fill that was begun later is for another version, and goes on
-            if copy.filling in (None, before):
-                yield from self._release(copy, why)
-        except RetentionError as error:
-            self._act(LogEvent("copy_must_stay", copy.ident, str(error)))
-        except TensorHubError as error:
-            self._act(LogEvent("copy_not_released", copy.ident, str(error), is_warning=True))
+        error = StateError("an update has taken what was prefetched", retryable=True)
+        yield from self._end_call(copy.ident, error)
+        # a fill that was begun later is for another version, and goes on
+        if copy.filling in (None, before):
+            yield from self._release(copy, error)
 
     def _end(self, copy: Copy, timeout_s: float) -> Steps[None]:
         """Close a copy, with its own leave. A call that runs on it ends first."""
@@ -510,11 +499,15 @@ class HostCopies:
                 if copy.ident in self._copies:
                     raise
 
-    def _end_quietly(self, copy: Copy) -> Steps[None]:
+    def _quietly(self, steps: Steps[None], copy: Copy, event: str) -> Steps[None]:
+        """Log `event` where no caller waits for the error. It is no failure that a copy must
+        stay.
+        """
         try:
-            yield from self._end(copy, self._op_timeout_s)
+            yield from steps
         except TensorHubError as error:
-            self._act(LogEvent("copy_not_ended", copy.ident, str(error), is_warning=True))
+            fails = not isinstance(error, RetentionError)
+            self._act(LogEvent(event, copy.ident, str(error), is_warning=fails))
 
     def _drop(self, copy: Copy) -> None:
         """Give a copy up. The coordinator need not agree."""

@@ -33,7 +33,6 @@ RECOVERY_PATHS: Final = (
     "connected again",
     "followed",
     "copy evicted",
-    "copy must stay",
     "copy not ended",
     "copy not released",
     "completed from partial replicas",
