@@ -555,7 +555,7 @@ def spot_holder_counts() -> Iterator[None]:
 @bug(
     "R5: for close(), a copy in the same process counts",
     faults=(Fault.PREEMPT, Fault.CRASH, Fault.RESTART),
-    seeds_max=400,
+    seeds_max=600,
 )
 def own_copy_counts_for_close() -> Iterator[None]:
     alone = Retentions.alone
