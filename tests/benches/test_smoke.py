@@ -24,6 +24,7 @@ QUICK = [
 SLOW = [
     "busy --rounds 1 --mib 4 --transports tcp",
     "calls --rounds 1 --tensors 10",
+    "deltas --rounds 1 --lr 1e-5 --steps 1",
     "early_digests --rounds 1 --mib 16 --seconds 0.2",
     "one_sided --transport shm --rounds 1 --mib 2 --tensors 6 --tiny 3 --readers 2",
     "one_to_n --transport shm --rounds 1 --mib 4 --receivers 1 2",

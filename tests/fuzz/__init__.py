@@ -14,6 +14,7 @@ fuzzer (see docs/simulation.md).
     a manifest                                   manifest.Manifest.decode, file_target.plan     manifests
     a safetensors file                           memory.safetensors read_from   , parse_header  headers
     a manifest's metadata, a model's index       memory.checkpoint                              checkpoints
+    a delta of a chunk                           deltas.apply                                   deltas
     addresses, selectors, names, token files     types, protocol.secret                         texts
     state.sqlite3                                runtime.store.SqliteStore                      stores
     what workers say                             coordinator.Coordinator.step                   liars

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz import contents, conversations, lanes, liars, protocol, strides, workers
+from tests.fuzz import contents, conversations, deltas, lanes, liars, protocol, strides, workers
 
 CORPUS = Path(__file__).with_name("corpus")
 
@@ -34,6 +34,7 @@ TARGETS: Mapping[str, Target] = {
     "publications": Target(contents.publications, 20, 600),
     "headers": Target(contents.headers, 60, 1000),
     "checkpoints": Target(contents.checkpoints, 30, 1000),
+    "deltas": Target(deltas.deltas, 15, 600),
     "texts": Target(contents.texts, 100, 5000),
     "stores": Target(contents.stores, 5, 300),
     "liars": Target(liars.liars, 10, 1500),
