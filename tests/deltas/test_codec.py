@@ -4,6 +4,7 @@ saves.
 
 from __future__ import annotations
 
+import mmap
 import sys
 from math import log2
 from random import Random
@@ -15,7 +16,7 @@ from hypothesis import given, strategies as st
 from tensorhub import deltas
 from tensorhub.deltas import codec
 from tensorhub.errors import StateError
-from tensorhub.model.manifest import TensorDescription, build_manifest
+from tensorhub.model.manifest import CHUNK_BYTES_MAX, TensorDescription, build_manifest
 from tests.deltas.pairs import WIDTHS, changed, forged, frame_of, made_by, pairs
 
 
@@ -124,6 +125,15 @@ def test_two_frames_in_a_row_are_one_step_each() -> None:
 def test_what_cannot_be_encoded(base: bytes, new: bytes, width: int) -> None:
     with pytest.raises(ValueError, match=f"words of {width} bytes"):
         deltas.encode(memoryview(base), memoryview(new), width)
+
+
+def test_a_chunk_beyond_the_bound() -> None:
+    with (
+        mmap.mmap(-1, CHUNK_BYTES_MAX + 8) as large,
+        memoryview(large) as view,
+        pytest.raises(ValueError, match=str(CHUNK_BYTES_MAX + 8)),
+    ):
+        deltas.encode(view, view, 2)
 
 
 def test_each_region_has_the_width_of_most_of_its_bytes() -> None:
