@@ -325,6 +325,9 @@ class Options:
     integrity: bool = True  # publisher's: False writes digest "none" into the manifest
     # worker's: budget for host copies (prefetch, staged updates, retention)
     host_memory_bytes: int = 0
+    # worker's: whether versions come as deltas of the version before, over links slower than the
+    # codec; a source keeps what it needs for that within `host_memory_bytes`
+    deltas: Literal["auto", "off"] = "auto"
     # worker's: data listeners' address; None: that of the coordinator connection
     listen_host: str | None = None
     listen_port: int = 0  # worker's: the data listener's port; 0 takes a free one
@@ -413,6 +416,8 @@ class Options:
         for name in ("stale_weights", "left_out_state"):
             if getattr(self, name) not in ("warn", "error", "ignore"):
                 self._refuse(name, str, "give 'warn', 'error' or 'ignore'")
+        if self.deltas not in ("auto", "off"):
+            self._refuse("deltas", str, "give 'auto' or 'off'")
         if self.digest not in ("xxh3-64", "sha-256"):
             self._refuse("digest", str, "give 'xxh3-64' (fast) or 'sha-256' (cryptographic)")
 
@@ -455,6 +460,8 @@ class SourceReport:
     shard: int | None = None  # of the source's layout, where that is another one than the reader's
     cells: int = 0  # parts of tensors that the source has and the reader wants
     runs: int = 0  # contiguous in both memories
+    bytes_saved: int = 0  # of the chunks that came as deltas: what they are longer than the deltas
+    codec_s: float = 0.0  # that applying them took
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,6 +507,16 @@ class FetchReport:
     @property
     def runs(self) -> int:
         return sum(source.runs for source in self.sources)
+
+    @property
+    def bytes_saved(self) -> int:
+        """The bytes that were not read, since deltas came in place of whole chunks."""
+        return sum(source.bytes_saved for source in self.sources)
+
+    @property
+    def codec_s(self) -> float:
+        """Seconds that applying deltas took, summed over threads."""
+        return sum(source.codec_s for source in self.sources)
 
     @property
     def bytes_across(self) -> int:

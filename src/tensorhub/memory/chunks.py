@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import xxhash
 
+from tensorhub import deltas
 from tensorhub.cuda.copies import copy
 from tensorhub.cuda.device import Device, DeviceBytes, Spread
 from tensorhub.cuda.kernels import SPREAD_BYTES_MAX
@@ -154,6 +155,10 @@ class ChunkMemory:
         """Where each region is in this process."""
         return self._addresses
 
+    def region_of(self, chunk: int) -> int:
+        """The region of a chunk of memory that is not strided."""
+        return self._chunks[chunk].region
+
     def regions_of(self, chunks: Iterable[int]) -> set[int]:
         """The regions that these chunks have bytes of."""
         if self._strips is None:
@@ -212,6 +217,39 @@ class ChunkMemory:
             raise StateError(
                 f"chunk {chunk} is on {region.device.name}, where the CPU has no view of it"
             )
+        return region[place.offset : place.offset + place.nbytes]
+
+    def copied(self, chunk: int, into: bytearray) -> memoryview:
+        """The bytes of a chunk, copied from wherever they are. OSError (EFAULT): some of them are
+        not mapped any more.
+        """
+        room = memoryview(into)[: self.sizes[chunk]]
+        if self.device is not None:
+            copy_bytes(self._on_device(chunk), room)
+            return room
+        at, view = 0, self.buffer(chunk)
+        for piece in guarded_pieces(view, GUARDED_BYTES) if view.nbytes else ():
+            room[at : at + piece.nbytes] = piece
+            at += piece.nbytes
+        return room
+
+    def apply(self, chunk: int, made: Sequence[bytes | bytearray]) -> None:
+        """Apply deltas to a chunk, which has their base, one after the other. ProtocolError: one of
+        them is no delta for it.
+        """
+        on_device = self.device is not None
+        target = (
+            self.copied(chunk, bytearray(self.sizes[chunk])) if on_device else self.buffer(chunk)
+        )
+        for each in made:
+            deltas.apply(memoryview(each), target)
+        if on_device:
+            copy_bytes(target, self._on_device(chunk))
+
+    def _on_device(self, chunk: int) -> DeviceBytes:
+        place = self._chunks[chunk]
+        region = self._regions[place.region]
+        assert isinstance(region, DeviceBytes)
         return region[place.offset : place.offset + place.nbytes]
 
     def address(self, chunk: int) -> int:

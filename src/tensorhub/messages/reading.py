@@ -10,6 +10,7 @@ from tensorhub.types import U64, Id, Length, Range, Text
 HAS_RUNS_MAX = 1024  # of one StillWaiting
 TRANSPORT_BYTES_MAX = 3 * 2**18  # of one message of a transport's own: it fits a frame
 SELECTION_BYTES_MAX = 2**25  # of one selection's encoding
+CHAIN_MAX = 8  # deltas of one chunk: from the reader's version to the next one, and so on
 
 Digest = Annotated[int, Range(0, 2**256 - 1)]
 Address = Annotated[int, Range(0, 2**62)]  # or a size: what is added to it stays within 64 bits
@@ -36,6 +37,9 @@ class Read(_Wanted):
     """
 
     selection: Id = ""  # of which the chunks are; "": of the content's own grid
+    # the content that the reader's memory still has in all these chunks, so that the owner may send
+    # DeltasFollow; "": none
+    base: Id = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,19 @@ class ChunksFollow:
 
     request: U64
     chunks: Annotated[tuple[tuple[int, Digest], ...], Length(1024)]  # (index, digest)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltasFollow:
+    """Deltas follow this frame, back to back: what makes these chunks of the request's `base`. The
+    digests are those of the chunks that are made.
+    """
+
+    request: U64
+    # (index, digest, bytes of each of its deltas, to be applied in this order)
+    chunks: Annotated[
+        tuple[tuple[int, Digest, Annotated[tuple[U64, ...], Length(CHAIN_MAX)]], ...], Length(1024)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +186,7 @@ class ReadRefused:
 FromReader = Read | Locate | Select | TransportRequest
 FromOwner = (
     ChunksFollow
+    | DeltasFollow
     | ChunkFollows
     | ChunkDigest
     | ChunksLie

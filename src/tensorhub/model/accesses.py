@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 
 from tensorhub.types import RegistrationId
 
@@ -26,6 +27,13 @@ class Access:
     digests: tuple[int | None, ...]
     rest: tuple[int, ...]  # the requested chunks beyond `chunks`, in request order
     selection: str = ""  # the selection that numbers the chunks; "": the memory's own grid
+
+    def only(self, chunks: Container[int]) -> Access:
+        """The same access, to those of its chunks that are in `chunks`."""
+        kept = [pair for pair in zip(self.chunks, self.digests, strict=True) if pair[0] in chunks]
+        return replace(
+            self, chunks=tuple([chunk for chunk, _ in kept]), digests=tuple([d for _, d in kept])
+        )
 
 
 @dataclass(frozen=True, slots=True)

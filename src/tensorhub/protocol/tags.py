@@ -93,6 +93,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.ReadRefused: 122,
     m.ChunksLie: 123,
     m.ChunkFollows: 126,
+    m.DeltasFollow: 59,
     m.ChunkDigest: 127,
     m.TransportRequest: 102,
     m.TransportReply: 103,

@@ -270,17 +270,17 @@ class Pull:
         """
         return any(source.has is not None for source in self._sources.values())
 
-    def arrived(self, lease: LeaseId, chunk: int, ok: bool) -> None:
+    def arrived(self, lease: LeaseId, chunk: int, ok: bool, came: int | None = None) -> None:
         """A chunk in flight at this source is in the destination; `ok`: it has its digest. Its lane
-        is done with it.
+        is done with it. `came`: the bytes that came for it, if that is not its size.
         """
         source = self._source(lease)
         self._check_in_flight(source, lease, chunk)
         if source.has is not None and not _is_in(chunk, source.has):
             source.has = None  # it has got on since
         nbytes = self._sizes[chunk]
-        source.bytes_read += nbytes
-        self.bytes_read += nbytes
+        source.bytes_read += nbytes if came is None else came
+        self.bytes_read += nbytes if came is None else came
         if self._states[chunk] == _VERIFIED:
             self.reread_bytes += nbytes
         if not ok:

@@ -71,17 +71,20 @@ class Requests:
             else ""
         )
 
-    def arrived(self, good: Iterable[Named], bad: Iterable[int]) -> None:
+    def arrived(
+        self, good: Iterable[Named], bad: Iterable[int], came: Mapping[int, int] | None = None
+    ) -> None:
         """These chunks are in the destination, `good` with the right digests and `bad` with wrong
-        ones.
+        ones. `came`: the bytes that came for a chunk, where that is not its size.
         """
+        sizes = came or {}
         self._lacks_since = inf
         right = [chunk for chunk, _ in good]
         self._answered({*right, *bad})
         for chunk in right:
-            self._pull.arrived(self._lease, chunk, ok=True)
+            self._pull.arrived(self._lease, chunk, True, sizes.get(chunk))
         for chunk in bad:
-            self._pull.arrived(self._lease, chunk, ok=False)
+            self._pull.arrived(self._lease, chunk, False, sizes.get(chunk))
 
     @staticmethod
     def sort_out(

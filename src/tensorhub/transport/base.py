@@ -41,10 +41,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final, Literal, NamedTuple, Protocol
 
 from tensorhub.cuda.device import Device, Spread
 from tensorhub.layouts.reading import Selection
+from tensorhub.memory.base import Base
 from tensorhub.model.strips import Strip
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, RegistrationId
@@ -97,6 +99,9 @@ class ReadRight:
     generation: int
     content_id: ContentId
     selection: Selection | None = None  # of which the chunks are; None: of the content's own grid
+    base: Base | None = None  # of the destination's chunks, where deltas are wanted
+    # bytes/s at which whole chunks are thought to come, until that is measured
+    full_rate: float = inf
 
 
 class Destination(Protocol):
@@ -166,6 +171,9 @@ class Arrival(NamedTuple):
     made: Mapping[int, int] = {}
     digest_s: float = 0.0  # what that took
     discarded_bytes: int = 0  # that came in vain, of chunks that a later `receive` names
+    # of each chunk that was made from its base: the deltas that came instead of it
+    deltas: Mapping[int, tuple[bytes, ...]] = {}
+    codec_s: float = 0.0  # what applying them took, a part of `transfer_s`
 
 
 class Lacking(NamedTuple):

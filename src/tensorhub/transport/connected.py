@@ -87,9 +87,11 @@ class ReadClient:
         """Whether nothing is expected from the owner."""
         return not self._asked
 
-    def read(self, chunks: Sequence[int]) -> None:
-        """Ask for these chunks to be sent."""
-        self._ask(Read, chunks)
+    def read(self, chunks: Sequence[int], base: str = "") -> None:
+        """Ask for these chunks to be sent; or deltas from that content, which is there in all of
+        them.
+        """
+        self._ask(partial(Read, base=base), chunks)
 
     def locate(self, chunks: Sequence[int]) -> None:
         """Ask for these chunks to be served as the transport's owner side serves them."""

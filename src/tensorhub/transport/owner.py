@@ -25,7 +25,7 @@ the digests and the connection. A side gets at them through `OwnedMemory` and `S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -173,6 +173,13 @@ class OwnedMemory(Protocol):
     ) -> AbstractContextManager[tuple[Access, ChunkMemory] | Wait | Refusal]:
         """Some of the wanted chunks, to be read within the block. Waits at most `patience_s` for
         the first one. `selection`: of which they are. Its memory is strided.
+        """
+
+    def deltas_of(
+        self, access: Access, memory: ChunkMemory, base: ContentId
+    ) -> Mapping[int, tuple[bytes, ...]]:
+        """Deltas that make chunks of the access of that content, to be applied in this order; of
+        the chunks that have any. Missing ones are made and kept.
         """
 
     def digests_of(self, access: Access, memory: ChunkMemory) -> list[tuple[int, int]]:

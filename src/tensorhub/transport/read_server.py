@@ -214,8 +214,13 @@ class ReadServer:
                 if isinstance(answer, tuple):
                     if answer[1].is_strided and not strides:
                         raise CannotServe(NOT_STRIDED)
-                    session.serve(read.request, *answer)
-                    wanted = answer[0].rest
+                    access, memory = answer
+                    if isinstance(read, Read) and read.base:
+                        base = ContentId(read.base)
+                        access = self._sender.serve_deltas(read.request, access, memory, base)
+                    if access.chunks:
+                        session.serve(read.request, access, memory)
+                    wanted = access.rest
             if isinstance(answer, Wait):
                 has = self.memory.has(registration, read.generation, HAS_RUNS_MAX, read.selection)
                 self.connection.send(StillWaiting(read.request, has))

@@ -14,17 +14,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from itertools import groupby
 
 from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError, StateError
 from tensorhub.memory.chunks import ChunkMemory
-from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, StillWaiting
+from tensorhub.messages import (
+    ChunkDigest,
+    ChunkFollows,
+    ChunksFollow,
+    DeltasFollow,
+    StillWaiting,
+)
 from tensorhub.model.accesses import Access
 from tensorhub.transport.base import DEVICE, HOST, Arrival, Channel, Destination, Lacking
 from tensorhub.transport.connected import ConnectedTransport, ReadClient
 from tensorhub.transport.dialect import Dialect
 from tensorhub.transport.owner import CannotServe, OwnerSession, OwnerSide, ServedReader
+from tensorhub.transport.pace import Paces
 from tensorhub.transport.registry import Local
 from tensorhub.transport.staging import Place, Staging
 from tensorhub.transport.streaming_digest import (
@@ -34,7 +42,7 @@ from tensorhub.transport.streaming_digest import (
     StreamingDigests,
     cut,
 )
-from tensorhub.types import Location
+from tensorhub.types import ContentId, Location
 
 # of one send call, once digests are known; a fence may have to wait for that call
 SEND_BYTES = 16 * 2**20
@@ -92,6 +100,21 @@ class TcpSession:
             self._connection.send_with_payload(
                 said, [memory.buffer(chunk) for chunk in access.chunks]
             )
+
+    def serve_deltas(
+        self, request: int, access: Access, memory: ChunkMemory, base: ContentId
+    ) -> Access:
+        """Send the deltas of those chunks of an access that have any. Returns the access to the
+        others.
+        """
+        found = self._reader.memory.deltas_of(access, memory, base)
+        if not found:
+            return access
+        digests = self._reader.digests_of(access.only(found), memory)
+        said = tuple([(chunk, digest, tuple(map(len, found[chunk]))) for chunk, digest in digests])
+        payload = [memoryview(delta) for chunk, _ in digests for delta in found[chunk]]
+        self._connection.send_with_payload(DeltasFollow(request, said), payload)
+        return access.only(set(access.chunks) - found.keys())
 
     def close(self) -> None:
         """Nothing was set up."""
@@ -162,6 +185,7 @@ class TcpTransport(ConnectedTransport):
     def __init__(self, local: Local) -> None:
         super().__init__(local)
         self.connections = local.options.wan_connections
+        self._paces = Paces()
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Always: locations tell nothing against it."""
@@ -172,28 +196,39 @@ class TcpTransport(ConnectedTransport):
 
     def channel(self, client: ReadClient, destination: Destination) -> Channel:
         """Nothing more is set up."""
-        return TcpChannel(client, destination)
+        return TcpChannel(client, destination, self._paces)
 
 
 class TcpChannel:
     """See `transport.base.Channel`. Several threads receive one after the other."""
 
-    def __init__(self, client: ReadClient, destination: Destination) -> None:
+    def __init__(
+        self, client: ReadClient, destination: Destination, paces: Paces | None = None
+    ) -> None:
         self._client = client
+        self._paces = paces or Paces()
         self._connection = client.connection
         self._destination = destination
         self._turn = threading.Lock()  # guards what follows
         self._staging: Staging | None = None
         # of the present frame; digest None: it follows
         self._coming: deque[tuple[int, int | None]] = deque()
+        # of the present frame, with the bytes of their deltas
+        self._coming_deltas: deque[tuple[int, int, tuple[int, ...]]] = deque()
 
     def submit(self, chunks: Sequence[int]) -> None:
-        self._client.read(chunks)
+        right = self._client.right
+        base = right.base
+        if base is None or not self._paces.prefers_deltas(right.incarnation, right.full_rate):
+            self._client.read(chunks)
+            return
+        for is_there, group in groupby(chunks, base.has):
+            self._client.read(list(group), base.content_id if is_there else "")
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         started = time.perf_counter()
         with self._turn, self._client.failures():
-            if not self._coming:
+            if not self._coming and not self._coming_deltas:
                 if self._client.is_answered:
                     return Arrival((), 0.0, 0.0)
                 message = self._client.hear()
@@ -208,10 +243,17 @@ class TcpChannel:
                     case ChunkFollows():
                         self._client.announced(message.request, [message.chunk])
                         self._coming.append((message.chunk, None))
+                    case DeltasFollow():
+                        self._expect_deltas(message)
                     case _:
                         raise ProtocolError(f"a read is answered with {type(message).__name__}")
             first_byte = time.perf_counter()
+            if self._coming_deltas:
+                return self._receive_deltas(bytes_max, first_byte - started)
             group = self._next_group(bytes_max)
+            if (base := self._client.right.base) is not None:
+                for chunk, _ in group:
+                    base.spoil(chunk)
             if self._destination.is_strided:
                 return self._receive_strided(group, first_byte - started)
             destination = self._destination
@@ -234,7 +276,47 @@ class TcpChannel:
             if digest is None:
                 group = [(chunk, self._digest_behind())]
         seconds = time.perf_counter() - first_byte - digests.seconds
+        self._paces.came(
+            self._client.right.incarnation, sum(view.nbytes for view in views), seconds
+        )
         return Arrival(group, first_byte - started, seconds, digests.made, digests.seconds)
+
+    # -- deltas
+
+    def _expect_deltas(self, message: DeltasFollow) -> None:
+        """ProtocolError: they are of chunks without a base here, or longer than the chunks."""
+        self._client.announced(message.request, [chunk for chunk, _, _ in message.chunks])
+        base, sizes = self._client.right.base, self._destination.sizes
+        for chunk, _, lengths in message.chunks:
+            if base is None or not base.has(chunk):
+                raise ProtocolError(f"a delta of chunk {chunk} comes, which has no base here")
+            if sum(lengths) > sizes[chunk]:
+                raise ProtocolError(f"a delta of chunk {chunk} is longer than the chunk")
+        self._coming_deltas.extend(message.chunks)
+
+    def _receive_deltas(self, bytes_max: int, wait_s: float) -> Arrival:
+        """Receive deltas, and apply each to its chunk. A delta that cannot be applied leaves a
+        chunk that does not have its digest, as a wrong one does.
+        """
+        base, began, codec_s = self._client.right.base, time.perf_counter(), 0.0
+        assert base is not None
+        group, brought = list[tuple[int, int | None]](), dict[int, tuple[bytes, ...]]()
+        while self._coming_deltas and bytes_max > 0:
+            chunk, digest, lengths = self._coming_deltas.popleft()
+            received = [bytearray(length) for length in lengths]
+            self._connection.receive_into([memoryview(each) for each in received])
+            base.spoil(chunk)
+            applying = time.perf_counter()
+            with suppress(ProtocolError):
+                base.apply(chunk, received)
+            codec_s += time.perf_counter() - applying
+            group.append((chunk, digest))
+            brought[chunk] = tuple([bytes(each) for each in received])
+            bytes_max -= sum(lengths)
+        seconds = time.perf_counter() - began
+        nbytes = sum([self._destination.sizes[chunk] for chunk, _ in group])
+        self._paces.applied(nbytes, codec_s)
+        return Arrival(group, wait_s, seconds, deltas=brought, codec_s=codec_s)
 
     def _receive_strided(self, group: list[tuple[int, int | None]], wait_s: float) -> Arrival:
         """Receive chunks of several pieces. Their digests are made while the bytes are still
@@ -300,6 +382,6 @@ class TcpChannel:
         return message.digest
 
     def close(self) -> None:
-        if self._coming:  # their bytes are still to come
+        if self._coming or self._coming_deltas:  # their bytes are still to come
             self._client.peer.is_sound = False
         self._client.close()

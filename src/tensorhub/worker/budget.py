@@ -8,6 +8,7 @@ does that, and then asks again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tensorhub.errors import StateError
@@ -45,6 +46,9 @@ class Budget:
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self._reserved: dict[str, Reservation] = {}  # by the copy's id, oldest first
+        self._lent: dict[str, int] = {}  # bytes, by registration, oldest first
+        # what was lent to that registration is needed, and must be free when this returns
+        self.on_recall: Callable[[str], None] = lambda registration: None
 
     def __repr__(self) -> str:
         return (
@@ -120,7 +124,28 @@ class Budget:
                 retryable=True,
             )
         self._reserved[ident] = Reservation(purpose, nbytes, taken)
+        while self._lent and self.reserved_bytes + self._lent_bytes() > self.bytes_max:
+            oldest = next(iter(self._lent))
+            del self._lent[oldest]
+            self.on_recall(oldest)
         self.check_invariants()
+
+    def lend(self, registration: str, nbytes: int) -> bool:
+        """Let deltas of that registration take so many bytes, until a copy needs them (`on_recall`)
+        or the registration's memory is freed. False: they are not free.
+        """
+        others = self._lent_bytes() - self._lent.get(registration, 0)
+        if self.reserved_bytes + others + nbytes > self.bytes_max:
+            return False
+        self._lent[registration] = nbytes
+        return True
+
+    def _lent_bytes(self) -> int:
+        return sum(list(self._lent.values()))  # a copy: another thread may take some back
+
+    def take_back(self, registration: str) -> None:
+        """What was lent to it is free again. For any thread."""
+        self._lent.pop(registration, None)
 
     def free(self, ident: str, *, if_taken: bool = True) -> None:
         """The copy's memory is free again; an id that has none is fine. `if_taken` False: memory
@@ -132,5 +157,5 @@ class Budget:
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken if more is reserved than there is."""
-        if self.reserved_bytes > self.bytes_max:
+        if self.reserved_bytes + self._lent_bytes() > self.bytes_max:
             raise InvariantBroken(f"{self!r}: more than there is")

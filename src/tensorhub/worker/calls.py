@@ -106,6 +106,7 @@ class OpenGeneration:
     content_id: str
     manifest: Manifest
     complete: bool
+    keeps_base: bool = False  # the memory still has the content that was fenced for this
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,6 +265,7 @@ class HostCopies:
     def ended(self, registration: str, now: float) -> list[CopyAction]:
         """A handle is no more: a copy that was made for the handle ends too."""
         self._members.pop(registration, None)
+        self.budget.take_back(registration)
         self._copies.pop(registration, None)
         copy = self._prefetched(registration)
         if copy is not None:

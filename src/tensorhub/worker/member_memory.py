@@ -161,6 +161,7 @@ class MemberMemory(Stateful[HandleState]):
         serves readers.
         """
         self.drop_salvage()
+        keeps_base = self.state is HandleState.READY
         self.content = content
         version = content.version
         self._become(HandleState.FILLING, f"filled with {version.version}")
@@ -168,7 +169,11 @@ class MemberMemory(Stateful[HandleState]):
             manifest = content.manifest
             self._context.act(
                 calls.OpenGeneration(
-                    content.generation, version.content_id, manifest, complete=False
+                    content.generation,
+                    version.content_id,
+                    manifest,
+                    complete=False,
+                    keeps_base=keeps_base,
                 )
             )
 

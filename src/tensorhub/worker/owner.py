@@ -106,6 +106,29 @@ class Owner:
                 f"generation {generation} of {registration} was used before", old.story
             )
 
+    def former(
+        self, registration: RegistrationId, content_id: ContentId, grid: str
+    ) -> tuple[ContentId, Sequence[int | None], bytearray] | None:
+        """The content that this memory had last, with the digests of its chunks and which of them
+        were there. None: it had `content_id` itself, another grid, or a content without name.
+        """
+        memory = self._memories.get(registration)
+        if memory is None or memory.grid_id != grid or memory.content_id in ("", content_id):
+            return None
+        return memory.content_id, memory.own.digests, bytearray(memory.available)
+
+    def held(
+        self, registration: RegistrationId, content_id: ContentId, grid: str
+    ) -> tuple[int, ContentId, Sequence[int | None], bytearray] | None:
+        """As `former`, of memory that is open and has all of another content: with its
+        generation.
+        """
+        memory = self._memories.get(registration)
+        if memory is None or not memory.is_open or memory.missing:
+            return None
+        found = self.former(registration, content_id, grid)
+        return None if found is None else (memory.generation, *found)
+
     def reopen(self, registration: RegistrationId, generation: int) -> None:
         """Let readers in again under another generation, to the unchanged bytes of the last one."""
         memory = self._memories[registration]

@@ -19,14 +19,17 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
 
+from tensorhub import deltas
 from tensorhub.errors import StateError, TransportUnavailable, shortage
 from tensorhub.layouts.reading import Part
 from tensorhub.logs import get_logger
+from tensorhub.memory.base import Base
 from tensorhub.messages import Grant
 from tensorhub.protocol.secret import is_loopback
 from tensorhub.runtime.data.lanes import ChannelOpener
@@ -102,6 +105,7 @@ class Channels:
         self._location = location
         self._wanted = wanted
         self._transports: tuple[Transport, ...] = ()
+        self._has_deltas = options.deltas != "off" and deltas.fault_here() is None
         self._kept: dict[str, Any] = {}  # see `Local.kept`
         self._lock = threading.Lock()  # guards the attributes below
         # why, by (transport, incarnation, registration)
@@ -178,9 +182,10 @@ class Channels:
         self,
         content_id: ContentId,
         selections: Mapping[str, Part] | None = None,
+        base: Base | None = None,
     ) -> ChannelOpener:
         """What opens the best transport to a granted source; for one content. `selections`: by
-        name, those that grants name.
+        name, those that grants name. `base`: what the memory has of an older content.
         """
 
         def open_one(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
@@ -196,6 +201,8 @@ class Channels:
                 grant.generation,
                 content_id,
                 None if part is None else part.selection,
+                base if part is None and self._wants_deltas(grant.location) else None,
+                0.0 if grant.location.site != self._location.site else inf,
             )
             is_far = grant.location.site != self._location.site
             worth = (
@@ -262,6 +269,11 @@ class Channels:
             raise ReadFailure("unreachable", "; ".join([text, *reasons]))
 
         return open_one
+
+    def _wants_deltas(self, there: Location) -> bool:
+        """Whether deltas may pay: over a link. Another site is far until a read shows otherwise."""
+        here = self._location
+        return self._has_deltas and (there.site, there.host) != (here.site, here.host)
 
     def _common(self, grant: Grant, destination: Destination) -> list[tuple[Transport, Endpoint]]:
         """The transports by which this source may be read, best first, each with its endpoint;

@@ -39,6 +39,7 @@ from anyio.abc import TaskGroup
 
 from tensorhub.errors import StateError, TensorHubError, shortage
 from tensorhub.layouts.reading import Part
+from tensorhub.memory.base import Base
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.pages import read_only
 from tensorhub.messages import FLOWS_MAX, Flow, Grant, Origin
@@ -133,11 +134,12 @@ class PullRunner:
         selections: Mapping[str, Part] | None = None,
         counts: Sequence[tuple[int, int]] = (),
         patience_s: float = math.inf,
+        base: Base | None = None,
     ) -> None:
         """`verified`: chunks that `memory` holds, and that were verified, already. `published`:
         what these chunks must have as digest, whatever their source says. `selections`: what grants
         bring that name one. `counts`: of how many cells and runs each chunk is, if it comes by a
-        selection. `patience_s`: see `Requests`.
+        selection. `patience_s`: see `Requests`. `base`: which deltas are applied to.
         """
         self._published = published or {}
         self._selections = selections or {}
@@ -148,6 +150,7 @@ class PullRunner:
         self._generation = generation
         self._open_channel = open_channel
         self._patience_s = patience_s
+        self._base = base
         # guards the pull, the events and `_is_over`; notified when they change
         self._changed = threading.Condition()
         self._pull = Pull(memory.sizes, verified)
@@ -448,7 +451,11 @@ class PullRunner:
         )
         seconds = time.perf_counter() - started + arrival.digest_s
         nbytes = sum([self._memory.sizes[chunk] for chunk, _ in arrival.chunks])
+        came = {chunk: sum(map(len, each)) for chunk, each in arrival.deltas.items()}
         with self._changed:
+            lane.note_deltas(
+                arrival, sum(self._memory.sizes[chunk] for chunk in came), sum(came.values())
+            )
             lane.sizer.arrived(
                 nbytes, arrival.transfer_s, seconds, started, is_digested=self._memory.is_digested
             )
@@ -456,15 +463,26 @@ class PullRunner:
             if lane.brings is not None and self._counts:
                 lane.cells += sum([self._counts[chunk][0] for chunk, _ in good])
                 lane.runs += sum([self._counts[chunk][1] for chunk, _ in good])
-            lane.requests.arrived(good, bad)
+            lane.requests.arrived(good, bad, came)
             if arrival.discarded_bytes:
                 self._pull.discarded(lane.lease, arrival.discarded_bytes)
             if bad or lane.threads > 1 or lane.brings is not None:
                 self._changed.notify_all()
         self._owner.mark_available(self._registration, self._generation, good, lane.origin)
+        if arrival.deltas:
+            self._keep_deltas(arrival, good)
         self._finish_if_done()
-        if bad:
-            raise ReadFailure("corrupt", f"chunk {bad[0]} does not have its digest", bad[0])
+        # a wrong delta may be of another base: the chunk is read whole before the source is blamed
+        corrupt = [chunk for chunk in bad if chunk not in arrival.deltas]
+        if corrupt:
+            raise ReadFailure("corrupt", f"chunk {corrupt[0]} does not have its digest", corrupt[0])
+
+    def _keep_deltas(self, arrival: Arrival, good: Sequence[tuple[int, int | None]]) -> None:
+        """Let other readers have the deltas that were right."""
+        base = self._base
+        assert base is not None
+        right = {chunk: arrival.deltas[chunk] for chunk, _ in good if chunk in arrival.deltas}
+        self._owner.keep_deltas(self._registration, self._generation, base.content_id, right)
 
     def _digests(self, arrival: Arrival) -> Mapping[int, int]:
         """Of what has arrived, as it is in the destination; none, where there are none to compare

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import islice
@@ -26,10 +26,12 @@ from tensorhub.errors import DrainTimeout, StateError
 from tensorhub.layouts.reading import Selection
 from tensorhub.layouts.shared import Share
 from tensorhub.machine import InvariantBroken
-from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.memory.base import Base
+from tensorhub.memory.chunks import ChunkMemory, move_chunks
 from tensorhub.messages import Origin
 from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.model.digests import pack, root_of
+from tensorhub.runtime.data.deltas import Deltas
 from tensorhub.runtime.data.selections import Selections
 from tensorhub.runtime.data.served_lanes import ServedLanes
 from tensorhub.runtime.data.vote_budget import VoteBudget
@@ -47,6 +49,8 @@ FENCE_TIMEOUT_S = 60.0
 DIGESTED_BYTES = 8 * 2**20
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_Terms = tuple[None, RegistrationId, int, ContentId]  # of an access, but for the chunks
 
 NOT_OPEN = Refusal("this memory is not open under that generation")
 STOPPED = Refusal("this reader is served no more")
@@ -112,6 +116,8 @@ class SharedOwner:
         self._broken: dict[RegistrationId, int] = {}
         self._selections = Selections()
         self._lanes = ServedLanes(self._changed)
+        self.deltas = Deltas()
+        self._bases: dict[RegistrationId, Base] = {}
         self._inside: dict[int, Lane | None] = {}  # access number -> its lane; None: a local copy
         self._fence_grace_s = fence_grace_s
         # Always a registration's open generation; 0, from before the fence, where it is closed.
@@ -143,13 +149,16 @@ class SharedOwner:
         digests: Sequence[int | None] | None = None,
         tells: bool = False,
         promise: Promise | None = None,
+        keeps_base: bool = False,
     ) -> None:
         """Let readers in: to all of it, or (complete False) to what `mark_available` names from now
         on. `tells`: `on_made` hears of digests that are made. `promise`: looked at before and after
-        the memory is touched.
+        the memory is touched. `keeps_base`: the memory is as it was when it was fenced.
         """
         what, grid = (registration, generation, content_id, memory.sizes), memory.manifest.grid_id
         with self._changed:
+            self._set_base(registration, content_id, memory, complete, keeps_base)
+            self.deltas.opened(registration, generation, content_id, memory)
             self._owner.open(*what, complete=complete, digests=digests, tells=tells, grid=grid)
             self._memory[registration] = memory
             self._selected.pop(registration, None)
@@ -185,6 +194,7 @@ class SharedOwner:
         """See `Owner.reopen`: the content and its digests get another generation."""
         with self._changed:
             self._owner.reopen(registration, generation)
+            self.deltas.reopened(registration, generation)
             self._set_word(registration, generation)
             self._changed.notify_all()
 
@@ -322,9 +332,110 @@ class SharedOwner:
                 found.append(chunk)
         return found
 
+    # ------------------------------------------------------------------------------------------
+    # deltas
+
+    def base(self, registration: RegistrationId) -> Base | None:
+        """What a memory that is being filled has of an older content."""
+        with self._changed:
+            return self._bases.get(registration)
+
+    def _set_base(
+        self,
+        registration: RegistrationId,
+        content_id: ContentId,
+        memory: ChunkMemory,
+        complete: bool,
+        keeps_base: bool,
+    ) -> None:
+        known, grid = self._bases.pop(registration, None), memory.manifest.grid_id
+        if complete or not memory.width:
+            return
+        if keeps_base:
+            former = self._owner.former(registration, content_id, grid)
+            known = None if former is None else Base(memory, *former)
+        elif known is None or known.memory is not memory:
+            known = self._base_elsewhere(memory, content_id)
+        if known is not None:
+            self._bases[registration] = known
+
+    def _base_elsewhere(self, memory: ChunkMemory, content_id: ContentId) -> Base | None:
+        """What another memory of this worker has: for a copy that is filled beside it."""
+        for registration in self._memory:
+            found = self._owner.held(registration, content_id, memory.manifest.grid_id)
+            if found is not None:
+                generation, held, digests, intact = found
+                terms = (None, registration, generation, held)
+
+                def bring(chunk: int, terms: _Terms = terms) -> None:
+                    with self.access(*terms, [chunk], 1, 0.0) as answer:
+                        if isinstance(answer, tuple):
+                            move_chunks(answer[1], memory, [chunk])
+
+                return Base(memory, held, digests, intact, bring)
+        return None
+
+    def deltas_of(
+        self, access: Access, memory: ChunkMemory, base: ContentId
+    ) -> Mapping[int, tuple[bytes, ...]]:
+        """See `OwnedMemory.deltas_of`."""
+        return {} if access.selection else self.deltas.find(access, memory, base)
+
+    def keep_deltas(
+        self,
+        registration: RegistrationId,
+        generation: int,
+        base: ContentId,
+        arrived: Mapping[int, tuple[bytes, ...]],
+    ) -> None:
+        """These deltas have made chunks of this memory, from that content: readers may have
+        them.
+        """
+        self.deltas.keep(registration, generation, base, arrived)
+
+    def begin_deltas(
+        self,
+        registration: RegistrationId,
+        lend: Callable[[str, int], bool],
+        *,
+        is_publisher: bool,
+    ) -> int:
+        """Keep deltas of that memory from now on. Returns 0; or the bytes that this needs, if
+        `lend` does not have them. OSError: no memory.
+        """
+        with self._changed:
+            memory = self._memory.get(registration)
+        if memory is None or self.deltas.is_begun(registration):
+            return 0
+        nbytes = Deltas.room_for(memory, has_shadow=is_publisher)
+        if not lend(registration, nbytes):
+            return nbytes
+        self.deltas.begin(registration, memory, has_shadow=is_publisher)
+        return 0
+
+    def make_deltas(
+        self,
+        registration: RegistrationId,
+        generation: int,
+        content_id: ContentId,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Make the deltas that are missing, and take the shadow over. Blocks; ends early where the
+        memory is taken back, has changed, or `is_over`.
+        """
+        while (missing := self.deltas.missing(registration, generation)) and not is_over():
+            window = missing[:CHUNKS_PER_ACCESS_MAX]
+            terms = (None, registration, generation, content_id, window, DIGESTED_BYTES, 0.0)
+            with self.access(*terms) as answer:
+                if not isinstance(answer, tuple):
+                    return
+                self.deltas.make(*answer)
+
     def forget(self, registration: RegistrationId) -> None:
         """Let go of fenced memory."""
         with self._changed:
+            self.deltas.forget(registration)
+            self._bases.pop(registration, None)
             self._owner.forget(registration)
             memory = self._memory.pop(registration, None)
             self._selected.pop(registration, None)

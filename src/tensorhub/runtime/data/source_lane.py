@@ -132,6 +132,8 @@ class SourceLane:
     brings: Sequence[int] | None = None
     cells: int = 0  # that it has brought, of a selection
     runs: int = 0
+    bytes_saved: int = 0  # by deltas
+    codec_s: float = 0.0
     cutter: Cutter = field(default_factory=Cutter)
     transport: str = ""
     channel: Channel | None = None  # from when it is open until the last thread leaves
@@ -174,6 +176,11 @@ class SourceLane:
         self.threads -= 1
         self.threads_s += time.perf_counter()
 
+    def note_deltas(self, arrival: Arrival, whole_bytes: int, came_bytes: int) -> None:
+        """Chunks of `whole_bytes` came as deltas of `came_bytes`."""
+        self.bytes_saved += whole_bytes - came_bytes
+        self.codec_s += arrival.codec_s
+
     # ------------------------------------------------------------------------------------------
     # what is told of it
 
@@ -187,6 +194,8 @@ class SourceLane:
             self.seconds_up_to(now),
             self.outcome,
             *counts,
+            self.bytes_saved,
+            self.codec_s,
         )
 
     @property

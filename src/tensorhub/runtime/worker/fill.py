@@ -20,6 +20,7 @@ import anyio.to_thread
 from tensorhub.errors import RegistrationError, StateError, TensorHubError
 from tensorhub.layouts.reading import counts_of, parts_of
 from tensorhub.logs import get_logger
+from tensorhub.memory.base import Base
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.regions import FilledMemory, MappedRegions, Memory
 from tensorhub.messages import SelectionRoot
@@ -146,9 +147,14 @@ class Filler:
                     if isinstance(self._memory, FilledMemory):
                         recalled = self._memory.recall(content_id, chunks.manifest)
                     self._owner.keep_books(target, action.generation, content_id, chunks, recalled)
-                kept = await self._verify_kept(target, action.generation)
+                base = self._owner.base(target)
+                kept = await self._verify_kept(target, action.generation, base)
                 with self._writing(staged=action.staged):
-                    await self._pull_chunks(action, pull, target, chunks, kept)
+                    try:
+                        await self._pull_chunks(action, pull, target, chunks, kept, base)
+                    finally:
+                        if base is not None:
+                            base.is_certain = False
                     await self._unpack(mapped)
                 root, its_roots = await self._roots(action.manifest, target, action.generation)
         except* TensorHubError as group:
@@ -208,11 +214,15 @@ class Filler:
             await anyio.to_thread.run_sync(revoke)
         self._apply(self._member.compared(action.generation, following, wrong, clock.now()))
 
-    async def _verify_kept(self, target: RegistrationId, generation: int) -> list[int]:
-        """Chunks of this content that a broken-off fill has left and that are unchanged since
-        (R9).
+    async def _verify_kept(
+        self, target: RegistrationId, generation: int, base: Base | None
+    ) -> list[int]:
+        """Chunks of this content that a broken-off fill has left and that are unchanged since (R9).
+        What it has left of the content before is looked at, too.
         """
         started, owner, check = clock.now(), self._owner, anyio.from_thread.check_cancelled
+        if base is not None:
+            await anyio.to_thread.run_sync(base.verify, check)
         kept, found = owner.kept(target, generation), list[int]()
         if kept:
             found = await anyio.to_thread.run_sync(owner.verify, target, generation, kept, check)
@@ -283,9 +293,10 @@ class Filler:
         target: RegistrationId,
         chunks: ChunkMemory,
         kept: list[int],
+        base: Base | None,
     ) -> None:
         selections = {part.selection.selection_id: part for part in parts_of(action.manifest)}
-        opener = self._channels.opener(ContentId(action.version.content_id), selections)
+        opener = self._channels.opener(ContentId(action.version.content_id), selections, base)
         there = {*chunks.unwanted, *action.copied, *kept}
         runner = PullRunner(
             chunks,
@@ -298,6 +309,7 @@ class Filler:
             selections=selections,
             counts=counts_of(action.manifest),
             patience_s=self._channels.patience_s,
+            base=base,
         )
         try:
             async with runner:

@@ -124,6 +124,10 @@ class Handle(CallersHandle):
 
     async def publish(self, version: int, timeout_s: float) -> VersionInfo:
         info = await super().publish(version, timeout_s)
+        content = self.member.content
+        if content is not None and content.version == info:
+            name = ContentId(info.content_id)
+            self._owner.deltas.named(self._registration, content.generation, name)
         self._owner.on_made(self._registration)  # they may all have been made beforehand
         self._digest_early()
         return info
@@ -137,12 +141,15 @@ class Handle(CallersHandle):
 
     async def _make_digests_beside(self) -> None:
         make = self._making(bytes_max=1, is_over=lambda: self.interpreter.is_given_up)
-        if make is None:
+        content = self.member.content
+        if make is None or content is None:
             return
+        of = self._registration, content.generation, ContentId(content.version.content_id)
 
         def makes() -> None:
             try:
                 make()
+                self._owner.make_deltas(*of, is_over=lambda: self.interpreter.is_given_up)
             except StateError as error:  # a GPU's
                 log.warning(
                     "digests_not_made_early", registration=self._registration, reason=str(error)
@@ -151,6 +158,28 @@ class Handle(CallersHandle):
         # no thread can be had: each is made when its chunk is sent
         with contextlib.suppress(RuntimeError):
             await anyio.to_thread.run_sync(run_aside, makes, limiter=self.beside)
+
+    def begin_deltas(self, lend: Callable[[str, int], bool]) -> None:
+        """A reader wants deltas: keep them from now on, if there is room."""
+        content = self.member.content
+        if content is None:
+            return
+        try:
+            nbytes = self._owner.begin_deltas(
+                self._registration, lend, is_publisher=content.published
+            )
+        except (StateError, OSError) as error:
+            log.warning("deltas_not_kept", registration=self._registration, reason=str(error))
+            return
+        if nbytes:
+            log.warning(
+                "deltas_not_kept",
+                registration=self._registration,
+                reason=f"they need {nbytes} bytes of Options.host_memory_bytes: readers over slow "
+                "links read whole versions",
+            )
+        elif content.published:
+            self._digest_early()
 
     async def _before_publish(self, timeout_s: float) -> None:
         await self.stream_sync.done(timeout_s)
@@ -511,6 +540,7 @@ class Handle(CallersHandle):
             digests=digests,
             tells=action.complete and bool(chunks.width),
             promise=self._writes,
+            keeps_base=action.keeps_base,
         )
 
     async def _fence(self, action: calls.Fence) -> None:

@@ -23,7 +23,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
-from tensorhub import messages
+from tensorhub import deltas, messages
 from tensorhub.errors import (
     CoordinatorUnavailable,
     StateError,
@@ -118,13 +118,18 @@ class Worker(CallersWorker):
         self._digest_reporter = DigestReporter(self._tell_made)
         self._owner.on_made = self._digest_reporter.made
         self._owner.on_suspicion = self._suspect
-        self._suspicions: deque[messages.DigestAgain] = deque()  # threads add, a task takes
-        self._suspected: Wakeup | None = None
+        # threads add, a task takes: what may have changed, and of what deltas are wanted
+        self._noticed: deque[messages.DigestAgain | RegistrationId] = deque()
+        self._notice: Wakeup | None = None
+        if options.deltas != "off" and deltas.fault_here() is None:
+            self._owner.deltas.on_wanted = self._note
         self.router: Router[Handle] = Router(self._numbers)
         self._manifests: dict[str, Manifest] = {}
         self._parts = KnownParts()
         self._found_copies = LocalCopies()
         self.copies = HostCopyRunner(self)
+        self.copies.budget.on_recall = lambda each: self._owner.deltas.end(RegistrationId(each))
+        self._owner.deltas.on_dropped = self.copies.budget.take_back
         self._generations = itertools.count(1)
         self._endpoints: tuple[Endpoint, ...] = ()
         self._closed = anyio.Event()
@@ -171,7 +176,7 @@ class Worker(CallersWorker):
                 self._tasks.start_soon(self._keep_time)
                 self._tasks.start_soon(self.copies.keep_time)
                 self._tasks.start_soon(self._digest_reporter.run)
-                self._tasks.start_soon(self._examine_suspicions)
+                self._tasks.start_soon(self._act_on_notices)
                 self._tasks.start_soon(self.channels.keep_swept)
                 self._tasks.start_soon(self.link.keep, received, ready)
                 with anyio.move_on_after(self.options.connect_timeout_s):
@@ -368,20 +373,29 @@ class Worker(CallersWorker):
 
     def _suspect(self, registration: RegistrationId, generation: int, chunk: int) -> None:
         """Note that a chunk of that registration may have changed. From any thread."""
-        self._suspicions.append(messages.DigestAgain("", registration, generation, chunk))
-        if self._suspected is not None:
-            self._suspected.set()
+        self._note(messages.DigestAgain("", registration, generation, chunk))
 
-    async def _examine_suspicions(self) -> None:
-        """Look as if the coordinator had asked."""
-        self._suspected = Wakeup()
+    def _note(self, what: messages.DigestAgain | RegistrationId) -> None:
+        self._noticed.append(what)
+        if self._notice is not None:
+            self._notice.set()
+
+    async def _act_on_notices(self) -> None:
+        """Look at suspicious chunks as if the coordinator had asked; begin with wanted deltas."""
+        self._notice = Wakeup()
         while True:
-            while self._suspicions:
-                question = self._suspicions.popleft()
-                handle = self.router.handles.get(RegistrationId(question.registration))
-                if handle is not None:
+            while self._noticed:
+                what = self._noticed.popleft()
+                question = what if isinstance(what, messages.DigestAgain) else None
+                named = what if isinstance(what, str) else what.registration
+                handle = self.router.handles.get(RegistrationId(named))
+                if handle is None:
+                    continue
+                if question is not None:
                     await handle.look(question, self._digesting)
-            await self._suspected.wait()
+                else:
+                    handle.begin_deltas(self.copies.budget.lend)
+            await self._notice.wait()
 
     async def _cut(self, message: messages.CutReader) -> None:
         await anyio.to_thread.run_sync(self._owner.cut, Incarnation(message.reader))

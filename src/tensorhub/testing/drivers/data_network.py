@@ -132,7 +132,7 @@ class DataNetwork:
             return
         if frame.chunks and self._faults.damages(lane):
             first, *rest = frame.chunks
-            frame = Frame(chunks=((first[0], "damaged", first[2]), *rest))
+            frame = frame._replace(chunks=((first[0], "damaged", first[2]), *rest))
         verified = lane.reading.books.chunks_verified
         lane.settle(frame)
         if lane.reading.resumed and lane.reading.books.chunks_verified > verified:

@@ -10,7 +10,7 @@ happens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, assert_never
@@ -130,6 +130,9 @@ class HandleShell:
         self.hook_error: Exception | None = None
         self.hook_calls = 0
         self.reads_backwards = False  # the last chunk of a request first
+        # see `pulling.LaneEnd`
+        self.base: tuple[ContentId, dict[int, str]] | None = None
+        self.shadow: tuple[ContentId, Sequence[str]] | None = None
         self.registration_error: Exception | None = None
         self.room: CopyRequest | None = None  # that was asked for, for what is about to be staged
         self.registered = False
@@ -354,6 +357,7 @@ class HandleShell:
                     action.manifest.grid_id,
                 )
                 what = self.id, action.generation, content, sizes
+                self._keep_base(action, grid)
                 owner.open(*what, complete=action.complete, tells=tells, grid=grid)
                 self.interpreter.guard.made()
                 self.cluster.verified.holds(self.id, action.content_id)
@@ -465,6 +469,16 @@ class HandleShell:
         assert found is not None
         return found
 
+    def _keep_base(self, action: calls.OpenGeneration, grid: str) -> None:
+        """As `runtime.data.serving` does: what is still here of the content that was fenced."""
+        former = self.worker.owner.former(self.id, ContentId(action.content_id), grid)
+        is_base = action.keeps_base and former is not None and action.manifest.digest != "none"
+        self.base = None
+        if is_base and former is not None:
+            content_id, _, intact = former
+            held = {chunk: cell for chunk, cell in enumerate(self.cells) if intact[chunk]}
+            self.base = content_id, held
+
     def half_fill(self, kept: Collection[int]) -> None:
         """From now on its memory is no version's any more, but for chunks that were copied, or are
         left of a broken fill.
@@ -488,6 +502,9 @@ class HandleShell:
         now, owner = self.cluster.now, self.worker.owner
         owner.close(self.id)
         if self.fencing_since is None:
+            content = self.member.content
+            if content is not None and content.published:
+                self.shadow = ContentId(content.version.content_id), list(self.cells)
             self.fencing_since = now
             self.cluster.data.chunks_offered(self)  # or rather, never will be
             self.cluster.fence_begun(self, action)

@@ -55,11 +55,13 @@ RECOVERY_PATHS: Final = (
     "operation aborted",
     "re-announced",
     "re-announced in vain",
+    "read as deltas",
     "reader shut out",
     "resumed from verified chunks",
     "silent connection given up",
     "source given up that lacks the rest",
     "source lacks chunks",
+    "wrong delta",
     *(f"read failed: {reason}" for reason in READ_FAILURES),
     *(f"source failed: {reason}" for reason in SOURCE_FAILURES),
 )
