@@ -10,6 +10,7 @@ layout. PURE.
     columns       how all three are encoded
     publication   what the ranks of a group hold together, and the checks of it
     plan          the bytes that a reader takes from each source
+    ranges        the plan, by the reader's memory
     reading       the plan in chunks: requests to sources (selections), places at the reader, and the manifest of both
     published     the parts of a publication, by their ids
     identity      names the layout of a rank
