@@ -1,0 +1,370 @@
+"""The bytes of any chunk of any version: ranges of the anchor, then each frame of the chain, then
+the digest.
+
+A result is compared with the publisher's digest of the version that is read, and only then handed
+out. If it differs, the chunk is read again version by version, so that the error names the object
+that was damaged. Frames are opaque: the caller's `apply(frame, target)` turns a chunk of a frame's
+base, in `target`, into the chunk of its version, and raises TensorHubError or ValueError for a
+frame that is none. A frame as long as its chunk is the chunk itself.
+
+Responsible for that, and for how much is fetched at once. Not responsible for which chunks are
+read, nor for the codec.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, chain
+from operator import gt
+from typing import Final, Self
+
+from tensorhub.archive.anchors import REST, ChunkPlaces, Whole
+from tensorhub.archive.catalogue import FRAME_LENGTH_BYTES, Anchor, Key, Version, VersionCatalogue
+from tensorhub.archive.store import Buffer
+from tensorhub.errors import IntegrityError, TensorHubError, some
+from tensorhub.layouts import publication_of
+from tensorhub.memory.safetensors import HEADER_BYTES_MAX, LENGTH_BYTES, Header, parse_header
+from tensorhub.model.digests import WIDTHS, hasher
+from tensorhub.model.manifest import Chunk, Manifest
+
+BATCH_BYTES: Final = 64 * 2**20  # that are fetched before they are put together; two at a time
+REQUEST_BYTES: Final = 4 * 2**20
+REQUESTS_AT_ONCE: Final = 16
+CHUNKS_AT_ONCE: Final = 8  # that are put together and digested
+HEADER_GUESS: Final = 2**16
+CHUNKS_AHEAD: Final = 8  # of all ranks together
+
+Apply = Callable[[memoryview, memoryview], None]
+
+
+@dataclass(frozen=True)
+class _Frames:
+    """Where the frames of one shard of one version are. `ends`: beyond each chunk's frame, counted
+    through all objects.
+    """
+
+    paths: Sequence[str]
+    begins: Sequence[int]  # of each object
+    ends: Sequence[int]
+
+    def place(self, chunk: int) -> tuple[str, int, int]:
+        """Object, offset and length; the length is 0 where the chunk is its base's."""
+        begin = self.ends[chunk - 1] if chunk else 0
+        if (length := self.ends[chunk] - begin) == 0:
+            return "", 0, 0
+        part = bisect_right(self.begins, begin) - 1
+        return self.paths[part], begin - self.begins[part], length
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Chunks with their targets, and the ranges of each object that make them, in their order."""
+
+    chunks: Sequence[tuple[int, memoryview]]
+    got: Mapping[str, Iterator[Buffer]]
+
+
+class _Step:
+    """One version of a chain, with its tables."""
+
+    def __init__(self, catalogue: VersionCatalogue, version: Version) -> None:
+        self._catalogue, self.version = catalogue, version
+        self.tables = catalogue.tables(version)
+
+    def frames(self, shard: int, chunk_sizes: Sequence[int]) -> _Frames:
+        version, table = self.version, self.tables[shard][1]
+        lengths = array("I", struct.unpack(f"<{len(table) // FRAME_LENGTH_BYTES}I", table))
+        ends, begins = (
+            array("Q", accumulate(lengths)),
+            [*accumulate(version.shards[shard].frames, initial=0)],
+        )
+        # each frame is in one object, and no longer than its chunk
+        fits = ends[-1:] == array("Q", begins[-1:]) and {*begins} <= {0, *ends}
+        if (lengths and not fits) or any(map(gt, lengths, chunk_sizes)):
+            raise self._catalogue.changed(version.path)
+        parts = range(len(begins) - 1)
+        return _Frames([version.frames(shard, part) for part in parts], begins, ends)
+
+    def digest(self, shard: int, chunk: int) -> bytes:
+        width = WIDTHS[self.version.digest]
+        return self.tables[shard][0][chunk * width : (chunk + 1) * width]
+
+
+class Reader:
+    """Reads one version. Its calls may come from several threads.
+
+    `uses`: the paths of the manifests of its chain, which retention leaves as they are while it
+    reads.
+    """
+
+    def __init__(self, catalogue: VersionCatalogue, key: Key, apply: Apply) -> None:
+        """VersionUnavailable, IntegrityError, ArchiveUnavailable."""
+        self.catalogue, self._apply = catalogue, apply
+        found = catalogue.chain(key)
+        self.version, self.uses = found[-1], frozenset([each.path for each in found])
+        if len({tuple([shard.manifest for shard in each.shards]) for each in found}) > 1:
+            raise IntegrityError(
+                f"{catalogue.name(self.version.path)} is based on a version of other tensors"
+            )
+        self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, "tensorhub-archive")
+        self._builders = ThreadPoolExecutor(CHUNKS_AT_ONCE, "tensorhub-archive")
+        try:
+            self._steps = [*self._pool.map(partial(_Step, catalogue), found)]
+        except BaseException:
+            self.close()
+            raise
+        self.manifest = lru_cache(None)(lambda shard: catalogue.manifest(self.version, shard))
+        self._places = lru_cache(None)(self._make_places)
+        self._frames = lru_cache(None)(
+            lambda step, shard: self._steps[step].frames(shard, self.manifest(shard).sizes)
+        )
+
+    def __repr__(self) -> str:
+        return f"<Reader of {self.version.key} through {len(self._steps)} versions>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the threads; a running read ends first."""
+        self._builders.shutdown()
+        self._pool.shutdown()
+
+    def read(self, shard: int, chunks: Sequence[int], targets: Sequence[memoryview]) -> None:
+        """Fill each target with that chunk of that shard. IntegrityError: an object of the chain
+        was damaged, or is missing; the error names it. ArchiveUnavailable.
+        """
+        manifest, steps = self.manifest(shard), range(1, len(self._steps))
+        batch, size = list[tuple[int, memoryview]](), 0
+        fetched = _Batch((), {})
+        for chunk, target in zip(chunks, targets, strict=True):
+            nbytes = manifest.chunks[chunk].nbytes
+            if target.nbytes != nbytes:
+                raise ValueError(
+                    f"chunk {chunk} has {nbytes} bytes, and its target {target.nbytes}"
+                )
+            size += nbytes + sum(self._frames(step, shard).place(chunk)[2] for step in steps)
+            batch.append((chunk, target))
+            if size >= BATCH_BYTES:
+                following = self._fetch(shard, batch)  # while the one before is put together
+                self._fill(shard, fetched)
+                fetched, batch, size = following, [], 0
+        following = self._fetch(shard, batch)
+        self._fill(shard, fetched)
+        self._fill(shard, following)
+
+    def _fetch(self, shard: int, chunks: Sequence[tuple[int, memoryview]]) -> _Batch:
+        wanted: dict[str, list[tuple[int, int]]] = {}  # of each object, ranges
+        for chunk, _ in chunks:
+            for step in range(len(self._steps)):
+                for path, offset, nbytes in self._ranges(step, shard, chunk):
+                    wanted.setdefault(path, []).append((offset, nbytes))
+        store, at = self.catalogue.store, self.catalogue.at
+        got: dict[str, Iterator[Buffer]] = {}
+        for path, ranges in wanted.items():
+            jobs = [self._pool.submit(store.ranges, at(path), each) for each in _requests(ranges)]
+            got[path] = chain.from_iterable(job.result() for job in jobs)
+        return _Batch(chunks, got)
+
+    def _fill(self, shard: int, batch: _Batch) -> None:
+        jobs = list[Future[None]]()
+        try:
+            for chunk, target in batch.chunks:
+                pieces = self._pieces(shard, chunk, batch.got)
+                jobs.append(self._builders.submit(self._fill_one, shard, chunk, target, pieces))
+        finally:
+            wait(jobs)  # whatever happens, no target is written after the call
+        for job in jobs:
+            job.result()
+
+    def _fill_one(
+        self, shard: int, chunk: int, target: memoryview, pieces: Sequence[Sequence[Buffer]]
+    ) -> None:
+        try:
+            for step, its in enumerate(pieces):
+                self._build(step, its, target)
+            is_right = self._is_right(-1, shard, chunk, target)
+        except (ValueError, TensorHubError):
+            is_right = False
+        if not is_right:
+            self._read_slowly(shard, chunk, target)
+
+    def _read_slowly(self, shard: int, chunk: int, target: memoryview) -> None:
+        """Once more, with a look at each version, to find the object that is damaged."""
+        batch = self._fetch(shard, [(chunk, target)])
+        for step, pieces in enumerate(self._pieces(shard, chunk, batch.got)):
+            reason = "has not the publisher's digest"
+            try:
+                self._build(step, pieces, target)
+                is_right = self._is_right(step, shard, chunk, target)
+            except (ValueError, TensorHubError) as error:
+                is_right, reason = False, f"cannot be decoded ({error})"
+            if not is_right:
+                version = self._steps[step].version
+                paths = [path for path, _, _ in self._ranges(step, shard, chunk)] or [version.index]
+                objects = [self.catalogue.name(path) for path in dict.fromkeys(paths)]
+                raise IntegrityError(
+                    f"chunk {chunk} of shard {shard} of version {version.key} of "
+                    f"{version.model!r} {reason}: {some(objects)} was damaged, or changed by "
+                    f"another process"
+                )
+
+    # ----------------------------------------------------------------------------------------------
+    # one chunk
+
+    def _ranges(self, step: int, shard: int, chunk: int) -> Iterator[tuple[str, int, int]]:
+        if step == 0:
+            for file, offset, nbytes in self._places(shard).places(chunk):
+                path = self._steps[0].version.rest(shard) if file == REST else self._files[file]
+                yield path, offset, nbytes
+        elif (place := self._frames(step, shard).place(chunk))[2]:
+            yield place
+
+    def _pieces(
+        self, shard: int, chunk: int, got: Mapping[str, Iterator[Buffer]]
+    ) -> list[list[Buffer]]:
+        """For each version of the chain, the fetched pieces of this chunk."""
+        steps = range(len(self._steps))
+        return [[next(got[path]) for path, _, _ in self._ranges(n, shard, chunk)] for n in steps]
+
+    def _build(self, step: int, pieces: Sequence[Buffer], target: memoryview) -> None:
+        """Make the chunk of that version out of its base's in `target`."""
+        at = 0
+        for piece in pieces:
+            if step and len(piece) < len(target):
+                self._apply(memoryview(piece), target)
+            else:
+                target[at : at + len(piece)] = memoryview(piece)
+                at += len(piece)
+
+    def _is_right(self, step: int, shard: int, chunk: int, target: memoryview) -> bool:
+        algorithm = self.version.digest
+        if algorithm == "none":
+            return True
+        digest = hasher(algorithm)
+        digest.update(target)
+        return digest.digest() == self._steps[step].digest(shard, chunk)
+
+    # ----------------------------------------------------------------------------------------------
+    # the anchor
+
+    @property
+    def _anchor(self) -> Anchor:
+        anchor = self._steps[0].version.anchor
+        assert anchor is not None  # or it would have a base, and the chain would go on
+        return anchor
+
+    @cached_property
+    def _files(self) -> list[str]:
+        return [f"{self._anchor.directory}/{name}" for name in self._anchor.files]
+
+    @cached_property
+    def _whole(self) -> Whole:
+        version = self._steps[0].version
+        published = self.catalogue.published(version)
+        parts = {each: self.catalogue.part(each) for each in published.part_ids}
+        try:
+            return Whole(published, publication_of(published, parts))
+        except TensorHubError as error:
+            raise IntegrityError(f"{self.catalogue.name(version.path)}: {error}") from None
+
+    @cached_property
+    def _headers(self) -> list[Header]:
+        jobs = [
+            self._pool.submit(self._header, path, size)
+            for path, size in zip(self._files, self._anchor.files.values(), strict=True)
+        ]
+        return [job.result() for job in jobs]
+
+    def _header(self, path: str, size: int) -> Header:
+        (begin,) = self.catalogue.store.ranges(
+            self.catalogue.at(path), [(0, min(size, HEADER_GUESS))]
+        )
+        text = bytes(begin)
+        length = int.from_bytes(text[:LENGTH_BYTES], "little")
+        if length > min(size - LENGTH_BYTES, HEADER_BYTES_MAX):
+            raise self.catalogue.changed(path)
+        if (more := LENGTH_BYTES + length - len(text)) > 0:
+            (rest,) = self.catalogue.store.ranges(self.catalogue.at(path), [(len(text), more)])
+            text += bytes(rest)
+        try:
+            header = parse_header(text[LENGTH_BYTES : LENGTH_BYTES + length])
+        except ValueError as error:
+            raise IntegrityError(f"{self.catalogue.changed(path)} ({error})") from None
+        if header.file_bytes != size:
+            raise self.catalogue.changed(path)
+        return header
+
+    def _make_places(self, shard: int) -> ChunkPlaces:
+        places = ChunkPlaces(self._whole, self._headers, self.manifest(shard), shard)
+        if places.missing or places.rest_bytes != self._steps[0].version.shards[shard].rest:
+            raise IntegrityError(
+                f"{self.catalogue.name(self._anchor.directory)} does not hold what "
+                f"{self.catalogue.name(self._steps[0].version.path)} says"
+            )
+        return places
+
+
+def _requests(ranges: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """These ranges in requests that are made at once."""
+    request, size = list[tuple[int, int]](), 0
+    for offset, nbytes in ranges:
+        request.append((offset, nbytes))
+        size += nbytes
+        if size >= REQUEST_BYTES:
+            yield request
+            request, size = [], 0
+    if request:
+        yield request
+
+
+class Views:
+    """A version in the archive as the memory of its ranks, for one more anchor of it. A few chunks
+    of each rank are in memory.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._starts: dict[int, list[tuple[int, int]]] = {}
+        self._kept: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
+        ranks = len(reader.version.shards)
+        self._ahead = max(1, CHUNKS_AHEAD // ranks)
+        self._kept_max = 2 * self._ahead * ranks
+
+    def __call__(self, rank: int, region: int, offset: int, nbytes: int) -> Iterator[memoryview]:
+        manifest: Manifest = self._reader.manifest(rank)
+        if rank not in self._starts:
+            self._starts[rank] = [(each.region, each.offset) for each in manifest.chunks]
+        number = bisect_right(self._starts[rank], (region, offset)) - 1
+        while nbytes:
+            chunk = manifest.chunks[number]
+            at = offset - chunk.offset
+            taken = min(nbytes, chunk.nbytes - at)
+            yield self._chunk(rank, chunk)[at : at + taken]
+            number, offset, nbytes = number + 1, offset + taken, nbytes - taken
+
+    def _chunk(self, rank: int, chunk: Chunk) -> memoryview:
+        """The chunk. With it, the following ones of its region are fetched."""
+        if (rank, chunk.index) not in self._kept:
+            chunks = self._reader.manifest(rank).chunks[chunk.index :][: self._ahead]
+            found = [
+                (each.index, memoryview(bytearray(each.nbytes)))
+                for each in chunks
+                if each.region == chunk.region
+            ]
+            self._reader.read(rank, [index for index, _ in found], [view for _, view in found])
+            self._kept.update(((rank, index), view) for index, view in found)
+            while len(self._kept) > self._kept_max:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end((rank, chunk.index))
+        return self._kept[rank, chunk.index]
