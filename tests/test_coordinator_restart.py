@@ -19,7 +19,6 @@ from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost
 from tensorhub.types import FetchReport, Options, VersionInfo
-from tensorhub.worker import active_call
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
@@ -299,12 +298,8 @@ async def test_what_was_staged_and_committed_comes_into_place_before_its_handle_
 
 
 @pytest.mark.parametrize("lost", [False, True])
-async def test_what_was_staged_and_is_in_doubt_is_dropped(
-    lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_was_staged_and_is_in_doubt_is_dropped(lost: bool, tmp_path: Path) -> None:
     """Nobody has recorded it, or nobody knows any more; nothing was overwritten."""
-    # for a coordinator's answer: there is none
-    monkeypatch.setattr(active_call, "DEADLINE_SLACK_S", 0.1)
     state_dir = None if lost else tmp_path
     async with cluster("trainer", "reader", state_dir=state_dir, options=HOSTED) as (
         coordinator,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.errors import (
+    CoordinatorUnavailable,
     DrainTimeout,
     IntegrityError,
     LeaseLost,
@@ -237,6 +238,30 @@ def test_a_silent_coordinator_does_not_hold_a_call_for_ever() -> None:
     with pytest.raises(OperationTimeout, match="replicate did not end within 3 s") as caught:
         _ = asked.number
     assert caught.value.memory == "intact"
+
+
+@pytest.mark.parametrize(
+    ("what", "phase"),
+    [
+        ("publish", Phase.QUEUED),
+        ("publish", Phase.VOTED),
+        ("replicate", Phase.QUEUED),
+        ("replicate", Phase.ASKED),
+        ("replicate", Phase.PULLING),
+        ("replicate", Phase.VOTED),
+    ],
+)
+def test_while_the_coordinator_is_away_a_call_ends_at_its_deadline(what: str, phase: Phase) -> None:
+    """It will hear nothing, so no step gets a slack."""
+    cluster, _, (reader,) = published("reader")
+    if phase is Phase.QUEUED:
+        reader.worker.disconnect()
+    asked = reader.publish(2, timeout_s=3) if what == "publish" else reader.replicate(timeout_s=3)
+    cluster.run(until=lambda: f" {phase.value} until" in repr(reader.member.running))
+    reader.worker.disconnect()
+    cluster.advance(3, run=False)
+    cluster.run()
+    assert isinstance(asked.error, CoordinatorUnavailable)
 
 
 def test_answers_to_other_questions_change_nothing() -> None:

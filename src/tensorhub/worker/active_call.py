@@ -35,8 +35,9 @@ from tensorhub.worker.states import AT_ONCE_TABLE, Phase
 C = TypeVar("C", bound=Call)
 
 # The coordinator ends calls at their deadline and knows why; a rank that hears nothing ends its
-# call by itself later.
+# call by itself later. Offline it hears nothing, and waits no longer than the deadline.
 DEADLINE_SLACK_S = 2.0
+ENDS_BY_ITSELF = (Phase.FENCING, Phase.STOPPING, Phase.APPLYING)  # soon, whatever the deadline
 ERROR_CHARS_MAX = 2000  # of an error for other ranks: a coordinator passes no more on
 
 
@@ -129,13 +130,19 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
         """End a call that has started. (By default a call ends when it starts.)"""
 
     def next_deadline(self) -> float:
-        return self.deadline + DEADLINE_SLACK_S
+        ends_by_itself = self.phase in ENDS_BY_ITSELF or self._waits_for_fence()
+        has_slack = self._context.session.online or ends_by_itself
+        return self.deadline + (DEADLINE_SLACK_S if has_slack else 0.0)
+
+    def _waits_for_fence(self) -> bool:
+        """Whether it begins, or ends by `never_began`, once an earlier fence has ended."""
+        return self.phase is Phase.QUEUED and self._memory.unfenced is not None
 
     def overdue(self) -> None:
         """The deadline has passed without a word from the coordinator."""
         self.deadline = self._context.now  # each further step gets DEADLINE_SLACK_S
-        if self.phase is Phase.QUEUED and self._memory.unfenced is not None:
-            return  # `never_began`, as soon as that fence is given up
+        if self._waits_for_fence():
+            return
         if self._context.session.online:
             text = f"{self._context.title}: {self.what} did not end within {self.timeout_s:g} s"
             self.give_up(OperationTimeout(text))
