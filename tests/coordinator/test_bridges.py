@@ -271,6 +271,13 @@ def test_there_are_only_so_many_selections(monkeypatch: pytest.MonkeyPatch) -> N
     assert "SELECTIONS_MAX" in outcome.error.message
 
 
+def test_as_many_selections_as_there_may_be_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, _ = published()
+    monkeypatch.setattr(limits, "SELECTIONS_MAX", 2)
+    readers = filling(world), filling(world, "of the same layout")
+    assert all(reader.take(Write) for (reader,) in readers)
+
+
 def test_who_needs_nothing_has_everything() -> None:
     world, _ = published()
     (reader,) = filling(world, needs=())

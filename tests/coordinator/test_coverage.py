@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tensorhub.coordinator import coverage
 from tensorhub.errors import GroupAborted, IntegrityError, ManifestMismatch, VersionConflict
 from tensorhub.layouts.published import Published
 from tensorhub.messages import (
@@ -335,3 +336,24 @@ def test_what_has_different_numbers_is_not_compared() -> None:
     same(world, trainers[0])
     same(world, trainers[1], b"another", number=4)
     assert is_visible(world)
+
+
+def test_of_more_results_than_are_kept_the_one_that_was_used_longest_ago_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coverage, "COVERED_KEPT_MAX", 2)
+    world, _ = published()
+    world.covers = False
+
+    def questions(group: str, layout: str) -> int:
+        readers = world.group(group, [(f"own/{layout}{rank}", ()) for rank in range(2)])
+        world.fill(readers)
+        for reader in readers:
+            world.ready(reader, A, B)
+        asked = readers[0].take(CheckCoverage)
+        for each in asked:
+            covered(world, readers[0], each)
+        return len(asked)
+
+    layouts = enumerate("abacab")
+    assert [questions(f"g{number}", layout) for number, layout in layouts] == [1, 1, 0, 1, 0, 1]

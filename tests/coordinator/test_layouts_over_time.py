@@ -299,3 +299,19 @@ def test_a_vote_of_an_operation_that_is_over_changes_nothing() -> None:
     world.say(reader, Prepared(key, 0, b"", (root(A), root(B))))
     (layout,) = world.version.others.values()
     assert layout.have_sources()
+
+
+def test_after_a_restart_equal_shards_stand_for_one_another_whichever_is_back_first() -> None:
+    world = World()
+    trainers = world.group("t", [(f"own/t{rank}", cut(0)[1]) for rank in range(2)])
+    world.publish(trainers, 1)
+    assert world.version.visible
+    info, first = world.version.info, trainers[0]
+    world = world.restarted()
+    first = back(world, first, held_by(first, info, is_publisher=True))
+    world.tell(first)
+    second = back(world, trainers[1], held_by(trainers[1], info, is_publisher=True))
+    world.pass_time(2 * LEASE_S)
+    world.lose(second)
+    (reader,) = filling(world, needs=(A,))
+    assert world.sources(reader) == [("t0", A.selection, 0)]

@@ -292,6 +292,34 @@ def test_orders_that_are_not_recorded_yet(desk: Desk, monkeypatch: pytest.Monkey
     assert not desk.core.cluster.pending_writes
 
 
+def test_a_pin_that_is_said_again_before_it_is_recorded_counts_once(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(real, "PENDING_WRITES_OF_SESSION_MAX", 2)
+    desk.connect(1)
+    desk.register(1, "a")
+    desk.publish(1, "a", 1, 0)
+    desk.stores = False
+    for request in range(5):
+        assert not isinstance(desk.say(1, Pin(request, "p", "m", 1)), Refused)
+    assert desk.say(1, Retain(5, "m", 1)) is None
+
+
+def test_an_acknowledgement_of_an_older_notice_answers_no_retain(desk: Desk) -> None:
+    desk.connect(1)
+    desk.register(1, "a")
+    desk.publish(1, "a", 1, 0)
+    notices = []
+    for request, latest in enumerate((1, 0, 1)):
+        desk.say(1, Retain(request, "m", latest))
+        notices.append([each for each in desk.heard[1] if isinstance(each, SetRetained)][-1])
+    assert [notice.keep for notice in notices] == [True, False, True]
+    for notice in notices:
+        assert Done(2) not in desk.heard[1]
+        desk.say(1, RetainedAck("a", notice.content_id, notice.keep, notice.seq))
+    assert Done(2) in desk.heard[1]
+
+
 def test_sessions_and_workers() -> None:
     desk = Desk(Options(sessions_max=2))
     for session in (1, 2, 3):

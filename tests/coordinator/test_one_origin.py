@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.coordinator import Described, Publication
+from tensorhub.coordinator import Described, PersistFailed, Publication
 from tensorhub.coordinator.states import VersionState
 from tensorhub.layouts.published import Published, decoded
 from tensorhub.messages import Begun, Fill, Outcome, Registered, Start
 from tensorhub.types import OpKind
+from tests.coordinator import layout_world
 from tests.coordinator.layout_world import LEASE_S, Rank, World, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 from tests.coordinator.test_layouts_over_time import back, held_by
@@ -211,3 +212,23 @@ def test_a_call_for_a_number_fails_once_the_last_published_shard_has_no_holder()
     leave(world, trainers[1])
     (outcome,) = late.take(Outcome)
     assert not outcome.committed
+
+
+def test_a_description_that_the_store_could_not_take_is_stored_with_the_next_call_that_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, _ = published()
+
+    def fails(record: int) -> PersistFailed:
+        return PersistFailed(record, "disk full")
+
+    with monkeypatch.context() as full:
+        full.setattr(layout_world, "Persisted", fails)
+        (reader,) = world.group("r", [("own/r0", ())])
+        world.fill([reader])
+    described = [each for each in world.stored if isinstance(each, Described)]
+    assert len(described) == 1
+    assert not world.version.holdings.stored
+    filling(world, "s")
+    assert [each for each in world.stored if isinstance(each, Described)] == described * 2
+    assert world.version.holdings.stored

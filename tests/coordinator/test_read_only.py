@@ -199,6 +199,18 @@ def test_at_the_cap_of_watches_the_reader_that_was_idle_longest_is_closed(
         assert isinstance(lobby.say(4, Watch(f"m{number}")), Announce)
 
 
+def test_at_the_cap_of_watches_a_reader_that_watches_nothing_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(real, "READ_ONLY_WATCHES_MAX", 1)
+    lobby = Lobby()
+    for session in (1, 2, 3):
+        lobby.reader(session)
+    for session in (2, 3):
+        assert isinstance(lobby.say(session, Watch("m")), Announce)
+    assert list(lobby.closed) == [2]
+
+
 def test_readers_have_half_of_the_sessions_and_the_one_that_was_idle_longest_makes_room() -> None:
     lobby = Lobby(Options(sessions_max=8))
     for session in range(1, 5):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -154,6 +155,34 @@ def test_what_has_failed_less_is_read_first() -> None:
         reader.source_ended(grant.lease, reason)
     cluster.run()
     assert read_from == ["near", "trainer", "trainer"]
+    assert asked.number == 1
+
+
+def test_of_sources_that_have_all_failed_the_one_that_failed_least_is_read_first() -> None:
+    cluster = StepwiseCluster()
+    trainer = cluster.handle("trainer")
+    near = cluster.worker("near", Location(host="h1")).register("near")
+    other = cluster.handle("other")
+    reader = cluster.worker("reader", Location(host="h1")).register("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    for each in (near, other):
+        each.replicate()
+        cluster.run()
+    asked = reader.replicate()
+    read_from = []
+    for _ in range(6):
+        while reader.pull is None or not reader.pull.grants:
+            for choice in [c for c in cluster.choices() if c.kind != "read"]:
+                cluster.do(choice)
+            cluster.advance(0.01, run=False)
+        (grant,) = reader.pull.grants.values()
+        read_from.append(grant.source)
+        cluster.advance(2.0, run=False)  # by then what has failed may be tried again
+        reader.source_ended(grant.lease, "stalled")
+    cluster.run()
+    assert Counter(read_from) == {"near": 2, "trainer": 2, "other": 2}
     assert asked.number == 1
 
 

@@ -393,6 +393,17 @@ def test_a_pinned_version_stays_until_its_last_pin_ends() -> None:
     ends(cluster, asked)
 
 
+def test_a_refusal_counts_the_pins_of_its_own_version_only() -> None:
+    cluster, trainer, (reader,) = retained(1, "reader")
+    fill(cluster, reader)
+    ask_pin(cluster, reader)
+    ends(cluster, trainer.unpublish())
+    trainer.publish(2)
+    cluster.run()
+    text = "version 2 of 'actor' must stay: it is one of the newest 1, which are retained"
+    refused(cluster, trainer.unpublish(), text)
+
+
 def test_what_cannot_be_pinned() -> None:
     cluster, trainer, (evaluator,) = retained(0, "evaluator")
     with pytest.raises(VersionUnavailable, match="it is not published, or not any more") as caught:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tensorhub.coordinator import limits
 from tensorhub.coordinator.testimonies import ANSWER_S
 from tensorhub.errors import IntegrityError
 from tensorhub.messages import (
@@ -252,3 +253,27 @@ def test_once_a_root_is_known_the_publisher_is_not_needed() -> None:
     finish(world, filling(world), trainers)
     world.lose(*trainers)
     finish(world, filling(world, "late"))
+
+
+def test_a_list_that_has_made_room_for_another_is_asked_for_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, trainers = published()
+    (reader,) = filling(world)
+    monkeypatch.setattr(limits, "DIGEST_BYTES_MAX", 9 * B.chunks)
+    world.tell(trainers[0], A)
+    world.tell(trainers[1], B)
+    assert [each.selection for each in world.core.cluster.testimonies] == [B.selection]
+    for trainer in trainers:
+        trainer.take(TellDigests)
+    world.vote(reader, root(A, b"wrong"), root(B))
+    assert [each.selection for each in trainers[0].take(TellDigests)] == [A.selection]
+
+
+def test_with_a_selection_no_reader_is_kept_whose_call_is_over() -> None:
+    world, trainers = published()
+    for name in ("r", "s"):
+        finish(world, filling(world, name), trainers)
+    (reader,) = filling(world, "last")
+    for testimony in world.version.selections.values():
+        assert list(testimony.needed_by) == [world.part(reader)]

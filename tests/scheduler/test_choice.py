@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tensorhub.scheduler.choice import Load, Wanted
+from tensorhub.scheduler.choice import Load, Wanted, finish_s
 from tensorhub.scheduler.links import SUPPOSED_BYTES_PER_S, Distance, distance
 from tensorhub.scheduler.sources import Sources, Standing
 from tensorhub.types import Location
@@ -62,6 +62,15 @@ def joined(
         places[source] = replace(places[source], readers=places[source].readers + 1)
         places[f"reader {number}"] = at(RACK, f"reader {number}", depth=places[source].depth + 1)
     return Counter({name: place.readers for name, place in places.items()})
+
+
+@pytest.mark.parametrize("apart", Distance)
+def test_only_a_reader_in_another_site_shares_with_those_that_yield(apart: Distance) -> None:
+    alone, beside = [
+        finish_s(apart, Load(0, 0, yielding), 0, Wanted(GB, GB / 1000), SUPPOSED_BYTES_PER_S)
+        for yielding in (0, 3)
+    ]
+    assert (beside > alone) is (apart is Distance.FAR)
 
 
 @pytest.mark.parametrize(
