@@ -425,6 +425,18 @@ def test_what_is_being_filled_anew_is_not_released_for_the_version_before() -> N
     assert copy.content is not None
 
 
+def test_a_fill_that_fails_before_it_takes_memory_gives_its_room_back() -> None:
+    world = World()
+    request = world.prefetch(world.handle())
+    copy = world.copy()
+    world.answer(copy)
+    assert copy.runs is FillCall
+    assert world.copies.budget.reserved_bytes == ONE
+    world.end_call(copy, VersionUnavailable("no source"))
+    assert isinstance(world.error(request), VersionUnavailable)
+    assert world.copies.budget.reserved_bytes == 0
+
+
 def test_seeds_are_made_once_and_filled_again() -> None:
     world = World()
     for _ in range(2):
@@ -534,6 +546,18 @@ def test_a_handle_that_becomes_the_last_one_while_it_closes_takes_the_copies_wit
     assert world.members == {}
 
 
+def test_a_close_that_fails_does_not_undo_an_earlier_one() -> None:
+    world = World()
+    first, second = world.handle("a"), world.handle("b")
+    assert world.settled(world.close(first)) is None
+    request = world.close(second)
+    world.end_call(second, RetentionError("it must stay"))
+    assert isinstance(world.error(request), RetentionError)
+    world.do(world._end("b"))
+    world.order("c")
+    assert world.refused["c"] == "this worker closes"
+
+
 def test_with_the_last_handle_goes_what_is_retained_and_what_is_being_made_is_refused() -> None:
     world = World()
     handle, _ = world.handle("a"), world.handle("spare", content=1)
@@ -630,6 +654,19 @@ def test_a_copy_that_ends_by_itself_while_it_is_closed_or_released_is_no_failure
     assert world.copy().runs is ReleaseCall
     world.do(world._end("a"))
     assert (world.members, world.told) == ({}, [])
+
+
+def test_a_copy_that_is_being_filled_does_not_end_with_the_memory_that_it_gives_back() -> None:
+    world = World()
+    world.order("c")
+    world.answer_manifest()
+    copy = world.members["c"]
+    world.answer(copy)
+    world.take(copy)
+    world.do(world.copies.freed("c", world.now))
+    assert copy.runs is FillCall
+    world.settle()
+    assert list(world.members) == ["c"]
 
 
 def test_a_copy_that_is_not_needed_while_it_is_made() -> None:

@@ -550,3 +550,20 @@ def test_a_loss_of_state_is_told_by_the_member() -> None:
     at.interpreter.check_idle()
     with pytest.raises(LeaseLost):
         at.handle.member.report_loss()
+
+
+def test_a_registration_that_is_given_up_again_without_a_deadline_keeps_the_one_it_has() -> None:
+    at = rig(5)
+    at.handle.hold_access()
+    call = at.handle.unpublish()
+    at.interpreter.give_up(at.cluster.now, at.cluster.now + 2.0)
+    at.handle.give_up()
+    at.cluster.advance(2.1)
+    assert call.has_ended()
+    at.handle.end_access()
+
+
+def test_a_fill_that_changes_nothing_leaves_memory_that_was_filled() -> None:
+    at = filled()
+    at.call(UPDATE)
+    assert at.interpreter.was_filled
