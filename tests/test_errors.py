@@ -41,7 +41,8 @@ from tensorhub.errors import (
 )
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.messages import ErrorInfo
-from tensorhub.types import ContentId, Options, VersionInfo, parse_address
+from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.types import ContentId, Options, RegistrationId, VersionInfo, parse_address
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
@@ -529,6 +530,24 @@ async def test_each_call_that_takes_memory_back_leaves_it_published_if_it_cannot
             assert (weights.state, weights.version) == ("ready", 1)
             await readable(c.hubs[2], 1, 1)
         assert (await weights.update()).version == 2
+
+
+async def test_a_fence_is_not_tried_for_longer_than_its_call_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried, fence = list[float](), SharedOwner.fence_async
+
+    async def counted(self: SharedOwner, registration: RegistrationId, timeout_s: float) -> None:
+        tried.append(timeout_s)
+        await fence(self, registration, timeout_s)
+
+    monkeypatch.setattr(SharedOwner, "fence_async", counted)
+    async with cluster("trainer") as c:
+        source = await published(c.hubs[0])
+        with accessed(source), pytest.raises(DrainTimeout):
+            await source.unpublish(timeout=0.2)
+        assert 0.0 < max(tried) <= 0.2
+        await source.unpublish()
 
 
 @provokes(DrainTimeout)

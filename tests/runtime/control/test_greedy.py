@@ -10,7 +10,7 @@ import contextlib
 import tracemalloc
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import anyio.lowlevel
@@ -271,3 +271,29 @@ async def test_an_answer_that_no_frame_can_carry_is_refused_and_the_session_goes
         assert server._sessions_minted == 1
         model.versions.clear()
         assert (await hub.describe("m")).model == "m"
+
+
+class Cut:
+    """A read-only session that takes nothing, as far as its answers are counted."""
+
+    def __init__(self) -> None:
+        self.is_cut = False
+
+    def cut_off(self, reason: str) -> None:
+        self.is_cut = True
+
+
+async def test_no_more_read_only_sessions_are_cut_off_than_have_to_be_and_room_is_there_once_they_end() -> (
+    None
+):
+    answers, sessions = ReadOnlyAnswers(10), [Cut() for _ in range(3)]
+    for session in sessions:
+        answers.add(cast(Any, session), 4)
+    answers.add(cast(Any, sessions[2]), 2)
+    assert [session.is_cut for session in sessions] == [True, False, False]
+    with anyio.fail_after(WAIT_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(answers.wait_room)
+            await anyio.wait_all_tasks_blocked()
+            answers.ended(cast(Any, sessions[0]))
+    assert answers.nbytes == 10

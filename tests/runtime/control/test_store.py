@@ -17,6 +17,7 @@ import pytest
 from tensorhub.coordinator import (
     Decision,
     Described,
+    Digested,
     Durable,
     Entry,
     ModelRecord,
@@ -217,6 +218,28 @@ def test_descriptions_of_layouts_are_kept_once_and_as_long_as_a_publication_has_
         store.write([publication(number) for number in (4, 5, 6, 7)])
         assert [each.number for each in store.read().described] == []
         assert store._db.execute("SELECT count(*) FROM layouts").fetchone() == (0,)
+
+
+def test_nothing_is_kept_of_a_publication_that_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "PUBLICATIONS_KEPT_MAX", 3)
+    monkeypatch.setattr(store_module, "PRUNED_AT", 1)
+    with contextlib.closing(SqliteStore(tmp_path)) as store:
+
+        def kept() -> list[set[int]]:
+            tables = ("publications", "digested", "described")
+            return [
+                {number for (number,) in store._db.execute(f"SELECT number FROM {table}")}
+                for table in tables
+            ]
+
+        for number in range(1, 9):
+            digested = Digested("m", number, f"content-{number}", b"root")
+            store.write([publication(number), digested, described(number, b"manifest")])
+        assert kept() == [{5, 6, 7, 8}] * 3
+        store.write([Rollback("m", 1, 6, "why")])
+        assert kept() == [{5, 6}] * 3
 
 
 def test_a_layout_is_checked_once_for_all_its_versions(

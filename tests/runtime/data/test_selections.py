@@ -427,6 +427,16 @@ def test_votes_have_a_budget_of_which_readers_with_a_read_only_token_leave_a_par
     assert None not in (its.a.owner.digests(its.a.registration, 7) or (None,))
 
 
+def test_a_selection_that_has_given_way_is_not_taken_for_a_workers_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept_selections, "KEPT_MAX", 2)
+    its = setting()
+    its.a.open(complete=True)
+    names = [upload_to(its, Selection(((straight(0, at, 64),),), of=f"{at}")) for at in range(3)]
+    assert its.a.owner._votes[its.a.registration].of_workers == set(names[1:])
+
+
 def test_a_vote_that_uses_up_the_budget_ends_with_the_chunks_of_one_access(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
