@@ -232,13 +232,17 @@ class Healing:
         )
 
     def _is_elsewhere(self, record: CallRecord, content_id: str) -> bool:
-        """Whether another group holds every byte of it, in a layout in which it was not published.
-        A rank with a layout reads it there, also in the midst of a fill; a fetch of one published
-        rank does not.
+        """Whether another group of the same layout, which is not the published one, holds every
+        byte of it. A rank with a layout reads it there, also in the midst of a fill; a fetch of one
+        published rank does not.
         """
         shard, judges = record.handle.shard, self._cluster.guarantees
         others = [
-            group for group in self._users.groups if group.name != shard.group and group.publishes
+            group
+            for group in self._users.groups
+            if group.name != shard.group
+            and group.publishes
+            and shard.layout_id == group.ranks[shard.rank % len(group.ranks)].shard.layout_id
         ]
         return shard.layout_id != "" and any(
             self._is_whole(group)
