@@ -898,17 +898,23 @@ async def test_a_coordinator_that_is_not_there() -> None:
                 CoordinatorUnavailable,
                 "describe",
                 "could not be reached within 0.05 s",
+                coordinator.address,
                 retryable=True,
             ):
                 await hub.describe(timeout=0.05)
             with raises(
-                CoordinatorUnavailable, "version 9 of 'm'", "cannot be reached", retryable=True
+                CoordinatorUnavailable,
+                "version 9 of 'm'",
+                "cannot be reached",
+                coordinator.address,
+                retryable=True,
             ):
                 await hub.wait_for("m", at_least=9, timeout=0.05)
             with raises(
                 CoordinatorUnavailable,
                 "'n'",
                 "replicate: the coordinator could not be reached",
+                coordinator.address,
                 retryable=True,
             ):
                 await empty.replicate(timeout=0.05)

@@ -178,7 +178,8 @@ class IntegrityError(TensorHubError):
 
 class AuthenticationFailed(TensorHubError):
     """The secrets differ, the token is read-only and the call changes something, or open access was
-    asked for beyond loopback.
+    asked for beyond loopback. A call raises it at its deadline while the coordinator refuses a
+    token that it took before.
     """
 
 
@@ -187,7 +188,7 @@ class ProtocolError(TensorHubError):
 
 
 class CoordinatorUnavailable(TensorHubError):
-    """The coordinator cannot be reached."""
+    """The coordinator cannot be reached; the error says at which address, and why."""
 
     retryable_by_default = True
 
@@ -263,6 +264,15 @@ def read_only_refusal(call: str) -> AuthenticationFailed:
         f"watch and describe do "
         "not). Connect with that one, or leave the call to who has it"
     )
+
+
+def unreachable(text: str, fault: TensorHubError | None) -> TensorHubError:
+    """The error of a call that no coordinator can answer; `fault`: why there is no session with
+    one, as far as it is known.
+    """
+    refused = isinstance(fault, AuthenticationFailed)
+    kind = AuthenticationFailed if refused else CoordinatorUnavailable
+    return kind(text if fault is None else f"{text}: {fault}")
 
 
 def text_of(error: BaseException) -> str:

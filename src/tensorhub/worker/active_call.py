@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, Generic, TypeVar
 
 from tensorhub.errors import (
-    CoordinatorUnavailable,
     DrainTimeout,
     GroupAborted,
     Memory as TensorState,
@@ -23,6 +22,7 @@ from tensorhub.errors import (
     StateError,
     TensorHubError,
     text_of,
+    unreachable,
 )
 from tensorhub.machine import Stateful
 from tensorhub.messages import FORMER_KEYS_MAX, Abandon, EpochChanged, ErrorInfo, Resolve
@@ -138,8 +138,10 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
         """Whether it begins, or ends by `never_began`, once an earlier fence has ended."""
         return self.phase is Phase.QUEUED and self._memory.unfenced is not None
 
-    def overdue(self) -> None:
-        """The deadline has passed without a word from the coordinator."""
+    def overdue(self, fault: TensorHubError | None) -> None:
+        """The deadline has passed without a word from the coordinator. `fault`: see
+        `Member.tick`.
+        """
         self.deadline = self._context.now  # each further step gets DEADLINE_SLACK_S
         if self._waits_for_fence():
             return
@@ -151,7 +153,7 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
                 f"{self._context.title}: {self.what}: the coordinator could not be reached "
                 f"within {self.timeout_s:g} s"
             )
-            self.give_up(CoordinatorUnavailable(text))
+            self.give_up(unreachable(text, fault))
 
     def waits_for(self, request: int) -> bool:
         """Whether the call waits for the answer to that request."""

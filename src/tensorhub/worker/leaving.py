@@ -146,11 +146,11 @@ class Leaving(ActiveCall[C]):
             return (self._began + self.deadline) / 2
         return super().next_deadline() if free_at == inf else min(free_at, self.deadline)
 
-    def overdue(self) -> None:
+    def overdue(self, fault: TensorHubError | None) -> None:
         if self.phase is Phase.WITHDRAWING:
             self._take_unasked()
         else:
-            super().overdue()
+            super().overdue(fault)
 
     def disconnected(self) -> None:
         """The connection to the coordinator is lost."""

@@ -586,11 +586,13 @@ class Member:
     def next_deadline(self) -> float | None:
         return None if self.running is None else self.running.next_deadline()
 
-    def tick(self, now: float) -> list[calls.Action]:
-        """End a call that has passed its deadline without a word from the coordinator."""
+    def tick(self, now: float, fault: TensorHubError | None = None) -> list[calls.Action]:
+        """End a call that has passed its deadline without a word from the coordinator. `fault`: why
+        this worker has no session, if it has none.
+        """
         self._context.enter(now)
         if self.running is not None and now >= self.running.next_deadline():
-            self.running.overdue()
+            self.running.overdue(fault)
         return self._context.take_actions()
 
     def check_invariants(self) -> None:

@@ -24,6 +24,7 @@ class MessageSink:
     """What is said."""
 
     online = True
+    fault = None
 
     def __init__(self) -> None:
         self.said: list[FromWorker] = []

@@ -18,6 +18,7 @@ import anyio.abc
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from tensorhub.errors import (
+    AuthenticationFailed,
     CoordinatorUnavailable,
     OperationTimeout,
     ProtocolError,
@@ -101,6 +102,8 @@ class CoordinatorLink:
         self._ears = ears
         self.local_host = ""  # the address by which the coordinator was reached
         self.welcome_came = anyio.Event()
+        # why there is no session, with the address; None while there is one, and at first
+        self.fault: TensorHubError | None = None
         self.refusal = ""  # why the coordinator took no session of this worker, the last time
         # of the session, while there is one
         self._outbox: MemoryObjectSendStream[FromWorker] | None = None
@@ -192,10 +195,15 @@ class CoordinatorLink:
                     if isinstance(each, OSError) and (lack := shortage(each)) is not None:
                         raise lack from error
                 problems.append(f"{address}: {'; '.join(dict.fromkeys(map(_text, causes)))}")
+            except (AuthenticationFailed, ProtocolError) as error:
+                named = type(error)(f"{address}: {error}", retryable=error.retryable)
+                if not error.retryable:
+                    raise named from error
+                # a proxy before a coordinator that is gone closes: another address may do
+                refusal.append(named)
             except TensorHubError as error:
                 if not error.retryable:
                     raise
-                # a proxy before a coordinator that is gone closes: another address may do
                 refusal.append(error)
         if refusal:
             raise refusal[0]
@@ -238,6 +246,7 @@ class CoordinatorLink:
             try:
                 messages = await self.connect()
             except TensorHubError as error:
+                self.fault = error
                 log.warning(
                     "coordinator_unreachable", coordinator=self.addresses, reason=str(error)
                 )
@@ -248,7 +257,7 @@ class CoordinatorLink:
     async def _hold_session(self, messages: Messages, ready: Callable[[], None]) -> bool:
         """One session, to its end. True if it was welcomed."""
         outbox, to_say = anyio.create_memory_object_stream[FromWorker](OUTBOX_MESSAGES_MAX)
-        welcomed = anyio.Event()
+        welcomed, end = anyio.Event(), "it closed the connection"
         self._beats.connected()
         self._outbox_done = anyio.Event()
         try:
@@ -259,7 +268,7 @@ class CoordinatorLink:
                 async for message in messages:
                     self._beats.heard(message)
                     if isinstance(message, Welcome):
-                        self._outbox = outbox
+                        self._outbox, self.fault = outbox, None
                         welcomed.set()
                         self.welcome_came.set()
                         self._ears.welcomed(message)
@@ -268,6 +277,7 @@ class CoordinatorLink:
                         if not self._closing:
                             log.warning("worker_dismissed", reason=message.reason)
                             self._ears.dismissed()
+                        end = message.reason
                         break
                     elif isinstance(message, Refused) and message.request == NO_REQUEST:
                         refusal = message.error.error()
@@ -277,10 +287,10 @@ class CoordinatorLink:
                         self._ears.received(message)
                 tasks.cancel_scope.cancel()
         except* (ConnectionLost, TensorHubError) as group:
-            log.warning(
-                "coordinator_lost", coordinator=self.addresses, reason=str(group.exceptions[0])
-            )
+            end = str(group.exceptions[0])
+            log.warning("coordinator_lost", coordinator=self.addresses, reason=end)
         finally:
+            self.fault = CoordinatorUnavailable(f"{self.addresses}: {end}")
             self._outbox_done.set()
             if self._outbox is outbox:
                 self._outbox = None

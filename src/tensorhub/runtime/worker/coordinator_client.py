@@ -13,10 +13,11 @@ import anyio
 
 from tensorhub import messages
 from tensorhub.errors import (
-    CoordinatorUnavailable,
     OperationTimeout,
+    TensorHubError,
     VersionConflict,
     VersionUnavailable,
+    unreachable,
 )
 from tensorhub.runtime.control.link import RECONNECT_S_FIRST
 from tensorhub.types import ModelInfo, ReplicaView, Selector, VersionInfo, WorkerView
@@ -35,6 +36,10 @@ class MessageSink(Protocol):
 
     @property
     def online(self) -> bool: ...
+
+    @property
+    def fault(self) -> TensorHubError | None:
+        """Why there is no session, as far as it is known."""
 
     def say(self, message: messages.FromWorker) -> None: ...
 
@@ -75,7 +80,9 @@ class CoordinatorClient:
     async def ask(
         self, make: Callable[[int], messages.FromWorker], what: str, timeout_s: float
     ) -> Answer:
-        """Raises what the coordinator refuses with, CoordinatorUnavailable, OperationTimeout."""
+        """Raises what the coordinator refuses with, CoordinatorUnavailable, AuthenticationFailed,
+        OperationTimeout.
+        """
         return await self._ask(make, what, timeout_s, anyio.current_time() + timeout_s)
 
     async def _ask(
@@ -104,9 +111,8 @@ class CoordinatorClient:
                         raise answers[0].error.error()
                     return answers[0]
         if not self._link.online:
-            raise CoordinatorUnavailable(
-                f"{what}: the coordinator could not be reached within {timeout_s:g} s"
-            )
+            text = f"{what}: the coordinator could not be reached within {timeout_s:g} s"
+            raise unreachable(text, self._link.fault)
         raise OperationTimeout(f"{what}: the coordinator did not answer within {timeout_s:g} s")
 
     async def describe(

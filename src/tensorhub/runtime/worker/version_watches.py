@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import anyio
 
-from tensorhub.errors import CoordinatorUnavailable, LeaseLost, OperationTimeout, StateError
+from tensorhub.errors import LeaseLost, OperationTimeout, StateError, unreachable
 from tensorhub.logs import get_logger
 from tensorhub.messages import WATCHES_MAX, Announce, Unwatch, Watch
 from tensorhub.runtime.worker.coordinator_client import MessageSink
@@ -209,7 +209,7 @@ class VersionWatches:
                 f"version {at_least} of {model!r} was not published within {timeout_s:g} s; {known}"
             )
             if not self._link.online:
-                raise CoordinatorUnavailable(f"{text} (the coordinator cannot be reached)")
+                raise unreachable(f"{text}; the coordinator cannot be reached", self._link.fault)
             raise OperationTimeout(text)
         return found[0]
 

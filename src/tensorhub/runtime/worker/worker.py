@@ -419,7 +419,7 @@ class Worker(CallersWorker):
 
     def _tick(self) -> None:
         for handle in list(self.router.handles.values()):
-            actions = handle.member.tick(clock.now())
+            actions = handle.member.tick(clock.now(), self.link.fault)
             if actions:
                 handle.apply(actions)
 

@@ -99,6 +99,7 @@ class HostedUser:
         self.version_watches = VersionWatches(self)
         self.pins = Pins(self.coordinator, op_timeout_s)
         self.pins.tasks = self.tasks
+        self.fault: TensorHubError | None = None  # the simulated network gives no reasons
         self._cluster = cluster
 
     @property
