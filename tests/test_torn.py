@@ -12,6 +12,7 @@ import pytest
 
 import tensorhub
 from tensorhub.api.weights import Weights
+from tensorhub.errors import StateError
 from tensorhub.types import FetchReport, Options
 from tests.rig import (
     CHUNK_BYTES,
@@ -29,6 +30,7 @@ from tests.rig import (
     tensors,
     until,
     worker_of,
+    write,
 )
 
 pytestmark = pytest.mark.anyio
@@ -129,3 +131,20 @@ async def test_across_a_restart_of_the_coordinator(tmp_path: Path) -> None:
                 )
                 check(await weights.replicate(), memory, reads=CHUNKS - HAD)
                 await stack.aclose()
+
+
+async def test_it_is_published_only_after_its_caller_says_that_it_was_written_anew() -> None:
+    async with torn() as it:
+        with pytest.raises(StateError, match=r"torn: .*unpublish\(\)") as caught:
+            await it.reader.publish(2)
+        assert (caught.value.memory, it.reader.state) == ("torn", "torn")
+        with pytest.raises(StateError, match="is torn") as caught:
+            async with it.reader.mutate(2):
+                pytest.fail("the body ran")
+        assert (caught.value.memory, it.reader.state) == ("torn", "torn")
+        write(it.memory, 2)
+        await it.reader.unpublish()
+        assert it.reader.state == "empty"
+        assert (await it.reader.publish(2)).version == 2
+        await it.trainer.update()
+        assert holds(it.source, 2)

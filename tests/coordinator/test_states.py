@@ -72,7 +72,7 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
         FILLING -> READY | TORN | IN_DOUBT | CLOSED;
         READY -> DRAINING | FILLING | EMPTY | IN_DOUBT;
         DRAINING -> EMPTY | READY;
-        TORN -> FILLING | READY | IN_DOUBT | CLOSED;
+        TORN -> FILLING | EMPTY (written anew, says the caller) | CLOSED;
         IN_DOUBT -> READY | EMPTY | TORN | FILLING""",
     ),
     "publish": (

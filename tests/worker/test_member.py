@@ -155,7 +155,12 @@ def test_a_pull_that_cannot_go_on_tears() -> None:
         _ = asked.number
     assert caught.value.memory == "torn"
     assert reader.member.state is HandleState.TORN
-    again = reader.publish(2)  # the caller has loaded the memory anew
+    with pytest.raises(StateError, match=r"torn: .*unpublish\(\)") as refused:
+        reader.publish(2)
+    assert refused.value.memory == "torn"
+    reader.unpublish()  # the caller has loaded the memory anew
+    cluster.run("read")
+    again = reader.publish(2)
     cluster.run()
     assert again.number == 2
 

@@ -107,7 +107,7 @@ class Weights(Unpicklable):
         have called).
 
         Raises VersionConflict (the number was used, or is not above the mark), StateError
-        (published already), RegistrationError (a tensor was replaced or resized since it was
+        (published already, or torn: see `unpublish`), RegistrationError (a tensor was replaced or resized since it was
         registered), OperationTimeout, GroupAborted, CoordinatorUnavailable, LeaseLost (once, where
         the coordinator has come back without its state).
         """
@@ -150,7 +150,8 @@ class Weights(Unpicklable):
 
         Running readers are moved, or waited for within `drain_grace_s` and half the timeout, then
         fenced. Needs no reachable coordinator, but for a retained version: cut off, that stays
-        until this worker's own lease is over. Raises StateError (nothing is published),
+        until this worker's own lease is over. Of torn memory it says that the caller has written
+        all of it anew, so that it can be published. Raises StateError (nothing is published),
         RetentionError (a retained version would be lost; it stays published), DrainTimeout (it is
         still being read when the time is up; it stays published), MutabilityViolation (it is taken
         back, but was written before), LeaseLost (it is the caller's already: the coordinator has
@@ -169,7 +170,7 @@ class Weights(Unpicklable):
 
         The tensors and the number are checked first (RegistrationError, VersionConflict, with the
         memory as it was). Raises as `unpublish`, before the body (LeaseLost also where nothing is
-        published), and as `publish`. If one rank's body raises, the other ranks' publish ends with
+        published; StateError where the memory is torn), and as `publish`. If one rank's body raises, the other ranks' publish ends with
         GroupAborted, and the number stays unused.
 
         StaleWeightsWarning: the body has apparently written none of the registered tensors; the

@@ -141,7 +141,7 @@ class Interpreter:
         """
         check_has_shapes(self.member.shard)
         if (
-            self.member.state in (HandleState.READY, HandleState.IN_DOUBT)
+            self.member.state in (HandleState.READY, HandleState.IN_DOUBT, HandleState.TORN)
             or self.member.has_pending_work
         ):
             return UnpublishCall(before_body=True)

@@ -20,6 +20,7 @@ from tensorhub.worker.active_call import DEADLINE_SLACK_S, ActiveCall, C
 from tensorhub.worker.calls import CloseCall, FreeMemory, ReleaseCall, UnpublishCall
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.member_memory import MemberMemory
+from tensorhub.worker.publishing import torn
 from tensorhub.worker.states import LEAVE_TABLE, Phase
 
 
@@ -208,11 +209,15 @@ class Unpublishing(Leaving[UnpublishCall]):
     ) -> None:
         super().__init__(call, context, memory, timeout_s)
         self._tells_loss = not call.before_body or memory.state is HandleState.READY
+        # the caller has written all of it anew
+        self._mends = not call.before_body and memory.state is HandleState.TORN
 
     def check_allowed(self) -> None:
         super().check_allowed()
         published = self._memory.state in (HandleState.READY, HandleState.IN_DOUBT)
-        if not (published or self._call.before_body or self._memory.given_up is not None):
+        if not (
+            published or self._mends or self._call.before_body or self._memory.given_up is not None
+        ):
             state = self._memory.state.value
             raise StateError(f"{self._context.title} is {state}: there is nothing to unpublish")
 
@@ -220,6 +225,11 @@ class Unpublishing(Leaving[UnpublishCall]):
         """The version was given up without this call, unless a doubt about the version has just
         been resolved.
         """
+        if self._mends:
+            self._memory.forget("written anew")
+        elif self._call.before_body and self._memory.state is HandleState.TORN:
+            self.finish(error=torn(self._context.title))
+            return
         number, self._memory.given_up = self._memory.given_up, None
         if number is None or not self._tells_loss:
             self.finish()

@@ -8,7 +8,7 @@ from tensorhub.errors import StateError, shown, some
 from tensorhub.layouts.views import without_shape
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Publish
-from tensorhub.types import VersionInfo
+from tensorhub.types import HandleState, VersionInfo
 from tensorhub.worker.active_call import GroupCall
 from tensorhub.worker.calls import PublishCall
 from tensorhub.worker.coverage import Coverage
@@ -32,6 +32,15 @@ def check_has_shapes(shard: Shard) -> None:
         )
 
 
+def torn(title: str) -> StateError:
+    """Why this memory is not published."""
+    return StateError(
+        f"{title} is torn: it holds parts of several versions, so it cannot be published. update() "
+        f"repairs it; or write all of it anew, say so by unpublish(), and publish then",
+        memory="torn",
+    )
+
+
 class Publishing(GroupCall[PublishCall]):
     """Votes when it starts. Then the coordinator may ask it to check what all ranks publish
     together.
@@ -51,6 +60,8 @@ class Publishing(GroupCall[PublishCall]):
         if self._memory.version is not None:
             text = f"{self._context.title} holds version {self._memory.version}, which is published"
             raise StateError(f"{text}: unpublish() first, or use mutate()")
+        if self._memory.state is HandleState.TORN:
+            raise torn(self._context.title)
         check_has_shapes(self._context.shard)
 
     def start(self) -> None:

@@ -16,7 +16,8 @@ HANDLE_TABLE: Mapping[H, frozenset[H]] = {
     # in doubt: of what was staged
     H.READY: frozenset({H.DRAINING, H.FILLING, H.EMPTY, H.IN_DOUBT}),
     H.DRAINING: frozenset({H.EMPTY, H.READY}),
-    H.TORN: frozenset({H.FILLING, H.READY, H.IN_DOUBT, H.CLOSED}),
+    # empty: its caller says that all of it was written anew
+    H.TORN: frozenset({H.FILLING, H.EMPTY, H.CLOSED}),
     H.IN_DOUBT: frozenset({H.READY, H.EMPTY, H.TORN, H.FILLING}),
     H.CLOSED: frozenset(),
 }

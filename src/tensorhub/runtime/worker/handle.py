@@ -184,10 +184,7 @@ class Handle(CallersHandle):
     async def _before_publish(self, timeout_s: float) -> None:
         await self.stream_sync.done(timeout_s)
         manifest = self.member.shard.manifest
-        holds_nothing = self.member.running is None and self.member.state in (
-            HandleState.EMPTY,
-            HandleState.TORN,
-        )
+        holds_nothing = self.member.running is None and self.member.state is HandleState.EMPTY
         if manifest is not None and holds_nothing:
             self._mapped.map_to_publish(manifest)
         if manifest is not None and self.memory.digests_first:

@@ -403,7 +403,8 @@ class Healing:
     def _take_back(self, writer: UserGroup) -> None:
         """Its memory is its own again."""
         for handle in writer.ranks:
-            if handle.member.state in (HandleState.READY, HandleState.IN_DOUBT):
+            # a doubt may turn out to be torn memory
+            while handle.member.state not in (HandleState.EMPTY, HandleState.CLOSED):
                 record = handle.unpublish()
                 self._rest("after unpublish")
                 demand(record.error is None, f"liveness: {handle}: unpublish: {record.error!r}")

@@ -323,7 +323,7 @@ class Users(StruckUsers):
         holds = state in HOLDING
         try:
             match what:
-                case "publish" if holds:
+                case "publish" if holds or state is HandleState.TORN:
                     handle.unpublish(timeout_s)
                 case "publish":
                     handle.publish(number, timeout_s)

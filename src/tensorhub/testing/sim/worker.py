@@ -60,7 +60,7 @@ class SimHandle(HandleShell):
         """Fill the memory with cells that no further handle ever wrote; identical shards write
         equal cells for one version.
         """
-        assert self.member.state in (HandleState.EMPTY, HandleState.TORN), self
+        assert self.member.state is HandleState.EMPTY, self
         self.grid = self.shard.manifest
         chunks = self.grid.chunk_count if self.grid is not None else self.cluster.chunks
         number = next(self.cluster.numbers)
@@ -70,7 +70,7 @@ class SimHandle(HandleShell):
 
     def publish(self, version: int, timeout_s: float = 60.0) -> CallRecord:
         """Write the memory, where it is the caller's to write, and publish it."""
-        if self.idle and self.member.state in (HandleState.EMPTY, HandleState.TORN):
+        if self.idle and self.member.state is HandleState.EMPTY:
             self.write(version)
         return self.call(PublishCall(version), timeout_s)
 
