@@ -33,6 +33,7 @@ class Source:
         self.memory = ChunkMemory(MANIFEST, [memoryview(self.bytes)])
         self.deltas = Deltas()
         self.contents: list[bytes] = []
+        self.is_publisher = has_shadow
         self.publish(())
         self.deltas.begin(HERE, self.memory, has_shadow=has_shadow)
 
@@ -43,7 +44,8 @@ class Source:
         number = len(self.contents)
         if HERE in self.deltas._histories:
             self.deltas._histories[HERE].unasked = 0  # a reader has asked for the last version's
-        self.deltas.opened(HERE, number, ContentId(""), self.memory)
+        first = "" if self.is_publisher else str(number)
+        self.deltas.opened(HERE, number, ContentId(first), self.memory)
         self.deltas.named(HERE, number, ContentId(str(number)))
 
     def access(self, chunks: Sequence[int] = ALL) -> Access:

@@ -32,6 +32,7 @@ from tensorhub.types import ContentId, RegistrationId
 
 DELTA_SHARE = 4  # the deltas of all versions take one part in so many of the shadow's size
 VERSIONS_MAX = 16  # whose deltas are kept
+COMPARED_MAX = 4  # chunks at a time, each of which takes a few times its size meanwhile
 # versions in a row of which no reader asks for deltas: then none is made until one asks again
 UNASKED_MAX = 4
 
@@ -55,6 +56,7 @@ class _History:
     widths: Sequence[int] = ()  # bytes of a word, by region
     room: int = 0  # bytes that the deltas may take
     taken: int = 0  # that they take
+    open_generation: int = 0  # under which the memory may be read now; 0: none
     shadow: mmap.mmap | None = None
     starts: Sequence[int] = ()  # where each chunk's shadow begins, and the end
     # the generation that each chunk's shadow is of; 0: none
@@ -112,6 +114,7 @@ class Deltas:
         self._changed = threading.Condition()  # guards what follows; notified when a chunk is done
         self._histories: dict[RegistrationId, _History] = {}
         self._begun: set[RegistrationId] = set()  # there is room for these
+        self._compared = 0  # chunks that are being compared
 
     def __repr__(self) -> str:
         return f"<Deltas of {len(self._begun)} registrations>"
@@ -133,9 +136,11 @@ class Deltas:
                 self._drop(registration)
                 history = self._histories[registration] = _History(grid)
             history.unasked += 1
-            if history.unasked > UNASKED_MAX and registration in self._begun:
+            # who fills memory names its content, and needs no shadow; who publishes needs one
+            needs_shadow = not content_id and history.shadow is None
+            if history.unasked > UNASKED_MAX or needs_shadow:
                 self._drop(registration)
-                history.is_asked_for = False
+            history.open_generation = generation
             history.versions.append(_Version(generation, content_id))
             history.trim()
 
@@ -149,7 +154,14 @@ class Deltas:
             history.shadow_of = [
                 generation if each == newest.generation else each for each in history.shadow_of
             ]
-            newest.generation = generation
+            newest.generation = history.open_generation = generation
+
+    def closed(self, registration: RegistrationId) -> None:
+        """The memory may be read no more, and its fence waits for comparisons: no other begins."""
+        with self._changed:
+            if (history := self._histories.get(registration)) is not None:
+                history.open_generation = 0
+                self._changed.notify_all()
 
     def named(self, registration: RegistrationId, generation: int, content_id: ContentId) -> None:
         """The publication under that generation was committed."""
@@ -160,15 +172,19 @@ class Deltas:
                     version.content_id = content_id
 
     def begin(self, registration: RegistrationId, memory: ChunkMemory, *, has_shadow: bool) -> None:
-        """There is room (`room_for`): keep deltas of that registration. StateError: no memory."""
+        """There is room (`room_for`): keep deltas of that registration, if it is still there.
+        OSError: no memory.
+        """
         sizes = memory.sizes
-        shadow = mmap.mmap(-1, max(1, sum(sizes))) if has_shadow else None
         with self._changed:
             history = self._histories.get(registration)
             if history is None or history.grid_id != memory.manifest.grid_id:
                 return
             history.widths = deltas.word_widths(memory.manifest)
-            history.room, history.shadow = sum(sizes) // DELTA_SHARE, shadow
+            if has_shadow:  # private: its pages come and go several times as fast as shared ones
+                kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                history.shadow = mmap.mmap(-1, max(1, sum(sizes)), kind)
+            history.room = sum(sizes) // DELTA_SHARE
             history.starts = list(accumulate(sizes, initial=0))
             history.shadow_of = [0] * len(sizes)
             self._begun.add(registration)
@@ -195,15 +211,17 @@ class Deltas:
             self._histories.pop(registration, None)
 
     def _drop(self, registration: RegistrationId) -> None:
-        """Keep the names of its contents only."""
+        """Keep the names of its contents only. The next reader that asks has it begin again."""
         history = self._histories.get(registration)
         if registration not in self._begun or history is None:
             return
         self._begun.discard(registration)
+        shadow, history.shadow = history.shadow, None  # no further comparison begins
+        self._changed.notify_all()
         self._changed.wait_for(lambda: not history.busy)
         for version in history.versions:
             version.made.clear()
-        shadow, history.shadow, history.shadow_of = history.shadow, None, []
+        history.shadow_of, history.is_asked_for = [], False
         history.taken = history.room = 0
         if shadow is not None:
             with contextlib.suppress(BufferError):
@@ -213,16 +231,22 @@ class Deltas:
     # -- making and finding deltas
 
     def missing(self, registration: RegistrationId, generation: int) -> list[int]:
-        """The chunks whose shadow is not of that generation, which is the newest."""
+        """The chunks whose shadow is not of that generation, which is the newest; none, where no
+        shadow is kept.
+        """
         with self._changed:
             history = self._histories.get(registration)
             newest = history.newest if history is not None else None
-            if history is None or newest is None or newest.generation != generation:
+            if history is None or newest is None or history.shadow is None:
+                return []
+            if newest.generation != generation:
                 return []
             return [c for c, of in enumerate(history.shadow_of) if of != generation]
 
     def make(self, access: Access, memory: ChunkMemory) -> None:
-        """Compare the chunks of an access with their shadows."""
+        """Compare the chunks of an access with their shadows, until the memory is closed. OSError:
+        some of it is not mapped any more.
+        """
         with self._changed:
             history = self._histories.get(access.registration)
         if history is not None:
@@ -278,17 +302,28 @@ class Deltas:
 
     def _compare(self, history: _History, generation: int, chunk: int, memory: ChunkMemory) -> None:
         """Make the delta of one chunk, unless it is there. Another thread that makes it is waited
-        for.
+        for, and so is a turn.
         """
+
+        def is_needless() -> bool:
+            return (
+                history.open_generation != generation
+                or history.shadow is None
+                or history.shadow_of[chunk] == generation
+            )
+
         with self._changed:
-            self._changed.wait_for(lambda: chunk not in history.busy)
+            self._changed.wait_for(
+                lambda: (
+                    is_needless() or (chunk not in history.busy and self._compared < COMPARED_MAX)
+                )
+            )
             newest, shadow = history.newest, history.shadow
-            if newest is None or newest.generation != generation or shadow is None:
+            if is_needless() or newest is None or shadow is None:
                 return
             before = history.shadow_of[chunk]
-            if before == generation:
-                return
             history.busy.add(chunk)
+            self._compared += 1
         made: bytes | None = None
         is_made = False
         try:
@@ -305,7 +340,9 @@ class Deltas:
         finally:
             with self._changed:
                 history.busy.discard(chunk)
-                history.shadow_of[chunk] = generation if is_made else 0
+                self._compared -= 1
+                # `reopened` may have renamed it meanwhile
+                history.shadow_of[chunk] = newest.generation if is_made else 0
                 if is_made and before:
                     kept = () if made is None else (made,)
                     self._enter(history, newest, chunk, before, kept)

@@ -349,7 +349,7 @@ class SharedOwner:
         keeps_base: bool,
     ) -> None:
         known, grid = self._bases.pop(registration, None), memory.manifest.grid_id
-        if complete or not memory.width:
+        if complete or not memory.width or memory.is_strided:
             return
         if keeps_base:
             former = self._owner.former(registration, content_id, grid)
@@ -361,9 +361,9 @@ class SharedOwner:
 
     def _base_elsewhere(self, memory: ChunkMemory, content_id: ContentId) -> Base | None:
         """What another memory of this worker has: for a copy that is filled beside it."""
-        for registration in self._memory:
+        for registration, other in self._memory.items():
             found = self._owner.held(registration, content_id, memory.manifest.grid_id)
-            if found is not None:
+            if found is not None and not other.is_read_only:  # a file's may be truncated
                 generation, held, digests, intact = found
                 terms = (None, registration, generation, held)
 
@@ -379,7 +379,10 @@ class SharedOwner:
         self, access: Access, memory: ChunkMemory, base: ContentId
     ) -> Mapping[int, tuple[bytes, ...]]:
         """See `OwnedMemory.deltas_of`."""
-        return {} if access.selection else self.deltas.find(access, memory, base)
+        if memory.is_strided:
+            return {}
+        with self._touching(access, access.chunks[0]):
+            return self.deltas.find(access, memory, base)
 
     def keep_deltas(
         self,
@@ -410,7 +413,11 @@ class SharedOwner:
         nbytes = Deltas.room_for(memory, has_shadow=is_publisher)
         if not lend(registration, nbytes):
             return nbytes
-        self.deltas.begin(registration, memory, has_shadow=is_publisher)
+        try:
+            self.deltas.begin(registration, memory, has_shadow=is_publisher)
+        finally:
+            if not self.deltas.is_begun(registration):  # no memory, or it was let go meanwhile
+                self.deltas.on_dropped(registration)
         return 0
 
     def make_deltas(
@@ -429,7 +436,11 @@ class SharedOwner:
             with self.access(*terms) as answer:
                 if not isinstance(answer, tuple):
                     return
-                self.deltas.make(*answer)
+                try:
+                    with self._touching(answer[0], answer[0].chunks[0]):
+                        self.deltas.make(*answer)
+                except CannotServe:
+                    return
 
     def forget(self, registration: RegistrationId) -> None:
         """Let go of fenced memory."""
@@ -572,6 +583,7 @@ class SharedOwner:
         before any write (R3).
         """
         self._owner.close(registration)
+        self.deltas.closed(registration)
         self._set_word(registration, 0)
 
     # ----------------------------------------------------------------------------------------------
@@ -706,18 +718,24 @@ class SharedOwner:
             for chunk, digest in zip(access.chunks, access.digests, strict=True)
             if digest is None
         ]
-        try:
+        with self._touching(access, next(iter(missing), 0)):
             kept = {
                 chunk: self.keep_digest(access, memory, chunk, made)
                 for chunk, made in _made(memory, missing)
             }
-        except OSError as error:  # it was freed meanwhile
-            self._break(
-                access.registration, access.generation, 0 if access.selection else missing[0]
-            )
-            raise CannotServe(BROKEN.reason) from error
         known = zip(access.chunks, access.digests, strict=True)
         return [(chunk, kept[chunk] if digest is None else digest) for chunk, digest in known]
+
+    @contextmanager
+    def _touching(self, access: Access, chunk: int) -> Iterator[None]:
+        """The block touches that chunk and others of the access. CannotServe: they were freed
+        meanwhile.
+        """
+        try:
+            yield
+        except OSError as error:
+            self._break(access.registration, access.generation, 0 if access.selection else chunk)
+            raise CannotServe(BROKEN.reason) from error
 
     def keep_digest(self, access: Access, memory: ChunkMemory, chunk: int, made: int) -> int:
         """Keep a digest that was made of a chunk of the access. Returns the digest that counts: the

@@ -1,0 +1,229 @@
+"""What comparisons cost a worker: few run at a time, and none begins for a fence, for room that is
+needed, or in memory that was freed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tensorhub import deltas
+from tensorhub.layouts.reading import Selection
+from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.model.strips import Strip
+from tensorhub.runtime.data.deltas import COMPARED_MAX
+from tensorhub.runtime.data.serving import BROKEN, SharedOwner
+from tensorhub.transport.owner import CannotServe
+from tensorhub.types import ContentId, RegistrationId
+from tests.runtime.data.test_deltas import ALL, CHUNKS, HERE, Source
+from tests.runtime.data_rig import WAIT_S, manifest_of
+
+FIRST, SECOND = ContentId("1"), ContentId("2")
+MANY = manifest_of((3 * COMPARED_MAX * 4096,))
+
+
+class Publisher:
+    """An owner with two versions; the second one is compared with the first one."""
+
+    def __init__(self) -> None:
+        self.memory = ChunkMemory(MANY, [memoryview(bytearray(MANY.nbytes))])
+        self.owner = SharedOwner(fence_grace_s=0.05)
+        self.taken: set[str] = set()
+        self.asked = itertools.count()
+        self.owner.deltas.on_dropped = self.taken.discard
+        self.open(1, FIRST)
+        assert self.owner.begin_deltas(HERE, self.lend, is_publisher=True) == 0
+        self.owner.make_deltas(HERE, 1, FIRST)
+        self.owner.fence(HERE)
+        self.open(2, SECOND)
+
+    def open(self, generation: int, content: ContentId) -> None:
+        self.owner.open(HERE, generation, ContentId(""), self.memory, complete=True)
+        self.owner.deltas.named(HERE, generation, content)
+
+    def lend(self, registration: str, nbytes: int) -> bool:
+        self.taken.add(registration)
+        return True
+
+    def ask(self) -> None:
+        """A reader's lane asks for all deltas, each lane from another chunk on."""
+        first, count = next(self.asked), MANY.chunk_count
+        wanted = [(first + chunk) % count for chunk in range(count)]
+        terms = (None, HERE, 2, SECOND, wanted, MANY.nbytes, 0.0)
+        with self.owner.access(*terms) as answer:
+            assert isinstance(answer, tuple)
+            self.owner.deltas_of(*answer, FIRST)
+
+
+class Held:
+    """Comparisons, each of which is held in its midst until `let_go`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = threading.Semaphore(0)
+        self.count = self.running = self.most = 0
+        self._lock = threading.Lock()
+        self._may_go = threading.Event()
+        self._encode = deltas.encode
+        monkeypatch.setattr(deltas, "encode", self._held)
+
+    def _held(self, base: memoryview, new: memoryview, width: int) -> bytes | None:
+        with self._lock:
+            self.count += 1
+            self.running += 1
+            self.most = max(self.most, self.running)
+        self.begun.release()
+        assert self._may_go.wait(WAIT_S)
+        with self._lock:
+            self.running -= 1
+        return self._encode(base, new, width)
+
+    def await_begun(self, count: int) -> None:
+        for _ in range(count):
+            assert self.begun.acquire(timeout=WAIT_S)
+
+    def let_go(self) -> None:
+        self._may_go.set()
+
+
+@contextmanager
+def threads(count: int, target: Callable[[], object]) -> Iterator[None]:
+    """The block runs beside them; they end with it."""
+    running = [threading.Thread(target=target) for _ in range(count)]
+    for each in running:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in running:
+            each.join(WAIT_S)
+            assert not each.is_alive()
+
+
+def test_however_many_readers_ask_few_chunks_are_compared_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publisher, held = Publisher(), Held(monkeypatch)
+    with threads(2 * COMPARED_MAX, publisher.ask):
+        held.await_begun(COMPARED_MAX)
+        held.let_go()
+    assert held.most == COMPARED_MAX
+    assert held.count == MANY.chunk_count
+    publisher.owner.fence(HERE)
+
+
+def test_a_fence_waits_for_the_comparisons_that_run_and_no_other_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publisher, held = Publisher(), Held(monkeypatch)
+    kept = publisher.owner.deltas
+    with threads(2 * COMPARED_MAX, publisher.ask):
+        held.await_begun(COMPARED_MAX)
+        with threads(1, lambda: publisher.owner.fence(HERE)):
+            with kept._changed:
+                assert kept._changed.wait_for(
+                    lambda: kept._histories[HERE].open_generation == 0, WAIT_S
+                )
+            held.let_go()
+    assert held.count == COMPARED_MAX
+
+
+def test_room_that_is_needed_waits_for_the_comparisons_that_run_and_no_other_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publisher, held = Publisher(), Held(monkeypatch)
+    kept = publisher.owner.deltas
+    with threads(2 * COMPARED_MAX, publisher.ask):
+        held.await_begun(COMPARED_MAX)
+        with threads(1, lambda: kept.end(HERE)):
+            with kept._changed:
+                assert kept._changed.wait_for(lambda: HERE not in kept._begun, WAIT_S)
+            held.let_go()
+    assert held.count == COMPARED_MAX
+    assert not publisher.taken
+    wanted: list[RegistrationId] = []
+    kept.on_wanted = wanted.append
+    publisher.ask()
+    assert wanted == [HERE]  # the next reader that asks has it begin again
+    publisher.owner.fence(HERE)
+
+
+def test_memory_that_was_freed_is_refused_and_ends_what_is_made_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publisher = Publisher()
+
+    def freed(memory: ChunkMemory, chunk: int, into: bytearray) -> memoryview:
+        raise OSError(14, "Bad address")
+
+    monkeypatch.setattr(ChunkMemory, "copied", freed)
+    with pytest.raises(CannotServe, match=BROKEN.reason):
+        publisher.ask()
+    publisher.owner.make_deltas(HERE, 2, SECOND)
+    assert publisher.owner.deltas.missing(HERE, 2) == list(range(MANY.chunk_count))
+    publisher.owner.fence(HERE)
+
+
+@pytest.mark.parametrize("lacks", ["memory", "registration"])
+def test_what_cannot_begin_gives_its_room_back(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    publisher = Publisher()
+    publisher.owner.deltas.end(HERE)
+
+    def no_memory(*_: object) -> object:
+        raise OSError(12, "Cannot allocate memory")
+
+    def gone(registration: str, nbytes: int) -> bool:
+        publisher.owner.deltas.forget(HERE)
+        return publisher.lend(registration, nbytes)
+
+    if lacks == "memory":
+        monkeypatch.setattr("tensorhub.runtime.data.deltas.mmap.mmap", no_memory)
+        with pytest.raises(OSError, match="Cannot allocate"):
+            publisher.owner.begin_deltas(HERE, publisher.lend, is_publisher=True)
+    else:
+        publisher.owner.begin_deltas(HERE, gone, is_publisher=True)
+    assert not publisher.taken
+    publisher.owner.fence(HERE)
+
+
+def test_a_replica_that_becomes_a_publisher_begins_anew_with_a_shadow() -> None:
+    replica = Source(has_shadow=False)
+    assert replica.deltas.missing(HERE, 1) == []  # or its thread would look for ever
+    replica.is_publisher = True
+    replica.publish([0])
+    assert not replica.deltas.is_begun(HERE)
+    replica.deltas.begin(HERE, replica.memory, has_shadow=True)
+    replica.look()
+    replica.publish([1])
+    assert set(replica.find(2)) == set(ALL)
+
+
+def test_another_generation_during_a_comparison_keeps_its_delta(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = Source()
+    source.look()
+    source.publish([5])
+    held = Held(monkeypatch)
+    with threads(1, source.look):
+        held.await_begun(1)
+        source.deltas.closed(HERE)
+        source.deltas.reopened(HERE, 99)
+        held.let_go()
+    assert source.deltas.missing(HERE, 99) == list(range(1, CHUNKS))
+
+
+def test_memory_of_strips_is_no_base_and_has_no_deltas() -> None:
+    publisher = Publisher()
+    strips = memory_of_strips(publisher.memory)
+    publisher.owner.fence(HERE)
+    publisher.owner.open(HERE, 3, ContentId("3"), strips, complete=False, keeps_base=True)
+    assert publisher.owner.base(HERE) is None
+    publisher.owner.fence(HERE)
+
+
+def memory_of_strips(memory: ChunkMemory) -> ChunkMemory:
+    return memory.selected(Selection(((Strip(0, 0, 0, 64, 2, ((2, 16),), 8),),)))
