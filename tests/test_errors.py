@@ -145,7 +145,7 @@ async def test_a_version_that_there_is_not() -> None:
             await weights.replicate(4)
         with raises(
             VersionUnavailable,
-            "version 2 of 'm' does not exist any more; held now: version 3",
+            "version 2 of 'm' was never published, or no worker holds it any more; held now: version 3",
             retryable=False,
         ):
             await weights.replicate(2)

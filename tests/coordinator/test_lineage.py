@@ -194,7 +194,7 @@ def test_watchers_hear_that_the_newest_is_an_older_one() -> None:
     assert heard == [3, 2, None]
     asked = trainer.replicate("latest", timeout_s=1)
     cluster.advance(4)
-    with pytest.raises(VersionUnavailable, match="nothing was published"):
+    with pytest.raises(VersionUnavailable, match="no version of 'actor' up to 0, its newest"):
         _ = asked.number
 
 
@@ -329,7 +329,7 @@ def test_latest_is_not_older_than_a_forgotten_version_that_a_rollback_made_the_n
     cluster.advance(4)
     with pytest.raises(
         VersionUnavailable,
-        match="no worker holds the version of 'actor' that a rollback has made the newest again",
+        match=r"version 2 of 'actor', which a rollback has made the newest, is held by no worker",
     ):
         _ = asked.number
     assert other.number == 1
@@ -339,6 +339,24 @@ def test_latest_is_not_older_than_a_forgotten_version_that_a_rollback_made_the_n
     cluster.run()
     assert again.number == 3
     assert keeper.member.version == 1
+
+
+def test_what_a_rollback_has_made_the_newest_and_no_worker_holds_was_published() -> None:
+    cluster, trainer, _ = trained(to=5)
+    rollback(cluster, trainer, 2)
+    assert not model_of(cluster).versions
+    late = cluster.handle("late")
+    cluster.run()
+    for selector, says in (
+        (2, "version 2 of 'actor' was published, and no worker holds it any more"),
+        (0, "version 0 of 'actor' was never published, or no worker holds it any more"),
+        (3, "version 3 of 'actor' is not published yet"),
+        ("latest", "version 2 of 'actor', which a rollback has made the newest, is held by no"),
+    ):
+        asked = late.replicate(selector, timeout_s=1)
+        cluster.advance(2)
+        with pytest.raises(VersionUnavailable, match=says):
+            _ = asked.number
 
 
 def test_a_call_by_selector_whose_version_was_rolled_back_while_its_worker_was_away_goes_on() -> (

@@ -210,7 +210,7 @@ def test_an_integer_that_is_not_visible_fails_at_once_and_says_what_to_do() -> N
     never = reader.replicate(1)
     cluster.run()
     with pytest.raises(
-        VersionUnavailable, match="does not exist any more; held now: version 3 by 1 replica"
+        VersionUnavailable, match="no worker holds it any more; held now: version 3 by 1 replica"
     ) as caught:
         _ = never.number
     assert not caught.value.retryable

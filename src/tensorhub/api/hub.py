@@ -484,9 +484,11 @@ class Hub(Unpicklable):
         """Begin a new lineage of `model` after version `to`, for a trainer that restarts from that
         checkpoint.
 
-        The versions up to `to` stay; later ones are retired: their holders' handles become empty,
-        their readers get VersionUnavailable, publishes in progress VersionConflict. The next number
-        to publish is `to` + 1. Durable on return. Raises VersionConflict (nothing was published, or
+        The versions up to `to` stay where workers hold them; later ones are retired: their holders'
+        handles become empty, their readers get VersionUnavailable, publishes in progress
+        VersionConflict. The next number to publish is `to` + 1. If no worker holds version `to` any
+        more, no older version stands for it: `newest` gives None, and "latest" waits, until the
+        next publish. Durable on return. Raises VersionConflict (nothing was published, or
         `to` is above the newest number), OperationTimeout, CoordinatorUnavailable.
         """
         check_full(self._worker, "rollback")

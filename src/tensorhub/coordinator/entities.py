@@ -1089,11 +1089,6 @@ class Model:
         numbers += self.history.lost
         return self.versions.get(sorted(numbers)[-1 - skip]) if len(numbers) > skip else None
 
-    @property
-    def is_newest_lost(self) -> bool:
-        """Whether the newest version of this lineage is neither held nor remembered."""
-        return bool(self.history.lost) and self.newest_visible() is None
-
     def retained(self) -> set[int]:
         """The numbers that must stay fetchable: the newest `retain` visible ones, lost ones
         included, and pinned ones.

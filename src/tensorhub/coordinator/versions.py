@@ -242,21 +242,23 @@ class Versions:
         return version
 
     def _unknown(self, model: Model, number: int, operation: Operation | None) -> str:
-        if not model.visible:
+        if model.mark is None:
             return (
                 f"version {number} of {model.name!r} does not exist: nothing was published "
                 f"under that model yet"
             )
-        if model.mark is not None and number > model.mark:
+        if number > model.mark:
             return (
                 f"version {number} of {model.name!r} is not published yet (the newest is "
                 f"{model.mark}); "
                 f"wait_for() waits for a version; {held_text(model, operation)}"
             )
-        return (
-            f"version {number} of {model.name!r} does not exist any more; "
-            f"{held_text(model, operation)}"
+        gone = (
+            "was published, and no worker holds it any more"
+            if number in model.history.forgotten
+            else "was never published, or no worker holds it any more"
         )
+        return f"version {number} of {model.name!r} {gone}; {held_text(model, operation)}"
 
     @staticmethod
     def waiting_text(
@@ -264,10 +266,12 @@ class Versions:
     ) -> str:
         """Why nothing is bound yet, for the error at the deadline."""
         newest = model.newest_visible()
-        if newest is None and model.is_newest_lost:
+        if newest is None and model.mark is not None:
             lost = (
-                f"no worker holds the version of {model.name!r} that a rollback has made the "
-                f"newest again"
+                f"version {model.history.lost[-1]} of {model.name!r}, which a rollback has made "
+                f"the newest, is held by no worker any more"
+                if model.history.lost
+                else f"no version of {model.name!r} up to {model.mark}, its newest number, is known"
             )
             return f"{lost}; {held_text(model, operation)}"
         if newest is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from tensorhub.errors import OperationTimeout
 from tensorhub.messages import Announce, FromWorker, Unwatch, Watch
 from tensorhub.runtime.worker import version_watches as news_module
 from tensorhub.runtime.worker.version_watches import VersionWatches
@@ -86,3 +87,10 @@ async def test_the_coordinator_forgets_them_too() -> None:
         assert newest.version == 1
         assert hub.newest("m0") is None  # begins to watch it again
         await until(lambda: "m0" in watched)
+
+
+async def test_who_waits_in_vain_is_not_told_that_nothing_was_ever_published() -> None:
+    """After a rollback to a version that no worker holds there is no newest one either."""
+    news = VersionWatches(MessageSink())
+    with pytest.raises(OperationTimeout, match="or no worker holds what a rollback has made"):
+        await news.wait_for("m", 0, 0)

@@ -29,6 +29,10 @@ anew.
 
 # models without a version and without a listener that are watched on; the oldest are dropped first
 IDLE_NAMES_MAX = 1024
+NO_NEWEST = (
+    "nothing is published under this name yet, or no worker holds what a rollback has made the "
+    "newest"
+)
 
 
 class VersionWatches:
@@ -157,10 +161,7 @@ class VersionWatches:
         """
         if model in self._listeners and not self._unpublished.get(model, True):
             self._unpublished[model] = True
-            hint = (
-                "nothing is published under this name yet: it waits for the first version. Is "
-                "the name right?"
-            )
+            hint = f"{NO_NEWEST}: it waits for the next version. Is the name right?"
             log.warning("call_waits", model=model, call="wait_for or watch", hint=hint)
 
     def unlisten(
@@ -202,9 +203,7 @@ class VersionWatches:
             raise losses[0]
         if not found:
             newest = self._newest.get(model)
-            known = (
-                "nothing is published yet" if newest is None else f"the newest is {newest.version}"
-            )
+            known = NO_NEWEST if newest is None else f"the newest is {newest.version}"
             text = (
                 f"version {at_least} of {model!r} was not published within {timeout_s:g} s; {known}"
             )
