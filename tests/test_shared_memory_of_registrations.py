@@ -100,6 +100,25 @@ async def test_a_fill_that_waited_while_the_trainer_published_writes_nothing() -
         assert equal({name: each.numpy() for name, each in mine.items()}, tensors(7))
 
 
+async def test_a_mutate_writes_nothing_that_another_registration_has_published() -> None:
+    async with cluster("worker", "far") as c:
+        mine = torch_tensors(1)
+        trainer = await c.hubs[0].register("m", mine, group="trainer")
+        rollout = await c.hubs[0].register("m", mine, group="rollout")
+        await trainer.publish(1)
+        await rollout.publish(2)
+        with pytest.raises(
+            StateError, match=BOTH + r", and that registration holds version 1: mutate\(\) of this"
+        ) as caught:
+            async with rollout.mutate(3):
+                pytest.fail("the body ran")
+        assert (caught.value.memory, rollout.version, trainer.version) == ("intact", 2, 1)
+        await trainer.unpublish()
+        async with rollout.mutate(3):
+            mine["a"].add_(1)
+        assert rollout.version == 3
+
+
 async def test_memory_that_is_filled_is_not_published() -> None:
     with gated(0) as gate:
         async with cluster("worker", "far") as c:
@@ -134,18 +153,18 @@ def test_claims_end_with_their_memory_and_with_a_fork() -> None:
         match=r"'[abc]' of b shares memory with '[abc]' of a, and that "
         r"registration holds version 1: ",
     ):
-        second.check_fill()
-    first.check_fill()
-    alone.check_fill()
+        second.check_write()
+    first.check_write()
+    alone.check_write()
     pid = os.fork()
     if not pid:
         try:
             third = Claim("c", memory.descriptions, str)  # of the child's own hub
-            third.check_fill()
+            third.check_write()
             os._exit(0)
         finally:
             os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
     del first
     gc.collect()
-    second.check_fill()
+    second.check_write()

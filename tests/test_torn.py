@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -12,7 +13,7 @@ import pytest
 
 import tensorhub
 from tensorhub.api.weights import Weights
-from tensorhub.errors import StateError
+from tensorhub.errors import StateError, TensorHubError
 from tensorhub.types import FetchReport, Options
 from tests.rig import (
     CHUNK_BYTES,
@@ -148,3 +149,24 @@ async def test_it_is_published_only_after_its_caller_says_that_it_was_written_an
         assert (await it.reader.publish(2)).version == 2
         await it.trainer.update()
         assert holds(it.source, 2)
+
+
+async def test_every_error_of_a_call_says_that_the_memory_is_torn_still() -> None:
+    async with torn() as it:
+        for call in (
+            partial(it.reader.update, 9, timeout=0.05),
+            partial(it.reader.replicate, "lastest"),
+            partial(it.reader.prefetch),  # there is no host memory
+            partial(it.reader.publish, "1"),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(TensorHubError) as caught:
+                await call()
+            assert (caught.value.memory, it.reader.state) == ("torn", "torn")
+        with pytest.raises(TensorHubError) as caught:
+            async with it.reader.mutate(-1):
+                pytest.fail("the body ran")
+        assert caught.value.memory == "torn"
+        await it.reader.update()
+        with pytest.raises(TensorHubError) as caught:
+            await it.reader.update("lastest")
+        assert caught.value.memory == "intact"

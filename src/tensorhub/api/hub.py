@@ -256,8 +256,8 @@ class Hub(Unpicklable):
 
         Memory may be registered more than once in a process, as a part that two models share. A
         fill of it (`replicate`, `update`) raises StateError if another registration of it holds a
-        version, or is just filled or published, when the fill is called or is to write; so does a
-        `publish` while another registration is filled.
+        version, or is just filled or published, when the fill is called or is to write; so does
+        `mutate`, and a `publish` while another registration is filled.
 
         Raises RegistrationError, which names each tensor that cannot be registered and what to do,
         or (with `Options.left_out_state="error"`) the module's state that is not carried.

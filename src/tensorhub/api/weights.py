@@ -8,9 +8,10 @@ import contextlib
 import inspect
 import sys
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from functools import partial, wraps
 from itertools import islice
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tensorhub.api.opening import Block, Unpicklable
 from tensorhub.errors import (
@@ -44,6 +45,21 @@ from tensorhub.worker.calls import FillCall
 NAMES_SHOWN_MAX = 5  # in an error
 
 BeforeWrite = Callable[[VersionInfo], Awaitable[None]]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _tells_torn(
+    call: Callable[Concatenate[Weights, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[Weights, P], Coroutine[Any, Any, R]]:
+    @wraps(call)
+    async def telling(weights: Weights, /, *given: P.args, **named: P.kwargs) -> R:
+        with weights._telling_torn():
+            return await call(weights, *given, **named)
+
+    return telling
 
 
 class Weights(Unpicklable):
@@ -102,14 +118,15 @@ class Weights(Unpicklable):
             else state
         )
 
+    @_tells_torn
     async def publish(self, version: int, timeout: float | None = None) -> VersionInfo:
         """Promise that the memory is immutable, as `version`; returns when it is visible (all ranks
         have called).
 
         Raises VersionConflict (the number was used, or is not above the mark), StateError
-        (published already, or torn: see `unpublish`), RegistrationError (a tensor was replaced or resized since it was
-        registered), OperationTimeout, GroupAborted, CoordinatorUnavailable, LeaseLost (once, where
-        the coordinator has come back without its state).
+        (published already, or torn: see `unpublish`), RegistrationError (a tensor was replaced or
+        resized since it was registered), OperationTimeout, GroupAborted, CoordinatorUnavailable,
+        LeaseLost (once, where the coordinator has come back without its state).
         """
         version = check_version(version)
         self._check_publishable()
@@ -145,6 +162,7 @@ class Weights(Unpicklable):
                 self._handle.publish, version, self._worker.timeout_s(timeout)
             )
 
+    @_tells_torn
     async def unpublish(self, timeout: float | None = None) -> None:
         """Take the promise back; returns when the memory may be overwritten.
 
@@ -170,7 +188,8 @@ class Weights(Unpicklable):
 
         The tensors and the number are checked first (RegistrationError, VersionConflict, with the
         memory as it was). Raises as `unpublish`, before the body (LeaseLost also where nothing is
-        published; StateError where the memory is torn), and as `publish`. If one rank's body raises, the other ranks' publish ends with
+        published; StateError where the memory is torn, or another registration of it holds a
+        version), and as `publish`. If one rank's body raises, the other ranks' publish ends with
         GroupAborted, and the number stays unused.
 
         StaleWeightsWarning: the body has apparently written none of the registered tensors; the
@@ -179,45 +198,56 @@ class Weights(Unpicklable):
         """
         return Block(self._mutate(version, timeout), "weights.mutate")
 
+    @contextlib.contextmanager
+    def _telling_torn(self) -> Iterator[None]:
+        """Within the block runs a call: its error says so if the memory is torn when it ends."""
+        try:
+            yield
+        except TensorHubError as error:
+            if self.state is HandleState.TORN and error.memory == "intact":
+                error.memory = "torn"
+            raise
+
     @contextlib.asynccontextmanager
     async def _mutate(self, version: int, timeout: float | None) -> AsyncIterator[None]:
-        version = check_version(version)
-        self._check_publishable()
-        self._memory.check_current()
-        timeout_s = self._worker.timeout_s(timeout)
-        check_number = partial(
-            self._worker.coordinator.check_number, self.model, version, timeout_s
-        )
-        where = ""
-
-        def begins() -> None:
-            nonlocal where
-            where = "unpublish() in"
-
-        try:
-            await self._thread.call(self._handle.begin_mutate, check_number, begins, timeout_s)
-            where = "the body of"
-            is_unwritten = (
-                self._memory.watch() if self._worker.options.stale_weights != "ignore" else None
-            )
-            yield
-            where = "after its body,"
+        with self._telling_torn():
+            version = check_version(version)
+            self._check_publishable()
             self._memory.check_current()
-            if is_unwritten is not None and is_unwritten():
-                self._tell_stale()
-        except BaseException as error:
-            if where in ("the body of", "after its body,"):
-                error.add_note(
-                    f"mutate({version}) of {self._handle.member.shard.title} has published nothing"
+            self._memory.claim.check_write("mutate()")
+            timeout_s = self._worker.timeout_s(timeout)
+            check_number = partial(
+                self._worker.coordinator.check_number, self.model, version, timeout_s
+            )
+            where = ""
+
+            def begins() -> None:
+                nonlocal where
+                where = "unpublish() in"
+
+            try:
+                await self._thread.call(self._handle.begin_mutate, check_number, begins, timeout_s)
+                where = "the body of"
+                is_unwritten = (
+                    self._memory.watch() if self._worker.options.stale_weights != "ignore" else None
                 )
-            if where and self._handle.member.shard.world_size > 1:
-                with self._thread.mode.shield(), contextlib.suppress(TensorHubError):
-                    reason = f"{where} mutate({version}) raised {text_of(error)}"
-                    await self._thread.call(
-                        self._handle.refuse, GroupAborted(reason[:1000]), timeout_s
-                    )
-            raise
-        await self._publish(version, timeout)
+                yield
+                where = "after its body,"
+                self._memory.check_current()
+                if is_unwritten is not None and is_unwritten():
+                    self._tell_stale()
+            except BaseException as error:
+                if where in ("the body of", "after its body,"):
+                    title = self._handle.member.shard.title
+                    error.add_note(f"mutate({version}) of {title} has published nothing")
+                if where and self._handle.member.shard.world_size > 1:
+                    with self._thread.mode.shield(), contextlib.suppress(TensorHubError):
+                        reason = f"{where} mutate({version}) raised {text_of(error)}"
+                        await self._thread.call(
+                            self._handle.refuse, GroupAborted(reason[:1000]), timeout_s
+                        )
+                raise
+            await self._publish(version, timeout)
 
     def _tell_stale(self) -> None:
         # Without the number: Python says an equal warning once for each place.
@@ -233,6 +263,7 @@ class Weights(Unpicklable):
             raise StateError(text)
         warnings.warn(text, StaleWeightsWarning, stacklevel=callers_level())
 
+    @_tells_torn
     async def replicate(
         self, selector: Selector = LATEST, timeout: float | None = None
     ) -> FetchReport:
@@ -256,10 +287,11 @@ class Weights(Unpicklable):
         call = FillCall(OpKind.REPLICATE, check_selector(selector))
         self._memory.check_current()
         self._memory.check_writable()
-        self._memory.claim.check_fill()
+        self._memory.claim.check_write()
         self._handle.stream_sync.note()
         return await self._thread.call(self._handle.fill, call, self._worker.timeout_s(timeout))
 
+    @_tells_torn
     async def update(
         self,
         selector: Selector = LATEST,
@@ -304,7 +336,7 @@ class Weights(Unpicklable):
         self._memory.check_current()
         self._memory.check_writable()
         if selector != self.version:  # else nothing is written
-            self._memory.claim.check_fill()
+            self._memory.claim.check_write()
         self._handle.stream_sync.note()
         job = self._thread.job(self._handle.fill, call, self._worker.timeout_s(timeout), ask)
         return await self._thread.run_job(job)
@@ -328,6 +360,7 @@ class Weights(Unpicklable):
             problem = error
         self._thread.post(partial(self._handle.hook_returned, problem))
 
+    @_tells_torn
     async def prefetch(
         self, selector: Selector = LATEST, timeout: float | None = None
     ) -> FetchReport:
@@ -347,6 +380,7 @@ class Weights(Unpicklable):
         self._memory.check_writable()
         return await self._thread.call(prefetch, self._handle, selector, timeout_s)
 
+    @_tells_torn
     async def close(self, abandon: bool = False) -> None:
         """Unpublish the version, as `unpublish` does, and give the registration up.
 

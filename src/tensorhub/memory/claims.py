@@ -3,8 +3,9 @@ change another.
 
 Memory may be registered more than once, as the trunk that two models share, and published under
 both. But a fill writes: it would change bytes that another registration has promised, or is
-filling. So a fill is refused while another registration of these bytes holds a version, and a
-publish while another registration is filled. (The caller's own writes are found as ever, R15.)
+filling. So a fill, or a `mutate`, is refused while another registration of these bytes holds a
+version, and a publish while another registration is filled. (Other writes of the caller are found
+as ever, R15.)
 
 Not responsible for tied tensors of one registration, for tensors with padded rows (their padding
 may be of other tensors), nor for other processes.
@@ -84,18 +85,18 @@ class Claim:
                 return name, other._spans[last][1]
         return None
 
-    def check_fill(self) -> None:
+    def check_write(self, what: str = "a fill") -> None:
         """StateError: another registration of this memory holds a version, or is filled or
-        published now.
+        published now. `what`: what is to write, for the error.
         """
         with _lock:
-            self._check_fill()
+            self._check_write(what)
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """Within the block its memory is written. StateError, as of `check_fill`."""
+        """Within the block its memory is written. StateError, as of `check_write`."""
         with _lock:
-            self._check_fill()
+            self._check_write("a fill")
             self._fills += 1
         try:
             yield
@@ -103,11 +104,11 @@ class Claim:
             with _lock:
                 self._fills -= 1
 
-    def _check_fill(self) -> None:
+    def _check_write(self, call: str) -> None:
         for other, both in self._others():
             if what := other._held() or other._running:
                 raise StateError(
-                    f"{self._same(other, both)}, and that registration {what}: a fill of this one "
+                    f"{self._same(other, both)}, and that registration {what}: {call} of this one "
                     f"would overwrite it. "
                     "Unpublish or close that one first, or register a copy here. (An engine that "
                     "runs on the trainer's own "

@@ -510,7 +510,7 @@ class Handle(CallersHandle):
         try:
             if not action.complete:
                 # another registration may have promised it since the call began
-                self.memory.claim.check_fill()
+                self.memory.claim.check_write()
             chunks = await self._mapped.prepare(action.manifest)
         except TensorHubError as error:
             self.interpreter.not_opened(error)
