@@ -34,6 +34,7 @@ SLOW = [
 ]
 ROOT = [
     "capped --readers 1 2 --rounds 1 --mib 8",
+    "delta_reads --lr 1e-5 --steps 1 --rounds 1 --mbit 400",
     "testbed.__main__ churn --systems tensorhub+seeds sockets --mb 2 --mbit 100 --versions 3",
     (
         "wan --congestion cubic --loss 0 --connections 1 4 --rounds 1 --mib 8 --chunk-mib 0.0625 "
