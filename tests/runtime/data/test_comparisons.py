@@ -216,14 +216,13 @@ def test_another_generation_during_a_comparison_keeps_its_delta(
     assert source.deltas.missing(HERE, 99) == list(range(1, CHUNKS))
 
 
-def test_memory_of_strips_is_no_base_and_has_no_deltas() -> None:
-    publisher = Publisher()
-    strips = memory_of_strips(publisher.memory)
-    publisher.owner.fence(HERE)
-    publisher.owner.open(HERE, 3, ContentId("3"), strips, complete=False, keeps_base=True)
-    assert publisher.owner.base(HERE) is None
-    publisher.owner.fence(HERE)
-
-
-def memory_of_strips(memory: ChunkMemory) -> ChunkMemory:
-    return memory.selected(Selection(((Strip(0, 0, 0, 64, 2, ((2, 16),), 8),),)))
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_memory_of_strips_is_no_base(is_strided: bool) -> None:
+    owner, memory = SharedOwner(), ChunkMemory(MANY, [memoryview(bytearray(MANY.nbytes))])
+    owner.open(HERE, 1, FIRST, memory, complete=True)
+    owner.fence(HERE)
+    if is_strided:
+        memory = memory.selected(Selection(((Strip(0, 64, 0, 0, 1, ((2, 16),), 8),),)))
+    owner.open(HERE, 2, SECOND, memory, complete=False, keeps_base=True)
+    assert (owner.base(HERE) is None) == is_strided
+    owner.fence(HERE)
