@@ -173,6 +173,26 @@ async def test_a_base_that_was_written_costs_a_retry_and_no_wrong_byte() -> None
         assert [each.outcome for each in report.sources] == ["used"]  # no source is blamed
 
 
+async def test_a_reader_that_asks_while_the_memory_is_written_is_heard_the_next_time() -> None:
+    async with sites() as s:
+        member = s.source._handle.member
+        registration = RegistrationId(member.shard.registration)
+        kept, wanted = worker_of(s.hubs[0])._owner.deltas, list[RegistrationId]()
+        on_wanted, kept.on_wanted = kept.on_wanted, wanted.append
+        await s.publish(2)
+        await s.update(2)
+        assert wanted == [registration]
+        kept.on_wanted = on_wanted
+        async with s.source.mutate(3):
+            on_wanted(registration)  # the notice comes late
+            await until(lambda: not kept._histories[registration].is_asked_for)
+            s.step(seed=3)
+        await s.update(3)
+        await s.ready()
+        await s.publish(4)
+        assert (await s.update(4)).bytes_saved > 0
+
+
 async def test_another_copy_takes_the_room_of_deltas() -> None:
     async with sites(replace(OPTIONS, host_memory_bytes=NBYTES + NBYTES // 2)) as s:
         await s.first_deltas()

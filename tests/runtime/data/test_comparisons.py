@@ -5,6 +5,7 @@ needed, or in memory that was freed.
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -226,3 +227,77 @@ def test_memory_of_strips_is_no_base(is_strided: bool) -> None:
     owner.open(HERE, 2, SECOND, memory, complete=False, keeps_base=True)
     assert (owner.base(HERE) is None) == is_strided
     owner.fence(HERE)
+
+
+def test_whatever_happens_beside_readers_their_deltas_make_the_newest_bytes() -> None:
+    """Versions, fences that are given up, room that is recalled and lent again, a registration that
+    goes: in any order, while readers ask.
+    """
+    rng = random.Random(7)
+    array = bytearray(rng.randbytes(MANY.nbytes))
+    memory = ChunkMemory(MANY, [memoryview(array)])
+    owner, taken = SharedOwner(fence_grace_s=0.05), set[str]()
+    owner.deltas.on_dropped = taken.discard
+    contents: list[bytes] = []
+    generations = itertools.count(1)
+    now = [0, 0]  # the generation and the version
+    is_over = threading.Event()
+    wrong: list[str] = []
+    found_any = threading.Event()
+
+    def lend(registration: str, nbytes: int) -> bool:
+        taken.add(registration)
+        return True
+
+    def publish() -> None:
+        for at in rng.sample(range(MANY.nbytes), 60):
+            array[at] ^= 1
+        contents.append(bytes(array))
+        now[:] = next(generations), len(contents)
+        owner.open(HERE, now[0], ContentId(""), memory, complete=True)
+        owner.deltas.named(HERE, now[0], ContentId(str(len(contents))))
+
+    def read(number: int) -> None:
+        chance = random.Random(number)
+        while not is_over.is_set():
+            generation, version = now
+            base = max(1, version - chance.randrange(1, 4))
+            chunks = chance.sample(range(MANY.chunk_count), 5)
+            terms = (None, HERE, generation, ContentId(str(version)), chunks, MANY.nbytes, 0.0)
+            with owner.access(*terms) as answer:
+                if not isinstance(answer, tuple):
+                    continue
+                for chunk, made in owner.deltas_of(*answer, ContentId(str(base))).items():
+                    held = ChunkMemory(MANY, [memoryview(bytearray(contents[base - 1]))])
+                    held.apply(chunk, made)
+                    found_any.set()
+                    if held.buffer(chunk) != memory.buffer(chunk):
+                        wrong.append(f"chunk {chunk} of {version} from {base}")
+
+    publish()
+    numbers = itertools.count()
+    with threads(4, lambda: read(next(numbers))):
+        for _ in range(100):
+            owner.begin_deltas(HERE, lend, is_publisher=True)
+            owner.make_deltas(HERE, now[0], ContentId(str(now[1])), lambda: rng.random() < 0.3)
+            happens = rng.random()
+            if happens < 0.1:
+                owner.deltas.end(HERE)
+                continue
+            owner.fence(HERE)
+            if happens < 0.3:
+                now[0] = next(generations)
+                owner.reopen(HERE, now[0])
+            else:
+                if happens < 0.35:
+                    owner.forget(HERE)
+                publish()
+        is_over.set()
+    assert not wrong
+    assert found_any.is_set()
+    owner.fence(HERE)
+    owner.forget(HERE)
+    owner.check_invariants()
+    assert not owner.deltas._histories
+    assert not owner.deltas._begun
+    assert not taken

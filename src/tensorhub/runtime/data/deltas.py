@@ -195,6 +195,12 @@ class Deltas:
         nbytes = sum(memory.sizes)
         return nbytes // DELTA_SHARE + (nbytes if has_shadow else 0)
 
+    def ask_again(self, registration: RegistrationId) -> None:
+        """It cannot begin now: the next reader that asks is news (`on_wanted`)."""
+        with self._changed:
+            if (history := self._histories.get(registration)) is not None:
+                history.is_asked_for = False
+
     def is_begun(self, registration: RegistrationId) -> bool:
         with self._changed:
             return registration in self._begun

@@ -162,7 +162,8 @@ class Handle(CallersHandle):
     def begin_deltas(self, lend: Callable[[str, int], bool]) -> None:
         """A reader wants deltas: keep them from now on, if there is room."""
         content = self.member.content
-        if content is None:
+        if content is None:  # it is being written already
+            self._owner.deltas.ask_again(self._registration)
             return
         try:
             nbytes = self._owner.begin_deltas(
