@@ -671,7 +671,7 @@ async def test_what_another_rank_does_ends_the_groups_call() -> None:
 
         async def good() -> None:
             with raises(
-                GroupAborted, "publish of group 'g' ended on all ranks: rank 1", retryable=True
+                GroupAborted, "of group 'g' ended on all ranks: rank 1", retryable=True
             ) as caught:
                 async with ranks[0].mutate(1):
                     pass

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 import anyio
+import pytest
 
 from tensorhub.api.weights import Weights
-from tensorhub.errors import GroupAborted
-from tests.rig import Cluster, Tensors, cluster, holds, tensors, write
+from tensorhub.errors import GroupAborted, RegistrationError
+from tests.rig import Cluster, Tensors, all_of, cluster, handle_of, holds, tensors, until, write
 
 RANKS = 8
 
@@ -64,3 +65,61 @@ async def test_eight_ranks_through_two_hubs_change_version_together() -> None:
             assert all(holds(mine, 10 * version + rank) for rank, mine in enumerate(got))
         reports = await each(readers, Weights.update)
         assert [report.changed for report in reports] == [False] * RANKS
+
+
+async def mutate(rank: Weights) -> None:
+    async with rank.mutate(2):
+        pass
+
+
+CALLS: dict[str, Callable[[Weights], Awaitable[Any]]] = {
+    "publish": partial(publish, 2),
+    "mutate": mutate,
+    "replicate": Weights.replicate,
+    "update": Weights.update,
+}
+
+
+@pytest.mark.filterwarnings("ignore::tensorhub.StaleWeightsWarning")
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_call_that_a_rank_refuses_by_itself_ends_on_the_other_ranks(
+    call: str, is_first: bool
+) -> None:
+    """Before or after they have called; and the group goes on with its next call (G4)."""
+    async with cluster("trainer", "one", "two") as c:
+        sources = [
+            await c.hubs[0].register("m", tensors(rank), group="p", rank=rank, world_size=2)
+            for rank in range(2)
+        ]
+        await all_of(*[source.publish(1) for source in sources])
+        memory = [dict(tensors()) for _ in range(2)]
+        ranks = [
+            await c.hubs[1 + rank].register("m", memory[rank], group="r", rank=rank, world_size=2)
+            for rank in range(2)
+        ]
+        registered, memory[1]["b"] = memory[1]["b"], tensors(2)["b"]
+
+        async def refused() -> None:
+            with pytest.raises(RegistrationError, match="'b'"):
+                await CALLS[call](ranks[1])
+
+        async def aborted() -> None:
+            with pytest.raises(
+                GroupAborted, match=r"rank 1: .* raised RegistrationError"
+            ) as caught:
+                await CALLS[call](ranks[0])
+            assert "'b'" in caught.value.causes[1]
+            assert not caught.value.retryable
+
+        if is_first:
+            await refused()
+            await aborted()
+        else:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(aborted)
+                member = handle_of(ranks[0]).member
+                await until(lambda: member.running is not None and member.running.key is not None)
+                tasks.start_soon(refused)
+        memory[1]["b"] = registered
+        await all_of(*[CALLS[call](rank) for rank in ranks])

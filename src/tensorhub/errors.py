@@ -30,7 +30,9 @@ version as it was published: parts of several, or written while published) or "i
 outcome is not known here; do not write them; the next call on the handle resolves it).
 
 A group's call ends on all ranks: the failed rank raises its own error, all other ranks GroupAborted
-with that cause. A worker that was taken for dead goes on as a new incarnation and keeps its
+with that cause. So it is if a rank refuses the call by itself, before or after the others have
+called. (LeaseLost, CoordinatorUnavailable and a deadline do not refuse it for the others.) A
+worker that was taken for dead goes on as a new incarnation and keeps its
 handles: its group calls end with GroupAborted, and its other calls ask again. LeaseLost is raised
 where a call needs something that was given up in the meantime.
 """  # noqa: E501 - a table

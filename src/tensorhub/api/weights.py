@@ -15,9 +15,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tensorhub.api.opening import Block, Unpicklable
 from tensorhub.errors import (
+    CoordinatorUnavailable,
     GroupAborted,
     InvalidType,
+    LeaseLost,
     MutabilityViolation,
+    OperationTimeout,
     RegistrationError,
     StaleWeightsWarning,
     StateError,
@@ -43,6 +46,9 @@ from tensorhub.types import (
 from tensorhub.worker.calls import FillCall
 
 NAMES_SHOWN_MAX = 5  # in an error
+REFUSAL_S = 5.0  # until the coordinator has been told that this rank makes no call
+# each rank that it concerns is told by itself: none refuses another rank's call for it
+OF_EACH_RANK = (LeaseLost, CoordinatorUnavailable, OperationTimeout)
 
 BeforeWrite = Callable[[VersionInfo], Awaitable[None]]
 
@@ -128,10 +134,36 @@ class Weights(Unpicklable):
         resized since it was registered), OperationTimeout, GroupAborted, CoordinatorUnavailable,
         LeaseLost (once, where the coordinator has come back without its state).
         """
-        version = check_version(version)
-        self._check_publishable()
-        self._memory.check_current()
-        return await self._publish(version, timeout)
+        async with self._of_all_ranks(f"publish({shown(version)})"):
+            version = check_version(version)
+            self._check_publishable()
+            self._memory.check_current()
+            return await self._publish(version, timeout)
+
+    @contextlib.asynccontextmanager
+    async def _of_all_ranks(self, call: str) -> AsyncIterator[None]:
+        """A call that the other ranks make, too: if this rank refuses it before it is said, the
+        other ranks' call ends with that cause (G4).
+        """
+        member, is_busy = self._handle.member, self._handle.interpreter.is_busy
+        before = member.group_calls
+        try:
+            yield
+        except Exception as error:
+            if member.group_calls == before and not is_busy and not isinstance(error, OF_EACH_RANK):
+                retryable = error.retryable if isinstance(error, TensorHubError) else None
+                reason = f"{call} raised {text_of(error)}"
+                await self._refuse(reason, REFUSAL_S, retryable=retryable)
+            raise
+
+    async def _refuse(
+        self, reason: str, timeout_s: float, *, retryable: bool | None = None
+    ) -> None:
+        """End the group's next call on all ranks, if the coordinator can be told in time."""
+        if self._handle.member.shard.world_size > 1:
+            error = GroupAborted(reason[:1000], retryable=retryable)
+            with contextlib.suppress(TensorHubError):
+                await self._thread.call(self._handle.refuse, error, timeout_s)
 
     def _check_publishable(self) -> None:
         """RegistrationError: the regions have padding, which belongs to no version."""
@@ -189,8 +221,8 @@ class Weights(Unpicklable):
         The tensors and the number are checked first (RegistrationError, VersionConflict, with the
         memory as it was). Raises as `unpublish`, before the body (LeaseLost also where nothing is
         published; StateError where the memory is torn, or another registration of it holds a
-        version), and as `publish`. If one rank's body raises, the other ranks' publish ends with
-        GroupAborted, and the number stays unused.
+        version), and as `publish`. If one rank's body or check raises, the other ranks' publish,
+        after their bodies, ends with GroupAborted, and the number stays unused.
 
         StaleWeightsWarning: the body has apparently written none of the registered tensors; the
         version is still published. `Options.stale_weights="error"` makes it a StateError, as if the
@@ -210,23 +242,21 @@ class Weights(Unpicklable):
 
     @contextlib.asynccontextmanager
     async def _mutate(self, version: int, timeout: float | None) -> AsyncIterator[None]:
+        call = f"mutate({shown(version)})"
         with self._telling_torn():
-            version = check_version(version)
-            self._check_publishable()
-            self._memory.check_current()
-            self._memory.claim.check_write("mutate()")
-            timeout_s = self._worker.timeout_s(timeout)
-            check_number = partial(
-                self._worker.coordinator.check_number, self.model, version, timeout_s
-            )
-            where = ""
-
-            def begins() -> None:
-                nonlocal where
-                where = "unpublish() in"
-
+            async with self._of_all_ranks(call):
+                version = check_version(version)
+                self._check_publishable()
+                self._memory.check_current()
+                self._memory.claim.check_write("mutate()")
+                timeout_s = self._worker.timeout_s(timeout)
+                check_number = partial(
+                    self._worker.coordinator.check_number, self.model, version, timeout_s
+                )
+                await self._thread.call(self._handle.check_mutate, check_number)
+            where = "unpublish() in"
             try:
-                await self._thread.call(self._handle.begin_mutate, check_number, begins, timeout_s)
+                await self._thread.call(self._handle.begin_mutate, timeout_s)
                 where = "the body of"
                 is_unwritten = (
                     self._memory.watch() if self._worker.options.stale_weights != "ignore" else None
@@ -237,17 +267,14 @@ class Weights(Unpicklable):
                 if is_unwritten is not None and is_unwritten():
                     self._tell_stale()
             except BaseException as error:
-                if where in ("the body of", "after its body,"):
+                if where != "unpublish() in":
                     title = self._handle.member.shard.title
-                    error.add_note(f"mutate({version}) of {title} has published nothing")
-                if where and self._handle.member.shard.world_size > 1:
-                    with self._thread.mode.shield(), contextlib.suppress(TensorHubError):
-                        reason = f"{where} mutate({version}) raised {text_of(error)}"
-                        await self._thread.call(
-                            self._handle.refuse, GroupAborted(reason[:1000]), timeout_s
-                        )
+                    error.add_note(f"{call} of {title} has published nothing")
+                with self._thread.mode.shield():
+                    await self._refuse(f"{where} {call} raised {text_of(error)}", timeout_s)
                 raise
-            await self._publish(version, timeout)
+            async with self._of_all_ranks(call):
+                await self._publish(version, timeout)
 
     def _tell_stale(self) -> None:
         # Without the number: Python says an equal warning once for each place.
@@ -284,12 +311,13 @@ class Weights(Unpicklable):
         source's bytes have their digests), StateError, OperationTimeout, GroupAborted,
         TransportUnavailable, RegistrationError, LeaseLost (both as `publish`).
         """
-        call = FillCall(OpKind.REPLICATE, check_selector(selector))
-        self._memory.check_current()
-        self._memory.check_writable()
-        self._memory.claim.check_write()
-        self._handle.stream_sync.note()
-        return await self._thread.call(self._handle.fill, call, self._worker.timeout_s(timeout))
+        async with self._of_all_ranks(f"replicate({shown(selector)})"):
+            call = FillCall(OpKind.REPLICATE, check_selector(selector))
+            self._memory.check_current()
+            self._memory.check_writable()
+            self._memory.claim.check_write()
+            self._handle.stream_sync.note()
+            return await self._thread.call(self._handle.fill, call, self._worker.timeout_s(timeout))
 
     @_tells_torn
     async def update(
@@ -315,31 +343,34 @@ class Weights(Unpicklable):
         version is still being read), both with it still published, MutabilityViolation (it was
         written; unpublish() first), and the errors of `before_write`.
         """
-        selector = check_selector(selector)
-        if at_least is not None:
-            at_least = check_version(at_least)
-        if before_write is not None and not callable(before_write):
-            raise InvalidType(
-                f"before_write={shown(before_write)}: give a function "
-                "that takes the VersionInfo, or None"
+        async with self._of_all_ranks(f"update({shown(selector)})"):
+            selector = check_selector(selector)
+            if at_least is not None:
+                at_least = check_version(at_least)
+            if before_write is not None and not callable(before_write):
+                raise InvalidType(
+                    f"before_write={shown(before_write)}: give a function "
+                    "that takes the VersionInfo, or None"
+                )
+            check_flag("staged", staged)
+            if staged and not self._worker.options.host_memory_bytes:
+                raise StateError(
+                    "update(staged=True) needs host memory: set Options.host_memory_bytes"
+                )
+            call = FillCall(
+                OpKind.UPDATE, selector, at_least, hold=before_write is not None, staged=staged
             )
-        check_flag("staged", staged)
-        if staged and not self._worker.options.host_memory_bytes:
-            raise StateError("update(staged=True) needs host memory: set Options.host_memory_bytes")
-        call = FillCall(
-            OpKind.UPDATE, selector, at_least, hold=before_write is not None, staged=staged
-        )
 
-        def ask(info: VersionInfo) -> None:
-            job.ask_caller(partial(self._run_hook, before_write, info))
+            def ask(info: VersionInfo) -> None:
+                job.ask_caller(partial(self._run_hook, before_write, info))
 
-        self._memory.check_current()
-        self._memory.check_writable()
-        if selector != self.version:  # else nothing is written
-            self._memory.claim.check_write()
-        self._handle.stream_sync.note()
-        job = self._thread.job(self._handle.fill, call, self._worker.timeout_s(timeout), ask)
-        return await self._thread.run_job(job)
+            self._memory.check_current()
+            self._memory.check_writable()
+            if selector != self.version:  # else nothing is written
+                self._memory.claim.check_write()
+            self._handle.stream_sync.note()
+            job = self._thread.job(self._handle.fill, call, self._worker.timeout_s(timeout), ask)
+            return await self._thread.run_job(job)
 
     async def _run_hook(self, before_write: BeforeWrite | None, info: VersionInfo) -> None:
         problem: Exception | None = None

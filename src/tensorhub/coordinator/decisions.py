@@ -157,9 +157,11 @@ class Decisions:
         error, key = blame.error, operation.key
         mine = others = ErrorInfo.of(error)
         if blame.rank is not None:
+            # a rank that refuses before any rank calls does not say which call
+            is_known = operation.parts or operation.kind is OpKind.PREFETCH
             text = (
-                f"{operation.kind} of group {operation.group.name!r} ended on all ranks: rank "
-                f"{blame.rank}: {error}"
+                f"{operation.kind if is_known else 'the call'} of group "
+                f"{operation.group.name!r} ended on all ranks: rank {blame.rank}: {error}"
             )
             causes = {blame.rank: str(error)}
             others = ErrorInfo.of(GroupAborted(text, causes=causes, retryable=error.retryable))

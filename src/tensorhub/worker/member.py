@@ -131,6 +131,11 @@ class Member:
         return self._session.was_known and self._session.refusal is None
 
     @property
+    def group_calls(self) -> int:
+        """How many group calls this rank has said, or refused; a repeated call counts again."""
+        return self._session.keys_taken
+
+    @property
     def _has_left(self) -> bool:
         """Whether the handle has deregistered: a Register that came after that would never be taken
         back.

@@ -105,6 +105,7 @@ class RegistrationSession:
         self._register_request = 0
         self._epoch = 0
         self._sequence = 0  # of the next group call
+        self.keys_taken = 0  # how many group calls this rank has said, or refused
 
     @property
     def ready(self) -> bool:
@@ -184,6 +185,7 @@ class RegistrationSession:
         """The key of this rank's next group call."""
         key = OpKey(self.shard.model, self.shard.group, self._epoch, self._sequence)
         self._sequence += 1
+        self.keys_taken += 1
         return key
 
     def is_older(self, key: OpKey) -> bool:

@@ -113,21 +113,15 @@ class CallersHandle(ABC):
     async def unpublish(self, timeout_s: float) -> None:
         await self._run(UnpublishCall(), timeout_s)
 
-    async def begin_mutate(
-        self,
-        check_number: Callable[[], Awaitable[None]],
-        begins: Callable[[], None],
-        timeout_s: float,
-    ) -> None:
-        """Do all that precedes the body of a `mutate`. `begins` is called once the checks are over:
-        from then on the calls of the group's other ranks count on this rank's call.
-        """
+    async def check_mutate(self, check_number: Callable[[], Awaitable[None]]) -> None:
+        """Raise what a `mutate` is told with the memory as it was."""
         self.interpreter.check_idle()
         await check_number()
         self.interpreter.check_idle()
-        # each rank of the group reports the loss itself: none refuses another rank's call for it
         self.member.report_loss()
-        begins()
+
+    async def begin_mutate(self, timeout_s: float) -> None:
+        """Take the memory back for the body of a `mutate`."""
         call = self.interpreter.call_before_body()
         if call is not None:
             await self._run(call, timeout_s)
