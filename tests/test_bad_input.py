@@ -152,6 +152,7 @@ async def test_arguments_that_no_message_can_carry() -> None:
             lambda: hub.wait_for("m", at_least=1, timeout=float("nan")),
             lambda: weights.update(at_least="latest"),  # type: ignore[arg-type]
             lambda: weights.update(at_least=2**63),
+            lambda: weights.update(1, at_least=1),
             lambda: weights.replicate(True),
             lambda: weights.replicate(2**63),
             lambda: weights.publish(2**63),

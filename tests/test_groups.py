@@ -123,3 +123,29 @@ async def test_a_call_that_a_rank_refuses_by_itself_ends_on_the_other_ranks(
                 tasks.start_soon(refused)
         memory[1]["b"] = registered
         await all_of(*[CALLS[call](rank) for rank in ranks])
+
+
+@pytest.mark.filterwarnings("ignore::tensorhub.StaleWeightsWarning")
+@pytest.mark.parametrize("first_call", ["replicate", "update"])
+async def test_a_restarted_rank_joins_the_update_of_the_others(first_call: str) -> None:
+    async with cluster("trainer", "one", "two", "two again") as c:
+        memory = [tensors(rank) for rank in range(2)]
+        sources = [
+            await c.hubs[0].register("m", memory[rank], group="p", rank=rank, world_size=2)
+            for rank in range(2)
+        ]
+        await all_of(*[source.publish(1) for source in sources])
+        got = [tensors() for _ in range(3)]
+        ranks = [
+            await c.hubs[1 + at].register("m", got[at], group="r", rank=at, world_size=2)
+            for at in range(2)
+        ]
+        await all_of(*[rank.update() for rank in ranks])
+        await c.hubs[2].close()
+        again = await c.hubs[3].register("m", got[2], group="r", rank=1, world_size=2)
+        reports = await all_of(ranks[0].update(), CALLS[first_call](again))
+        assert [(report.version, report.changed) for report in reports] == [(1, False), (1, True)]
+        assert holds(got[2], 1)
+        await all_of(*[mutate(source) for source in sources])
+        reports = await all_of(ranks[0].update(at_least=2), again.update(at_least=2))
+        assert [report.version for report in reports] == [2, 2]

@@ -18,6 +18,7 @@ from tensorhub.errors import (
     CoordinatorUnavailable,
     GroupAborted,
     InvalidType,
+    InvalidValue,
     LeaseLost,
     MutabilityViolation,
     OperationTimeout,
@@ -307,6 +308,9 @@ class Weights(Unpicklable):
         is bound again, for the whole group, to the version that its selector names then, or waits
         for one until its deadline (`report.rebinds`).
 
+        The ranks of a group call alike: each `replicate`, or `update` on those that hold a version,
+        with one selector. A group's call ends at the earliest deadline of its ranks.
+
         Raises VersionUnavailable, ManifestMismatch (each difference named), IntegrityError (no
         source's bytes have their digests), StateError, OperationTimeout, GroupAborted,
         TransportUnavailable, RegistrationError, LeaseLost (both as `publish`).
@@ -329,24 +333,30 @@ class Weights(Unpicklable):
         staged: bool = False,
         timeout: float | None = None,
     ) -> FetchReport:
-        """Replace the version in memory by a version; `report.changed` is False if it holds that
-        content already.
+        """Replace the version in memory by a version, or fill empty memory; `report.changed` is
+        False if it holds that content already.
 
-        `selector`: as `replicate`. `at_least` waits for that number. `before_write` is awaited
-        here, in the caller's task, once version and source are certain and before the first byte
-        changes; a call that is bound again (`replicate`) does not repeat it. Up to then an error
-        leaves the old version published; after it the memory is torn. `staged`: the new version is
-        filled into host memory first (`Options.host_memory_bytes`, else StateError), then
-        `before_write` is awaited, and the memory is only overwritten once all ranks have all of it:
-        an error leaves the old version published. Prefetched bytes are copied, not read. Raises as
-        `replicate`, RetentionError (a retained version would be lost), DrainTimeout (the old
-        version is still being read), both with it still published, MutabilityViolation (it was
-        written; unpublish() first), and the errors of `before_write`.
+        `selector`: as `replicate`. `at_least` waits for that number (not with a number as
+        selector). `before_write` is awaited here, in the caller's task, once version and source are
+        certain and before the first byte changes; a call that is bound again (`replicate`) does not
+        repeat it. Up to then an error leaves the old version published; after it the memory is
+        torn. `staged`: the new version is filled into host memory first
+        (`Options.host_memory_bytes`, else StateError), then `before_write` is awaited, and the
+        memory is only overwritten once all ranks have all of it: an error leaves the old version
+        published. Prefetched bytes are copied, not read. Raises as `replicate`, RetentionError (a
+        retained version would be lost), DrainTimeout (the old version is still being read), both
+        with it still published, MutabilityViolation (it was written; unpublish() first), and the
+        errors of `before_write`.
         """
         async with self._of_all_ranks(f"update({shown(selector)})"):
             selector = check_selector(selector)
             if at_least is not None:
                 at_least = check_version(at_least)
+                if isinstance(selector, int):
+                    raise InvalidValue(
+                        f"update({selector}, at_least={at_least}): a number is that version alone; "
+                        f"give at_least= with a selector, such as 'latest'"
+                    )
             if before_write is not None and not callable(before_write):
                 raise InvalidType(
                     f"before_write={shown(before_write)}: give a function "
@@ -417,7 +427,8 @@ class Weights(Unpicklable):
 
         With the last handle of this process (whatever it holds) the retained versions in its host
         memory are handed over to other workers, too, as the process may end then. (Leaving the hub
-        does not wait: close the handles before.)
+        does not wait: close the handles before.) There is no `timeout`: to hand a version over, or
+        to wait for its readers, may take up to `Options.op_timeout_s`.
 
         Raises RetentionError (a retained version would be lost; `abandon` loses it) and
         DrainTimeout, both with everything unchanged, and MutabilityViolation (it is closed, but its

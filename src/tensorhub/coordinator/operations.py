@@ -217,12 +217,13 @@ class Operations:
         if first is part:
             return None
         ours, theirs = _describe(part.call), _describe(first.call)
-        if ours == theirs:
+        if _as_update(ours) == _as_update(theirs):
             return None
         causes = {first.rank: f"called {theirs}", part.rank: f"called {ours}"}
         text = (
             f"the ranks of group {operation.group.name!r} made different calls: {theirs} on rank "
-            f"{first.rank}, {ours} on rank {part.rank}"
+            f"{first.rank}, {ours} on rank {part.rank}: call the same on all ranks (update() fills "
+            f"empty memory, too)"
         )
         return Blame(GroupAborted(text, causes=causes, retryable=False))
 
@@ -431,6 +432,11 @@ def _describe(call: Publish | Fill) -> str:
     staged = ", staged=True" if call.staged else ""
     at_least = "" if call.at_least is None else f", at_least={call.at_least}"
     return f"{call.kind}({call.selector!r}{at_least}{staged})"
+
+
+def _as_update(described: str) -> str:
+    """A replicate is the update of memory that holds no version, as that of a restarted rank."""
+    return described.replace(OpKind.REPLICATE, OpKind.UPDATE, 1)
 
 
 FAULTS_TOLD_MAX = 3  # in an error
