@@ -9,7 +9,7 @@ import errno
 import os
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -26,8 +26,10 @@ from tensorhub.errors import (
     StateError,
     TensorHubError,
 )
+from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Join
+from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.control.link import CoordinatorLink
-from tensorhub.types import Options
+from tensorhub.types import Incarnation, Location, Options
 from tests.rig import OPTIONS, WAIT_S, cluster, connect, holds, nothing_left, tensors, until
 
 PATIENT = replace(OPTIONS, coordinator_wait_s=WAIT_S)
@@ -167,3 +169,51 @@ async def test_another_token_is_refused_at_once_though_a_coordinator_is_waited_f
             await tensorhub.connect(
                 c.address, token="wrong", options=Options(coordinator_wait_s=1e8)
             )
+
+
+class Deaf(AsyncIterator[FromCoordinator]):
+    """A connection that takes no message any more, over which the coordinator's last words come."""
+
+    def __init__(self) -> None:
+        self.tried = anyio.Event()
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def send(self, message: FromWorker) -> None:
+        self.tried.set()
+        raise ConnectionLost("the connection is gone")
+
+    def __aiter__(self) -> AsyncIterator[FromCoordinator]:
+        return self
+
+    async def __anext__(self) -> FromCoordinator:
+        await self.tried.wait()
+        await anyio.wait_all_tasks_blocked()
+        return Dismissed("idle")
+
+
+class Ears:
+    incarnation = Incarnation("worker")
+    dismissals = 0
+
+    def introduce(self) -> Join:
+        return Join("worker", Location(), (), 1, 0)
+
+    def dismissed(self) -> None:
+        self.dismissals += 1
+
+
+async def test_the_last_words_are_heard_also_where_nothing_can_be_said_any_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ears = Ears()
+    link = CoordinatorLink(["tcp://127.0.0.1:1"], (b"",), Options(), ears)  # type: ignore[arg-type]
+    with anyio.fail_after(WAIT_S):
+        await link._hold_session(Deaf(), lambda: None)  # type: ignore[arg-type]
+    assert ears.dismissals == 1
+    assert str(link.fault) == "tcp://127.0.0.1:1: idle"
+    assert "coordinator_lost" not in caplog.text

@@ -303,8 +303,12 @@ class CoordinatorLink:
         to_say: MemoryObjectReceiveStream[FromWorker],
         scope: anyio.CancelScope,
     ) -> None:
-        async for message in to_say:
-            await messages.send(message)
+        try:
+            async for message in to_say:
+                await messages.send(message)
+        except ConnectionLost:
+            self._outbox_done.set()
+            return  # what the coordinator has said last is still to be read: it may say why
         self._outbox_done.set()
         scope.cancel()  # the outbox was closed: all is said
 
