@@ -152,6 +152,18 @@ async def test_a_revoked_token_ends_what_came_with_it_also_who_only_listens(tmp_
             assert await stays.describe() == ()
 
 
+async def test_a_path_that_is_given_as_the_token_itself_is_pointed_out(tmp_path: Path) -> None:
+    file = token_file(tmp_path / "token", "secret")
+    async with nothing_left(), tensorhub.serve(token=file, options=OPTIONS) as coordinator:
+        for token, hint in (
+            (str(file), r"the path of a file.*give a pathlib\.Path"),
+            ("a", "sides$"),
+        ):
+            with pytest.raises(AuthenticationFailed, match=hint) as caught:
+                await tensorhub.connect(coordinator.address, token=token, options=OPTIONS)
+            assert str(file) not in str(caught.value)
+
+
 async def test_a_token_file_that_goes_bad_cuts_nobody_off(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

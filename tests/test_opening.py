@@ -312,6 +312,7 @@ Arguments = dict[str, Any]
             r"address=b'tcp://h:1': give a coordinator's \"tcp://HOST:PORT\"",
         ),
         ({"address": "here"}, InvalidValue, "'here' is not a TensorHub address"),
+        ({"address": "tcp://h:99999"}, InvalidValue, "with a PORT of 0 to 65535"),
         ({"name": 3}, InvalidType, "3 cannot name a worker"),
         (
             {"name": "n" * 100_000},

@@ -263,7 +263,7 @@ def read_only_refusal(call: str) -> AuthenticationFailed:
     """The error that `call` raises in a process that connected with the read-only token."""
     return AuthenticationFailed(
         f"this token is read-only: {call} needs the cluster's own token (fetch, newest, wait_for, "
-        f"watch and describe do "
+        f"watch, describe and plan do "
         "not). Connect with that one, or leave the call to who has it"
     )
 

@@ -752,7 +752,7 @@ def parse_address(address: object) -> tuple[str, int]:
             address,
             str,
             f"{shown(address)} is not a TensorHub address: give "
-            f'"tcp://HOST:PORT"{_brackets(address)}',
+            f'"tcp://HOST:PORT", with a PORT of 0 to 65535{_brackets(address)}',
         )
     return match["host"].strip("[]"), int(match["port"])
 

@@ -64,7 +64,7 @@ def test_the_next_number(address: str, tmp_path: Path) -> None:
     done = run_here("publish", str(path), "--model", "m", "--address", address, "--version", "8")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: VersionConflict: 8 is not above 8")
-    assert "give 9 or more, or go back first: hub.rollback('m', to=N)" in done.stderr
+    assert "leave --version out, or give 9 or more. No command goes back: a Python" in done.stderr
 
 
 def test_what_it_says(address: str, tmp_path: Path) -> None:

@@ -54,8 +54,9 @@ def serve(
     block, or `coordinator = await tensorhub.serve()`, until its `close()` or the interpreter's
     exit.
 
-    `port` 0 takes a free one. `token`: the cluster's secret, or the path of a token file (one token
-    a line: each is accepted, and the file is read again when it changes); None takes
+    `port` 0 takes a free one. `token`: the cluster's secret (text or bytes), or a token file (a
+    `pathlib.Path`; one token a line: each is accepted, and the file is read again when it changes);
+    None takes
     TENSORHUB_TOKEN, then a token file, else access is open, which only loopback allows.
     `state_dir`: where versions' marks are kept (SQLite, synced), a directory that this user or root
     owns, and that is not world-writable; without one, a coordinator that restarts is a new cluster.

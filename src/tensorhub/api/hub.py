@@ -93,9 +93,10 @@ def connect(
 
     `address`: a coordinator's "tcp://host:port", or several; on Ray "ray-actor://NAME", which is
     looked up anew at each connection (`tensorhub.integrations.ray`). `name`: for people; default:
-    host and process id. `token`: as for `serve`; a token file's first is presented. With a
-    read-only one (`read_only_token`) `fetch`, `newest`, `wait_for`, `watch` and `describe` may be
-    called; all other calls raise AuthenticationFailed. `transports`: names in order of preference,
+    host and process id. `token`: as for `serve` (text is the token itself, a `pathlib.Path` a token
+    file, of which the first token is presented). With a read-only one (`read_only_token`) `fetch`,
+    `newest`, `wait_for`, `watch`, `describe` and `plan` may be called; all other calls raise
+    AuthenticationFailed. `transports`: names in order of preference,
     and only these. `prefetch`: each new version of a model is prefetched in the background for the
     handles that were filled with an earlier one, so that `update` copies it from host memory
     (`Options.host_memory_bytes`).

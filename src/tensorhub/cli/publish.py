@@ -88,8 +88,8 @@ class Publisher:
         if mark is not None and self.version <= mark:
             raise VersionConflict(
                 f"{self.version} is not above {mark}, the newest version of {self.model!r} ever "
-                f"published; give "
-                f"{mark + 1} or more, or go back first: hub.rollback({self.model!r}, to=N), N less "
+                f"published; leave --version out, or give {mark + 1} or more. No command goes "
+                f"back: a Python program does, with hub.rollback({self.model!r}, to=N), N less "
                 f"than {self.version}"
             )
         return self.version

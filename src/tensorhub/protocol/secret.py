@@ -79,6 +79,16 @@ def resolve_token(token: Token | None) -> Secret | Path:
     return usual if exists else Secret()
 
 
+def path_hint(secret: bytes) -> str:
+    """Advice about a token that a peer does not accept, if it is the path of a file; else empty."""
+    if not os.path.isfile(secret):
+        return ""
+    return (
+        f"; this side's token is the path of a file, and text is taken as the token itself: give a "
+        f"pathlib.Path, or set {TOKEN_FILE_VARIABLE}"
+    )
+
+
 def read_token_file(path: Path) -> tuple[Secret, ...]:
     """The tokens of a token file, one a line, 1 to `TOKENS_MAX`: the first is presented, each is
     accepted.

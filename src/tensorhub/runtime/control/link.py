@@ -40,6 +40,7 @@ from tensorhub.messages import (
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.secret import path_hint
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime.control.addresses import check_address, locate
 from tensorhub.transport.forks import close_in_children
@@ -196,7 +197,9 @@ class CoordinatorLink:
                         raise lack from error
                 problems.append(f"{address}: {'; '.join(dict.fromkeys(map(_text, causes)))}")
             except (AuthenticationFailed, ProtocolError) as error:
-                named = type(error)(f"{address}: {error}", retryable=error.retryable)
+                is_refused = isinstance(error, AuthenticationFailed)
+                hint = path_hint(self._secrets[0]) if is_refused else ""
+                named = type(error)(f"{address}: {error}{hint}", retryable=error.retryable)
                 if not error.retryable:
                     raise named from error
                 # a proxy before a coordinator that is gone closes: another address may do
