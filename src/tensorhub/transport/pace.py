@@ -1,7 +1,8 @@
-"""How fast whole chunks come from each source, and how fast deltas are applied: whether a reader
-asks a source for deltas.
+"""How fast whole chunks come from each source, and how fast its deltas are applied: whether a
+reader asks a source for deltas.
 
-A delta pays where the link is slower than the codec. Both rates are measured as they are used. The
+A delta pays where the link is slower than the codec. Both rates are measured as they are used, and
+by source: one that sends deltas that take long costs no other source its readers' trust. The
 codec's rate is for one thread, and so is the link's: each thread has a connection of its own.
 """
 
@@ -25,31 +26,36 @@ class Paces:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._codec_rate = CODEC_RATE
+        self._codec_rates: OrderedDict[Incarnation, float] = OrderedDict()
         self._rates: OrderedDict[Incarnation, float] = OrderedDict()
 
     def prefers_deltas(self, source: Incarnation, full_rate: float) -> bool:
         """Whether deltas come sooner than whole chunks. `full_rate`: see `ReadRight`."""
         with self._lock:
-            return self._rates.get(source, full_rate) < WORTH * self._codec_rate
+            codec_rate = self._codec_rates.get(source, CODEC_RATE)
+            return self._rates.get(source, full_rate) < WORTH * codec_rate
 
     def came(self, source: Incarnation, nbytes: int, seconds: float) -> None:
         """Whole chunks have come in so much time."""
+        self._note(self._rates, source, nbytes, seconds, None)
+
+    def applied(self, source: Incarnation, nbytes: int, seconds: float) -> None:
+        """Its deltas of chunks of so many bytes were applied."""
+        self._note(self._codec_rates, source, nbytes, seconds, CODEC_RATE)
+
+    def _note(
+        self,
+        rates: OrderedDict[Incarnation, float],
+        source: Incarnation,
+        nbytes: int,
+        seconds: float,
+        otherwise: float | None,
+    ) -> None:
         if nbytes < LEAST_BYTES or seconds <= 0:
             return
+        new = nbytes / seconds
         with self._lock:
-            known = self._rates.pop(source, None)
-            self._rates[source] = _mixed(known, nbytes / seconds)
-            if len(self._rates) > SOURCES_MAX:
-                self._rates.popitem(last=False)
-
-    def applied(self, nbytes: int, seconds: float) -> None:
-        """Deltas of chunks of so many bytes were applied."""
-        if nbytes < LEAST_BYTES or seconds <= 0:
-            return
-        with self._lock:
-            self._codec_rate = _mixed(self._codec_rate, nbytes / seconds)
-
-
-def _mixed(known: float | None, new: float) -> float:
-    return new if known is None else known + SHARE_OF_NEWS * (new - known)
+            known = rates.pop(source, otherwise)
+            rates[source] = new if known is None else known + SHARE_OF_NEWS * (new - known)
+            if len(rates) > SOURCES_MAX:
+                rates.popitem(last=False)

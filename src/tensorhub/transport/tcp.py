@@ -315,7 +315,7 @@ class TcpChannel:
             bytes_max -= sum(lengths)
         seconds = time.perf_counter() - began
         nbytes = sum([self._destination.sizes[chunk] for chunk, _ in group])
-        self._paces.applied(nbytes, codec_s)
+        self._paces.applied(self._client.right.incarnation, nbytes, codec_s)
         return Arrival(group, wait_s, seconds, deltas=brought, codec_s=codec_s)
 
     def _receive_strided(self, group: list[tuple[int, int | None]], wait_s: float) -> Arrival:
