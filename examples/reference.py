@@ -409,7 +409,7 @@ async def mismatch(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
 
 @shows("RegistrationError", raises=tensorhub.RegistrationError)
 async def not_contiguous(trainer: tensorhub.Hub) -> None:
-    # names the tensor, and says: .contiguous()
+    # names the tensor, and says: register `.T` of it, with `.T` behind its view in sources=
     await trainer.register("actor", {"w": torch.ones(4, 2).t()})
 
 

@@ -124,6 +124,7 @@ async def test_open_data_listeners_beyond_loopback() -> None:
     "settings",
     [
         {"name": ""},
+        {"name": " "},
         {"name": "x" * 513},
         {"name": "a\nb"},
         {"location": Location(site="x" * 513)},

@@ -267,7 +267,7 @@ async def test_tensors_that_cannot_be_registered_are_all_named() -> None:
         ),
         "strided": (
             torch.zeros(4, 4).t(),
-            "it is not contiguous (shape (4, 4), stride (1, 4)); register `.contiguous()`",
+            "it is not contiguous (shape (4, 4), stride (1, 4)); register `.T` of it",
         ),
     }
     async with cluster("trainer") as c:

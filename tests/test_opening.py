@@ -263,11 +263,17 @@ async def test_a_blocking_hook_in_async_code_is_refused_before_a_byte_changes() 
         async with source.mutate(2):
             pass
         with pytest.raises(
-            TypeError,
+            InvalidType,
             match=r"before_write .* async function, and this one "
             r"returned 'paused': write `async def`",
         ):
             await weights.update(before_write=lambda info: "paused")
+
+        def stop(info: VersionInfo) -> None:
+            pytest.fail("it was called")
+
+        with pytest.raises(InvalidType, match="this one returns None: write `async def`"):
+            await weights.update(before_write=stop)
         with pytest.raises(InvalidType, match="before_write=3: give a function"):
             await weights.update(before_write=3)
         assert (weights.state, weights.version, holds(memory, 1)) == ("ready", 1, True)
@@ -279,7 +285,7 @@ async def test_a_blocking_hook_in_async_code_is_refused_before_a_byte_changes() 
                 theirs = hub.register("m", tensors())
                 for hook in (pause, lambda info: pause(info)):
                     with pytest.raises(
-                        TypeError, match=r"before_write of tensorhub\.sync is a plain function"
+                        InvalidType, match=r"before_write of tensorhub\.sync is a plain function"
                     ):
                         theirs.update(before_write=hook)
                 assert theirs.state == "empty"

@@ -37,6 +37,7 @@ from tensorhub.api import (
     weights as _weights,
 )
 from tensorhub.api.opening import AsyncClosable, Opening, Unpicklable, close_after
+from tensorhub.errors import InvalidType
 from tensorhub.protocol.secret import resolve_token
 from tensorhub.runtime.loop_thread import finish_blocking as _finish
 from tensorhub.types import (
@@ -298,13 +299,13 @@ def _as_async(function: Callable[[VersionInfo], object]) -> _weights.BeforeWrite
         "write `def`, not `async def`"
     )
     if inspect.iscoroutinefunction(function):
-        raise TypeError(text)
+        raise InvalidType(text)
 
     async def before_write(info: VersionInfo) -> None:
         made = function(info)
         if inspect.iscoroutine(made):
             made.close()
-            raise TypeError(text)
+            raise InvalidType(text)
 
     return before_write
 

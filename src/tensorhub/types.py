@@ -133,16 +133,17 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_name(what: str, name: object) -> str:
-    """Return `name` if it can name a `what` (1 to 512 printable characters); else raise
-    InvalidValue, InvalidType.
+    """Return `name` if it can name a `what` (1 to 512 printable characters, not spaces only); else
+    raise InvalidValue, InvalidType.
     """
-    if isinstance(name, str) and 0 < len(name) <= 512 and name.isprintable():
+    if isinstance(name, str) and name.strip() and len(name) <= 512 and name.isprintable():
         return name
     more = f" (of {len(name)} characters)" if isinstance(name, str) and len(name) > 512 else ""
     raise invalid(
         name,
         str,
-        f"{shown(name)}{more} cannot name a {what}: give text, of 1 to 512 printable characters",
+        f"{shown(name)}{more} cannot name a {what}: give text, of 1 to 512 printable characters, "
+        f"not spaces only",
     )
 
 

@@ -96,6 +96,28 @@ def test_a_fill_that_takes_too_long_names_the_slow_ranks() -> None:
         assert caught.value.memory == "torn"
 
 
+def test_a_before_write_that_takes_too_long_is_named_with_its_rank() -> None:
+    cluster = StepwiseCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.replicate(timeout_s=5, hold=True) for handle in readers]
+    slow = Choice("hook", readers[1].name)
+    cluster.run(slow)
+    while cluster.now < 6:
+        cluster.advance(0.5, run=False)
+        cluster.run(slow)
+    for call in calls:
+        with pytest.raises(
+            OperationTimeout,
+            match=r"version 1: before_write did not return after 5 s on rank\(s\) \[1\]$",
+        ) as caught:
+            _ = call.number
+        assert caught.value.memory == "intact"
+
+
 @pytest.mark.parametrize("last", ["corrupt", "stalled"])
 def test_bad_digests_from_every_source_are_an_integrity_error(last: str) -> None:
     cluster, _, reader = trainer_and_reader()

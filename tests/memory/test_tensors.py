@@ -166,9 +166,12 @@ BAD: dict[str, tuple[Any, str]] = {
     "numpy scalar": (np.float32(1), "a numpy.float32 is neither"),
     "transposed": (
         torch.zeros(2, 3).T,
-        r"stride \(1, 3\)\); register `.contiguous\(\)`, or `.T` of it",
+        r"register `.T` of it, .* in sources=; or register `.contiguous\(\)`, which is a copy",
     ),
-    "expanded": (torch.zeros(1).expand(3), r"register `.contiguous\(\)`$"),
+    "expanded": (
+        torch.zeros(1).expand(3),
+        r"register the tensor that it is expanded from; or .*, which is a copy",
+    ),
     "channels last": (
         torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
         "not contiguous",

@@ -362,6 +362,8 @@ class Weights(Unpicklable):
                     f"before_write={shown(before_write)}: give a function "
                     "that takes the VersionInfo, or None"
                 )
+            if _returns_none(before_write):
+                raise _not_async("returns None")
             check_flag("staged", staged)
             if staged and not self._worker.options.host_memory_bytes:
                 raise StateError(
@@ -388,12 +390,7 @@ class Weights(Unpicklable):
             if before_write is not None:
                 made: object = before_write(info)
                 if not inspect.isawaitable(made):
-                    raise TypeError(
-                        f"before_write is to be an async function, and this one returned "
-                        f"{shown(made)}: write `async def`, "
-                        "and `await anyio.to_thread.run_sync(...)` for what blocks; without an "
-                        "event loop: tensorhub.sync"
-                    )
+                    raise _not_async(f"returned {shown(made)}")
                 await made
                 self._memory.check_current()
                 self._handle.stream_sync.note()
@@ -442,6 +439,21 @@ class Weights(Unpicklable):
         )
         with contextlib.suppress(*[MutabilityViolation] * is_moved):
             await self._thread.call(close, self._handle, self._worker.timeout_s(None))
+
+
+def _returns_none(function: object) -> bool:
+    """Whether it is a plain function that says so. (A wrapper has another function's words.)"""
+    says = getattr(function, "__annotations__", {}).get("return", "")
+    is_known = not (inspect.iscoroutinefunction(function) or hasattr(function, "__wrapped__"))
+    return is_known and says in (None, "None")
+
+
+def _not_async(does: str) -> InvalidType:
+    return InvalidType(
+        f"before_write is to be an async function, and this one {does}: write `async def`, "
+        "and `await anyio.to_thread.run_sync(...)` for what blocks; without an event loop: "
+        "tensorhub.sync"
+    )
 
 
 def callers_level() -> int:

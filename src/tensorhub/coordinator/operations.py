@@ -37,7 +37,7 @@ from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, PartState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
-from tensorhub.coordinator.waiting import needs_source
+from tensorhub.coordinator.waiting import awaits_hook, needs_source
 from tensorhub.errors import (
     GroupAborted,
     IntegrityError,
@@ -575,10 +575,10 @@ class Deadlines:
                 )
             )
         slow = sorted((part for part in parts if not part.voted), key=lambda part: part.rank)
-        text = (
-            f"{what} was not complete after {_rounded(late.call.timeout_s)} s on rank(s) "
-            f"{[part.rank for part in slow]}"
-        )
+        after = f"after {_rounded(late.call.timeout_s)} s on rank(s)"
+        if hooked := [part.rank for part in slow if awaits_hook(part)]:
+            return Blame(OperationTimeout(f"{what}: before_write did not return {after} {hooked}"))
+        text = f"{what} was not complete {after} {[part.rank for part in slow]}"
         return Blame(OperationTimeout(text + _faults(slow)))
 
 

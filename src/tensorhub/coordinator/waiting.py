@@ -158,6 +158,11 @@ def starves(operation: Operation) -> bool:
     )
 
 
+def awaits_hook(part: RankPart) -> bool:
+    """Whether nothing was overwritten so far, because its before_write has not returned."""
+    return isinstance(part.call, Fill) and part.call.hold and not part.ready
+
+
 def awaits_agreement(operation: Operation) -> bool:
     """Whether some rank's vote does not count yet."""
     return any(part.state is PartState.CLAIMING for part in operation.parts.values())

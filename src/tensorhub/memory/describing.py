@@ -217,9 +217,11 @@ def stride_fault(tensor: Any) -> str | None:
     """What to do where a tensor of torch is neither contiguous nor a tensor with padded rows."""
     if tensor.is_contiguous() or row_pitch(tensor.shape, tensor.stride(), 1) is not None:
         return None
-    advice = "register `.contiguous()`"
+    advice = "register `.contiguous()`, which is a copy: use it in place of this tensor"
     if tensor.dim() == 2 and tensor.T.is_contiguous():
-        advice += ", or `.T` of it, with `.T` behind its view in sources="
+        advice = f"register `.T` of it, with `.T` behind its view in sources=; or {advice}"
+    elif 0 in tensor.stride():
+        advice = f"register the tensor that it is expanded from; or {advice}"
     return f"it is not contiguous (shape {tuple(tensor.shape)}, stride {tensor.stride()}); {advice}"
 
 
@@ -252,7 +254,10 @@ def _numpy_fault(array: Any) -> str | None:
         not array.flags.c_contiguous
         and row_pitch(array.shape, array.strides, array.itemsize) is None
     ):
-        return f"it is not C-contiguous (shape {array.shape}); use `numpy.ascontiguousarray(...)`"
+        return (
+            f"it is not C-contiguous (shape {array.shape}); use `numpy.ascontiguousarray(...)`, "
+            f"which is a copy, in its place"
+        )
     if not array.flags.writeable:
         return "it cannot be written to; register a copy (`.copy()`)"
     return None
