@@ -164,6 +164,16 @@ async def test_a_path_that_is_given_as_the_token_itself_is_pointed_out(tmp_path:
             assert str(file) not in str(caught.value)
 
 
+async def test_a_coordinator_whose_token_is_a_path_says_so_in_its_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(token_file(tmp_path / "token", "secret"))
+    async with nothing_left(), tensorhub.serve(token=path, options=OPTIONS) as coordinator:
+        with pytest.raises(AuthenticationFailed):
+            await tensorhub.connect(coordinator.address, token="secret", options=OPTIONS)
+        await until(lambda: "this side's token is the path of a file" in caplog.text)
+
+
 async def test_a_token_file_that_goes_bad_cuts_nobody_off(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,6 +216,7 @@ async def test_a_read_only_token_fetches_and_looks_and_nothing_else() -> None:
         assert all(
             np.array_equal(fetched[name].numpy(), tensor) for name, tensor in tensors(1).items()
         )
+        assert (await dashboard.plan("m")).version == info
         model = await dashboard.describe("m")
         assert [shard.worker for replica in model.replicas for shard in replica.shards] == [
             "trainer"

@@ -16,7 +16,7 @@ import stat
 from pathlib import Path
 from typing import Final, NoReturn
 
-from tensorhub.errors import AuthenticationFailed, InvalidType
+from tensorhub.errors import AuthenticationFailed, InvalidType, TensorHubError
 
 TOKEN_VARIABLE: Final = "TENSORHUB_TOKEN"
 TOKEN_FILE_VARIABLE: Final = "TENSORHUB_TOKEN_FILE"
@@ -79,9 +79,11 @@ def resolve_token(token: Token | None) -> Secret | Path:
     return usual if exists else Secret()
 
 
-def path_hint(secret: bytes) -> str:
-    """Advice about a token that a peer does not accept, if it is the path of a file; else empty."""
-    if not os.path.isfile(secret):
+def path_hint(error: TensorHubError, secret: bytes) -> str:
+    """Advice about this side's token, if it is the path of a file and the error says that the
+    tokens differ; else empty.
+    """
+    if not (isinstance(error, AuthenticationFailed) and os.path.isfile(secret)):
         return ""
     return (
         f"; this side's token is the path of a file, and text is taken as the token itself: give a "

@@ -197,8 +197,7 @@ class CoordinatorLink:
                         raise lack from error
                 problems.append(f"{address}: {'; '.join(dict.fromkeys(map(_text, causes)))}")
             except (AuthenticationFailed, ProtocolError) as error:
-                is_refused = isinstance(error, AuthenticationFailed)
-                hint = path_hint(self._secrets[0]) if is_refused else ""
+                hint = path_hint(error, self._secrets[0])
                 named = type(error)(f"{address}: {error}{hint}", retryable=error.retryable)
                 if not error.retryable:
                     raise named from error

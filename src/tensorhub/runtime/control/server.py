@@ -49,7 +49,7 @@ from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.polled_stream import Poller
 from tensorhub.protocol.pot import Pot
-from tensorhub.protocol.secret import check_open_access
+from tensorhub.protocol.secret import check_open_access, path_hint
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
 from tensorhub.runtime.control.accepting import AcceptLoop, caps, descriptors_for
@@ -401,7 +401,8 @@ class CoordinatorServer:
         except ConnectionLost:
             pass
         except TensorHubError as error:
-            self._refusals.count(kind=type(error).__name__, reason=str(error))
+            hint = path_hint(error, self._secrets[0])
+            self._refusals.count(kind=type(error).__name__, reason=f"{error}{hint}")
 
     async def _converse(
         self, messages: MessageStream[FromWorker], handshake: ServerHandshake
