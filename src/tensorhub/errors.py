@@ -18,7 +18,6 @@
     ├── AuthenticationFailed    the secrets differ, the token is read-only, or access would be open beyond loopback
     ├── ProtocolError           the peer does not speak this protocol, or broke it
     ├── CoordinatorUnavailable  the coordinator cannot be reached
-    ├── ArchiveUnavailable      the bucket or directory of an archive cannot be used
     └── TransportUnavailable    a transport is unknown, not installed, or not shared with the peer
 
 Python warnings, no errors: StaleWeightsWarning (a `mutate` that has written nothing),
@@ -193,13 +192,6 @@ class CoordinatorUnavailable(TensorHubError):
     """The coordinator cannot be reached; the error says at which address, and why."""
 
     retryable_by_default = True
-
-
-class ArchiveUnavailable(TensorHubError):
-    """The bucket or directory of an archive cannot be used: it is not there, is full, cannot be
-    reached, or refuses these credentials. What was archived before is intact. Retryable where the
-    same call may succeed later.
-    """
 
 
 class TransportUnavailable(TensorHubError):

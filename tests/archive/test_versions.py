@@ -25,10 +25,9 @@ from tensorhub.archive.anchors import INDEX
 from tensorhub.archive.catalogue import Key, VersionCatalogue
 from tensorhub.archive.reading import Reader
 from tensorhub.archive.retention import Keep
-from tensorhub.archive.store import Store
+from tensorhub.archive.store import ArchiveUnavailable, Store
 from tensorhub.archive.writing import Archive
 from tensorhub.errors import (
-    ArchiveUnavailable,
     IntegrityError,
     InvalidValue,
     StateError,
