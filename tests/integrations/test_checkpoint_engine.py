@@ -278,7 +278,7 @@ def test_calls_in_the_wrong_order_say_what_comes_first(make: Make) -> None:
         ),
         (
             {"address": "host:1"},
-            r"'host:1' is not .* give \"tcp://HOST:PORT\", or \"ray-actor://NAME\"",
+            r"'host:1' is not .* give \"tcp://HOST:PORT\", with .* or \"ray-actor://NAME\"",
         ),
         ({"timeout_s": "soon"}, "timeout_s='soon': give seconds"),
         ({"model": ""}, "cannot name a model"),
