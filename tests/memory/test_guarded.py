@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
+import random
+import resource
 
 import pytest
 import xxhash
@@ -30,3 +33,21 @@ def test_memory_that_is_not_mapped_any_more_raises() -> None:
     with pytest.raises(OSError) as caught:  # noqa: PT011
         list(guarded_pieces(view, PIECE))
     assert caught.value.errno == errno.EFAULT
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_without_descriptors_the_bytes_are_read_all_the_same(left: int) -> None:
+    """The buffer takes two. What is lacking must not look like memory that was freed."""
+    data = bytearray(random.Random(1).randbytes(3 * PIECE + 5))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + left, limits[1]))
+    try:
+        found = b"".join(bytes(piece) for piece in guarded_pieces(memoryview(data), PIECE))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == data
+    again = os.dup(0)
+    os.close(again)
+    assert again == lowest  # nothing is left open

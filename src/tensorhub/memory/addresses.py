@@ -44,17 +44,21 @@ def copy_bytes(source: Bytes, target: Bytes) -> None:
 def guarded_pieces(view: memoryview, piece_bytes: int) -> Iterator[memoryview]:
     """The bytes of a view, copied by the kernel into a buffer that each piece overwrites. OSError
     (EFAULT): some of them are not mapped any more; a direct access would end the process with
-    SIGSEGV. Without a descriptor for the buffer, the pieces are views of the bytes themselves.
+    SIGSEGV. Without descriptors for the buffer, the pieces are views of the bytes themselves.
     """
     nbytes = min(piece_bytes, view.nbytes)
+    descriptor = -1
     try:
         descriptor = os.memfd_create("tensorhub-digest", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, nbytes)
+        buffer = mmap.mmap(descriptor, nbytes)  # it takes a descriptor of its own
     except OSError:
+        if descriptor >= 0:
+            os.close(descriptor)
         yield from (view[offset : offset + nbytes] for offset in range(0, view.nbytes, nbytes))
         return
     try:
-        os.ftruncate(descriptor, nbytes)
-        with mmap.mmap(descriptor, nbytes) as buffer, memoryview(buffer) as copied:
+        with buffer, memoryview(buffer) as copied:
             for offset in range(0, view.nbytes, nbytes):
                 piece = view[offset : offset + nbytes]
                 if os.pwrite(descriptor, piece, 0) != piece.nbytes:
