@@ -105,7 +105,6 @@ class Channels:
         self._location = location
         self._wanted = wanted
         self._transports: tuple[Transport, ...] = ()
-        self._has_deltas = options.deltas != "off" and deltas.fault_here() is None
         self._kept: dict[str, Any] = {}  # see `Local.kept`
         self._lock = threading.Lock()  # guards the attributes below
         # why, by (transport, incarnation, registration)
@@ -201,7 +200,7 @@ class Channels:
                 grant.generation,
                 content_id,
                 None if part is None else part.selection,
-                base if part is None and self._wants_deltas(grant.location) else None,
+                base if base and part is None and self._wants_deltas(grant.location) else None,
                 0.0 if grant.location.site != self._location.site else inf,
             )
             is_far = grant.location.site != self._location.site
@@ -273,7 +272,9 @@ class Channels:
     def _wants_deltas(self, there: Location) -> bool:
         """Whether deltas may pay: over a link. Another site is far until a read shows otherwise."""
         here = self._location
-        return self._has_deltas and (there.site, there.host) != (here.site, here.host)
+        if self._options.deltas == "off" or (there.site, there.host) == (here.site, here.host):
+            return False
+        return deltas.fault_here() is None  # last: it imports the codec
 
     def _common(self, grant: Grant, destination: Destination) -> list[tuple[Transport, Endpoint]]:
         """The transports by which this source may be read, best first, each with its endpoint;

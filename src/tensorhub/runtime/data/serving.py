@@ -11,6 +11,7 @@ versions, nor for sending readers here.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -729,11 +730,13 @@ class SharedOwner:
     @contextmanager
     def _touching(self, access: Access, chunk: int) -> Iterator[None]:
         """The block touches that chunk and others of the access. CannotServe: they were freed
-        meanwhile.
+        meanwhile, or this process lacks something that reading them takes.
         """
         try:
             yield
         except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise CannotServe(f"the source cannot read its memory: {error}") from error
             self._break(access.registration, access.generation, 0 if access.selection else chunk)
             raise CannotServe(BROKEN.reason) from error
 

@@ -121,7 +121,7 @@ class Worker(CallersWorker):
         # threads add, a task takes: what may have changed, and of what deltas are wanted
         self._noticed: deque[messages.DigestAgain | RegistrationId] = deque()
         self._notice: Wakeup | None = None
-        if options.deltas != "off" and deltas.fault_here() is None:
+        if options.deltas != "off":
             self._owner.deltas.on_wanted = self._note
         self.router: Router[Handle] = Router(self._numbers)
         self._manifests: dict[str, Manifest] = {}
@@ -393,7 +393,7 @@ class Worker(CallersWorker):
                     continue
                 if question is not None:
                     await handle.look(question, self._digesting)
-                else:
+                elif deltas.fault_here() is None:
                     handle.begin_deltas(self.copies.budget.lend)
             await self._notice.wait()
 
