@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, strategies as st
 
-from tensorhub.archive.catalogue import Key
-from tensorhub.archive.retention import Entry, Keep, decide
+from tensorhub.archives.catalogue import Key
+from tensorhub.archives.retention import Entry, Keep, decide
 from tensorhub.errors import InvalidValue
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from tensorhub.archive.catalogue import (
+from tensorhub.archives.catalogue import (
     CHAIN_MAX,
     MANIFEST_BYTES_MAX,
     Anchor,
@@ -27,12 +27,12 @@ from tensorhub.archive.catalogue import (
     directory_of,
     leftovers,
 )
-from tensorhub.archive.claim import Claim
-from tensorhub.archive.store import Store
-from tensorhub.archive.writing import Archive
+from tensorhub.archives.claim import Claim
+from tensorhub.archives.store import Store
+from tensorhub.archives.writing import Archive
 from tensorhub.errors import IntegrityError, LeaseLost, StateError, VersionUnavailable
 from tensorhub.model.manifest import CHUNKS_MAX
-from tests.archive.models import plain
+from tests.archives.models import plain
 
 Open = Callable[[], Store]
 

@@ -19,8 +19,8 @@ from itertools import chain
 from secrets import token_hex
 from typing import Final
 
-from tensorhub.archive.anchors import FILE_BYTES, INDEX, ChunkPlaces, Files, Whole, files_of
-from tensorhub.archive.catalogue import (
+from tensorhub.archives.anchors import FILE_BYTES, INDEX, ChunkPlaces, Files, Whole, files_of
+from tensorhub.archives.catalogue import (
     CHAIN_MAX,
     LEFTOVER_AGE,
     Anchor,
@@ -32,10 +32,10 @@ from tensorhub.archive.catalogue import (
     leftovers,
     parts_of,
 )
-from tensorhub.archive.claim import Claim
-from tensorhub.archive.reading import Apply, Reader, Views
-from tensorhub.archive.retention import Decision, Entry, Keep, decide
-from tensorhub.archive.store import Buffer, Store
+from tensorhub.archives.claim import Claim
+from tensorhub.archives.reading import Apply, Reader, Views
+from tensorhub.archives.retention import Decision, Entry, Keep, decide
+from tensorhub.archives.store import Buffer, Store
 from tensorhub.errors import (
     InvalidValue,
     StateError,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, strategies as st
 from safetensors.numpy import load
 
-from tensorhub.archive.anchors import REST, ChunkPlaces, Files, Whole, files_of
-from tensorhub.archive.writing import _file, _rest
+from tensorhub.archives.anchors import REST, ChunkPlaces, Files, Whole, files_of
+from tensorhub.archives.writing import _file, _rest
 from tensorhub.layouts import publication_of
-from tests.archive.models import Model, local, of_world, plain
+from tests.archives.models import Model, local, of_world, plain
 from tests.layouts.worlds import world
 
 
@@ -82,7 +82,7 @@ def test_files_are_of_about_one_size() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_blocks_of_a_file_are_bounded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub.archive.writing.BLOCK_BYTES", 16)
+    monkeypatch.setattr("tensorhub.archives.writing.BLOCK_BYTES", 16)
     given_world = world(Random(seed))
     model = of_world(given_world)
     whole = Whole(model.published, given_world.publication)

@@ -6,8 +6,8 @@ from secrets import token_hex
 
 import pytest
 
-from tensorhub.archive.store import Store
-from tests.archive.servers import S3, CannotStart, seaweedfs
+from tensorhub.archives.store import Store
+from tests.archives.servers import S3, CannotStart, seaweedfs
 
 pytest.importorskip("obstore", reason="obstore is not installed")
 

@@ -21,12 +21,12 @@ from safetensors import safe_open
 from safetensors.numpy import load
 
 from tensorhub import deltas
-from tensorhub.archive.anchors import INDEX
-from tensorhub.archive.catalogue import Key, VersionCatalogue
-from tensorhub.archive.reading import Reader
-from tensorhub.archive.retention import Keep
-from tensorhub.archive.store import ArchiveUnavailable, Store
-from tensorhub.archive.writing import Archive
+from tensorhub.archives.anchors import INDEX
+from tensorhub.archives.catalogue import Key, VersionCatalogue
+from tensorhub.archives.reading import Reader
+from tensorhub.archives.retention import Keep
+from tensorhub.archives.store import ArchiveUnavailable, Store
+from tensorhub.archives.writing import Archive
 from tensorhub.errors import (
     IntegrityError,
     InvalidValue,
@@ -37,7 +37,7 @@ from tensorhub.errors import (
 from tensorhub.layouts import Declaration, Published, coordinates_of
 from tensorhub.memory.safetensors import read_header
 from tensorhub.model.manifest import TensorDescription, build_manifest, id_of
-from tests.archive.models import Model, apply, local as local_model, of_world, plain
+from tests.archives.models import Model, apply, local as local_model, of_world, plain
 from tests.layouts.worlds import world
 
 Open = Callable[[], Store]
@@ -126,8 +126,8 @@ def test_a_delta_of_nothing_has_no_frames(local: Store) -> None:
 
 
 def test_frames_in_several_objects(local: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub.archive.writing.OBJECT_BYTES_MAX", 9000)
-    monkeypatch.setattr("tensorhub.archive.reading.BATCH_BYTES", 5000)
+    monkeypatch.setattr("tensorhub.archives.writing.OBJECT_BYTES_MAX", 9000)
+    monkeypatch.setattr("tensorhub.archives.reading.BATCH_BYTES", 5000)
     random = Random(1)
     model = plain(random)
     history(opened(local), model, random, 4)
@@ -217,7 +217,7 @@ def test_after_an_error_no_target_is_written(local: Store, monkeypatch: pytest.M
 
     read = local.ranges
     with Reader(VersionCatalogue(local, "actor").load(), Key(0, 1), slow) as reader:
-        monkeypatch.setattr("tensorhub.archive.reading.REQUEST_BYTES", 1)
+        monkeypatch.setattr("tensorhub.archives.reading.REQUEST_BYTES", 1)
         monkeypatch.setattr(local, "ranges", ranges)
         targets = [memoryview(bytearray(size)) for size in reader.manifest(0).sizes]
         with pytest.raises(ArchiveUnavailable, match="gone"):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.archive.store import PART_BYTES_MIN, ArchiveUnavailable, MissingObject, Store
+from tensorhub.archives.store import PART_BYTES_MIN, ArchiveUnavailable, MissingObject, Store
 from tensorhub.errors import IntegrityError, InvalidValue
-from tests.archive.servers import S3, SECRET, SLOW_DOWN, Answer, answering
+from tests.archives.servers import S3, SECRET, SLOW_DOWN, Answer, answering
 
 Open = Callable[[], Store]
 
@@ -175,7 +175,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 def test_without_obstore(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['obstore'] = None\n"
-        "from tensorhub.archive.store import Store\n"
+        "from tensorhub.archives.store import Store\n"
         f"Store('file://{tmp_path}')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

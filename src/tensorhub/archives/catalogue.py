@@ -26,7 +26,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any, Final, NamedTuple, NoReturn, get_args
 
-from tensorhub.archive.store import MissingObject, Store
+from tensorhub.archives.store import MissingObject, Store
 from tensorhub.errors import (
     IntegrityError,
     ProtocolError,

@@ -25,9 +25,9 @@ from itertools import accumulate, chain
 from operator import gt
 from typing import Final, Self
 
-from tensorhub.archive.anchors import REST, ChunkPlaces, Whole
-from tensorhub.archive.catalogue import FRAME_LENGTH_BYTES, Anchor, Key, Version, VersionCatalogue
-from tensorhub.archive.store import Buffer
+from tensorhub.archives.anchors import REST, ChunkPlaces, Whole
+from tensorhub.archives.catalogue import FRAME_LENGTH_BYTES, Anchor, Key, Version, VersionCatalogue
+from tensorhub.archives.store import Buffer
 from tensorhub.errors import IntegrityError, TensorHubError, some
 from tensorhub.layouts import publication_of
 from tensorhub.memory.safetensors import HEADER_BYTES_MAX, LENGTH_BYTES, Header, parse_header

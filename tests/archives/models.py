@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from tensorhub.archive.catalogue import Key
-from tensorhub.archive.writing import Content
+from tensorhub.archives.catalogue import Key
+from tensorhub.archives.writing import Content
 from tensorhub.layouts import Published, parts_of
 from tensorhub.model.digests import hasher
 from tensorhub.model.manifest import (

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tensorhub.archive.catalogue import Key
+from tensorhub.archives.catalogue import Key
 from tensorhub.errors import InvalidValue
 
 

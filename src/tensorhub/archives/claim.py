@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from secrets import token_hex
 from typing import Final
 
-from tensorhub.archive.catalogue import Fields, VersionCatalogue
+from tensorhub.archives.catalogue import Fields, VersionCatalogue
 from tensorhub.errors import IntegrityError, LeaseLost, StateError
 from tensorhub.memory.json_pieces import Pieces
 
