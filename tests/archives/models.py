@@ -81,6 +81,7 @@ class Model:
             Key(lineage, number),
             f"content {lineage}-{number}",
             nbytes,
+            "layout",
             self.published,
             self.parts,
             self.manifests,

@@ -63,6 +63,7 @@ def versions(draw: st.DrawFn) -> Version:
         draw(SIZES),
         digest,  # type: ignore[arg-type]
         draw(IDS),
+        draw(NAMES),
         tuple(shards),
         f"data/{try_}",
         draw(IDS),
@@ -171,7 +172,17 @@ def anchor(number: int, lineage: int = 0) -> Version:
     try_, no_id = f"{key}-{'0' * 16}", "0" * 32
     whole, shards = Anchor(f"anchors/{try_}", {}, {}), (Shard(no_id, 1),)
     return Version(
-        "actor", key, str(number), 0, "none", no_id, shards, f"data/{try_}", no_id, anchor=whole
+        "actor",
+        key,
+        str(number),
+        0,
+        "none",
+        no_id,
+        "layout",
+        shards,
+        f"data/{try_}",
+        no_id,
+        anchor=whole,
     )
 
 

@@ -41,6 +41,7 @@ from tensorhub.memory.json_pieces import Pieces
 from tensorhub.model.digests import WIDTHS
 from tensorhub.model.dtypes import INT_MAX
 from tensorhub.model.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, Digest, Manifest, id_of
+from tensorhub.types import VersionInfo
 
 FORMAT: Final = 1
 MANIFEST_BYTES_MAX: Final = 4 * 2**20
@@ -96,6 +97,7 @@ class Shard:
 class Version:
     """What a manifest says. `after`: the version that was published before it in this model, if the
     archive knows. Either `anchor` is there or `base` is, the version that the frames start from.
+    `layout_id`: as the coordinator names the layout in which it was published.
 
     `data`: the directory of `index` and frames. `index_id`: the hash of the object `index`, which
     has for each shard the digests of its chunks, then, with a base, the lengths of their frames.
@@ -107,6 +109,7 @@ class Version:
     nbytes: int
     digest: Digest
     publication: str
+    layout_id: str
     shards: tuple[Shard, ...]
     data: str
     index_id: str
@@ -114,6 +117,13 @@ class Version:
     base: Key | None = None
     anchor: Anchor | None = None
     turn: int = 0
+
+    @property
+    def info(self) -> VersionInfo:
+        """As callers and the coordinator know it."""
+        return VersionInfo(
+            self.model, self.key.number, self.content_id, self.nbytes, len(self.shards)
+        )
 
     @property
     def path(self) -> str:
@@ -193,6 +203,7 @@ def decode(text: bytes) -> Version:
         said.whole("nbytes"),
         digest,  # type: ignore[arg-type]  # checked above
         said.matched("publication", _ID),
+        said.text("layout_id", 512),
         shards,
         said.matched("data", _PATH),
         said.matched("index_id", _ID),
@@ -361,12 +372,14 @@ class VersionCatalogue:
         self._paths.update(new)
         self._paths &= paths
         self.faults = [each for path, each in self._faults.items() if path in paths]
-        self.versions, self.replaced = {}, []
+        versions: dict[Key, Version] = {}
+        replaced = []
         for path in sorted(found, reverse=True):  # the highest turn first
             version = found[path]
-            if self.versions.setdefault(version.key, version) is not version:
-                self.replaced.append(version)
-        self.versions = dict(sorted(self.versions.items()))
+            if versions.setdefault(version.key, version) is not version:
+                replaced.append(version)
+        # at once, because other threads read them
+        self.versions, self.replaced = dict(sorted(versions.items())), replaced
         return self
 
     def _read(self, path: str) -> Version | str | None:
@@ -380,6 +393,17 @@ class VersionCatalogue:
         if version.path != path or version.model != self.model:
             return f"it tells of version {version.key} of {version.model!r}"
         return version
+
+    @property
+    def effective(self) -> list[Version]:
+        """The versions that no rollback has made invalid, ascending: a number of a later lineage
+        replaces that number and all above it.
+        """
+        found: list[Version] = []
+        for key in sorted(self.versions, reverse=True):
+            if not found or key.number < found[-1].key.number:
+                found.append(self.versions[key])
+        return found[::-1]
 
     def chain(self, key: Key) -> list[Version]:
         """From an anchor to this version. VersionUnavailable: there is no such version.

@@ -49,7 +49,7 @@ class Claim:
     ) -> None:
         """StateError: another archiver holds it, or the archive is another cluster's."""
         self._catalogue = catalogue
-        number, held = self._newest()
+        number, held = newest_writer(catalogue)
         if held is not None and not take_over:
             self._refuse(held, cluster, owner)
         archive = token_hex(16) if held is None else held.archive
@@ -66,7 +66,9 @@ class Claim:
                 f"{catalogue.store.url} replaces an object that must be created only once (it "
                 f"ignores If-None-Match): archive to a store that knows conditional writes"
             )
-        catalogue.store.delete([catalogue.at(path) for path, at in self._listed() if at < number])
+        catalogue.store.delete(
+            [catalogue.at(path) for path, at in _listed(catalogue) if at < number]
+        )
 
     def __repr__(self) -> str:
         return f"<Claim {self._number} of {self._where} by {self._mine.owner!r}>"
@@ -77,7 +79,7 @@ class Claim:
 
     def check(self) -> None:
         """LeaseLost: another process has taken over."""
-        number, held = self._newest()
+        number, held = newest_writer(self._catalogue)
         if number != self._number:
             by = f" by {held.owner!r}" if held is not None else ""
             raise LeaseLost(
@@ -95,33 +97,6 @@ class Claim:
     def _where(self) -> str:
         return f"the archive of {self._catalogue.model!r} at {self._catalogue.store.url}"
 
-    def _listed(self) -> Iterator[tuple[str, int]]:
-        at = self._catalogue.at("")
-        for each in self._catalogue.store.objects(self._catalogue.at("writers")):
-            path = each.path.removeprefix(at)
-            if (found := _WRITER.fullmatch(path)) is not None:
-                yield path, int(found[1])
-
-    def _newest(self) -> tuple[int, Writer | None]:
-        path, number = max(self._listed(), key=lambda each: each[1], default=("", 0))
-        return number, self._read(path) if path else None
-
-    def _read(self, path: str) -> Writer:
-        name = self._catalogue.name(path)
-        text = self._catalogue.store.read(self._catalogue.at(path), WRITER_BYTES_MAX)
-        try:
-            said = Fields(Pieces(text, "it").value(WRITER_BYTES_MAX))
-            names = ("archive", "model", "cluster", "owner", "writer")
-            archive, model, cluster, owner, writer = (said.text(each, 512) for each in names)
-            released = said.take("released") is True
-            found = Writer(archive, model, cluster, owner, writer, released)
-            said.end()
-        except ValueError as error:
-            raise IntegrityError(f"{name} does not say who writes here: {error}") from None
-        if found.model != self._catalogue.model:
-            raise IntegrityError(f"{name} is of model {found.model!r}")
-        return found
-
     def _create(self, number: int, writer: Writer) -> bool:
         path = self._catalogue.at(f"writers/{number:012d}.json")
         return self._catalogue.store.create(path, json.dumps(asdict(writer)).encode())
@@ -138,3 +113,34 @@ class Claim:
                 f"{self._where} is being written by {held.owner!r}: end that archiver, or take "
                 f"over from it (take_over=True, --take-over) if it is gone"
             )
+
+
+def newest_writer(catalogue: VersionCatalogue) -> tuple[int, Writer | None]:
+    """The process that writes there now, or wrote there last, and its number; 0 and None: none
+    did.
+    """
+    path, number = max(_listed(catalogue), key=lambda each: each[1], default=("", 0))
+    return number, _read(catalogue, path) if path else None
+
+
+def _listed(catalogue: VersionCatalogue) -> Iterator[tuple[str, int]]:
+    at = catalogue.at("")
+    for each in catalogue.store.objects(catalogue.at("writers")):
+        path = each.path.removeprefix(at)
+        if (found := _WRITER.fullmatch(path)) is not None:
+            yield path, int(found[1])
+
+
+def _read(catalogue: VersionCatalogue, path: str) -> Writer:
+    text = catalogue.store.read(catalogue.at(path), WRITER_BYTES_MAX)
+    try:
+        said = Fields(Pieces(text, "it").value(WRITER_BYTES_MAX))
+        names = ("archive", "model", "cluster", "owner", "writer")
+        archive, model, cluster, owner, writer = (said.text(each, 512) for each in names)
+        found = Writer(archive, model, cluster, owner, writer, said.take("released") is True)
+        said.end()
+    except ValueError as error:
+        raise IntegrityError(f"{catalogue.name(path)} names no writer: {error}") from None
+    if found.model != catalogue.model:
+        raise IntegrityError(f"{catalogue.name(path)} is of model {found.model!r}")
+    return found

@@ -14,16 +14,18 @@ read, nor for the codec.
 from __future__ import annotations
 
 import struct
+import threading
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain
 from operator import gt
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from tensorhub.archives.anchors import REST, ChunkPlaces, Whole
 from tensorhub.archives.catalogue import FRAME_LENGTH_BYTES, Anchor, Key, Version, VersionCatalogue
@@ -40,6 +42,7 @@ REQUESTS_AT_ONCE: Final = 16
 CHUNKS_AT_ONCE: Final = 8  # that are put together and digested
 HEADER_GUESS: Final = 2**16
 CHUNKS_AHEAD: Final = 8  # of all ranks together
+IDLE_READERS_MAX: Final = 2
 
 Apply = Callable[[memoryview, memoryview], None]
 
@@ -328,16 +331,72 @@ def _requests(ranges: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int
         yield request
 
 
+class Readers:
+    """Readers of one model's versions, of which a few stay open. For any thread."""
+
+    def __init__(self, catalogue: VersionCatalogue, apply: Apply, idle_max: int = IDLE_READERS_MAX):
+        self.catalogue, self._apply, self._idle_max = catalogue, apply, idle_max
+        self._lock = threading.Lock()
+        self._opening: dict[Key, threading.Lock] = {}
+        self._open: dict[Key, Reader] = {}  # the last used is last
+        self._users = Counter[Key]()
+
+    def __repr__(self) -> str:
+        return f"<Readers of {self.catalogue!r}: {len(self._open)} open>"
+
+    @contextmanager
+    def reading(self, key: Key) -> Iterator[Reader]:
+        """A reader of that version, which is open within the block. Raises as `Reader`."""
+        with self._lock:
+            self._users[key] += 1
+            opening = self._opening.setdefault(key, threading.Lock())
+        try:
+            with opening:
+                if (reader := self._open.get(key)) is None:
+                    reader = Reader(self.catalogue, key, self._apply)
+            with self._lock:
+                self._open.pop(key, None)
+                self._open[key] = reader
+            yield reader
+        finally:
+            with self._lock:
+                self._users[key] -= 1
+            self.close_idle(self._idle_max)
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """See `Reader.uses`, of all that are open."""
+        with self._lock:
+            return frozenset().union(*(each.uses for each in self._open.values()))
+
+    def close_idle(self, but: int = 0) -> None:
+        """Close the readers that nothing uses, but for so many that were used last."""
+        with self._lock:
+            idle = [key for key in self._open if not self._users[key]]
+            gone = [self._open.pop(key) for key in idle[: max(0, len(idle) - but)]]
+            for key in [key for key, users in self._users.items() if not users]:
+                del self._users[key], self._opening[key]
+        for reader in gone:
+            reader.close()
+
+
+class Held(Protocol):
+    """A version that can be read chunk by chunk, as by a `Reader`."""
+
+    def manifest(self, shard: int, /) -> Manifest: ...
+
+    def read(self, shard: int, chunks: Sequence[int], targets: Sequence[memoryview], /) -> None: ...
+
+
 class Views:
-    """A version in the archive as the memory of its ranks, for one more anchor of it. A few chunks
-    of each rank are in memory.
+    """A version as the memory of its ranks, to make an anchor of it. A few chunks of each rank are
+    in memory.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Held, ranks: int) -> None:
         self._reader = reader
         self._starts: dict[int, list[tuple[int, int]]] = {}
         self._kept: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
-        ranks = len(reader.version.shards)
         self._ahead = max(1, CHUNKS_AHEAD // ranks)
         self._kept_max = 2 * self._ahead * ranks
 

@@ -22,12 +22,13 @@ from tensorhub.errors import InvalidValue
 @dataclass(frozen=True, slots=True)
 class Keep:
     """Which versions are wanted: the newest so many, those with numbers that `every` divides (0:
-    none because of that), and the pinned ones.
+    none because of that), and the pinned ones; `without`: but not these.
     """
 
     latest: int = 1
     every: int = 0
     pinned: frozenset[Key] = frozenset()
+    without: frozenset[Key] = frozenset()
 
     def __post_init__(self) -> None:
         if self.latest < 1 or self.every < 0:
@@ -38,7 +39,7 @@ class Keep:
 
     def chosen(self, keys: Iterable[Key]) -> set[Key]:
         """Those of these versions that are wanted."""
-        newest = sorted(keys)
+        newest = sorted({*keys} - self.without)
         multiples = [key for key in newest if self.every and key.number % self.every == 0]
         return {*newest[-self.latest :], *multiples, *self.pinned.intersection(newest)}
 

@@ -60,11 +60,13 @@ View = Callable[[int, int, int, int], Iterable[Buffer]]
 class Content:
     """A version as its publisher said it. `manifests`, `digests`: of each shard, the latter as a
     list (`model.digests`). `parts`: what `published` names, by id. `after`: the version before.
+    `layout_id`: see `catalogue.Version`.
     """
 
     key: Key
     content_id: str
     nbytes: int
+    layout_id: str
     published: Published
     parts: Mapping[str, bytes]
     manifests: Sequence[Manifest]
@@ -180,7 +182,7 @@ class Archive:
         with Reader(catalogue, key, apply) as reader, self._removing():
             manifests = [reader.manifest(shard) for shard in shards]
             return self._anchored(
-                version, whole, manifests, Views(reader), beside, FILE_BYTES, index
+                version, whole, manifests, Views(reader, len(manifests)), beside, FILE_BYTES, index
             )
 
     def _begun(self, content: Content) -> Version:
@@ -206,6 +208,7 @@ class Archive:
             content.nbytes,
             publication.digest,
             publication.publication_id,
+            content.layout_id,
             shards,
             f"data/{key}-{token_hex(8)}",
             "",

@@ -65,6 +65,7 @@ from tensorhub.worker.host_copy_actions import (
     StartHandle,
 )
 from tensorhub.worker.member import Member
+from tensorhub.worker.member_memory import Content
 from tensorhub.worker.procedures import Cancelled, Procedure, Procedures, Steps, Turns
 from tensorhub.worker.registration_session import Shard
 
@@ -332,20 +333,34 @@ class HostCopies:
             self._start(copy)
         return (yield from self._fill(copy, FillCall(OpKind.PREFETCH, selector), timeout_s))
 
-    def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> Steps[FetchReport | None]:
-        """Have this worker's seed of that shard of the model hold its newest version; the first
-        time, make the seed.
+    def seed(
+        self, info: VersionInfo, shard: int, timeout_s: float, selector: Selector = LATEST
+    ) -> Steps[FetchReport | None]:
+        """Have this worker's seed of that shard of the model hold its newest version, or the one
+        that `selector` means; the first time, make the seed.
         """
         manifest = yield from self._manifest(info, shard, timeout_s)
-        mine = (copy for copy in self._copies.values() if copy.shard.purpose is Purpose.SEED)
-        found = (c for c in mine if (c.shard.model, c.shard.number) == (info.model, shard))
         ident = self._idents()
-        copy = next(found, Copy(_one_shard(ident, f"seed/{ident}", info, shard, Purpose.SEED)))
+        copy = self._seed_of(info.model, shard) or Copy(
+            _one_shard(ident, f"seed/{ident}", info, shard, Purpose.SEED)
+        )
         copy.shard = replace(copy.shard, manifest=manifest)
         if copy.ident not in self._copies:
             self.budget.plan("", Purpose.SEED, copy.nbytes)
             self._start(copy)
-        return (yield from self._fill(copy, FillCall(OpKind.PREFETCH, LATEST), timeout_s))
+        return (yield from self._fill(copy, FillCall(OpKind.PREFETCH, selector), timeout_s))
+
+    def _seed_of(self, model: str, shard: int) -> Copy | None:
+        mine = (copy for copy in self._copies.values() if copy.shard.purpose is Purpose.SEED)
+        return next((c for c in mine if (c.shard.model, c.shard.number) == (model, shard)), None)
+
+    def seeded(self, info: VersionInfo, shard: int) -> tuple[str, Content] | None:
+        """The registration and content of the seed of that shard, if it holds that version."""
+        copy = self._seed_of(info.model, shard)
+        content = self._members[copy.ident].content if copy is not None else None
+        if copy is None or content is None or content.version.content_id != info.content_id:
+            return None
+        return copy.ident, content
 
     def _retain(self, copy: Copy, info: VersionInfo) -> Steps[None]:
         """Make the copy that the coordinator has ordered, or refuse it."""
