@@ -6,6 +6,7 @@
     anchors     a version as an ordinary Hugging Face checkpoint
     writing     versions on their way into the archive: anchors and deltas
     reading     the bytes of any chunk of any version
+    chains      whether a version becomes an anchor or a delta. PURE
     retention   which versions go, and in which order. PURE
 
 Below the path of a model:
