@@ -17,6 +17,7 @@ import torch
 
 import tensorhub
 from tensorhub import sync
+from tensorhub.archives.store import Store
 from tensorhub.conversion import cast, register_converted
 
 Example = Callable[..., Any]
@@ -472,6 +473,11 @@ async def other_secret() -> None:
 async def unknown_transport(address: str) -> None:
     async with tensorhub.connect(address, transports=["carrier-pigeon"]):
         raise AssertionError
+
+
+@shows("ArchiveUnavailable", raises=tensorhub.ArchiveUnavailable)
+async def no_such_directory() -> None:
+    Store("file:///nowhere")  # a call that takes a URL opens it so
 
 
 @shows("ProtocolError", raises=tensorhub.ProtocolError)

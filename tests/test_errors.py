@@ -65,7 +65,7 @@ from tests.runtime.data_rig import waited_out_s
 E = TypeVar("E", bound=TensorHubError)
 Test = Callable[..., Awaitable[None]]
 PROVOKED_BY: dict[str, list[str]] = {}
-PROVOKED_ELSEWHERE = {"RetentionError"}
+PROVOKED_ELSEWHERE = {"ArchiveUnavailable", "RetentionError"}
 
 
 def provokes(*kinds: type[TensorHubError]) -> Callable[[Test], Test]:

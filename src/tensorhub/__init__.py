@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tensorhub.api.hub import Fetched, Hub, connect
     from tensorhub.api.weights import Weights
     from tensorhub.errors import (
+        ArchiveUnavailable,
         AuthenticationFailed,
         CoordinatorUnavailable,
         DrainTimeout,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArchiveUnavailable",
     "AuthenticationFailed",
     "Coordinator",
     "CoordinatorUnavailable",

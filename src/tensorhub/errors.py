@@ -18,7 +18,8 @@
     ├── AuthenticationFailed    the secrets differ, the token is read-only, or access would be open beyond loopback
     ├── ProtocolError           the peer does not speak this protocol, or broke it
     ├── CoordinatorUnavailable  the coordinator cannot be reached
-    └── TransportUnavailable    a transport is unknown, not installed, or not shared with the peer
+    ├── TransportUnavailable    a transport is unknown, not installed, or not shared with the peer
+    └── ArchiveUnavailable      a bucket or directory is not there, is full, or refuses these credentials
 
 Python warnings, no errors: StaleWeightsWarning (a `mutate` that has written nothing),
 LeftOutStateWarning (a module has state that `register` does not carry).
@@ -196,6 +197,13 @@ class CoordinatorUnavailable(TensorHubError):
 
 class TransportUnavailable(TensorHubError):
     """A transport is unknown, not installed, or not shared with the peer."""
+
+
+class ArchiveUnavailable(TensorHubError):
+    """The bucket or directory of an archive cannot be used: it is not there, is full, cannot be
+    reached, or refuses these credentials. What was archived before is intact. Retryable where the
+    same call may succeed later.
+    """
 
 
 class StaleWeightsWarning(UserWarning):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.archives.store import PART_BYTES_MIN, ArchiveUnavailable, MissingObject, Store
-from tensorhub.errors import IntegrityError, InvalidValue
+from tensorhub.archives.store import PART_BYTES_MIN, MissingObject, Store
+from tensorhub.errors import ArchiveUnavailable, IntegrityError, InvalidValue
 from tests.archives.servers import S3, SECRET, SLOW_DOWN, Answer, answering
 
 Open = Callable[[], Store]

@@ -25,9 +25,10 @@ from tensorhub.archives.anchors import INDEX
 from tensorhub.archives.catalogue import Key, VersionCatalogue
 from tensorhub.archives.reading import Reader
 from tensorhub.archives.retention import Keep
-from tensorhub.archives.store import ArchiveUnavailable, Store
+from tensorhub.archives.store import Store
 from tensorhub.archives.writing import Archive
 from tensorhub.errors import (
+    ArchiveUnavailable,
     IntegrityError,
     InvalidValue,
     StateError,

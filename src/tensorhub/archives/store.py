@@ -36,7 +36,13 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from tensorhub.errors import IntegrityError, InvalidValue, StateError, TensorHubError, install
+from tensorhub.errors import (
+    ArchiveUnavailable,
+    IntegrityError,
+    InvalidValue,
+    StateError,
+    install,
+)
 from tensorhub.types import printable
 
 if TYPE_CHECKING:
@@ -71,13 +77,6 @@ _BEYOND: Final = re.compile(r"range was invalid|Out of range")
 _IN_PASSING: Final = re.compile(
     r"SlowDown|InternalError|kind: (Connect|Timeout|Interrupted|Request|Decode)|timed out"
 )
-
-
-class ArchiveUnavailable(TensorHubError):
-    """The bucket or directory of an archive cannot be used: it is not there, is full, cannot be
-    reached, or refuses these credentials. What was archived before is intact. Retryable where the
-    same call may succeed later.
-    """
 
 
 class MissingObject(IntegrityError):
