@@ -7,6 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from typing import Any
 
 import tensorhub
@@ -156,7 +157,8 @@ def _value(name: str, kind: Any) -> Iterator[str]:
     comments = _field_comments(kind)
     yield "| field | type | default | |\n|---|---|---|---|"
     for field in dataclasses.fields(kind):
-        default = "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
+        known = str(field.default) if isinstance(field.default, StrEnum) else field.default
+        default = "" if known is dataclasses.MISSING else f"`{known!r}`"
         if name == "Location" and field.name == "host":
             default = "this host"
         kind_text = _plain(str(field.type)).replace("|", "\\|")

@@ -179,6 +179,8 @@ async def replicate(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
     assert mine.sum() == 1024
     assert (report.version, report.changed, report.bytes_read) == (1, True, 4096)
     assert report.sources[0].name == trainer.name
+    assert (report.bytes_by_kind, report.changed_words) == ({"live": 4096}, None)
+    assert report.sources[0].deltas == "same host"
     assert set(report.phases) == {"resolve", "wait", "transfer", "verify", "unpack", "commit"}
 
 

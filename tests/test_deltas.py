@@ -16,8 +16,9 @@ from tensorhub.api.weights import Weights
 from tensorhub.errors import StateError
 from tensorhub.runtime.data.deltas import UNASKED_MAX
 from tensorhub.transport.base import Arrival
+from tensorhub.transport.pace import Paces
 from tensorhub.transport.tcp import TcpChannel
-from tensorhub.types import FetchReport, Location, Options, Purpose, RegistrationId
+from tensorhub.types import DeltaUse, FetchReport, Location, Options, Purpose, RegistrationId
 from tests.rig import CHUNK_BYTES, OPTIONS, Tensors, equal, nothing_left, until, worker_of
 
 pytestmark = pytest.mark.anyio
@@ -114,6 +115,9 @@ async def test_a_reader_in_another_site_gets_what_has_changed() -> None:
     assert (report.retries, report.reread_bytes) == (0, 0)
     assert report.codec_s > 0
     assert report.verified_by == "publisher"
+    assert report.changed_words == pytest.approx(0.005, rel=0.2)  # one of two bytes of a word
+    assert report.bytes_by_kind == {"live": report.bytes_read}
+    assert [source.deltas for source in report.sources] == [DeltaUse.USED]
 
 
 async def test_a_reader_that_is_several_versions_behind_gets_a_chain() -> None:
@@ -147,7 +151,20 @@ async def test_deltas_can_be_switched_off_at_either_end(off_at: str) -> None:
     async with sites(*((off, OPTIONS) if off_at == "source" else (HOSTED, off))) as s:
         for version in (2, 3, 4):
             await s.publish(version)
-            assert (await s.update(version)).bytes_read == NBYTES
+            report = await s.update(version)
+            assert (report.bytes_read, report.changed_words) == (NBYTES, None)
+            why = DeltaUse.NONE_SENT if off_at == "source" else DeltaUse.OFF
+            assert [source.deltas for source in report.sources] == [why]
+
+
+async def test_where_whole_chunks_come_sooner_none_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with sites() as s:
+        await s.first_deltas()
+        monkeypatch.setattr(Paces, "prefers_deltas", lambda *_: False)
+        (source,) = (await s.update(3)).sources
+    assert (source.deltas, source.bytes_read) == (DeltaUse.FAST_LINK, NBYTES)
 
 
 async def test_without_room_whole_versions_are_read_and_that_is_said_once(

@@ -146,6 +146,7 @@ async def test_a_prefetched_copy_serves_others() -> None:
         other = await c.hubs[2].register("m", mine)
         report = await other.replicate()
         assert (report.version, [s.name for s in report.sources]) == (2, ["reader"])
+        assert report.bytes_by_kind == {"host copy": report.bytes_read}
         assert holds(mine, 2)
         model = await c.hubs[2].describe("m")
         assert {

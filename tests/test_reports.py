@@ -12,7 +12,8 @@ import torch
 
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
-from tensorhub.types import FetchReport, VersionInfo
+from tensorhub.runtime.data.source_lane import KINDS
+from tensorhub.types import DeltaUse, FetchReport, Purpose, SourceReport, VersionInfo
 from tests.rig import CHUNK_BYTES, CHUNKS, Tensors, cluster, connect, gated, tensors, until, write
 
 PHASES = ["commit", "resolve", "transfer", "unpack", "verify", "wait"]
@@ -51,6 +52,26 @@ async def test_replicate_update_fetch_and_an_update_that_changes_nothing() -> No
         nothing = (await c.hubs[1].fetch("m", names="a")).report
         check(nothing)
         assert nothing.bytes_read == 4 * CHUNK_BYTES
+
+
+def test_a_source_has_a_kind_for_each_purpose_of_memory() -> None:
+    assert KINDS.keys() == set(Purpose)
+
+
+def test_what_its_sources_say_together() -> None:
+    assert (FetchReport(1, False).changed_words, FetchReport(1, False).bytes_by_kind) == (None, {})
+    live = SourceReport("a", "tcp", 10, 1.0, "used", words=100, words_changed=1)
+    seed = SourceReport("b", "tcp", 20, 1.0, "used", kind="seed", words=300, words_changed=7)
+    report = FetchReport(1, True, sources=(live, seed, SourceReport("c", "cma", 5, 1.0, "used")))
+    assert report.changed_words == 0.02
+    assert report.bytes_by_kind == {"live": 15, "seed": 20}
+
+
+async def test_on_one_host_no_delta_is_asked_for() -> None:
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0])
+        (source,) = (await (await c.hubs[1].register("m", tensors())).replicate()).sources
+        assert (source.kind, source.deltas) == ("live", DeltaUse.SAME_HOST)
 
 
 async def test_an_empty_tensor_is_no_work() -> None:

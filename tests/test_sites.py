@@ -71,5 +71,8 @@ async def test_a_seed_brings_the_published_layout_for_groups_of_all_layouts() ->
         copies, theirs = await trainer(hubs[1:], 0, "copy")
         reports = await all_of(*(each.replicate() for each in (*engines, *copies)))
         assert "trainer" not in read_from(reports)
+        sources = [each for report in reports for each in report.sources]
+        assert all((each.kind == "seed") == (each.name == "seed") for each in sources)
+        assert {each.deltas for each in sources if each.shard is not None} == {"other layout"}
         assert is_held(mine, 1)
         assert is_published(theirs, 1)

@@ -247,6 +247,21 @@ class Purpose(StrEnum):
     SEED = "seed"
 
 
+class DeltaUse(StrEnum):
+    """Whether a read gets deltas in place of whole chunks; else why not (docs/deltas.md)."""
+
+    UNDECIDED = "undecided"  # nothing has come yet
+    USED = "used"
+    OFF = "off"  # the reader's Options.deltas
+    SAME_HOST = "same host"
+    OTHER_LAYOUT = "other layout"
+    NO_BASE = "no base"  # the reader's memory has no older content of these chunks
+    NO_EXTRA = "no extra"  # `delta` is not installed at the reader
+    TRANSPORT = "transport"  # it carries none: tcp does
+    FAST_LINK = "fast link"  # whole chunks come sooner than the codec would make them
+    NONE_SENT = "none sent"  # the source was asked, and has none
+
+
 class HandleState(StrEnum):
     """What one registration's memory holds: what `weights.state` shows."""
 
@@ -449,6 +464,10 @@ class SourceReport:
     A source of another layout gives parts of its shard: `cells`, of so many `runs`, that were
     verified. `shard` says then which of that layout's shards it was (of equal ones the first). It
     is None where the source has the reader's own layout, or is another rank of the reader's group.
+
+    `kind`: of the source's memory: "live", tensors that a caller has registered; "host copy", one
+    that a worker keeps (prefetch, staged updates, retention); or "seed". `deltas`: "used"; else why
+    its chunks came whole, as docs/deltas.md lists it.
     """
 
     name: str  # the worker's
@@ -463,6 +482,10 @@ class SourceReport:
     runs: int = 0  # contiguous in both memories
     bytes_saved: int = 0  # of the chunks that came as deltas: what they are longer than the deltas
     codec_s: float = 0.0  # that applying them took
+    kind: str = "live"
+    deltas: DeltaUse = DeltaUse.UNDECIDED
+    words: int = 0  # to which deltas were applied; of a chain, to which each of them was
+    words_changed: int = 0  # by these deltas
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,6 +541,22 @@ class FetchReport:
     def codec_s(self) -> float:
         """Seconds that applying deltas took, summed over threads."""
         return sum(source.codec_s for source in self.sources)
+
+    @property
+    def changed_words(self) -> float | None:
+        """The share of the words that deltas changed, of those to which they were applied (of a
+        chain of deltas, each counts). None: no chunk came as a delta.
+        """
+        words = sum(source.words for source in self.sources)
+        return sum(source.words_changed for source in self.sources) / words if words else None
+
+    @property
+    def bytes_by_kind(self) -> Mapping[str, int]:
+        """The bytes that were read, by the kind of the source's memory (`SourceReport.kind`)."""
+        kinds = dict.fromkeys([source.kind for source in self.sources], 0)
+        for source in self.sources:
+            kinds[source.kind] += source.bytes_read
+        return kinds
 
     @property
     def bytes_across(self) -> int:
@@ -644,6 +683,8 @@ class LeaseView:
     state: Name
     # the reader has another layout than the source, and reads a part of the shard
     across: bool = False
+    # as the reader said last, which it does of reads that last
+    deltas: DeltaUse = DeltaUse.UNDECIDED
 
 
 @dataclass(frozen=True, slots=True)

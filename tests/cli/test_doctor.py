@@ -9,9 +9,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from tensorhub import deltas
 from tensorhub.cli.app import app
 from tensorhub.cuda import cupy_device
-from tensorhub.transport import cma, unix
+from tensorhub.transport import cma, pace, unix
 from tensorhub.transport.nixl import agents as nixl
 from tensorhub.transport.rdma import ports as rdma
 from tensorhub.transport.rdma.ports import Port
@@ -21,6 +22,10 @@ NO_NIXL = (
     "nixl: not available: NIXL 1.1 or newer is needed (import of nixl._api halted; None in "
     "sys.modules): "
     "pip install '.[nixl]' in a checkout of TensorHub"
+)
+DELTAS = (
+    "deltas: available: applied at 4.0 GiB/s by a thread, where 1.5 % of the words change; they "
+    "pay over connections slower than 24.1 Gbit/s"
 )
 ROOM = "a coordinator: room for 16,384 workers"
 SHARED = f"for tensors that tensorhub.shared_empty_like has made; {unix.given_to()}"
@@ -42,6 +47,8 @@ def _nothing_special(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda kind: (1024 if kind == resource.RLIMIT_NOFILE else 2**20, 2**20),
     )
     monkeypatch.setattr(cupy_device, "missing", lambda: "no cupy")
+    monkeypatch.setattr(deltas, "fault_here", lambda: None)
+    monkeypatch.setattr(pace, "rate_here", lambda: 4.0 * 2**30)
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +66,7 @@ def test_what_works() -> None:
         f"rdma: {NO_RDMA}",
         NO_NIXL,
         "tcp: available",
+        DELTAS,
         ROOM,
     ]
     assert json.loads(run("--json")) == {
@@ -76,7 +84,24 @@ def test_what_works() -> None:
         ],
         "rdma_ports": [],
         "memlock_bytes": 2**20,
+        "deltas": {
+            "available": True,
+            "reason": "",
+            "codec_bytes_per_s": 2**32,
+            "pay_below_bytes_per_s": pytest.approx(0.7 * 2**32),
+        },
         "coordinator": {"hard": 2**20, "sessions": 16_384, "needed": 20_608},
+    }
+
+
+def test_without_the_extra_there_are_no_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deltas, "fault_here", lambda: "deltas need numpy")
+    assert run().splitlines()[-2] == "deltas: not available: deltas need numpy"
+    assert json.loads(run("--json"))["deltas"] == {
+        "available": False,
+        "reason": "deltas need numpy",
+        "codec_bytes_per_s": None,
+        "pay_below_bytes_per_s": None,
     }
 
 
@@ -121,6 +146,7 @@ def test_rdma_ports_are_shown_also_if_they_cannot_be_used(monkeypatch: pytest.Mo
         "RDMA port mlx5_0:1:3 (10.0.0.1): ethernet, ACTIVE, 100 Gb/s",
         "RDMA port mlx5_1:1:0 (::): infiniband, DOWN, 400 Gb/s: the port is DOWN: check its cable",
         "memory that may be registered: 1048576 bytes",
+        DELTAS,
         ROOM,
     ]
     shown = json.loads(run("--json"))["rdma_ports"]

@@ -74,12 +74,13 @@ def test_each_rank_of_a_layout_in_a_file_as_a_table_and_as_json(
     assert (done.returncode, done.stderr) == (0, "")
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[0] == "m version 1, rank 0 of 2: 256 B in 2 chunks, 2 cells, 16 runs"
-    assert lines[2:5] == [
+    assert lines[1] == "deltas: none (other layout)"
+    assert lines[3:6] == [
         "of rank held by chunks cells runs a run bytes of the shard",
         "0 trainer 1 1 8 16 B 128 B 50.0 %",
         "1 trainer 1 1 8 16 B 128 B 50.0 %",
     ]
-    assert lines[5].startswith("m version 1, rank 1 of 2: ")
+    assert lines[6].startswith("m version 1, rank 1 of 2: ")
     (only,) = json.loads(run(*ask, "--rank", "1", "--json").stdout)
     assert (only["rank"], only["nbytes"], only["excess_nbytes"], only["cells"], only["runs"]) == (
         1,
@@ -129,7 +130,7 @@ def test_bytes_that_no_rank_reads_are_told(published: str, layout: Path) -> None
 
 def test_the_whole_model_and_some_names_of_it(published: str) -> None:
     (whole,) = json.loads(run("plan", "m", "--json", "--address", published).stdout)
-    assert (whole["nbytes"], whole["runs"]) == (512, 2)
+    assert (whole["nbytes"], whole["runs"], whole["deltas"]) == (512, 2, "other layout")
     done = run("plan", "m", "--names", "x", "--address", published)
     assert done.returncode == 1
     assert "no tensor is called 'x'" in done.stderr

@@ -20,6 +20,7 @@ from tensorhub.cli.sheets import tables
 from tensorhub.cli.status import ask
 from tensorhub.types import (
     CallsSummary,
+    DeltaUse,
     Endpoint,
     LayoutSummary,
     LeaseView,
@@ -168,6 +169,14 @@ def test_in_a_pipe_each_row_is_one_plain_line() -> None:
     ] in rows
     assert ["version", "state", "rank", "chunks", "readers", "kind", "worker", "group"] in rows
     assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_reads_say_whether_they_get_deltas_once_their_readers_have_told() -> None:
+    assert "deltas" not in piped(MODEL)
+    told = replace(MODEL.leases[0], deltas=DeltaUse.FAST_LINK)
+    rows = [line.split() for line in piped(replace(MODEL, leases=(told,))).splitlines()]
+    assert ["version", "state", "rank", "deltas", "reader", "reads", "from"] in rows
+    assert ["7", "active", "0", "fast", "link", "w1", "[bold]w2"] in rows
 
 
 @pytest.mark.parametrize("show", [terminal, piped])

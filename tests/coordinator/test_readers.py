@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tensorhub.coordinator.views import describe
 from tensorhub.errors import (
     TransportUnavailable,
     VersionUnavailable,
@@ -21,7 +22,7 @@ from tensorhub.messages import (
 from tensorhub.scheduler import choice as source_choice
 from tensorhub.scheduler.links import Distance
 from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
-from tensorhub.types import HandleState, Location
+from tensorhub.types import DeltaUse, HandleState, Location
 from tests.coordinator.test_fills import trainer_and_reader
 from tests.coordinator.test_membership import published, worker_state
 
@@ -73,6 +74,14 @@ class Readers:
         """What a link within the site is taken to carry."""
         known = self.cluster.coordinator.cluster
         return known.links.rates(known.now)[SITE]
+
+
+def test_a_running_read_says_whether_it_gets_deltas() -> None:
+    readers = Readers(2)
+    models = readers.cluster.coordinator.cluster.models.values()
+    readers.tells(0, Flow(readers.lease(0), 10**6, 1.0, DeltaUse.USED))
+    (info,) = [describe(model, readers.cluster.now)[0] for model in models]
+    assert [view.deltas for view in info.leases] == [DeltaUse.USED, DeltaUse.UNDECIDED]
 
 
 def test_a_lost_source_is_replaced_and_nothing_verified_is_read_again() -> None:

@@ -113,6 +113,17 @@ def test_bytes_at_odd_addresses(width: int) -> None:
     assert target == b"." + new + b"."
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9])
+def test_how_many_words_it_changes_is_told(width: int, share: float) -> None:
+    base = Random(1).randbytes(4000)
+    new = changed(base, width, share, 3, Random(2))
+    places = range(0, len(base), width)
+    differ = sum([base[at : at + width] != new[at : at + width] for at in places])
+    frame = frame_of(base, new, width)
+    assert deltas.apply(frame, memoryview(bytearray(base))) == (len(places), differ)
+
+
 def test_two_frames_in_a_row_are_one_step_each() -> None:
     first = Random(1).randbytes(5000)
     second = changed(first, 2, 0.05, 2, Random(2))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from math import inf
 
-from tensorhub.transport.pace import LEAST_BYTES, SOURCES_MAX, Paces
+import pytest
+
+from tensorhub.transport.pace import LEAST_BYTES, SOURCES_MAX, Paces, rate_here
 from tensorhub.types import Incarnation
 
 HERE, THERE = Incarnation("here"), Incarnation("there")
@@ -18,6 +20,11 @@ def test_deltas_are_asked_for_where_whole_chunks_come_slowly() -> None:
     assert not paces.prefers_deltas(HERE, 0.0)
     paces.came(THERE, LEAST_BYTES, LEAST_BYTES / 1e6)
     assert paces.prefers_deltas(THERE, inf)
+
+
+def test_the_codec_here_can_be_measured() -> None:
+    pytest.importorskip("zstandard", reason="the extra delta is not installed")
+    assert 0 < rate_here() < inf
 
 
 def test_a_source_whose_deltas_take_long_costs_no_other_source_anything() -> None:

@@ -44,7 +44,7 @@ HEADER_GUESS: Final = 2**16
 CHUNKS_AHEAD: Final = 8  # of all ranks together
 IDLE_READERS_MAX: Final = 2
 
-Apply = Callable[[memoryview, memoryview], None]
+Apply = Callable[[memoryview, memoryview], object]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +56,8 @@ def fetch(
     waits, --timeout long, for a coordinator that does not run yet. A directory gets the publisher's
     files and index, else model.safetensors. An output that exists is refused with exit code 2
     before anything is fetched; --force replaces it, file by file. The result is one line on stdout
-    ({"model", "version", "content_id", "files", "bytes", "seconds", "phases"} with --json).
+    ({"model", "version", "content_id", "files", "bytes", "seconds", "phases", "sources", ...}
+    with --json: what `FetchReport` says of bytes by kind of holder, of deltas and of each source).
     """
     with common.checking():
         check_name("model", model)
@@ -130,9 +132,16 @@ def _tell(
             "verified_by": report.verified_by,
             "seconds": round(seconds, 3),
             "phases": {name: round(each, 3) for name, each in phases.items()},
+            "bytes_saved": report.bytes_saved,
+            "changed_words": report.changed_words,
+            "codec_s": round(report.codec_s, 3),
+            "bytes_by_kind": dict(report.bytes_by_kind),
+            "sources": [asdict(each) for each in report.sources],
         }
         print(json.dumps(said), flush=True)
         return
     where = f"{files[0]}" if len(files) == 1 else f"{len(files)} files in {files[0].parent}"
-    what = f"{info.model} version {info.version}: {report.bytes_read:,} bytes"
+    kinds = [f"{nbytes:,} from {kind}" for kind, nbytes in report.bytes_by_kind.items() if nbytes]
+    of_kinds = f" ({', '.join(kinds)})" if set(report.bytes_by_kind) - {"live"} else ""
+    what = f"{info.model} version {info.version}: {report.bytes_read:,} bytes{of_kinds}"
     print(f"fetched {what} in {seconds:.3f} s into {where}", flush=True)

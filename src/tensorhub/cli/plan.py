@@ -18,7 +18,7 @@ from tensorhub.cli import common
 from tensorhub.cli.sheets import Sheet
 from tensorhub.memory.unallocated import Described, described
 from tensorhub.model.read_plan import PlannedSource, ReadPlan
-from tensorhub.types import check_name, check_selector
+from tensorhub.types import DeltaUse, check_name, check_selector
 
 WORKERS_SHOWN_MAX = 3  # of one source
 RANKS_SHOWN_MAX = 4  # of one source
@@ -60,7 +60,8 @@ def plan(
 
     The command checks whether all ranks together read everything. For each rank a table: each
     published shard that it reads, the shard's holders, the number of chunks, cells, runs and bytes,
-    and the part of the shard. With --json: a list of plans, one for each rank, on one line.
+    and the part of the shard; and whether chunks may come as deltas. With --json: a list of plans,
+    one for each rank, on one line.
     """
     with common.checking():
         check_name("model", model)
@@ -174,6 +175,12 @@ def sheets(plan: ReadPlan) -> list[Sheet]:
                 f"{_some(plan.alike, WORKERS_SHOWN_MAX)}"
             )
         )
+    why = (
+        "decided while it is read, by what the reader holds and by each link"
+        if plan.deltas is DeltaUse.UNDECIDED
+        else f"none ({plan.deltas})"
+    )
+    found.append(Sheet(f"deltas: {why}"))
     columns = ("of rank", "held by", "chunks", "cells", "runs", "a run", "bytes", "of the shard")
     rows = tuple(_row(source) for source in plan.sources)
     return [*found, Sheet("sources", columns, rows)] if rows else found

@@ -14,6 +14,7 @@ from tensorhub.cli import common
 from tensorhub.types import (
     MISSING_TOLD_MAX,
     CallsSummary,
+    DeltaUse,
     LeaseView,
     ModelInfo,
     ReplicaView,
@@ -174,14 +175,18 @@ def _kind(view: ReplicaView) -> str:
 
 
 def _leases(leases: tuple[LeaseView, ...]) -> Sheet:
-    """With whether layouts are crossed, if any are."""
+    """With whether layouts are crossed, if any are; and with the use of deltas, once readers have
+    told of it.
+    """
     across = any(view.across for view in leases)
+    is_told = any(view.deltas is not DeltaUse.UNDECIDED for view in leases)
     rows = tuple(
         (
             str(view.version),
             view.state,
             str(view.rank),
             *([_across(view)] if across else []),
+            *([view.deltas] if is_told else []),
             view.reader,
             view.source,
         )
@@ -189,7 +194,11 @@ def _leases(leases: tuple[LeaseView, ...]) -> Sheet:
     )
     return Sheet(
         "reads",
-        ("version", "state", "rank", *(["reads"] if across else []), "reader", "reads from"),
+        (
+            *("version", "state", "rank", *(["reads"] if across else [])),
+            *(["deltas"] if is_told else []),
+            *("reader", "reads from"),
+        ),
         rows,
     )
 

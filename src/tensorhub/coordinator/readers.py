@@ -508,7 +508,7 @@ def grant_of(
         worker.endpoints,
         worker.location,
     )
-    return Grant(lease, *where, complete, selection, shard)
+    return Grant(lease, *where, complete, selection, shard, member.said.purpose)
 
 
 def _unfed(part: RankPart) -> list[Need]:

@@ -515,6 +515,7 @@ def _lease(lease: ReadLease) -> LeaseView:
         rank=lease.holding.shard,
         state=lease.state.value,
         across=lease.need is not None,
+        deltas=lease.flow.deltas,
     )
 
 

@@ -20,12 +20,23 @@ from __future__ import annotations
 
 from collections import Counter
 from types import ModuleType
+from typing import NamedTuple
 
 from tensorhub.errors import StateError, install
 from tensorhub.model.dtypes import ITEMSIZE
 from tensorhub.model.manifest import Manifest
 
-__all__ = ["apply", "encode", "fault_here", "word_widths"]
+__all__ = ["Counts", "apply", "encode", "fault_here", "word_widths"]
+
+
+class Counts(NamedTuple):
+    """The words of which a frame, or several, are; how many of these the frames change."""
+
+    words: int = 0
+    changed: int = 0
+
+    def and_of(self, other: Counts) -> Counts:
+        return Counts(self.words + other.words, self.changed + other.changed)
 
 
 def fault_here() -> str | None:
@@ -47,14 +58,16 @@ def encode(base: memoryview, new: memoryview, width: int) -> bytes | None:
     return frame
 
 
-def apply(frame: bytes | memoryview, target: memoryview) -> None:
-    """Make the new bytes of `target`, which holds the base, in place. Only words that differ are
-    written, or all where more than half do. The frame may not change meanwhile.
+def apply(frame: bytes | memoryview, target: memoryview) -> Counts:
+    """Make the new bytes of `target`, which holds the base, in place; returns how many words that
+    changes. Only words that differ are written, or all where more than half do. The frame may not
+    change meanwhile.
 
     ProtocolError: this is no frame, or none for so many bytes; then nothing was written.
     StateError: the extra is not installed.
     """
-    _codec().apply(frame, target)
+    counts: Counts = _codec().apply(frame, target)
+    return counts
 
 
 def word_widths(manifest: Manifest) -> tuple[int, ...]:

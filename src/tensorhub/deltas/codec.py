@@ -13,6 +13,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from tensorhub.deltas import Counts
 from tensorhub.deltas.frames import AHEAD_MAX, UNIT, WIDTHS, Frame, expect
 from tensorhub.errors import ProtocolError
 from tensorhub.model.manifest import CHUNK_BYTES_MAX
@@ -46,18 +47,21 @@ def encode(base: memoryview, new: memoryview, width: int) -> bytes | None:
     return frame if len(frame) <= PAYS * new.nbytes else None
 
 
-def apply(frame: bytes | memoryview, target: memoryview) -> None:
+def apply(frame: bytes | memoryview, target: memoryview) -> Counts:
     """See the package."""
     parts = Frame.decode(frame, target.nbytes)
     unpack, sizes = zstandard.ZstdDecompressor(), (parts.tokens, *[parts.changed] * parts.width)
     tokens, *planes = [
         _unpack(unpack, stream, nbytes) for stream, nbytes in zip(parts.streams, sizes, strict=True)
     ]
-    words = _words_of(target, parts.width)
+    words, changed = _words_of(target, parts.width), parts.changed
     if parts.lists_all:
+        changed = 0
         for start in range(0, words.size, LISTED):
             end = start + LISTED
-            words[start:end] += _differences(planes, start, end, words.dtype)
+            by = _differences(planes, start, end, words.dtype)
+            words[start:end] += by
+            changed += int(np.count_nonzero(by))
     else:
         _check(tokens, parts)
         first = 0
@@ -68,6 +72,7 @@ def apply(frame: bytes | memoryview, target: memoryview) -> None:
             words[places] = new
             first = last
     target[words.nbytes :] = parts.tail
+    return Counts(words.size, changed)
 
 
 def _words_of(view: memoryview, width: int) -> Words:

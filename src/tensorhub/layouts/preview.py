@@ -7,7 +7,7 @@ Responsible for counting. `reading_for` makes the plan, as it does for a fill.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.joining import publication_of, reading_for
@@ -18,13 +18,13 @@ from tensorhub.layouts.reading import Part, Reading, ReshardedManifest
 from tensorhub.layouts.whole import whole_manifest
 from tensorhub.model.manifest import Manifest
 from tensorhub.model.read_plan import PlannedSource, ReadPlan
-from tensorhub.types import ModelInfo, ReplicaView, VersionInfo
+from tensorhub.types import DeltaUse, ModelInfo, ReplicaView, VersionInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
     """Of a version. `layout_id`: in which it was published. `parts`: of `published`, by id. `info`:
-    its holders.
+    its holders. `deltas`: why the reader's worker asks for none.
     """
 
     version: VersionInfo
@@ -32,6 +32,7 @@ class Known:
     published: Published
     parts: Mapping[str, bytes]
     info: ModelInfo
+    deltas: DeltaUse = DeltaUse.UNDECIDED
 
 
 def preview_whole(known: Known, names: tuple[str, ...] | None) -> ReadPlan:
@@ -42,6 +43,7 @@ def preview_whole(known: Known, names: tuple[str, ...] | None) -> ReadPlan:
     publication = publication_of(known.published, known.parts)
     manifest = whole_manifest(known.published, publication, names)
     declared = Declaration(partial=names is not None)
+    known = replace(known, deltas=DeltaUse.NO_BASE)  # its memory is new
     return _counted(
         known, publication, reading_for(known.published, publication, manifest, declared), declared
     )
@@ -75,6 +77,7 @@ def _counted(
         view for view in known.info.replicas if made.layout_id == view.layout_id != known.layout_id
     ]
     sources = [_source(part, made.reading, shards[part.shard], as_published) for part in made.parts]
+    is_chunks = bool(mine) or made.layout_id == known.layout_id
     return ReadPlan(
         known.version,
         known.layout_id,
@@ -83,6 +86,7 @@ def _counted(
         _nbytes(made.lies) if made.lies is not None else 0,
         tuple(sources),
         _holders(mine, [declared.rank]),
+        known.deltas if is_chunks else DeltaUse.OTHER_LAYOUT,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tensorhub.deltas import Counts
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.types import ContentId
 
@@ -44,13 +45,13 @@ class Base:
         """Something else is about to be written there."""
         self.intact[chunk] = 0
 
-    def apply(self, chunk: int, made: Sequence[bytes | bytearray]) -> None:
+    def apply(self, chunk: int, made: Sequence[bytes | bytearray]) -> Counts:
         """Apply these deltas to the chunk, one after the other. ProtocolError: one of them is no
         delta for it.
         """
         if self.bring is not None:
             self.bring(chunk)
-        self.memory.apply(chunk, made)
+        return self.memory.apply(chunk, made)
 
     def verify(self, check: Callable[[], object]) -> None:
         """Keep the chunks that still have their digest, where that is not certain. Blocks; `check`

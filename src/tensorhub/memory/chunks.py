@@ -233,18 +233,20 @@ class ChunkMemory:
             at += piece.nbytes
         return room
 
-    def apply(self, chunk: int, made: Sequence[bytes | bytearray]) -> None:
+    def apply(self, chunk: int, made: Sequence[bytes | bytearray]) -> deltas.Counts:
         """Apply deltas to a chunk, which has their base, one after the other. ProtocolError: one of
         them is no delta for it.
         """
+        counts = deltas.Counts()
         on_device = self.device is not None
         target = (
             self.copied(chunk, bytearray(self.sizes[chunk])) if on_device else self.buffer(chunk)
         )
         for each in made:
-            deltas.apply(memoryview(each), target)
+            counts = counts.and_of(deltas.apply(memoryview(each), target))
         if on_device:
             copy_bytes(target, self._on_device(chunk))
+        return counts
 
     def _on_device(self, chunk: int) -> DeviceBytes:
         place = self._chunks[chunk]

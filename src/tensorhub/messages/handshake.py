@@ -9,7 +9,7 @@ from typing import Annotated
 
 from tensorhub.types import U64, Id, Length, Name
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 NEWLINES = b"\r\n\r\n"
 

@@ -9,12 +9,14 @@ from tensorhub import errors
 from tensorhub.types import (
     U64,
     VERSION_MAX,
+    DeltaUse,
     Endpoint,
     Id,
     Length,
     Location,
     Name,
     OpKey,
+    Purpose,
     Range,
     Seconds,
     Text,
@@ -113,17 +115,19 @@ class Grant:
     # whose selection it is: of the class that the reader's `Need` names so; equal ones have equal
     # ids
     shard: Rank = 0
+    purpose: Purpose = Purpose.USE  # of the source's memory
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What has come under one lease since its first bytes were there, and in how much time up to
-    the last ones.
+    """What has come under one lease since its first bytes were there, in how much time up to the
+    last ones, and whether as deltas.
     """
 
     lease: Id
     nbytes: U64
     seconds: Seconds
+    deltas: DeltaUse = DeltaUse.UNDECIDED
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.types import VersionInfo
+from tensorhub.types import DeltaUse, VersionInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,9 @@ class ReadPlan:
     sources: tuple[PlannedSource, ...]
     # workers that hold it as this reader would, which then reads from them, chunk by chunk
     alike: tuple[str, ...] = ()
+    # why no chunk would come as a delta; "undecided": the read decides, by what the reader holds,
+    # and by each source's host and link
+    deltas: DeltaUse = DeltaUse.UNDECIDED
 
     @property
     def chunks(self) -> int:
@@ -86,4 +89,5 @@ class ReadPlan:
             "runs": self.runs,
             "sources": [{name: getattr(source, name) for name in names} for source in self.sources],
             "alike": self.alike,
+            "deltas": self.deltas,
         }

@@ -45,11 +45,20 @@ from math import inf
 from typing import Final, Literal, NamedTuple, Protocol
 
 from tensorhub.cuda.device import Device, Spread
+from tensorhub.deltas import Counts
 from tensorhub.layouts.reading import Selection
 from tensorhub.memory.base import Base
 from tensorhub.model.strips import Strip
 from tensorhub.transport.owner import OwnerSide
-from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, RegistrationId
+from tensorhub.types import (
+    ContentId,
+    DeltaUse,
+    Endpoint,
+    Incarnation,
+    LeaseId,
+    Location,
+    RegistrationId,
+)
 
 BATCH_BYTES = 64 * 2**20  # of one request
 
@@ -174,6 +183,8 @@ class Arrival(NamedTuple):
     # of each chunk that was made from its base: the deltas that came instead of it
     deltas: Mapping[int, tuple[bytes, ...]] = {}
     codec_s: float = 0.0  # what applying them took, a part of `transfer_s`
+    counts: Counts = Counts()  # of the words of these deltas
+    use: DeltaUse = DeltaUse.UNDECIDED  # why chunks came whole, where the right has a base
 
 
 class Lacking(NamedTuple):
@@ -215,6 +226,7 @@ class Transport(Protocol):
     batch_bytes: int = BATCH_BYTES  # of one request
     fills: frozenset[Place] = HOST  # where its channels' destinations may be
     strides: bool = False  # its channels read selections, and fill strided destinations
+    deltas: bool = False  # its channels apply deltas to the right's base
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Whether a worker at `here` can read one at `there` this way, judging by their

@@ -18,6 +18,7 @@ from contextlib import closing, suppress
 from itertools import groupby
 
 from tensorhub.cuda.device import Device
+from tensorhub.deltas import Counts
 from tensorhub.errors import ProtocolError, StateError
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import (
@@ -42,7 +43,7 @@ from tensorhub.transport.streaming_digest import (
     StreamingDigests,
     cut,
 )
-from tensorhub.types import ContentId, Location
+from tensorhub.types import ContentId, DeltaUse, Location
 
 # of one send call, once digests are known; a fence may have to wait for that call
 SEND_BYTES = 16 * 2**20
@@ -181,6 +182,7 @@ class TcpTransport(ConnectedTransport):
     lanes = 1
     fills = HOST | DEVICE
     strides = True
+    deltas = True
 
     def __init__(self, local: Local) -> None:
         super().__init__(local)
@@ -209,6 +211,7 @@ class TcpChannel:
         self._paces = paces or Paces()
         self._connection = client.connection
         self._destination = destination
+        self._use = DeltaUse.UNDECIDED  # of the last request; set under no lock
         self._turn = threading.Lock()  # guards what follows
         self._staging: Staging | None = None
         # of the present frame; digest None: it follows
@@ -220,8 +223,10 @@ class TcpChannel:
         right = self._client.right
         base = right.base
         if base is None or not self._paces.prefers_deltas(right.incarnation, right.full_rate):
+            self._use = DeltaUse.UNDECIDED if base is None else DeltaUse.FAST_LINK
             self._client.read(chunks)
             return
+        self._use = DeltaUse.NONE_SENT if any(map(base.has, chunks)) else DeltaUse.NO_BASE
         for is_there, group in groupby(chunks, base.has):
             self._client.read(list(group), base.content_id if is_there else "")
 
@@ -279,7 +284,9 @@ class TcpChannel:
         self._paces.came(
             self._client.right.incarnation, sum(view.nbytes for view in views), seconds
         )
-        return Arrival(group, first_byte - started, seconds, digests.made, digests.seconds)
+        return Arrival(
+            group, first_byte - started, seconds, digests.made, digests.seconds, use=self._use
+        )
 
     # -- deltas
 
@@ -299,6 +306,7 @@ class TcpChannel:
         chunk that does not have its digest, as a wrong one does.
         """
         base, began, codec_s = self._client.right.base, time.perf_counter(), 0.0
+        counts = Counts()
         assert base is not None
         group, brought = list[tuple[int, int | None]](), dict[int, tuple[bytes, ...]]()
         while self._coming_deltas and bytes_max > 0:
@@ -308,7 +316,7 @@ class TcpChannel:
             base.spoil(chunk)
             applying = time.perf_counter()
             with suppress(ProtocolError):
-                base.apply(chunk, received)
+                counts = counts.and_of(base.apply(chunk, received))
             codec_s += time.perf_counter() - applying
             group.append((chunk, digest))
             brought[chunk] = tuple([bytes(each) for each in received])
@@ -316,7 +324,15 @@ class TcpChannel:
         seconds = time.perf_counter() - began
         nbytes = sum([self._destination.sizes[chunk] for chunk, _ in group])
         self._paces.applied(self._client.right.incarnation, nbytes, codec_s)
-        return Arrival(group, wait_s, seconds, deltas=brought, codec_s=codec_s)
+        return Arrival(
+            group,
+            wait_s,
+            seconds,
+            deltas=brought,
+            codec_s=codec_s,
+            counts=counts,
+            use=DeltaUse.USED,
+        )
 
     def _receive_strided(self, group: list[tuple[int, int | None]], wait_s: float) -> Arrival:
         """Receive chunks of several pieces. Their digests are made while the bytes are still

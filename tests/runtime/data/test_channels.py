@@ -8,11 +8,15 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
 import tensorhub
+from tensorhub import deltas
 from tensorhub.errors import TransportUnavailable
+from tensorhub.memory.base import Base
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant
 from tensorhub.runtime.data.channels import FAILURES_MAX, LEFT_S, Channels
 from tensorhub.runtime.data.source_lane import Opened
@@ -34,7 +38,7 @@ from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.parallel import ParallelChannel
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.transport.tcp import TcpTransport
-from tensorhub.types import ContentId, Endpoint, Incarnation, Location, Options
+from tensorhub.types import ContentId, DeltaUse, Endpoint, Incarnation, Location, Options
 from tests.conftest import has_rdma
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, connect, holds, tensors
 from tests.runtime.data_rig import Nowhere
@@ -173,6 +177,7 @@ class Way(Transport):
         self.name = name
         self.says = says
         self.opened = 0
+        self.right: ReadRight | None = None
 
     def reaches(self, here: Location, there: Location) -> bool:
         return self.name != "shm" or here.host == there.host
@@ -181,6 +186,7 @@ class Way(Transport):
         self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter
     ) -> Channel:
         self.opened += 1
+        self.right = right
         if self.says is not None:
             raise self.says
         return _Nothing()
@@ -208,10 +214,10 @@ def chosen(channels: Channels, granted: Grant) -> str:
     return channels.opener(ContentId("c"))(granted, Nowhere(8, 5), Cutter(), ENOUGH).transport
 
 
-def channels_of(*ways: Way) -> Channels:
+def channels_of(*ways: Way, options: Options | None = None) -> Channels:
     """Of a worker that has these, in this order."""
     with having(**{way.name: lambda local, way=way: way for way in ways}):
-        made = Channels([b""], Options(), Location(host="here"), None)
+        made = Channels([b""], options or Options(), Location(host="here"), None)
         made.become(Incarnation("reader"))
         return made
 
@@ -229,6 +235,42 @@ def test_the_reason_of_each_choice_is_logged_once(caplog: pytest.LogCaptureFixtu
         in text
     )
     assert chosen(channels, grant("tcp", "nixl", "shm", host="here")) == "shm"
+
+
+OPEN = (DeltaUse.UNDECIDED, DeltaUse.TRANSPORT)  # what the worker itself would read by deltas
+
+
+@pytest.mark.parametrize(
+    ("options", "host", "carries", "has_base", "use"),
+    [
+        (Options(), "there", True, True, DeltaUse.UNDECIDED),
+        (Options(), "there", False, True, DeltaUse.TRANSPORT),
+        (Options(), "there", True, False, DeltaUse.NO_BASE),
+        (Options(), "here", True, True, DeltaUse.SAME_HOST),
+        (Options(deltas="off"), "there", True, True, DeltaUse.OFF),
+        (Options(deltas="off"), "there", False, False, DeltaUse.OFF),
+    ],
+)
+def test_why_a_source_is_asked_for_no_deltas(
+    options: Options,
+    host: str,
+    carries: bool,
+    has_base: bool,
+    use: DeltaUse,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    channels = channels_of(way := Way("tcp"), options=options)
+    way.deltas = carries
+    base = Base(cast("ChunkMemory", None), ContentId("b"), (), bytearray()) if has_base else None
+    opens = channels.opener(ContentId("c"), base=base)
+    monkeypatch.setattr(deltas, "fault_here", lambda: None)
+    found = opens(grant("tcp", host=host), Nowhere(), Cutter(), ENOUGH)
+    assert found.use is use
+    assert way.right is not None
+    assert (way.right.base is not None) == (base is not None and use in OPEN)
+    monkeypatch.setattr(deltas, "fault_here", lambda: "no zstandard")
+    found = opens(grant("tcp", host=host), Nowhere(), Cutter(), ENOUGH)
+    assert found.use is (DeltaUse.NO_EXTRA if use in OPEN else use)
 
 
 def opened(options: Options, site: str, *, strided: bool = False, left: int = ENOUGH) -> Opened:

@@ -53,6 +53,7 @@ from tensorhub.transport.peers import KEPT_S
 from tensorhub.transport.registry import Local, MeantTransportUnavailable
 from tensorhub.types import (
     ContentId,
+    DeltaUse,
     Endpoint,
     Incarnation,
     LeaseId,
@@ -193,6 +194,7 @@ class Channels:
                 raise ReadFailure(
                     "refused", "it is granted for a selection that this rank does not read"
                 )
+            use = self._may_use_deltas(grant.location, base, is_across=part is not None)
             right = ReadRight(
                 LeaseId(grant.lease),
                 Incarnation(grant.incarnation),
@@ -200,7 +202,7 @@ class Channels:
                 grant.generation,
                 content_id,
                 None if part is None else part.selection,
-                base if base and part is None and self._wants_deltas(grant.location) else None,
+                base if use is DeltaUse.UNDECIDED else None,
                 0.0 if grant.location.site != self._location.site else inf,
             )
             is_far = grant.location.site != self._location.site
@@ -250,6 +252,9 @@ class Channels:
                         transport.batch_bytes,
                         ended,
                         connections > 1,
+                        use
+                        if transport.deltas or use is not DeltaUse.UNDECIDED
+                        else DeltaUse.TRANSPORT,
                     )
             offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
             reasons = self._in_the_way(grant)
@@ -269,12 +274,16 @@ class Channels:
 
         return open_one
 
-    def _wants_deltas(self, there: Location) -> bool:
-        """Whether deltas may pay: over a link. Another site is far until a read shows otherwise."""
+    def _may_use_deltas(self, there: Location, base: Base | None, *, is_across: bool) -> DeltaUse:
+        """Why no delta is asked for there. UNDECIDED: the channel decides for each request."""
         here = self._location
-        if self._options.deltas == "off" or (there.site, there.host) == (here.site, here.host):
-            return False
-        return deltas.fault_here() is None  # last: it imports the codec
+        if is_across:
+            return DeltaUse.OTHER_LAYOUT
+        if (there.site, there.host) == (here.site, here.host):
+            return DeltaUse.SAME_HOST
+        if base is None and self._options.deltas != "off":
+            return DeltaUse.NO_BASE
+        return own_deltas(self._options)
 
     def _common(self, grant: Grant, destination: Destination) -> list[tuple[Transport, Endpoint]]:
         """The transports by which this source may be read, best first, each with its endpoint;
@@ -396,6 +405,15 @@ class Channels:
             _, is_news = self._leave((name, grant.incarnation), text)
         say = log.warning if is_news else log.debug
         say("transport_unusable", transport=name, source=grant.source, reason=str(reason))
+
+
+def own_deltas(options: Options) -> DeltaUse:
+    """Why a worker with these options asks for no deltas at all; UNDECIDED: it may. The codec is
+    imported.
+    """
+    if options.deltas == "off":
+        return DeltaUse.OFF
+    return DeltaUse.UNDECIDED if deltas.fault_here() is None else DeltaUse.NO_EXTRA
 
 
 def _remember(what: dict[K, V], key: K, value: V) -> None:

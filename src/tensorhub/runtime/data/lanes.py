@@ -274,7 +274,9 @@ class PullRunner:
                     self._pull.bytes_wanted - self._pull.bytes_verified, sum(destination.sizes)
                 )
             opened = self._open_channel(lane.grant, destination, lane.cutter, left)
-            lane.transport, channel, lanes, lane.batch_bytes, lane.ended, lane.waits = opened
+            lane.transport, channel, lanes, lane.batch_bytes, lane.ended, lane.waits, lane.use = (
+                opened
+            )
             if lane.brings is not None:
                 channel = NumberedChannel(channel, lane.brings)
             with self._changed:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
+from tensorhub.deltas import Counts
 from tensorhub.messages import Flow, Grant, Origin
 from tensorhub.scheduler.links import FlowMeter
 from tensorhub.scheduler.requests import Requests
@@ -28,7 +29,7 @@ from tensorhub.transport.base import (
     Reason,
 )
 from tensorhub.transport.streaming_digest import SMALL_BYTES, GilWatch
-from tensorhub.types import LeaseId, SourceReport
+from tensorhub.types import DeltaUse, LeaseId, Purpose, SourceReport
 
 FIRST_BYTES = 2**16  # received by the first call
 # by any call at the most, in small pieces, while the source goes on sending
@@ -36,6 +37,13 @@ CACHED_BYTES = SMALL_BYTES
 LARGE_BYTES = 64 * 2**20  # as FIRST_BYTES, where small pieces do not pay
 OFFER_S = 0.005  # what comes in so much time is received by one call
 CONTENDED_S = 0.05  # as OFFER_S, where each call costs a switch interval
+
+KINDS: Final = {
+    Purpose.USE: "live",
+    Purpose.PREFETCH: "host copy",
+    Purpose.RETENTION: "host copy",
+    Purpose.SEED: "seed",
+}
 
 
 class ReceiveSizer:
@@ -105,6 +113,7 @@ class Opened(NamedTuple):
     batch_bytes: int = BATCH_BYTES
     ended: Callable[[ReadFailure | None], object] = lambda failure: None
     waits: bool = False  # its threads wait for a network, not for cores
+    use: DeltaUse = DeltaUse.UNDECIDED  # why no delta is asked for, or that it is not decided
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +143,8 @@ class SourceLane:
     runs: int = 0
     bytes_saved: int = 0  # by deltas
     codec_s: float = 0.0
+    counts: Counts = field(default_factory=Counts)
+    use: DeltaUse = DeltaUse.UNDECIDED
     cutter: Cutter = field(default_factory=Cutter)
     transport: str = ""
     channel: Channel | None = None  # from when it is open until the last thread leaves
@@ -180,6 +191,9 @@ class SourceLane:
         """Chunks of `whole_bytes` came as deltas of `came_bytes`."""
         self.bytes_saved += whole_bytes - came_bytes
         self.codec_s += arrival.codec_s
+        self.counts = self.counts.and_of(arrival.counts)
+        if arrival.use is not DeltaUse.UNDECIDED and self.use is not DeltaUse.USED:
+            self.use = arrival.use
 
     # ------------------------------------------------------------------------------------------
     # what is told of it
@@ -196,11 +210,16 @@ class SourceLane:
             *counts,
             self.bytes_saved,
             self.codec_s,
+            KINDS[self.grant.purpose],
+            self.use,
+            *self.counts,
         )
 
     @property
     def flow(self) -> Flow | None:
-        return self.sizer.meter.flow(self.lease) if self.failure is None else None
+        """For the coordinator; None: there is nothing to tell yet, or no more."""
+        flow = self.sizer.meter.flow(self.lease) if self.failure is None else None
+        return None if flow is None else replace(flow, deltas=self.use)
 
     def end(self, *, is_over: bool) -> str:
         """Its outcome. `is_over`: the pull has all that it wanted."""

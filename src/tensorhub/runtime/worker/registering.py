@@ -26,6 +26,7 @@ from tensorhub.layouts.published import Published
 from tensorhub.layouts.views import without_shape
 from tensorhub.memory.regions import FilledMemory, Memory
 from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest, id_of
+from tensorhub.runtime.data.channels import own_deltas
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.worker.calling import CallersHandle, ProgressListener
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
@@ -165,7 +166,8 @@ class CallersWorker(ABC):
         published, parts = await self.parts_of(reply.publication, deadline)
         left_s = max(0.0, deadline - anyio.current_time())
         (info,) = await self.coordinator.describe(model, left_s, version=reply.version.version)
-        return Known(reply.version, reply.layout_id, published, parts, info)
+        use = own_deltas(self.options)
+        return Known(reply.version, reply.layout_id, published, parts, info, use)
 
     async def parts_of(
         self, publication: bytes, deadline: float
