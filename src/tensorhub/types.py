@@ -245,6 +245,7 @@ class Purpose(StrEnum):
     PREFETCH = "prefetch"
     RETENTION = "retention"
     SEED = "seed"
+    ARCHIVE = "archive"  # of a version in an archive; read from there when a reader wants it
 
 
 class DeltaUse(StrEnum):
@@ -650,9 +651,9 @@ class ReplicaView:
 
     `state`: "ready", "filling", "draining": it takes no new readers; or "torn": its fill was broken
     off. `medium`: "device" is the caller's own memory, "host" a host copy. `purpose`: what it is
-    for: "use", "prefetch", "retention" or "seed". `layout_id`: names which part of which tensors
-    each rank has. `bridging`: how many of its ranks read from replicas of another layout now, those
-    of which this answer tells counted.
+    for: "use", "prefetch", "retention", "seed" or "archive". `layout_id`: names which part of which
+    tensors each rank has. `bridging`: how many of its ranks read from replicas of another layout
+    now, those of which this answer tells counted.
     """
 
     group: Name

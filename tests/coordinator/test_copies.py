@@ -102,6 +102,7 @@ def test_what_a_copy_cannot_be() -> None:
             copy(cluster, "a", 0, 2),
             copy(cluster, "b", 1, 1, Purpose.PREFETCH),
             copy(cluster, "c", 0, 1, Purpose.USE),
+            copy(cluster, "f", 0, 2, Purpose.ARCHIVE),
         )
     ):
         cluster.run()

@@ -100,6 +100,22 @@ def test_near_before_far() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [100, 100 * GB])
+@pytest.mark.parametrize(
+    ("live", "archived", "expected"),
+    [(SITE, HERE, "live"), (FAR, FAR, "live"), (FAR, SITE, "archived")],
+)
+def test_an_archived_version_comes_after_the_live_ones_that_are_as_near(
+    nbytes: int, live: Location, archived: Location, expected: str
+) -> None:
+    """However busy, deep and slow those are; only another site is worse."""
+    sources, tcp = Sources[str](), frozenset({"tcp"})
+    sources.put("live", Standing(live, tcp, Load(20, 2), 3, 1))
+    sources.put("archived", Standing(archived, tcp, Load(0, 0, archived=True), 0, 2))
+    wanted = Wanted(nbytes, nbytes / 1000)
+    assert sources.best(HERE, tcp, wanted, SUPPOSED_BYTES_PER_S, lambda _: False) == expected
+
+
+@pytest.mark.parametrize("nbytes", [100, 100 * GB])
 def test_the_own_rack_first_although_other_racks_have_links_as_fast_and_newer_sources(
     nbytes: int,
 ) -> None:

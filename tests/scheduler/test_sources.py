@@ -27,7 +27,7 @@ WANTED = st.builds(
     st.integers(0, 2**40),
     st.integers(1, 10_000),
 )
-LOADS = st.builds(Load, st.integers(0, 3), st.integers(0, 2), st.integers(0, 2))
+LOADS = st.builds(Load, st.integers(0, 3), st.integers(0, 2), st.integers(0, 2), st.booleans())
 PUT = st.tuples(st.integers(0, 11), LOCATIONS, TRANSPORTS, LOADS, st.integers(0, 4))
 CHANGES = st.lists(PUT | st.integers(0, 11), max_size=40)
 

@@ -43,7 +43,8 @@ def test_retention_takes_the_oldest_prefetched_copies_and_no_more_than_it_needs(
 def test_nothing_outranks_what_keeps_a_version() -> None:
     assert not any(P.RETENTION in lower for lower in OUTRANKS.values())
     assert all(purpose not in lower for purpose, lower in OUTRANKS.items())
-    assert not OUTRANKS[P.PREFETCH]
+    assert OUTRANKS[P.PREFETCH] == OUTRANKS[P.SEED] == {P.ARCHIVE}
+    assert not OUTRANKS[P.ARCHIVE]
     budget = Budget(100)
     budget.reserve("kept", P.RETENTION, 90)
     for purpose in (P.PREFETCH, P.SEED, P.USE):

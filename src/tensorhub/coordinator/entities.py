@@ -69,6 +69,8 @@ from tensorhub.types import (
 
 SelectionKey = tuple[int, str]  # the shard that names the class, and its own id
 FORGOTTEN_KEPT_MAX = 4096  # numbers of a model, should a rollback make one the newest again
+# purposes of a copy of one shard, which is a group of its own
+OF_ONE_SHARD = frozenset({Purpose.RETENTION, Purpose.SEED, Purpose.ARCHIVE})
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
 
 S = TypeVar("S", bound=StrEnum)
@@ -192,7 +194,7 @@ class Member:
     @property
     def is_of_one_shard(self) -> bool:
         """Whether it is a copy of a shard, and a group of its own."""
-        return self.said.purpose in (Purpose.RETENTION, Purpose.SEED)
+        return self.said.purpose in OF_ONE_SHARD
 
     @property
     def part(self) -> RankPart | None:
@@ -529,7 +531,10 @@ class Holding:
             else self.traffic.yielding - (lease is not None and lease.yields)
         )
         return Load(
-            self.traffic.active_readers - (lease is not None) - yielding, self.slowness, yielding
+            self.traffic.active_readers - (lease is not None) - yielding,
+            self.slowness,
+            yielding,
+            self.member.said.purpose is Purpose.ARCHIVE,
         )
 
     @property

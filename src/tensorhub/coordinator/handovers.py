@@ -272,8 +272,8 @@ class Handovers:
         return worker.host_bytes - sum(copies) - sum(promised)
 
     def _keeps_its_room(self, copy: Member) -> bool:
-        if copy.said.purpose is Purpose.RETENTION:
-            return True
+        if copy.said.purpose in (Purpose.RETENTION, Purpose.ARCHIVE):
+            return copy.said.purpose is Purpose.RETENTION  # an archived version has room when read
         return copy.holding is not None and self._retentions.must_stay(copy.holding)
 
     def _fail(self, model: Model, handover: Handover) -> None:

@@ -25,7 +25,7 @@ from math import inf, nextafter
 
 from tensorhub.coordinator import limits, ways
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Member, Trust, Worker
+from tensorhub.coordinator.entities import OF_ONE_SHARD, Holding, Member, Trust, Worker
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.states import ReplicaState
 from tensorhub.coordinator.testimonies import Testimonies
@@ -51,7 +51,7 @@ def misfit(cluster: Cluster, message: Register) -> TensorHubError | None:
         return RegistrationError(
             "a rank's parts are its catalogue, arrangement and coordinates: name all, or none"
         )
-    is_copy = message.purpose in (Purpose.RETENTION, Purpose.SEED)
+    is_copy = message.purpose in OF_ONE_SHARD
     any_shard = is_copy or not (message.serves or message.layout_id)
     if (message.world_size > 1 and (is_copy or not message.serves)) or not (
         any_shard or message.shard == message.rank

@@ -383,7 +383,7 @@ def _estimate(
     wanted: Wanted,
     rates: Sequence[float],
     lease: ReadLease | None = None,
-) -> tuple[tuple[bool, float], int]:
+) -> tuple[tuple[int, float], int]:
     """When it would have everything from there; the newest comes first of equals. `lease`: its own,
     if it reads there.
     """

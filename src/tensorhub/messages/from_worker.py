@@ -89,7 +89,7 @@ class Register:
     `shard`: which shard of a version this memory holds. `serves` False: a fetch. No worker reads
     its memory. It is a group of its own, has no manifest, reads any `shard`, and is deregistered at
     its end. `medium` HOST: a copy in the library's own memory, which is never published. With
-    `purpose` RETENTION or SEED it is a group of its own, of any `shard`.
+    `purpose` RETENTION, SEED or ARCHIVE it is a group of its own, of any `shard`.
 
     `layout_id`: which part of which tensors this rank has; those of all ranks together are the
     group's layout. `part_ids` name it in detail where the tensors are parts, and `parts` are those

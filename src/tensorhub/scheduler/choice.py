@@ -7,6 +7,7 @@ uplinks are the limit (a source with a child offers half, a partial replica with
 shallow trees when latency is, and near copies before far ones. A slow source offers a part only, as
 if so many shared it: so slow workers stand at the ends of chains. Only a reader without a source in
 its site reads from another site, whatever the estimate: no two groups bring a byte into a site.
+Within the site, or outside it, an archived version comes after all others.
 `links` knows the rates of links, and `slowness` the slow workers; `sources` finds the best source.
 Not responsible for the set of sources: the caller leaves out holdings that must not be read.
 """
@@ -31,12 +32,14 @@ class Wanted:
 class Load(NamedTuple):
     """The load of a source. `readers`: how many share its uplink already. `slowness`: its own, or
     that of a source upstream of it, as a power of two. `yielding`: how many more readers leave its
-    uplink to other readers: only a reader in another site has to share with them.
+    uplink to other readers: only a reader in another site has to share with them. `archived`: its
+    memory may have to be read from an archive first.
     """
 
     readers: int
     slowness: int
     yielding: int = 0
+    archived: bool = False
 
 
 def finish_s(
@@ -56,6 +59,7 @@ def finish_s(
 
 def rank(
     apart: Distance, load: Load, depth: int, wanted: Wanted, rates: Sequence[float]
-) -> tuple[bool, float]:
+) -> tuple[int, float]:
     """The source of which this is the least is the best one."""
-    return apart is Distance.FAR, finish_s(apart, load, depth, wanted, rates)
+    group = 2 * (apart is Distance.FAR) + load.archived
+    return group, finish_s(apart, load, depth, wanted, rates)

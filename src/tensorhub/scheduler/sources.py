@@ -182,7 +182,7 @@ class Sources(Generic[T]):
         for.
         """
         # A heap, of the next entry of each list.
-        ahead: list[tuple[tuple[bool, float], int, int, _Entries[T], int, _Way[T]]] = []
+        ahead: list[tuple[tuple[int, float], int, int, _Entries[T], int, _Way[T]]] = []
         looks = count()  # so that nothing else is compared
 
         def enter(entries: _Entries[T], place: int, way: _Way[T]) -> None:

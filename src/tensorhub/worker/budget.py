@@ -20,14 +20,17 @@ WORDS = {
     Purpose.PREFETCH: "prefetch",
     Purpose.RETENTION: "retention",
     Purpose.SEED: "a seed",
+    Purpose.ARCHIVE: "an archived version",
 }
 # The purposes whose memory a purpose may take. A copy that keeps a version, and a staged update
-# (USE), for which a caller waits, outrank a copy that is only fetched ahead.
+# (USE), for which a caller waits, outrank a copy that is only fetched ahead. An archived version
+# can be read from the archive again.
 OUTRANKS: dict[Purpose, frozenset[Purpose]] = {
-    Purpose.RETENTION: frozenset({Purpose.PREFETCH, Purpose.SEED}),
-    Purpose.USE: frozenset({Purpose.PREFETCH}),
-    Purpose.PREFETCH: frozenset(),
-    Purpose.SEED: frozenset(),
+    Purpose.RETENTION: frozenset({Purpose.PREFETCH, Purpose.SEED, Purpose.ARCHIVE}),
+    Purpose.USE: frozenset({Purpose.PREFETCH, Purpose.ARCHIVE}),
+    Purpose.PREFETCH: frozenset({Purpose.ARCHIVE}),
+    Purpose.SEED: frozenset({Purpose.ARCHIVE}),
+    Purpose.ARCHIVE: frozenset(),
 }
 
 

@@ -13,8 +13,10 @@ from tensorhub.types import Purpose
 # which a caller waits, come before a copy that is only there ahead of time. A seed gives way to
 # nothing but a copy that keeps a version.
 MAY_TAKE: Final = {
-    Purpose.RETENTION: (Purpose.PREFETCH, Purpose.SEED),
-    Purpose.USE: (Purpose.PREFETCH,),
+    Purpose.RETENTION: (Purpose.PREFETCH, Purpose.SEED, Purpose.ARCHIVE),
+    Purpose.USE: (Purpose.PREFETCH, Purpose.ARCHIVE),
+    Purpose.PREFETCH: (Purpose.ARCHIVE,),
+    Purpose.SEED: (Purpose.ARCHIVE,),
 }
 
 
