@@ -467,7 +467,7 @@ class SourceReport:
     is None where the source has the reader's own layout, or is another rank of the reader's group.
 
     `kind`: of the source's memory: "live", tensors that a caller has registered; "host copy", one
-    that a worker keeps (prefetch, staged updates, retention); or "seed". `deltas`: "used"; else why
+    that a worker keeps (prefetch, staged updates, retention); "seed" or "archive". `deltas`: "used"; else why
     its chunks came whole, as docs/deltas.md lists it.
     """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -29,7 +29,7 @@ from tensorhub.transport.base import (
     Reason,
 )
 from tensorhub.transport.streaming_digest import SMALL_BYTES, GilWatch
-from tensorhub.types import DeltaUse, LeaseId, Purpose, SourceReport
+from tensorhub.types import DeltaUse, LeaseId, SourceReport
 
 FIRST_BYTES = 2**16  # received by the first call
 # by any call at the most, in small pieces, while the source goes on sending
@@ -38,11 +38,13 @@ LARGE_BYTES = 64 * 2**20  # as FIRST_BYTES, where small pieces do not pay
 OFFER_S = 0.005  # what comes in so much time is received by one call
 CONTENDED_S = 0.05  # as OFFER_S, where each call costs a switch interval
 
-KINDS: Final = {
-    Purpose.USE: "live",
-    Purpose.PREFETCH: "host copy",
-    Purpose.RETENTION: "host copy",
-    Purpose.SEED: "seed",
+# of a source's memory, by its purpose
+KINDS: Final[Mapping[str, str]] = {
+    "use": "live",
+    "prefetch": "host copy",
+    "retention": "host copy",
+    "seed": "seed",
+    "archive": "archive",
 }
 
 
