@@ -467,8 +467,8 @@ class SourceReport:
     is None where the source has the reader's own layout, or is another rank of the reader's group.
 
     `kind`: of the source's memory: "live", tensors that a caller has registered; "host copy", one
-    that a worker keeps (prefetch, staged updates, retention); "seed" or "archive". `deltas`: "used"; else why
-    its chunks came whole, as docs/deltas.md lists it.
+    that a worker keeps (prefetch, staged updates, retention); "seed" or "archive". `deltas`:
+    "used"; else why its chunks came whole, as docs/deltas.md lists it.
     """
 
     name: str  # the worker's

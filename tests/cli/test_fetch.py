@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from examples.encoder import model_path
 from tensorhub import sync
+from tensorhub.cli.fetch import _tell
+from tensorhub.types import DeltaUse, FetchReport, SourceReport, VersionInfo
 from tests.cli.processes import PROGRAM, WAIT_S, environment, line_with, run, run_here, started
 from tests.cli.test_publish import OPTIONS, published, zeros_like
 from tests.memory.test_files import listing, sharded, some
@@ -42,6 +44,27 @@ def end(process: subprocess.Popen[str]) -> None:
     process.terminate()
     process.communicate(timeout=WAIT_S)
     assert process.returncode == 0
+
+
+def test_what_other_memory_than_a_trainers_brought_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    info = VersionInfo("m", 3, "c", 3000, 1)
+    live = SourceReport("a", "tcp", 1000, 1.0, "used", deltas=DeltaUse.NO_BASE)
+    seed = SourceReport("b", "tcp", 2000, 1.0, "used", kind="seed")
+    report = FetchReport(3, True, 3000, 1.0, {"resolve": 1.0}, (live, seed))
+    _tell(info, report, (Path("out"),), 0.5, as_json=False)
+    assert capsys.readouterr().out == (
+        "fetched m version 3: 3,000 bytes (live 1,000, seed 2,000) in 1.500 s into out\n"
+    )
+    _tell(info, report, (Path("out"),), 0.5, as_json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert said["bytes_by_kind"] == {"live": 1000, "seed": 2000}
+    assert (said["bytes_saved"], said["changed_words"], said["codec_s"]) == (0, None, 0)
+    assert [(each["name"], each["deltas"]) for each in said["sources"]] == [
+        ("a", "no base"),
+        ("b", "undecided"),
+    ]
 
 
 def test_a_real_model_after_its_publisher_has_gone(address: str, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def _tell(
         print(json.dumps(said), flush=True)
         return
     where = f"{files[0]}" if len(files) == 1 else f"{len(files)} files in {files[0].parent}"
-    kinds = [f"{nbytes:,} from {kind}" for kind, nbytes in report.bytes_by_kind.items() if nbytes]
+    kinds = [f"{kind} {nbytes:,}" for kind, nbytes in report.bytes_by_kind.items() if nbytes]
     of_kinds = f" ({', '.join(kinds)})" if set(report.bytes_by_kind) - {"live"} else ""
     what = f"{info.model} version {info.version}: {report.bytes_read:,} bytes{of_kinds}"
     print(f"fetched {what} in {seconds:.3f} s into {where}", flush=True)

@@ -12,6 +12,7 @@ from tensorhub.memory.regions import Memory
 from tensorhub.messages import Publish
 from tensorhub.model.manifest import Manifest
 from tensorhub.runtime.data.lanes import PullReport
+from tensorhub.runtime.data.source_lane import KINDS
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.scheduler.pull import Pull
 from tensorhub.testing.drivers.tensors import TensorCells
@@ -157,4 +158,5 @@ class TensorHandle(SimHandle):
             seconds,
             outcome,
             shard,
+            kind=KINDS[lane.grant.purpose],
         )
