@@ -45,6 +45,11 @@ class Story:
         """Add `event`, which happened at `now` because of event number `cause`."""
         self._events.append(((now, cause), event))
 
+    @property
+    def newest(self) -> str:
+        """The last word of the newest event: of a transition, why it was made."""
+        return str(self._events[-1][1][-1]) if self._events else ""
+
     def __str__(self) -> str:
         return "\n".join(map(_line, self._events)) or "  (nothing yet)"
 

@@ -42,14 +42,30 @@ def test_retention_takes_the_oldest_prefetched_copies_and_no_more_than_it_needs(
 
 def test_nothing_outranks_what_keeps_a_version() -> None:
     assert not any(P.RETENTION in lower for lower in OUTRANKS.values())
-    assert all(purpose not in lower for purpose, lower in OUTRANKS.items())
-    assert OUTRANKS[P.PREFETCH] == OUTRANKS[P.SEED] == {P.ARCHIVE}
-    assert not OUTRANKS[P.ARCHIVE]
+    assert all(
+        purpose not in lower for purpose, lower in OUTRANKS.items() if purpose is not P.ARCHIVE
+    )
+    assert OUTRANKS[P.PREFETCH] == OUTRANKS[P.SEED] == OUTRANKS[P.ARCHIVE] == {P.ARCHIVE}
     budget = Budget(100)
     budget.reserve("kept", P.RETENTION, 90)
     for purpose in (P.PREFETCH, P.SEED, P.USE):
         with pytest.raises(StateError, match="does not outrank"):
             budget.plan("new", purpose, 20)
+
+
+def test_archived_versions_go_first_and_of_these_the_one_that_was_used_longest_ago() -> None:
+    budget = Budget(100)
+    used = {"a": 3.0, "b": 1.0, "c": 2.0}
+    budget.last_used = lambda ident: used.get(ident, 0.0)
+    budget.reserve("kept", P.PREFETCH, 40)
+    for name in used:
+        budget.reserve(name, P.ARCHIVE, 20)
+    assert budget.plan("new", P.ARCHIVE, 20) == ("b",)
+    for purpose in (P.USE, P.RETENTION, P.PREFETCH, P.SEED):
+        assert budget.plan("new", purpose, 60) == ("b", "c", "a")
+    assert budget.plan("new", P.RETENTION, 100) == ("b", "c", "a", "kept")
+    with pytest.raises(StateError, match="an archived version needs 61 bytes"):
+        budget.plan("new", P.ARCHIVE, 61)
 
 
 @given(

@@ -8,6 +8,7 @@ has no view of a whole chunk.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
@@ -169,6 +170,27 @@ class ChunkMemory:
             for strip in self._strips[chunk]
             for region, _ in strip.cells()
         }
+
+    def under(self, strips: Iterable[Strip]) -> list[tuple[int, int]]:
+        """The chunks of this memory, which is not strided, that have bytes of these strips, as
+        (first, count) runs; or a few more, between those of one cell.
+        """
+        found = [
+            (self._chunk_at(region, offset), self._chunk_at(region, offset + strip.extent - 1) + 1)
+            for strip in strips
+            for region, offset in strip.cells()
+        ]
+        merged = list[tuple[int, int]]()
+        for first, end in sorted(found):
+            if merged and first <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(merged[-1][1], end)
+            else:
+                merged.append((first, end))
+        return [(first, end - first) for first, end in merged]
+
+    def _chunk_at(self, region: int, offset: int) -> int:
+        place = region, offset
+        return bisect_right(self._chunks, place, key=lambda each: (each.region, each.offset)) - 1
 
     @property
     def is_strided(self) -> bool:

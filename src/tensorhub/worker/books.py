@@ -3,8 +3,8 @@ read.
 
 A memory may be read in several *grids* at a time: its own, and one for each selection, which are
 chunks of other sizes over its bytes. The chunks of a selection may be read once all chunks of the
-memory are available. The generation, the accesses and the fence belong to the memory, and hold for
-all its grids.
+memory are available; or, of memory that is loaded on demand, those that lie under them. The
+generation, the accesses and the fence belong to the memory, and hold for all its grids.
 
 Not responsible for which generation a reader needs, nor for accesses and fences (`owner`).
 """
@@ -74,6 +74,12 @@ class Books:
         for grid in self.selections.values():
             grid.forget()
 
+    def unload(self) -> None:
+        """Nothing is there for now, and what will be there again has the same digests."""
+        self.available = bytearray(len(self.available))
+        self.missing = len(self.available)
+        self.story.tell("unloaded", self.generation, "accesses", self.accesses)
+
     def touched(self, access: Access) -> Iterable[int]:
         """The chunks of the memory's own grid that an access may touch; for an access to a
         selection all of them.
@@ -93,7 +99,10 @@ class Books:
     # may be read
 
     def may_read(self, grid: Grid, chunk: int) -> bool:
-        return self.available[chunk] == 1 if grid is self.own else not self.missing
+        if grid is self.own or grid.under is None:
+            return self.available[chunk] == 1 if grid is self.own else not self.missing
+        runs = grid.under(chunk)
+        return all(self.available.find(0, first, first + count) < 0 for first, count in runs)
 
     def readable(
         self, grid: Grid, wanted: Sequence[int], bytes_max: int

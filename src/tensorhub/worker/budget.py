@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from tensorhub.errors import StateError
 from tensorhub.machine import InvariantBroken
@@ -30,7 +31,7 @@ OUTRANKS: dict[Purpose, frozenset[Purpose]] = {
     Purpose.USE: frozenset({Purpose.PREFETCH, Purpose.ARCHIVE}),
     Purpose.PREFETCH: frozenset({Purpose.ARCHIVE}),
     Purpose.SEED: frozenset({Purpose.ARCHIVE}),
-    Purpose.ARCHIVE: frozenset(),
+    Purpose.ARCHIVE: frozenset({Purpose.ARCHIVE}),
 }
 
 
@@ -52,6 +53,8 @@ class Budget:
         self._lent: dict[str, int] = {}  # bytes, by registration, oldest first
         # what was lent to that registration is needed, and must be free when this returns
         self.on_recall: Callable[[str], None] = lambda registration: None
+        # when an archived version was last asked for
+        self.last_used: Callable[[str], float] = lambda ident: 0.0
 
     def __repr__(self) -> str:
         return (
@@ -68,8 +71,9 @@ class Budget:
         return self._reserved.get(ident)
 
     def plan(self, ident: str, purpose: Purpose, nbytes: int) -> tuple[str, ...]:
-        """The copies that must be gone before `ident` may have `nbytes`: the oldest of those that
-        it outranks, and no more than it takes. Empty: `reserve` would succeed now.
+        """The copies that must be gone before `ident` may have `nbytes`: archived versions, the one
+        used longest ago first, then the oldest of those that it outranks, and no more than it
+        takes. Empty: `reserve` would succeed now.
 
         Raises StateError, which says how many bytes are needed, if there would be no room without
         them either.
@@ -77,9 +81,10 @@ class Budget:
         self._check_possible(purpose, nbytes)
         missing = self._missing(ident, nbytes)
         going: list[str] = []
-        for other, reservation in self._reserved.items():
+        for other in sorted(self._reserved, key=self._precedence):
             if missing <= 0:
                 break
+            reservation = self._reserved[other]
             if other != ident and reservation.purpose in OUTRANKS[purpose]:
                 going.append(other)
                 missing -= reservation.nbytes
@@ -97,6 +102,11 @@ class Budget:
                 retryable=True,
             )
         return tuple(going)
+
+    def _precedence(self, ident: str) -> float:
+        """Those with less go first; of equals the oldest one."""
+        is_archived = self._reserved[ident].purpose is Purpose.ARCHIVE
+        return self.last_used(ident) if is_archived else inf
 
     def _check_possible(self, purpose: Purpose, nbytes: int) -> None:
         if nbytes > self.bytes_max:

@@ -5,7 +5,7 @@ Not responsible for accesses (`owner`), nor for available chunks (`books`).
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 
 
@@ -18,6 +18,9 @@ class Grid:
     # chunks with digests that were made here, and not told yet; None: not collected
     made: list[int] | None = None
     undigested: int = 0  # always digests.count(None), where `made` is kept
+    # of a selection of memory that is loaded on demand: the (first, count) runs of chunks of the
+    # memory's own grid that a chunk has bytes of; None: all of them count
+    under: Callable[[int], Sequence[tuple[int, int]]] | None = None
 
     def tell(self) -> None:
         """From now on the made digests of this grid are collected."""

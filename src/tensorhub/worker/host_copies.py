@@ -16,6 +16,9 @@ this worker has, and reads the rest from other workers. The purpose decides whic
 - A retention copy ends when the coordinator needs it no more, or with the caller's last handle: the
   process may end then.
 - A seed is filled again with each version, and ends with the worker.
+- A copy of an archived version is not filled, but adopted: it has its content at once, and is
+  loaded as readers ask for it. What is loaded gives way to every other copy. It ends with the
+  worker.
 
 A task of several steps is a procedure (`worker.procedures`). A procedure takes a copy's turn before
 it fills, releases or closes the copy, so no fill begins in the midst of a release. One procedure at
@@ -34,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -63,6 +67,7 @@ from tensorhub.worker.host_copy_actions import (
     FinishRequest,
     LogEvent,
     StartHandle,
+    Unload,
 )
 from tensorhub.worker.member import Member
 from tensorhub.worker.member_memory import Content
@@ -122,7 +127,7 @@ class HostCopies:
         self._room = Turns()  # one after the other: the procedure that makes room takes it
         self._closing: list[str] = []  # registrations of handles that their callers are closing
         self._has_closed = False  # a caller has closed one
-        self._is_stopped = False  # the worker closes
+        self.is_stopped = False  # the worker closes
 
     def __repr__(self) -> str:
         return (
@@ -192,7 +197,7 @@ class HostCopies:
 
     def stop(self) -> None:
         """The worker closes: nothing is begun any more that no caller asks for."""
-        self._is_stopped = True
+        self.is_stopped = True
 
     def began(self, member: Member) -> None:
         """A handle was made: a caller's, or what StartHandle asked for."""
@@ -226,9 +231,18 @@ class HostCopies:
         """The memory of a copy, or of a staged update, was given back."""
         self.budget.free(ident)
         copy = self._copies.get(ident)
-        retains = copy is not None and copy.shard.purpose is Purpose.RETENTION
-        if copy is not None and retains and not (copy.filling or self._is_closed(ident)):
+        ends = copy is not None and copy.shard.purpose in (Purpose.RETENTION, Purpose.ARCHIVE)
+        if copy is not None and ends and not (copy.filling or self._is_closed(ident)):
             self._drop(copy)  # it was ordered out
+        return self._go_on(now)
+
+    def adopted(self, shard: Shard) -> None:
+        """That copy of an archived version is about to be made."""
+        self._copies[shard.registration] = Copy(shard)
+
+    def unloaded(self, ident: str, now: float) -> list[CopyAction]:
+        """What was loaded of an archived version was given back. The copy stays."""
+        self.budget.free(ident)
         return self._go_on(now)
 
     def end_prefetch(
@@ -244,7 +258,7 @@ class HostCopies:
         if not frees:
             self._cancel_fill(copy)
             return self._go_on(now)
-        if self._is_stopped or self.budget.reservation(copy.ident) is None:
+        if self.is_stopped or self.budget.reservation(copy.ident) is None:
             return []
         steps = self._release_prefetched(copy)
         return self.begin(self._quietly(steps, copy, "copy_not_released"), now)
@@ -277,7 +291,7 @@ class HostCopies:
         """The coordinator wants a copy."""
         if order.copy in self._copies:
             return []  # said again
-        if self._is_stopped or self._process_ends:
+        if self.is_stopped or self._process_ends:
             return [Say(CopyRefused(order.copy, "this worker closes"))]
         copy = Copy(
             _one_shard(
@@ -293,7 +307,7 @@ class HostCopies:
         copy = self._copies.get(order.copy)
         if copy is not None and copy.filling is not None:
             copy.filling.is_cancelled = True
-        elif copy is not None and not self._is_stopped:
+        elif copy is not None and not self.is_stopped:
             steps = self._end(copy, self._op_timeout_s)
             return self.begin(self._quietly(steps, copy, "copy_not_ended"), now)
         return self._go_on(now)
@@ -361,6 +375,12 @@ class HostCopies:
         if copy is None or content is None or content.version.content_id != info.content_id:
             return None
         return copy.ident, content
+
+    def remove(self, ident: str, timeout_s: float) -> Steps[None]:
+        """End the copy of an archived version, with its own leave. RetentionError: it must stay."""
+        copy = self._copies.get(ident)
+        if copy is not None:
+            yield from self._end(copy, timeout_s)
 
     def _retain(self, copy: Copy, info: VersionInfo) -> Steps[None]:
         """Make the copy that the coordinator has ordered, or refuse it."""
@@ -465,7 +485,10 @@ class HostCopies:
             ]:
                 asked.add(others[0])
                 copy = self._copies.get(others[0])
-                if copy is not None:
+                if copy is not None and copy.shard.purpose is Purpose.ARCHIVE:
+                    self._act(Unload(copy.ident, in_turn=purpose is Purpose.ARCHIVE))
+                    yield partial(self._is_without_room, copy.ident)
+                elif copy is not None:
                     reason = f"{nbytes} bytes are needed for another's {purpose.value}"
                     self._act(LogEvent("copy_evicted", copy.ident, reason))
                     error = StateError(
@@ -473,6 +496,9 @@ class HostCopies:
                     )
                     yield from self._release(copy, error)
             self.budget.reserve(ident, purpose, nbytes)
+
+    def _is_without_room(self, ident: str) -> bool:
+        return self.budget.reservation(ident) is None
 
     def _release(self, copy: Copy, error: StateError) -> Steps[None]:
         """Give a copy's memory back, once its readers are moved or fenced. The call that runs on it

@@ -57,6 +57,16 @@ class AskManifest:
 
 
 @dataclass(frozen=True, slots=True)
+class Unload:
+    """Give back what is loaded of that archived version, once its readers are through; then
+    `HostCopies.unloaded`. `in_turn`: not before its turn is over, as another one wants the room.
+    """
+
+    registration: str
+    in_turn: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LogEvent:
     """Log this about a copy."""
 
@@ -76,5 +86,13 @@ class FinishRequest:
 
 
 CopyAction = (
-    Say | StartHandle | DropHandle | BeginCall | CancelCall | AskManifest | LogEvent | FinishRequest
+    Say
+    | StartHandle
+    | DropHandle
+    | BeginCall
+    | CancelCall
+    | AskManifest
+    | Unload
+    | LogEvent
+    | FinishRequest
 )

@@ -17,6 +17,7 @@ access to memory (`worker.owner`), for connections, or for time, which is an arg
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any, assert_never
 
@@ -24,7 +25,7 @@ from tensorhub import messages
 from tensorhub.errors import GroupAborted, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
 from tensorhub.model.manifest import Manifest
-from tensorhub.types import HandleState, Options
+from tensorhub.types import HandleState, Options, Purpose
 from tensorhub.worker import calls
 from tensorhub.worker.active_call import ActiveCall, GroupCall, Refusing
 from tensorhub.worker.coverage import Found
@@ -78,7 +79,8 @@ class Member:
         self._session = self._context.session
         self._memory = MemberMemory(self._context)
         self._call: ActiveCall[Any] | None = None  # the last one that was begun
-        if shard.serves and not in_file:
+        # what is loaded of an archived version may go at any time
+        if shard.serves and not in_file and shard.purpose is not Purpose.ARCHIVE:
             copies.add(shard.registration, self._memory)
 
     def __repr__(self) -> str:
@@ -172,8 +174,21 @@ class Member:
         staged = memory.staged is not None and not memory.applying
         return memory.voted is not None or memory.doubt is not None or staged
 
+    @property
+    def why(self) -> str:
+        """Why its memory is in its state."""
+        return self._memory.story.newest
+
     # -------------------------------------------------------------------------------------------
     # inputs: the caller
+
+    def adopt(self, content: Content, now: float) -> list[calls.Action]:
+        """Hold content that the memory has without a call. Its generation is made here. Call this
+        before the first `connected`: so it is registered as held from the beginning.
+        """
+        self._context.enter(now)
+        self._memory.adopt(replace(content, generation=self._context.new_generation()))
+        return self._context.take_actions()
 
     def begin(self, call: calls.Call, timeout_s: float, now: float) -> list[calls.Action]:
         """Start a call; raises StateError, and starts nothing, where the state forbids it."""

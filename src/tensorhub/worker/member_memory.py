@@ -13,8 +13,8 @@ follows a fence: the running call decides (`worker.active_call`). Access to memo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tensorhub.errors import LeaseLost
 from tensorhub.layouts.joining import said_parts
@@ -44,6 +44,8 @@ class Content:
     # names its regions, where it is held in another layout; None: `manifest`
     base: Manifest | None = None
     part_ids: tuple[str, ...] = ()  # of this content, as the coordinator names them
+    # these parts by their ids, where this worker has had them from elsewhere than the coordinator
+    parts: Mapping[str, bytes] = field(default_factory=dict)
     spoiled: bool = False  # its bytes have changed since, so it is not restated
 
     def held(self, *, told: bool) -> Held:
@@ -152,6 +154,15 @@ class MemberMemory(Stateful[HandleState]):
         assert self.voted is not None
         self._context.act(calls.Fence(self.voted.generation))
         self.voted = None
+
+    def adopt(self, content: Content) -> None:
+        """The memory has all of that content, or has it as soon as it is asked for. Its chunks are
+        marked available as they are there.
+        """
+        self.content = content
+        self._become(HandleState.READY, f"adopted {content.version.version}")
+        opened = content.generation, content.version.content_id, content.manifest
+        self._context.act(calls.OpenGeneration(*opened, complete=False))
 
     # ------------------------------------------------------------------------------------ being
     # filled, and its vote
@@ -350,11 +361,11 @@ class MemberMemory(Stateful[HandleState]):
         self._context.say(self._context.session.register(held, told=told, parts=said))
 
     def _parts(self, content: Content | None, asked: Sequence[str]) -> list[bytes]:
-        """The `asked` parts of the registration and of the content, where known. A copy knows only
-        the ids of its parts. Once the coordinator asks for such a part, the copy names no part any
-        more; else the coordinator would ask for ever.
+        """The `asked` parts of the registration and of the content, where known. A copy that was
+        filled knows only the ids of its parts. Once the coordinator asks for such a part, the copy
+        names no part any more; else the coordinator would ask for ever.
         """
-        shard, found = self._context.shard, dict[str, bytes]()
+        shard, found = self._context.shard, dict(content.parts) if content is not None else {}
         held = content.manifest if content is not None else None
         if held is not None:
             found |= said_parts(held)

@@ -21,7 +21,7 @@ over the chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tensorhub.machine import IllegalStep, Story
 from tensorhub.messages import Origin
@@ -161,16 +161,21 @@ class Owner:
         del self._memories[registration]
 
     def select(
-        self, registration: RegistrationId, generation: int, selection: str, sizes: Sequence[int]
+        self,
+        registration: RegistrationId,
+        generation: int,
+        selection: str,
+        sizes: Sequence[int],
+        under: Callable[[int], Sequence[tuple[int, int]]] | None = None,
     ) -> bool:
-        """Let this memory be read in the chunks of that selection as well. False: it is not open
-        under that generation.
+        """Let this memory be read in the chunks of that selection as well. `under`: see `Grid`.
+        False: it is not open under that generation.
         """
         memory = self._at(registration, generation)
         if memory is None:
             return False
         if selection not in memory.selections:
-            found = Grid(sizes, [None] * len(sizes))
+            found = Grid(sizes, [None] * len(sizes), under=under)
             if memory.own.made is not None:
                 found.tell()
             memory.selections[selection] = found
@@ -180,6 +185,13 @@ class Owner:
         """Forget that selection of every memory; running accesses go on."""
         for memory in self._memories.values():
             memory.selections.pop(selection, None)
+
+    def under(
+        self, registration: RegistrationId, selection: str
+    ) -> Callable[[int], Sequence[tuple[int, int]]] | None:
+        """See `Grid`; None: that selection is not known."""
+        grid = self._grid(registration, selection)
+        return None if grid is None else grid.under
 
     def selections(self, registration: RegistrationId) -> tuple[str, ...]:
         """The known selections of this memory."""
@@ -222,6 +234,15 @@ class Owner:
         )
         memory.revoke(wrong)
         return running
+
+    def unload(self, registration: RegistrationId) -> frozenset[int]:
+        """Let no access begin until chunks are marked available again, whose digests stay. Returns
+        the running accesses. Under whichever generation it is open, or closed.
+        """
+        memory = self._memories.get(registration)
+        if memory is not None:
+            memory.unload()
+        return self.accesses_to(registration)
 
     def take_made(
         self, registration: RegistrationId, selection: str = "", *, if_all: bool = False

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import lru_cache, wraps
 from itertools import islice
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -29,14 +29,16 @@ from tensorhub.layouts.shared import Share
 from tensorhub.machine import InvariantBroken
 from tensorhub.memory.base import Base
 from tensorhub.memory.chunks import ChunkMemory, move_chunks
+from tensorhub.memory.on_demand import Loader
 from tensorhub.messages import Origin
 from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
-from tensorhub.model.digests import pack, root_of
+from tensorhub.model.digests import pack, root_of, runs_of
 from tensorhub.runtime.data.deltas import Deltas
 from tensorhub.runtime.data.selections import Selections
 from tensorhub.runtime.data.served_lanes import ServedLanes
 from tensorhub.runtime.data.vote_budget import VoteBudget
 from tensorhub.runtime.threads import run_in_thread
+from tensorhub.transport.base import NotShared
 from tensorhub.transport.generation_words import WORD_BYTES, GenerationWords, Header
 from tensorhub.transport.owner import CannotServe, Lane, OpenMemory, OwnerSide
 from tensorhub.transport.segments import Segment
@@ -113,6 +115,7 @@ class SharedOwner:
         self._selected: dict[RegistrationId, dict[str, ChunkMemory]] = {}
         self._votes: dict[RegistrationId, VoteBudget] = {}
         self._promises: dict[RegistrationId, Promise] = {}
+        self._loaders: dict[RegistrationId, Loader] = {}  # of memory that is loaded on demand
         # under which generation a promise was found broken
         self._broken: dict[RegistrationId, int] = {}
         self._selections = Selections()
@@ -138,6 +141,7 @@ class SharedOwner:
     take_made = _locked(Owner.take_made)
     selections = _locked(Owner.selections)
     chunk_count = _locked(Owner.chunk_count)
+    is_quiet = _locked(Owner.is_quiet)
 
     def open(
         self,
@@ -151,15 +155,21 @@ class SharedOwner:
         tells: bool = False,
         promise: Promise | None = None,
         keeps_base: bool = False,
+        loader: Loader | None = None,
     ) -> None:
         """Let readers in: to all of it, or (complete False) to what `mark_available` names from now
         on. `tells`: `on_made` hears of digests that are made. `promise`: looked at before and after
-        the memory is touched. `keeps_base`: the memory is as it was when it was fenced.
+        the memory is touched. `keeps_base`: the memory is as it was when it was fenced. `loader`:
+        hears which chunks are asked for, of memory that is loaded on demand. Such memory is neither
+        the base of a delta, nor read one-sided: what is not loaded there is no content.
         """
         what, grid = (registration, generation, content_id, memory.sizes), memory.manifest.grid_id
         with self._changed:
-            self._set_base(registration, content_id, memory, complete, keeps_base)
-            self.deltas.opened(registration, generation, content_id, memory)
+            if loader is None:
+                self._set_base(registration, content_id, memory, complete, keeps_base)
+                self.deltas.opened(registration, generation, content_id, memory)
+            else:
+                self._loaders[registration] = loader
             self._owner.open(*what, complete=complete, digests=digests, tells=tells, grid=grid)
             self._memory[registration] = memory
             self._selected.pop(registration, None)
@@ -223,6 +233,21 @@ class SharedOwner:
             ):
                 self._stop_those_inside(inside)
                 self._changed.wait_for(lambda: inside.isdisjoint(self._inside), FENCE_TIMEOUT_S)
+
+    def unload(self, registration: RegistrationId) -> bool:
+        """See `Owner.unload`. Whether no access runs any more, so that the memory can be given
+        back. Blocks; a reader is not hurried, unless it takes very long.
+        """
+        with self._changed:
+            inside = self._owner.unload(registration)
+            if not self._changed.wait_for(lambda: inside.isdisjoint(self._inside), FENCE_TIMEOUT_S):
+                self._stop_those_inside(inside)
+            return inside.isdisjoint(self._inside)
+
+    def wake(self) -> None:
+        """Those that wait for chunks are to look again, as what they wait for cannot be loaded."""
+        with self._changed:
+            self._changed.notify_all()
 
     def listed(
         self, registration: RegistrationId, generation: int, selection: str = ""
@@ -364,7 +389,8 @@ class SharedOwner:
         """What another memory of this worker has: for a copy that is filled beside it."""
         for registration, other in self._memory.items():
             found = self._owner.held(registration, content_id, memory.manifest.grid_id)
-            if found is not None and not other.is_read_only:  # a file's may be truncated
+            stays = not other.is_read_only and registration not in self._loaders
+            if found is not None and stays:  # a file may be truncated
                 generation, held, digests, intact = found
                 terms = (None, registration, generation, held)
 
@@ -380,7 +406,7 @@ class SharedOwner:
         self, access: Access, memory: ChunkMemory, base: ContentId
     ) -> Mapping[int, tuple[bytes, ...]]:
         """See `OwnedMemory.deltas_of`."""
-        if memory.is_strided:
+        if memory.is_strided or access.registration in self._loaders:
             return {}
         with self._touching(access, access.chunks[0]):
             return self.deltas.find(access, memory, base)
@@ -453,6 +479,7 @@ class SharedOwner:
             self._selected.pop(registration, None)
             self._votes.pop(registration, None)
             self._promises.pop(registration, None)
+            self._loaders.pop(registration, None)
             self._broken.pop(registration, None)
             if self._words is not None:
                 self._words.forget(registration)
@@ -512,7 +539,10 @@ class SharedOwner:
                 # it has given way meanwhile, or the memory was opened anew: the reader says it
                 # again
                 return False
-            if not self._owner.select(registration, generation, name, selection.sizes):
+            under = None
+            if registration in self._loaders:
+                under = lru_cache(None)(lambda chunk: memory.under(selection.chunks[chunk]))
+            if not self._owner.select(registration, generation, name, selection.sizes, under):
                 return NOT_OPEN
             if name not in selected:
                 selected[name] = memory.selected(selection)
@@ -548,8 +578,12 @@ class SharedOwner:
         return following
 
     def find(self, registration: RegistrationId, generation: int) -> OpenMemory | Refusal:
-        """What one-sided readers may read there, and its word."""
+        """What one-sided readers may read there, and its word. NotShared: memory that is loaded on
+        demand.
+        """
         with self._changed:
+            if registration in self._loaders:
+                raise NotShared("an archived version is loaded as it is asked for: tcp serves it")
             if self._words is None or not generation or self._words.get(registration) != generation:
                 return NOT_OPEN
             memory = self._memory.get(registration)
@@ -577,7 +611,7 @@ class SharedOwner:
 
     def _set_word(self, registration: RegistrationId, generation: int) -> None:
         if self._words is not None:
-            self._words.set(registration, generation)
+            self._words.set(registration, 0 if registration in self._loaders else generation)
 
     def _close(self, registration: RegistrationId) -> None:
         """Refuse every further access. One-sided readers name nothing from here on: the word comes
@@ -611,6 +645,7 @@ class SharedOwner:
         was replaced or freed.
         """
         until = time.monotonic() + patience_s
+        loads = self._asked_of_loader(registration, selection, wanted)
         terms = (
             lane,
             registration,
@@ -620,6 +655,7 @@ class SharedOwner:
             bytes_max,
             selection,
             also_written,
+            loads,
         )
         with self._changed:
             answer = self._begin(*terms)
@@ -698,6 +734,7 @@ class SharedOwner:
         bytes_max: int,
         selection: str,
         also_written: bool,
+        loads: Callable[[], str],
     ) -> Access | Wait | Refusal:
         if lane is not None and lane.is_stopped:
             return STOPPED
@@ -708,7 +745,32 @@ class SharedOwner:
         )
         if isinstance(answer, Access):
             self._inside[answer.number] = lane
+        if not isinstance(answer, Refusal) and (fault := loads()) and isinstance(answer, Wait):
+            return Refusal(fault)
         return answer
+
+    def _asked_of_loader(
+        self, registration: RegistrationId, selection: str, wanted: Sequence[int]
+    ) -> Callable[[], str]:
+        """Asks the loader of that memory, if it has one, for what lies under these chunks; see
+        `Loader.want`.
+        """
+        loader = self._loaders.get(registration)
+        if loader is None:
+            return str
+        runs = runs_of(wanted) if not selection else self._under(registration, selection, wanted)
+        return lambda: loader.want(runs)
+
+    def _under(
+        self, registration: RegistrationId, selection: str, wanted: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """What lies under these chunks of a selection. Found without the lock: it may take long."""
+        with self._changed:
+            under = self._owner.under(registration, selection)
+            there = range(self._owner.chunk_count(registration, selection))
+        if under is None:
+            return []
+        return [run for chunk in wanted if chunk in there for run in under(chunk)]
 
     def digests_of(self, access: Access, memory: ChunkMemory) -> list[tuple[int, int]]:
         """The access' chunks with their digests (0: there are none); missing ones are made and

@@ -24,6 +24,7 @@ import anyio.to_thread
 from tensorhub.errors import DrainTimeout, StateError, TensorHubError, text_of
 from tensorhub.layouts.reading import ReshardedManifest
 from tensorhub.logs import get_logger
+from tensorhub.memory.on_demand import OnDemandMemory
 from tensorhub.memory.regions import Memory
 from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Outcome, Start, TellDigests, ToRank
 from tensorhub.runtime import clock
@@ -520,6 +521,10 @@ class Handle(CallersHandle):
             ContentId(action.content_id),
             self._digests if action.complete else None,
         )
+        loader = None
+        if isinstance(self.memory, OnDemandMemory):
+            loader = self.memory.loader
+            digests = self.memory.recall(action.content_id, action.manifest)
         if not action.complete:
             # before the first byte, for what autograd has kept of those that go
             self.memory.count_write()
@@ -539,6 +544,7 @@ class Handle(CallersHandle):
             tells=action.complete and bool(chunks.width),
             promise=self._writes,
             keeps_base=action.keeps_base,
+            loader=loader,
         )
 
     async def _fence(self, action: calls.Fence) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -43,7 +43,9 @@ from tensorhub.worker.host_copy_actions import (
     FinishRequest,
     LogEvent,
     StartHandle,
+    Unload,
 )
+from tensorhub.worker.member_memory import Content
 from tensorhub.worker.procedures import Steps
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.router import Router
@@ -66,7 +68,11 @@ class HostingWorker(Protocol):
     def callers(self) -> Iterable[Handle]:
         """The handles of its callers that are not closed."""
 
-    def start_handle(self, shard: Shard, memory: Memory) -> Handle: ...
+    def new_registration(self) -> str: ...
+
+    def start_handle(
+        self, shard: Shard, memory: Memory, adopted: Content | None = None
+    ) -> Handle: ...
 
     def drop_handle(self, handle: CallersHandle) -> None: ...
 
@@ -90,6 +96,7 @@ class HostCopyRunner(CallersCopies):
             options.host_memory_bytes, options.op_timeout_s, lambda: secrets.token_hex(12)
         )
         self.tasks: anyio.abc.TaskGroup | None = None
+        self.on_unload: Callable[[Unload], None] = lambda action: None  # of an archived version
         # calls whose tasks have not begun, by number: the errors with which they are to end
         self._unbegun: dict[int, Exception | None] = {}
         self._asked: dict[int, _Request] = {}  # by request
@@ -138,6 +145,14 @@ class HostCopyRunner(CallersCopies):
     def ended(self, registration: str) -> None:
         """A handle is no more."""
         self._apply(self.machine.ended(registration, clock.now()))
+
+    async def remove(self, ident: str, timeout_s: float) -> None:
+        """End the copy of an archived version."""
+        await self._ask(self.machine.remove(ident, timeout_s))
+
+    def unloaded(self, ident: str) -> None:
+        """What was loaded of an archived version was given back."""
+        self._apply(self.machine.unloaded(ident, clock.now()))
 
     def freed(self, ident: str) -> None:
         self._apply(self.machine.freed(ident, clock.now()))
@@ -208,6 +223,8 @@ class HostCopyRunner(CallersCopies):
             case AskManifest():
                 if self.tasks is not None:
                     self.tasks.start_soon(self._ask_manifest, action)
+            case Unload():
+                self.on_unload(action)
             case LogEvent():
                 tell = log.warning if action.is_warning else log.info
                 tell(action.event, registration=action.registration, reason=action.reason)

@@ -19,6 +19,7 @@ from tensorhub.errors import StateError, TensorHubError, text_of
 from tensorhub.logs import get_logger
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.host import HostMemory, Pin
+from tensorhub.memory.on_demand import OnDemandMemory
 from tensorhub.memory.regions import FilledMemory, MappedRegions, Memory, Pieces
 from tensorhub.model.manifest import Manifest
 from tensorhub.runtime.data.serving import SharedOwner
@@ -175,7 +176,7 @@ class MappedMemory:
         if self._mapped is not None:
             self._owner.release(self._mapped[2])
             self._mapped = None
-        if isinstance(self._memory, HostMemory):
+        if isinstance(self._memory, HostMemory | OnDemandMemory):
             self._owner.forget(self._registration)
             await run_in_thread(self._memory.free)
 

@@ -28,6 +28,7 @@ from tensorhub.memory.regions import FilledMemory, Memory
 from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest, id_of
 from tensorhub.runtime.data.channels import own_deltas
 from tensorhub.runtime.ending import Parting
+from tensorhub.runtime.worker.archived_copies import ArchivedCopies
 from tensorhub.runtime.worker.calling import CallersHandle, ProgressListener
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.pins import Pins
@@ -84,6 +85,7 @@ class CallersWorker(ABC):
     coordinator: CoordinatorClient
     pins: Pins
     copies: CallersCopies
+    archived: ArchivedCopies
     router: Router[Any]  # of its handles, of any kind
 
     @abstractmethod

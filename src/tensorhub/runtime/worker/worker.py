@@ -41,6 +41,7 @@ from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.wakeup import Wakeup
+from tensorhub.runtime.worker.archived_copies import ArchivedCopies
 from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.digest_reporter import DigestReporter
@@ -65,6 +66,7 @@ from tensorhub.types import (
 from tensorhub.worker.known_parts import KnownParts
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.member import Member
+from tensorhub.worker.member_memory import Content
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.router import (
     Anew,
@@ -128,6 +130,7 @@ class Worker(CallersWorker):
         self._parts = KnownParts()
         self._found_copies = LocalCopies()
         self.copies = HostCopyRunner(self)
+        self.archived = ArchivedCopies(self, self.copies, self._owner)
         self.copies.budget.on_recall = lambda each: self._owner.deltas.end(RegistrationId(each))
         self._owner.deltas.on_dropped = self.copies.budget.take_back
         self._generations = itertools.count(1)
@@ -175,6 +178,7 @@ class Worker(CallersWorker):
                 self._tasks.start_soon(self._serve_readers, listeners)
                 self._tasks.start_soon(self._keep_time)
                 self._tasks.start_soon(self.copies.keep_time)
+                self._tasks.start_soon(self.archived.run)
                 self._tasks.start_soon(self._digest_reporter.run)
                 self._tasks.start_soon(self._act_on_notices)
                 self._tasks.start_soon(self.channels.keep_swept)
@@ -438,10 +442,13 @@ class Worker(CallersWorker):
     def fresh_group(self) -> str:
         return f"{self.name[:400]}-{secrets.token_hex(4)}"
 
-    def start_handle(self, shard: Shard, memory: Memory) -> Handle:
+    def start_handle(self, shard: Shard, memory: Memory, adopted: Content | None = None) -> Handle:
+        """`adopted`: what the memory holds from the beginning."""
         handle = self._make_handle(shard, memory)
         self.router.add(shard, handle)
         self.copies.began(handle)
+        if adopted is not None:
+            handle.apply(handle.member.adopt(adopted, clock.now()))
         self._tasks.start_soon(self._run_handle, handle)
         if self.link.online:
             handle.apply(handle.member.connected(clock.now(), self.link.lease_s))
@@ -508,3 +515,4 @@ class Worker(CallersWorker):
             self.router.remove(shard)
             self._found_copies.remove(shard.registration)
             self.copies.ended(shard.registration)
+            self.archived.ended(handle)

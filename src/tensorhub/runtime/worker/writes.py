@@ -17,6 +17,7 @@ import anyio.to_thread
 
 from tensorhub.errors import StateError, some
 from tensorhub.memory.files import FileMemory
+from tensorhub.memory.on_demand import OnDemandMemory
 from tensorhub.memory.regions import Memory, is_packed
 from tensorhub.model.manifest import Manifest
 from tensorhub.runtime.data.serving import BROKEN, SharedOwner
@@ -25,6 +26,8 @@ from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.member import Member
 from tensorhub.worker.member_memory import Content
 from tensorhub.worker.mutation_guard import TENSORS_NAMED_MAX
+
+LOADED_WITHIN_S = 5.0  # what is not there by then has not changed, as far as is known
 
 
 class Writes:
@@ -171,8 +174,15 @@ class Writes:
         was replaced or freed.
         """
         right = (self._registration, content.generation, ContentId(content.version.content_id))
+        is_loaded = isinstance(self._memory, OnDemandMemory)
         with self._owner.access(
-            None, *right, [chunk], 1, 0.0, selection, also_written=True
+            None,
+            *right,
+            [chunk],
+            1,
+            LOADED_WITHIN_S if is_loaded else 0.0,
+            selection,
+            also_written=True,
         ) as answer:
             if not isinstance(answer, tuple):
                 return (True if answer is BROKEN else None), b""

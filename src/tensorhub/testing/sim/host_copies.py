@@ -31,6 +31,7 @@ from tensorhub.worker.host_copy_actions import (
     FinishRequest,
     LogEvent,
     StartHandle,
+    Unload,
 )
 from tensorhub.worker.procedures import Steps
 from tensorhub.worker.registration_session import Shard
@@ -250,6 +251,8 @@ class SimHostCopies:
                     handle.apply(handle.member.cancel(action.error, now))
             case AskManifest():
                 self._ask(action)
+            case Unload():
+                raise AssertionError(f"{self.worker} has no archive: {action}")
             case LogEvent():
                 if action.event == "copy_evicted":
                     purpose = next(p for p in Purpose if action.reason.endswith(f" {p.value}"))

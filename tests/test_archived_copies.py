@@ -1,0 +1,301 @@
+"""Archived versions as holdings that are loaded on demand, over real sockets, in one process.
+
+But for one test, the bucket is a dictionary.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
+from tensorhub.errors import (
+    IntegrityError,
+    RetentionError,
+    StateError,
+    TensorHubError,
+)
+from tensorhub.model.digests import pack, root_of
+from tensorhub.runtime.worker import archived_copies
+from tensorhub.runtime.worker.archived_copies import ArchivedCopies, ArchivedShard
+from tensorhub.types import Options
+from tensorhub.worker import loading
+from tests.rig import (
+    CHUNK_BYTES,
+    CHUNKS,
+    OPTIONS,
+    Restartable,
+    Tensors,
+    all_of,
+    cluster,
+    connect,
+    handle_of,
+    holds,
+    nothing_left,
+    published,
+    tensors,
+    until,
+    worker_of,
+    write,
+)
+from tests.test_coordinator_restart import cluster as restartable
+from tests.test_resharding import TRAINERS, is_held, read_from, rollout, trainer, world
+
+pytestmark = pytest.mark.anyio
+NBYTES = CHUNKS * CHUNK_BYTES
+HOSTED = replace(OPTIONS, host_memory_bytes=NBYTES)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass
+class Bucket:
+    """One shard of a version, as the archive has it."""
+
+    chunks: list[bytes]
+    reads: list[list[int]] = field(default_factory=list)
+    error: TensorHubError | None = None
+    may_go_on: threading.Event = field(default_factory=threading.Event)
+
+    def load(self, chunks: Sequence[int], targets: Sequence[memoryview]) -> None:
+        assert self.may_go_on.wait(60)
+        self.reads.append(list(chunks))
+        if self.error is not None:
+            raise self.error
+        for chunk, target in zip(chunks, targets, strict=True):
+            target[:] = self.chunks[chunk]
+
+
+def archived_of(weights: Weights) -> tuple[ArchivedShard, Bucket]:
+    """What this rank has published, as the archive has it."""
+    handle = handle_of(weights)
+    content = handle.member.content
+    assert content is not None
+    memory = handle._mapped._map(content.manifest)[1]
+    chunks, shard = range(len(memory.sizes)), handle.member.shard
+    digests = memory.digests(chunks)
+    bucket = Bucket([bytes(memory.buffer(chunk)) for chunk in chunks])
+    bucket.may_go_on.set()
+    root = root_of(pack(digests, memory.width))
+    parts = shard.parts(content.manifest)
+    of = content.version, shard.number, content.manifest, digests, root, bucket.load, parts
+    return ArchivedShard(*of), bucket
+
+
+def archive_of(hub: Hub) -> ArchivedCopies:
+    return worker_of(hub).archived
+
+
+async def add(hub: Hub, *shards: ArchivedShard) -> list[str]:
+    """Registrations that the coordinator counts on."""
+
+    async def register() -> list[str]:
+        found = [await archive_of(hub).add(shard) for shard in shards]
+        for each in found:
+            await archive_of(hub).known(each, 30)
+        return found
+
+    return await hub._thread.call(register)
+
+
+def loaded(hub: Hub) -> int:
+    """Bytes of host memory that are in use."""
+    return worker_of(hub).copies.budget.reserved_bytes
+
+
+async def read(hub: Hub, version: int, source: str = "archive") -> Tensors:
+    mine = tensors()
+    weights = await hub.register("m", mine, spot=True)
+    report = await weights.replicate(version)
+    assert read_from([report]) == {source}
+    await weights.close(abandon=True)
+    return mine
+
+
+@asynccontextmanager
+async def archived(
+    *contents: int, options: Options = HOSTED
+) -> AsyncIterator[tuple[Hub, Hub, list[str], list[Bucket]]]:
+    """A reader, and an archive that alone holds versions 1, 2, ..., with its registrations and
+    buckets.
+    """
+    async with cluster("trainer", "reader") as c, connect(c.address, "archive", options) as hub:
+        names, buckets = list[str](), list[Bucket]()
+        memory = tensors(contents[0])
+        source = await c.hubs[0].register("m", memory)
+        for number, content in enumerate(contents, 1):
+            async with source.mutate(number):
+                write(memory, content)
+            shard, bucket = archived_of(source)
+            names += await add(hub, shard)
+            buckets.append(bucket)
+        await source.close(abandon=True)
+        yield c.hubs[1], hub, names, buckets
+
+
+async def test_a_version_is_read_from_its_archive_when_its_publisher_is_gone() -> None:
+    async with archived(7) as (reader, hub, _, (bucket,)):
+        assert (bucket.reads, loaded(hub)) == ([], 0)
+        weights = await reader.register("m", mine := tensors(), spot=True)
+        report = await weights.replicate()
+        assert [(each.name, each.transport) for each in report.sources] == [("archive", "tcp")]
+        assert holds(mine, 7)
+        assert sorted(chunk for batch in bucket.reads for chunk in batch) == [*range(CHUNKS)]
+        assert loaded(hub) == NBYTES
+
+
+async def test_two_versions_are_read_in_turns_with_room_for_one() -> None:
+    async with archived(7, 8) as (reader, hub, _, buckets):
+        for number in (1, 2, 1, 1, 2):
+            assert holds(await read(reader, number), 6 + number)
+            assert loaded(hub) == NBYTES
+        reads = [sum(map(len, bucket.reads)) for bucket in buckets]
+        assert reads == [2 * CHUNKS, 2 * CHUNKS]  # the third of version 1 found it loaded
+
+
+async def test_two_versions_are_read_at_once_with_room_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has the room in turn, and both readers get on."""
+    monkeypatch.setattr(loading, "TURN_S", 0.05)
+    monkeypatch.setattr(loading, "BATCH_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(loading, "AHEAD_BYTES", 0)
+    async with archived(7, 8) as (reader, hub, _, _):
+        found = await all_of(*(read(reader, number) for number in (1, 2, 1, 2)))
+        assert [
+            holds(each, content) for each, content in zip(found, (7, 8, 7, 8), strict=True)
+        ] == [True] * 4
+        assert loaded(hub) <= NBYTES
+
+
+async def test_readers_of_another_layout_have_what_lies_under_their_chunks() -> None:
+    options = replace(OPTIONS, host_memory_bytes=2**30)
+    async with (
+        world("one", "two") as (c, trained, _),
+        connect(c.address, "archive", options) as hub,
+    ):
+        shards = [archived_of(each)[0] for each in trained]
+        await add(hub, *shards)
+        await all_of(*(each.close(abandon=True) for each in trained))
+        weights, mine = await rollout(c.hubs[2:], "rollout")
+        reports = await all_of(*(each.replicate() for each in weights))
+        assert is_held(mine, 1)
+        assert read_from(reports) == {"archive"}
+        assert len(shards) == TRAINERS
+
+
+async def test_a_damaged_object_is_named_to_readers_and_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loading, "RETRY_S", 0.01)
+    told = list[str]()
+    monkeypatch.setattr(
+        archived_copies.log, "warning", lambda event, **fields: told.append(fields["reason"])
+    )
+    async with archived(7) as (reader, _, _, (bucket,)):
+        bucket.error = IntegrityError("file:///a/frames-0 was damaged")
+        weights = await reader.register("m", tensors(), spot=True)
+        with pytest.raises(TensorHubError, match="frames-0 was damaged"):
+            await weights.replicate(timeout=3)
+        assert told == ["version 1 of 'm' in the archive: file:///a/frames-0 was damaged"]
+        bucket.error = None
+        await weights.replicate()
+        await weights.close(abandon=True)
+
+
+async def test_what_has_no_room_at_all_says_how_much_it_takes() -> None:
+    async with archived(7, options=replace(HOSTED, host_memory_bytes=NBYTES - 1)) as (
+        reader,
+        _,
+        _,
+        (bucket,),
+    ):
+        weights = await reader.register("m", tensors(), spot=True)
+        with pytest.raises(TensorHubError, match=rf"an archived version needs {NBYTES} bytes"):
+            await weights.replicate(timeout=2)
+        assert bucket.reads == []
+
+
+async def test_a_copy_of_a_version_that_is_rolled_back_is_lost() -> None:
+    lost = list[tuple[str, str]]()
+    async with archived(7, 8) as (reader, hub, names, _):
+        archive_of(hub).on_lost = lambda *what: lost.append(what)
+        assert holds(await read(reader, 2), 8)
+        await reader.rollback("m", to=1)
+        await until(lambda: bool(lost))
+        ((name, reason),) = lost
+        assert name == names[1]
+        assert "rolled back" in reason
+        await until(lambda: loaded(hub) == 0)
+        assert holds(await read(reader, 1), 7)
+    assert len(lost) == 1  # the end of the archive's worker loses nothing
+
+
+async def test_the_last_holder_of_a_retained_version_stays_until_it_is_not() -> None:
+    async with archived(7) as (reader, hub, (name,), _):
+        remove = archive_of(hub).remove
+        await reader.retain("m", latest=1)
+        with pytest.raises(RetentionError):
+            await hub._thread.call(remove, name, 0.5)
+        assert holds(await read(reader, 1), 7)
+        await reader.retain("m", latest=0)
+        await hub._thread.call(remove, name, 30)
+        await until(lambda: loaded(hub) == 0)
+        await until(lambda: not worker_of(hub).router.handles)
+        await hub._thread.call(remove, name, 30)
+
+
+async def test_a_coordinator_without_that_content_loses_the_copy(tmp_path: Path) -> None:
+    lost = list[tuple[str, str]]()
+    coordinator = Restartable()
+    async with nothing_left():
+        await coordinator.start()
+        async with connect(coordinator.address, "archive", HOSTED) as hub:
+            async with connect(coordinator.address, "trainer") as trainer:
+                source = await published(trainer)
+                shard, _ = archived_of(source)
+                await add(hub, shard)
+                archive_of(hub).on_lost = lambda *what: lost.append(what)
+                await source.close(abandon=True)
+            await coordinator.restart(hub)
+            await until(lambda: bool(lost))
+            assert "lost its state" in lost[0][1]
+            with pytest.raises(StateError, match="does not know that content"):
+                await add(hub, shard)
+        await coordinator.stop()
+
+
+async def test_the_end_of_the_worker_waits_for_a_read_and_leaves_nothing() -> None:
+    async with archived(7) as (reader, _, _, (bucket,)):
+        bucket.may_go_on.clear()
+        weights = await reader.register("m", tensors(), spot=True)
+        with pytest.raises(TensorHubError):
+            await weights.replicate(timeout=0.5)
+        threading.Timer(0.5, bucket.may_go_on.set).start()
+
+
+async def test_after_a_restart_the_copies_say_the_parts_that_readers_of_another_layout_need(
+    tmp_path: Path,
+) -> None:
+    options = replace(OPTIONS, host_memory_bytes=2**30)
+    names = ("trainer", "second", "archive", "reader")
+    async with restartable(*names, state_dir=tmp_path, options=options) as (coordinator, hubs):
+        trained, _ = await trainer(hubs[:2], 1)
+        await all_of(*(each.publish(1) for each in trained))
+        await add(hubs[2], *(archived_of(each)[0] for each in trained))
+        for hub in hubs[:2]:
+            await hub.close()
+        await coordinator.restart(*hubs[2:])
+        weights, mine = await rollout(hubs[3:], "rollout")
+        reports = await all_of(*(each.replicate(1) for each in weights))
+        assert is_held(mine, 1)
+        assert read_from(reports) == {"archive"}
