@@ -50,6 +50,7 @@ def test_it_follows_a_model_and_outlives_its_publisher(address: str, end: signal
                 [0],
                 NBYTES,
             )
+            assert (said["bytes_saved"], said["deltas"]) == (0, ["no base"])
             with source.mutate(2):
                 write(out, 2)
             assert json.loads(line_with("{", process.stdout))["version"] == 2

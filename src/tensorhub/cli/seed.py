@@ -52,9 +52,10 @@ def seed(
 
     Each new version replaces the version before as soon as it is published. Workers read the part
     that has arrived while the rest is on its way. One line goes to stdout for each complete version
-    ({"model", "version", "ranks", "bytes_read", "seconds"} with --json). After the first line,
-    SIGTERM is the ordinary way to stop it: exit code 0. Too little --host-memory, or a rank that
-    the model does not have, ends it with exit code 1.
+    ({"model", "version", "ranks", "bytes_read", "bytes_saved", "deltas", "seconds"} with --json;
+    docs/deltas.md lists the words of "deltas"). After the first line, SIGTERM is the ordinary way
+    to stop it: exit code 0. Too little --host-memory, or a rank that the model does not have, ends
+    it with exit code 1.
     """
     with common.checking():
         check_name("model", model)
@@ -148,18 +149,22 @@ class Seeder:
     def _tell(self, info: VersionInfo, ranks: tuple[int, ...], reports: list[FetchReport]) -> None:
         first, self.has_seeded = not self.has_seeded, True
         bytes_read, seconds = sum(r.bytes_read for r in reports), max(r.seconds for r in reports)
-        number = reports[0].version
+        number, saved = reports[0].version, sum(r.bytes_saved for r in reports)
+        uses = sorted({each.deltas for r in reports for each in r.sources if each.bytes_read})
         if self.as_json:
             said: dict[str, object] = {
                 "model": info.model,
                 "version": number,
                 "ranks": ranks,
                 "bytes_read": bytes_read,
+                "bytes_saved": saved,
+                "deltas": uses,
             }
             print(json.dumps({**said, "seconds": round(seconds, 3)}), flush=True)
             return
         shards = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         read = f"read {bytes_read:,} bytes in {seconds:.3f} s"
+        read += f"; deltas: {', '.join(uses)}" if uses else ""
         print(f"seeding {info.model} version {number} ({shards}; {read})", flush=True)
         if first and not self.quiet:
             print("following its new versions; Ctrl-C stops it", file=sys.stderr, flush=True)
