@@ -56,8 +56,9 @@ def fetch(
     waits, --timeout long, for a coordinator that does not run yet. A directory gets the publisher's
     files and index, else model.safetensors. An output that exists is refused with exit code 2
     before anything is fetched; --force replaces it, file by file. The result is one line on stdout
-    ({"model", "version", "content_id", "files", "bytes", "seconds", "phases", "sources", ...}
-    with --json: what `FetchReport` says of bytes by kind of holder, of deltas and of each source).
+    ({"model", "version", "content_id", "files", "bytes", "seconds", "phases",
+    "bytes_saved", "changed_words", "codec_s", "bytes_by_kind", "sources"} with --json, as
+    `FetchReport` has them).
     """
     with common.checking():
         check_name("model", model)
