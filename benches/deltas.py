@@ -22,7 +22,8 @@ import ctypes
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -84,6 +85,19 @@ def _cut(tensor: Chunk) -> list[Chunk]:
 
 def pairs_of(learning_rate: float, dtypes: Sequence[str], steps: int = STEPS) -> dict[str, Pair]:
     """Of the step after so many."""
+    training = islice(training_of(learning_rate), steps, steps + 2)
+    before, after = (
+        {dtype: published([*parameters.values()], dtype) for dtype in dtypes}
+        for parameters in training
+    )
+    return {
+        dtype: Pair(list(zip(before[dtype], after[dtype], strict=True)), WIDTHS[dtype])
+        for dtype in dtypes
+    }
+
+
+def training_of(learning_rate: float, contexts: int = CONTEXTS) -> Iterator[Mapping[str, Tensor]]:
+    """The parameters, trained in place: before the first step, and after each."""
     import torch
 
     from examples.encoder import load
@@ -91,25 +105,18 @@ def pairs_of(learning_rate: float, dtypes: Sequence[str], steps: int = STEPS) ->
     torch.manual_seed(1)
     model: Any = load()
     model.train()
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate)
-    for _ in range(steps):
-        _step(model, optimizer)
-    before = {dtype: _published(parameters, dtype) for dtype in dtypes}
-    _step(model, optimizer)
-    return {
-        dtype: Pair(
-            list(zip(before[dtype], _published(parameters, dtype), strict=True)), WIDTHS[dtype]
-        )
-        for dtype in dtypes
-    }
+    parameters = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(parameters.values(), lr=learning_rate)
+    while True:
+        yield parameters
+        _step(model, optimizer, contexts)
 
 
-def _step(model: Any, optimizer: Any) -> None:
+def _step(model: Any, optimizer: Any, contexts_each: int) -> None:
     import torch
 
     embeddings = model.embeddings.word_embeddings.weight
-    contexts = torch.randint(len(embeddings), (CONTEXTS, TOKENS))
+    contexts = torch.randint(len(embeddings), (contexts_each, TOKENS))
     hidden, mask = model.embeddings(contexts), torch.ones_like(contexts, dtype=torch.bool)
     for layer in model.encoder["layer"].children():
         hidden = layer(hidden, mask)
@@ -122,7 +129,7 @@ def _step(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-def _published(parameters: Sequence[Tensor], dtype: str) -> list[memoryview]:
+def published(parameters: Sequence[Tensor], dtype: str) -> list[memoryview]:
     """Copies of their bytes as they are published."""
     import torch
 
@@ -153,7 +160,7 @@ def sizes(pair: Pair) -> dict[str, Any]:
         sent += new.nbytes if frame is None else len(frame)
         if frame is not None:
             target = memoryview(bytearray(base))
-            deltas.apply(frame, target)
+            deltas.apply([frame], target)
             if target != new:
                 raise AssertionError("a frame has made other bytes than the new ones")
     differences = pair.differences()
@@ -189,7 +196,7 @@ class Worker:
         """Of the right base only the first time, which takes no other time."""
         for frame, target in zip(self.frames, self.targets, strict=True):
             if frame is not None:
-                deltas.apply(frame, target)
+                deltas.apply([frame], target)
 
     def copy(self) -> None:
         for new, target in zip(self.news, self.targets, strict=True):

@@ -35,14 +35,15 @@ def encode(old: bytes | memoryview, new: bytes | memoryview) -> bytes | None:
     return frame if len(frame) < len(new) else bytes(new)
 
 
-def apply(frame: Any, target: memoryview) -> None:
-    try:
-        text = zlib.decompress(bytes(frame))
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
-    if len(text) != len(target):
-        raise ValueError("a frame of another chunk")
-    target[:] = bytes(a ^ b for a, b in zip(text, target, strict=True))
+def apply(frames: Sequence[Any], target: memoryview) -> None:
+    for frame in frames:
+        try:
+            text = zlib.decompress(bytes(frame))
+        except zlib.error as error:
+            raise ValueError(str(error)) from None
+        if len(text) != len(target):
+            raise ValueError("a frame of another chunk")
+        target[:] = bytes(a ^ b for a, b in zip(text, target, strict=True))
 
 
 @dataclass

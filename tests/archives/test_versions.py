@@ -202,11 +202,11 @@ def test_after_an_error_no_target_is_written(local: Store, monkeypatch: pytest.M
     history(opened(local), model, random, 2)
     begun, go_on, running = threading.Event(), threading.Event(), set[int]()
 
-    def slow(frame: Any, target: memoryview) -> None:
+    def slow(frames: Any, target: memoryview) -> None:
         running.add(threading.get_ident())
         begun.set()
         assert go_on.wait(60)
-        apply(frame, target)
+        apply(frames, target)
         running.discard(threading.get_ident())
 
     def ranges(path: str, wanted: Any) -> Any:
@@ -219,6 +219,7 @@ def test_after_an_error_no_target_is_written(local: Store, monkeypatch: pytest.M
     read = local.ranges
     with Reader(VersionCatalogue(local, "actor").load(), Key(0, 1), slow) as reader:
         monkeypatch.setattr("tensorhub.archives.reading.REQUEST_BYTES", 1)
+        monkeypatch.setattr("tensorhub.archives.reading.BUILT_BYTES", 1)
         monkeypatch.setattr(local, "ranges", ranges)
         targets = [memoryview(bytearray(size)) for size in reader.manifest(0).sizes]
         with pytest.raises(ArchiveUnavailable, match="gone"):

@@ -11,6 +11,7 @@ from unittest import mock
 import xxhash
 from hypothesis import strategies as st
 
+from tensorhub import deltas
 from tensorhub.deltas import codec
 
 WIDTHS = (1, 2, 4)
@@ -56,7 +57,7 @@ def frame_of(base: bytes, new: bytes, width: int) -> bytes:
 
 def made_by(frame: bytes, base: bytes) -> bytes:
     target = bytearray(base)
-    codec.apply(frame, memoryview(target))
+    deltas.apply([frame], memoryview(target))
     return bytes(target)
 
 

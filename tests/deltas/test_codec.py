@@ -15,9 +15,9 @@ from hypothesis import given, strategies as st
 
 from tensorhub import deltas
 from tensorhub.deltas import codec
-from tensorhub.errors import StateError
+from tensorhub.errors import ProtocolError, StateError
 from tensorhub.model.manifest import CHUNK_BYTES_MAX, TensorDescription, build_manifest
-from tests.deltas.pairs import WIDTHS, changed, forged, frame_of, made_by, pairs
+from tests.deltas.pairs import WIDTHS, always_paying, changed, forged, frame_of, made_by, pairs
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -109,7 +109,7 @@ def test_bytes_at_odd_addresses(width: int) -> None:
     frame = deltas.encode(memoryview(b"." + base)[1:], memoryview(b"." + new)[1:], width)
     assert frame is not None
     target = bytearray(b"." + base + b".")
-    deltas.apply(memoryview(b"." + frame)[1:], memoryview(target)[1:-1])
+    deltas.apply([memoryview(b"." + frame)[1:]], memoryview(target)[1:-1])
     assert target == b"." + new + b"."
 
 
@@ -121,7 +121,7 @@ def test_how_many_words_it_changes_is_told(width: int, share: float) -> None:
     places = range(0, len(base), width)
     differ = sum([base[at : at + width] != new[at : at + width] for at in places])
     frame = frame_of(base, new, width)
-    assert deltas.apply(frame, memoryview(bytearray(base))) == (len(places), differ)
+    assert deltas.apply([frame], memoryview(bytearray(base))) == (len(places), differ)
 
 
 def test_two_frames_in_a_row_are_one_step_each() -> None:
@@ -171,7 +171,7 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delattr(deltas, "codec")
     says = r"zstandard.*pip install '\.\[delta\]' in a checkout"
     with pytest.raises(StateError, match=says) as caught:
-        deltas.apply(b"", memoryview(bytearray()))
+        deltas.apply([b""], memoryview(bytearray()))
     assert deltas.fault_here() == str(caught.value)
 
 
@@ -181,3 +181,42 @@ def test_zigzag_is_undone(data: bytes) -> None:
     zigzag = codec._zigzag(words)
     planes = [zigzag.astype(np.uint8), (zigzag >> 8).astype(np.uint8)]
     assert (codec._differences(planes, 0, words.size, words.dtype) == words).all()
+
+
+@given(data=st.data(), widths=st.lists(st.sampled_from(WIDTHS), max_size=8))
+def test_a_chain_at_once_is_as_one_by_one(data: st.DataObject, widths: list[int]) -> None:
+    random = Random(data.draw(st.integers(0, 2**32)))
+    versions, frames = [random.randbytes(data.draw(st.integers(1, 3000)))], list[bytes]()
+    for width in widths:
+        share = data.draw(st.sampled_from([0, 0.001, 0.01, 0.1, 0.45, 1]))
+        most = data.draw(st.sampled_from([1, 300 % (1 << 8 * width)]))
+        versions.append(changed(versions[-1], width, share, most, random))
+        frames.append(frame_of(versions[-2], versions[-1], width))
+    target = bytearray(versions[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "LISTED", data.draw(st.sampled_from([3, 100, 2**13])))
+        deltas.apply(frames, memoryview(target))
+    assert target == versions[-1]
+
+
+@given(data=st.data(), width=st.sampled_from(WIDTHS), count=st.integers(1, 5))
+def test_frames_that_are_joined(data: st.DataObject, width: int, count: int) -> None:
+    random = Random(data.draw(st.integers(0, 2**32)))
+    versions, frames = [random.randbytes(data.draw(st.integers(1, 3000)))], list[bytes]()
+    for _ in range(count):
+        share = data.draw(st.sampled_from([0, 0.01, 0.1, 0.45, 1]))
+        versions.append(changed(versions[-1], width, share, 1, random))
+        frames.append(frame_of(versions[-2], versions[-1], width))
+    with always_paying():
+        joined = deltas.join(frames, len(versions[0]))
+    assert joined is not None
+    assert made_by(joined, versions[0]) == versions[-1]
+
+
+def test_what_cannot_be_joined() -> None:
+    base, new = bytes(5000), changed(bytes(5000), 1, 0.1, 1, Random(1))
+    frames = [frame_of(base, new, 1), frame_of(base, new, 2)]
+    assert deltas.join(frames, 5000) is None
+    assert deltas.join([frame_of(base, Random(1).randbytes(5000), 1)], 5000) is None
+    with pytest.raises(ProtocolError, match="the chunk has 4000"):
+        deltas.join(frames[:1], 4000)

@@ -12,7 +12,7 @@ import pytest
 import zstandard
 from hypothesis import given, strategies as st
 
-from tensorhub.deltas.codec import apply
+from tensorhub.deltas import apply
 from tensorhub.errors import ProtocolError
 from tests.deltas.pairs import WIDTHS, changed, checked, forged, frame_of
 
@@ -32,7 +32,7 @@ CHANGED_AT = 14
 def refused(frame: bytes, says: str = "bad delta: ", base: bytes = BASE) -> None:
     target = bytearray(base)
     with pytest.raises(ProtocolError, match=says):
-        apply(frame, memoryview(target))
+        apply([frame], memoryview(target))
     assert target == base
 
 
@@ -68,7 +68,7 @@ def test_a_flipped_bit_with_its_checksum_writes_nothing_outside(width: int) -> N
         flipped[bit // 8] ^= 1 << bit % 8
         room = bytearray(b"<" * 600 + BASE + b">" * 600)
         try:
-            apply(checked(bytes(flipped)), memoryview(room)[600:-600])
+            apply([checked(bytes(flipped))], memoryview(room)[600:-600])
             applied += 1
         except ProtocolError:
             assert room[600:-600] == BASE
@@ -120,7 +120,7 @@ def test_a_frame_that_breaks_a_bound(frame: bytes, says: str) -> None:
 def test_the_last_word_can_be_reached() -> None:
     """One word further is beyond the chunk (see above)."""
     target = bytearray(BASE)
-    apply(forged(2, 2003, 1, 4, [b"\0\0\0\xeb", b"\2", b""], ODD), memoryview(target))
+    apply([forged(2, 2003, 1, 4, [b"\0\0\0\xeb", b"\2", b""], ODD)], memoryview(target))
     assert target[:1998] == BASE[:1998]
     assert target[1998:] == bytes([(BASE[1998] + 1) % 256]) + BASE[1999:]
 
@@ -163,8 +163,23 @@ def test_the_most_that_few_bytes_can_unpack_to(width: int) -> None:
     target = memoryview(bytearray(words * width))
     tracemalloc.start()
     try:
-        apply(frame, target)
+        apply([frame], target)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < words * (1 + width) / 2 + 2**22
+
+
+def test_each_frame_of_a_chain_keeps_the_bounds() -> None:
+    """Also where their words and gaps together are as many as they say."""
+    good = forged(2, 2003, 2, 2, [b"\1\1", b"\2\2", b""], ODD)
+    for bad, says in (
+        (forged(2, 2003, 1, 4, [b"\0\0\0\xec", b"\1", b""], ODD), "beyond the chunk"),
+        (forged(2, 2003, 1, 2, [b"\1\1", b"\1", b""], ODD), "of another number of words"),
+        (forged(2, 2003, 2, 2, [b"\0\1", b"\1\1", b""], ODD), "of another number of words"),
+    ):
+        for chain in ([bad, good], [good, bad], [good, bad, good]):
+            target = bytearray(BASE)
+            with pytest.raises(ProtocolError, match=says):
+                apply(chain, memoryview(target))
+            assert target == BASE  # they are applied together

@@ -31,7 +31,7 @@ def deltas(data: bytes) -> None:
     with memoryview(room) as whole, whole[len(EDGE) : len(EDGE) + nbytes] as target:
         try:
             with bounded(data, per_byte=16, most=2**18 + 16 * nbytes):
-                codec.apply(frame, target)
+                codec.apply([frame], target)
         except ProtocolError as error:
             assert len(str(error)) < 500
             assert target == base

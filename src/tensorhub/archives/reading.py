@@ -3,9 +3,9 @@ the digest.
 
 A result is compared with the publisher's digest of the version that is read, and only then handed
 out. If it differs, the chunk is read again version by version, so that the error names the object
-that was damaged. Frames are opaque: the caller's `apply(frame, target)` turns a chunk of a frame's
-base, in `target`, into the chunk of its version, and raises TensorHubError or ValueError for a
-frame that is none. A frame as long as its chunk is the chunk itself.
+that was damaged. Frames are opaque: the caller's `apply(frames, target)` turns a chunk of the first
+frame's base, in `target`, into the chunk of the last one's version, and raises TensorHubError or
+ValueError for a frame that is none. A frame as long as its chunk is the chunk itself.
 
 Responsible for that, and for how much is fetched at once. Not responsible for which chunks are
 read, nor for the codec.
@@ -13,6 +13,7 @@ read, nor for the codec.
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from array import array
@@ -21,7 +22,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain
 from operator import gt
@@ -32,18 +33,20 @@ from tensorhub.archives.catalogue import FRAME_LENGTH_BYTES, Anchor, Key, Versio
 from tensorhub.archives.store import Buffer
 from tensorhub.errors import IntegrityError, TensorHubError, some
 from tensorhub.layouts import publication_of
-from tensorhub.memory.safetensors import Header, header_in
+from tensorhub.memory.safetensors import HEADER_BYTES_MAX, LENGTH_BYTES, Header, parse_header
 from tensorhub.model.digests import WIDTHS, hasher
 from tensorhub.model.manifest import Chunk, Manifest
 
 BATCH_BYTES: Final = 64 * 2**20  # that are fetched before they are put together; two at a time
 REQUEST_BYTES: Final = 4 * 2**20
 REQUESTS_AT_ONCE: Final = 16
-CHUNKS_AT_ONCE: Final = 8  # that are put together and digested
+BUILDERS: Final = min(8, len(os.sched_getaffinity(0)))  # threads that put chunks together
+BUILT_BYTES: Final = 2**20  # by one of them, before the next ones are another's
+HEADER_GUESS: Final = 2**16
 CHUNKS_AHEAD: Final = 8  # of all ranks together
 IDLE_READERS_MAX: Final = 2
 
-Apply = Callable[[memoryview, memoryview], object]
+Apply = Callable[[Sequence[memoryview], memoryview], object]
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,29 @@ class _Frames:
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """Chunks with their targets, and the ranges of each object that make them, in their order."""
+class _Wanted:
+    """A chunk, its target, and for each version of the chain the ranges that make it."""
 
-    chunks: Sequence[tuple[int, memoryview]]
-    got: Mapping[str, Iterator[Buffer]]
+    chunk: int
+    target: memoryview
+    ranges: Sequence[Sequence[tuple[str, int, int]]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for each in self.ranges for _, _, nbytes in each)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Chunks, and the ranges of each object that make them, in their order."""
+
+    wanted: Sequence[_Wanted] = ()
+    got: Mapping[str, Iterator[Buffer]] = field(default_factory=dict)
+
+    def pieces(self) -> Iterator[list[list[Buffer]]]:
+        """Of each chunk, for each version of the chain: waits until they are there."""
+        for its in self.wanted:
+            yield [[next(self.got[path]) for path, _, _ in each] for each in its.ranges]
 
 
 class _Step:
@@ -116,7 +137,7 @@ class Reader:
                 f"{catalogue.name(self.version.path)} is based on a version of other tensors"
             )
         self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, "tensorhub-archive")
-        self._builders = ThreadPoolExecutor(CHUNKS_AT_ONCE, "tensorhub-archive")
+        self._builders = ThreadPoolExecutor(BUILDERS, "tensorhub-archive")
         try:
             self._steps = [*self._pool.map(partial(_Step, catalogue), found)]
         except BaseException:
@@ -146,30 +167,32 @@ class Reader:
         """Fill each target with that chunk of that shard. IntegrityError: an object of the chain
         was damaged, or is missing; the error names it. ArchiveUnavailable.
         """
-        manifest, steps = self.manifest(shard), range(1, len(self._steps))
-        batch, size = list[tuple[int, memoryview]](), 0
-        fetched = _Batch((), {})
+        sizes, batch, size = self.manifest(shard).sizes, list[_Wanted](), 0
+        fetched = _Batch()
         for chunk, target in zip(chunks, targets, strict=True):
-            nbytes = manifest.chunks[chunk].nbytes
-            if target.nbytes != nbytes:
+            if target.nbytes != sizes[chunk]:
                 raise ValueError(
-                    f"chunk {chunk} has {nbytes} bytes, and its target {target.nbytes}"
+                    f"chunk {chunk} has {sizes[chunk]} bytes, and its target {target.nbytes}"
                 )
-            size += nbytes + sum(self._frames(step, shard).place(chunk)[2] for step in steps)
-            batch.append((chunk, target))
+            batch.append(self._wanted(shard, chunk, target))
+            size += batch[-1].nbytes
             if size >= BATCH_BYTES:
-                following = self._fetch(shard, batch)  # while the one before is put together
+                following = self._fetch(batch)  # while the one before is put together
                 self._fill(shard, fetched)
                 fetched, batch, size = following, [], 0
-        following = self._fetch(shard, batch)
+        following = self._fetch(batch)
         self._fill(shard, fetched)
         self._fill(shard, following)
 
-    def _fetch(self, shard: int, chunks: Sequence[tuple[int, memoryview]]) -> _Batch:
+    def _wanted(self, shard: int, chunk: int, target: memoryview) -> _Wanted:
+        steps = range(len(self._steps))
+        return _Wanted(chunk, target, [[*self._ranges(step, shard, chunk)] for step in steps])
+
+    def _fetch(self, chunks: Sequence[_Wanted]) -> _Batch:
         wanted: dict[str, list[tuple[int, int]]] = {}  # of each object, ranges
-        for chunk, _ in chunks:
-            for step in range(len(self._steps)):
-                for path, offset, nbytes in self._ranges(step, shard, chunk):
+        for step in reversed(range(len(self._steps))):  # frames first: every chunk needs all
+            for each in chunks:
+                for path, offset, nbytes in each.ranges[step]:
                     wanted.setdefault(path, []).append((offset, nbytes))
         store, at = self.catalogue.store, self.catalogue.at
         got: dict[str, Iterator[Buffer]] = {}
@@ -179,41 +202,46 @@ class Reader:
         return _Batch(chunks, got)
 
     def _fill(self, shard: int, batch: _Batch) -> None:
-        jobs = list[Future[None]]()
+        jobs, some, size = list[Future[None]](), list[tuple[_Wanted, list[list[Buffer]]]](), 0
         try:
-            for chunk, target in batch.chunks:
-                pieces = self._pieces(shard, chunk, batch.got)
-                jobs.append(self._builders.submit(self._fill_one, shard, chunk, target, pieces))
+            for each in zip(batch.wanted, batch.pieces(), strict=True):
+                some.append(each)
+                size += each[0].target.nbytes
+                if size >= BUILT_BYTES:
+                    jobs.append(self._builders.submit(self._fill_some, shard, some))
+                    some, size = [], 0
+            jobs.append(self._builders.submit(self._fill_some, shard, some))
         finally:
             wait(jobs)  # whatever happens, no target is written after the call
         for job in jobs:
             job.result()
 
-    def _fill_one(
-        self, shard: int, chunk: int, target: memoryview, pieces: Sequence[Sequence[Buffer]]
+    def _fill_some(
+        self, shard: int, chunks: Sequence[tuple[_Wanted, Sequence[Sequence[Buffer]]]]
     ) -> None:
-        try:
-            for step, its in enumerate(pieces):
-                self._build(step, its, target)
-            is_right = self._is_right(-1, shard, chunk, target)
-        except (ValueError, TensorHubError):
-            is_right = False
-        if not is_right:
-            self._read_slowly(shard, chunk, target)
+        for each, pieces in chunks:
+            try:
+                self._build(0, pieces, each.target)
+                is_right = self._is_right(-1, shard, each.chunk, each.target)
+            except (ValueError, TensorHubError):
+                is_right = False
+            if not is_right:
+                self._read_slowly(shard, each)
 
-    def _read_slowly(self, shard: int, chunk: int, target: memoryview) -> None:
+    def _read_slowly(self, shard: int, wanted: _Wanted) -> None:
         """Once more, with a look at each version, to find the object that is damaged."""
-        batch = self._fetch(shard, [(chunk, target)])
-        for step, pieces in enumerate(self._pieces(shard, chunk, batch.got)):
+        chunk, target = wanted.chunk, wanted.target
+        (steps,) = self._fetch([wanted]).pieces()
+        for step, pieces in enumerate(steps):
             reason = "has not the publisher's digest"
             try:
-                self._build(step, pieces, target)
+                self._build(step, [pieces], target)
                 is_right = self._is_right(step, shard, chunk, target)
             except (ValueError, TensorHubError) as error:
                 is_right, reason = False, f"cannot be decoded ({error})"
             if not is_right:
                 version = self._steps[step].version
-                paths = [path for path, _, _ in self._ranges(step, shard, chunk)] or [version.index]
+                paths = [path for path, _, _ in wanted.ranges[step]] or [version.index]
                 objects = [self.catalogue.name(path) for path in dict.fromkeys(paths)]
                 raise IntegrityError(
                     f"chunk {chunk} of shard {shard} of version {version.key} of "
@@ -232,22 +260,19 @@ class Reader:
         elif (place := self._frames(step, shard).place(chunk))[2]:
             yield place
 
-    def _pieces(
-        self, shard: int, chunk: int, got: Mapping[str, Iterator[Buffer]]
-    ) -> list[list[Buffer]]:
-        """For each version of the chain, the fetched pieces of this chunk."""
-        steps = range(len(self._steps))
-        return [[next(got[path]) for path, _, _ in self._ranges(n, shard, chunk)] for n in steps]
-
-    def _build(self, step: int, pieces: Sequence[Buffer], target: memoryview) -> None:
-        """Make the chunk of that version out of its base's in `target`."""
-        at = 0
-        for piece in pieces:
-            if step and len(piece) < len(target):
-                self._apply(memoryview(piece), target)
-            else:
-                target[at : at + len(piece)] = memoryview(piece)
-                at += len(piece)
+    def _build(self, first: int, pieces: Sequence[Sequence[Buffer]], target: memoryview) -> None:
+        """Make the chunk in `target`, with the pieces of the chain's versions from `first` on."""
+        frames = list[memoryview]()
+        for step, its in enumerate(pieces, first):
+            if step and its and len(its[0]) < len(target):
+                frames.append(memoryview(its[0]))
+            elif its:
+                frames, at = [], 0
+                for piece in its:
+                    target[at : at + len(piece)] = memoryview(piece)
+                    at += len(piece)
+        if frames:
+            self._apply(frames, target)
 
     def _is_right(self, step: int, shard: int, chunk: int, target: memoryview) -> bool:
         algorithm = self.version.digest
@@ -289,14 +314,23 @@ class Reader:
         return [job.result() for job in jobs]
 
     def _header(self, path: str, size: int) -> Header:
-        def read(offset: int, nbytes: int) -> bytes:
-            (found,) = self.catalogue.store.ranges(self.catalogue.at(path), [(offset, nbytes)])
-            return bytes(found)
-
+        (begin,) = self.catalogue.store.ranges(
+            self.catalogue.at(path), [(0, min(size, HEADER_GUESS))]
+        )
+        text = bytes(begin)
+        length = int.from_bytes(text[:LENGTH_BYTES], "little")
+        if length > min(size - LENGTH_BYTES, HEADER_BYTES_MAX):
+            raise self.catalogue.changed(path)
+        if (more := LENGTH_BYTES + length - len(text)) > 0:
+            (rest,) = self.catalogue.store.ranges(self.catalogue.at(path), [(len(text), more)])
+            text += bytes(rest)
         try:
-            return header_in(size, read)
+            header = parse_header(text[LENGTH_BYTES : LENGTH_BYTES + length])
         except ValueError as error:
-            raise IntegrityError(f"{self.catalogue.changed(path)} (it is {error})") from None
+            raise IntegrityError(f"{self.catalogue.changed(path)} ({error})") from None
+        if header.file_bytes != size:
+            raise self.catalogue.changed(path)
+        return header
 
     def _make_places(self, shard: int) -> ChunkPlaces:
         places = ChunkPlaces(self._whole, self._headers, self.manifest(shard), shard)

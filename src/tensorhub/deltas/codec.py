@@ -6,7 +6,8 @@ lets go of the GIL. Not responsible for the form of a frame (`frames`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -47,14 +48,49 @@ def encode(base: memoryview, new: memoryview, width: int) -> bytes | None:
     return frame if len(frame) <= PAYS * new.nbytes else None
 
 
-def apply(frame: bytes | memoryview, target: memoryview) -> Counts:
+def apply(frames: Sequence[bytes | memoryview], target: memoryview) -> Counts:
     """See the package."""
-    parts = Frame.decode(frame, target.nbytes)
-    unpack, sizes = zstandard.ZstdDecompressor(), (parts.tokens, *[parts.changed] * parts.width)
-    tokens, *planes = [
-        _unpack(unpack, stream, nbytes) for stream, nbytes in zip(parts.streams, sizes, strict=True)
-    ]
-    words, changed = _words_of(target, parts.width), parts.changed
+    unpack, counts = zstandard.ZstdDecompressor(), Counts()
+    for group in _groups([Frame.decode(frame, target.nbytes) for frame in frames]):
+        words = _words_of(target, group[0].width)
+        if len(group) > 1:
+            changed = _apply_several(unpack, group, words)
+        else:
+            changed = _apply_one(unpack, group[0], words)
+        target[words.nbytes :] = group[-1].tail
+        counts = counts.and_of(Counts(len(group) * words.size, changed))
+    return counts
+
+
+def join(frames: Sequence[bytes | memoryview], nbytes: int) -> bytes | None:
+    """See the package. Differences add up, so what frames make of zeros is what they change."""
+    widths = {Frame.decode(frame, nbytes).width for frame in frames}
+    if len(widths) != 1:
+        return None
+    zeros, changes = memoryview(bytes(nbytes)), memoryview(bytearray(nbytes))
+    apply(frames, changes)
+    return encode(zeros, changes, *widths)
+
+
+def _groups(frames: Iterable[Frame]) -> Iterator[list[Frame]]:
+    """Those that together list few words are applied together, because numpy's calls take as long
+    for few as for many.
+    """
+    group, tokens = list[Frame](), 0
+    for parts in frames:
+        its = parts.tokens or LISTED
+        if group and (tokens + its > LISTED or parts.width != group[0].width):
+            yield group
+            group, tokens = [], 0
+        group.append(parts)
+        tokens += its
+    if group:
+        yield group
+
+
+def _apply_one(unpack: zstandard.ZstdDecompressor, parts: Frame, words: Words) -> int:
+    """How many words that changes."""
+    tokens, *planes = _streams(unpack, parts)
     if parts.lists_all:
         changed = 0
         for start in range(0, words.size, LISTED):
@@ -62,17 +98,31 @@ def apply(frame: bytes | memoryview, target: memoryview) -> Counts:
             by = _differences(planes, start, end, words.dtype)
             words[start:end] += by
             changed += int(np.count_nonzero(by))
-    else:
-        _check(tokens, parts)
-        first = 0
-        for places in _places_of(tokens):
-            last = first + places.size
-            new = words.take(places)
-            new += _differences(planes, first, last, words.dtype)
-            words[places] = new
-            first = last
-    target[words.nbytes :] = parts.tail
-    return Counts(words.size, changed)
+        return changed
+    _check(tokens, parts)
+    first = 0
+    for places in _places_of(tokens):
+        last = first + places.size
+        new = words.take(places)
+        new += _differences(planes, first, last, words.dtype)
+        words[places] = new
+        first = last
+    return parts.changed
+
+
+def _apply_several(unpack: zstandard.ZstdDecompressor, group: Sequence[Frame], words: Words) -> int:
+    tokens, *planes = zip(*[_streams(unpack, parts) for parts in group], strict=True)
+    places = _places_of_several(tokens, group)
+    joined = [np.concatenate(plane) for plane in planes]
+    # differences add up where several frames list a word
+    np.add.at(words, places, _differences(joined, 0, places.size, words.dtype))
+    return places.size
+
+
+def _streams(unpack: zstandard.ZstdDecompressor, parts: Frame) -> list[Bytes]:
+    sizes = parts.tokens, *[parts.changed] * parts.width
+    pairs = zip(parts.streams, sizes, strict=True)
+    return [_unpack(unpack, stream, nbytes) for stream, nbytes in pairs]
 
 
 def _words_of(view: memoryview, width: int) -> Words:
@@ -175,6 +225,23 @@ def _check(tokens: Bytes, parts: Frame) -> None:
     expect(tokens.size - jumps == parts.changed, "its gaps are of another number of words")
     end = int(tokens.sum(dtype=np.uint64)) + AHEAD_MAX * jumps
     expect(end <= parts.words, "its gaps lead beyond the chunk")
+
+
+def _places_of_several(tokens: Sequence[Bytes], group: Sequence[Frame]) -> Indices:
+    """Of all frames, one after the other, checked as above."""
+    some = np.concatenate(tokens)
+    is_jump = some == 0
+    starts = [0, *accumulate(parts.tokens for parts in group[:-1])]
+    listed = np.add.reduceat(~is_jump, starts, dtype=np.int64)
+    same = listed == [parts.changed for parts in group]
+    expect(bool(same.all()), "its gaps are of another number of words")
+    ahead = (some - is_jump).astype(np.int64)  # 0 becomes 255
+    ends = np.add.reduceat(ahead, starts)
+    expect(int(ends.max()) <= group[0].words, "its gaps lead beyond the chunk")
+    ahead[0] -= 1
+    ahead[starts[1:]] -= ends[:-1]
+    places: Indices = np.cumsum(ahead)[~is_jump]
+    return places
 
 
 def _places_of(tokens: Bytes) -> Iterator[Indices]:

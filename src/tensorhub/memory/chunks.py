@@ -259,13 +259,11 @@ class ChunkMemory:
         """Apply deltas to a chunk, which has their base, one after the other. ProtocolError: one of
         them is no delta for it.
         """
-        counts = deltas.Counts()
         on_device = self.device is not None
         target = (
             self.copied(chunk, bytearray(self.sizes[chunk])) if on_device else self.buffer(chunk)
         )
-        for each in made:
-            counts = counts.and_of(deltas.apply(memoryview(each), target))
+        counts = deltas.apply(made, target)
         if on_device:
             copy_bytes(target, self._on_device(chunk))
         return counts

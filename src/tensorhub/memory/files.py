@@ -121,9 +121,9 @@ class FileMemory(CallersMemory):
             os.close(self._files.pop().descriptor)
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def paths(self) -> tuple[Path, ...]:
         """The files, as they were opened."""
-        return tuple([str(file.path) for file in self._files])
+        return tuple([file.path for file in self._files])
 
     # ----------------------------------------------------------------------------------------------
     # changes

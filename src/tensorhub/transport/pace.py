@@ -43,7 +43,7 @@ def rate_here() -> float:
     seconds = []
     for _ in range(MEASURED_TIMES):
         began = time.perf_counter()
-        deltas.apply(frame, memoryview(chunk))
+        deltas.apply([frame], memoryview(chunk))
         seconds.append(time.perf_counter() - began)
     return MEASURED_BYTES / min(seconds)
 
