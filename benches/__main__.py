@@ -5,6 +5,7 @@
 import sys
 
 from benches import (
+    archive,
     busy,
     calls,
     capped,
@@ -25,6 +26,7 @@ from benches import (
 from benches.scale import core
 
 SUBJECTS = {
+    "archive": archive.main,
     "busy": busy.main,
     "calls": calls.main,
     "capped": capped.main,
