@@ -46,7 +46,7 @@ class Cluster:
                 finish_blocking(register_memory(self._publisher._async, model, memory))
             )
             files.publish(0)
-            loaded = [load_file(file) for file in memory.paths]
+            loaded = [load_file(file) for file in memory.names]
             zeros = {
                 name: torch.zeros_like(tensor) for part in loaded for name, tensor in part.items()
             }

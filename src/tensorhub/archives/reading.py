@@ -33,7 +33,7 @@ from tensorhub.archives.catalogue import FRAME_LENGTH_BYTES, Anchor, Key, Versio
 from tensorhub.archives.store import Buffer
 from tensorhub.errors import IntegrityError, TensorHubError, some
 from tensorhub.layouts import publication_of
-from tensorhub.memory.safetensors import HEADER_BYTES_MAX, LENGTH_BYTES, Header, parse_header
+from tensorhub.memory.safetensors import Header, header_in
 from tensorhub.model.digests import WIDTHS, hasher
 from tensorhub.model.manifest import Chunk, Manifest
 
@@ -42,7 +42,6 @@ REQUEST_BYTES: Final = 4 * 2**20
 REQUESTS_AT_ONCE: Final = 16
 BUILDERS: Final = min(8, len(os.sched_getaffinity(0)))  # threads that put chunks together
 BUILT_BYTES: Final = 2**20  # by one of them, before the next ones are another's
-HEADER_GUESS: Final = 2**16
 CHUNKS_AHEAD: Final = 8  # of all ranks together
 IDLE_READERS_MAX: Final = 2
 
@@ -314,23 +313,14 @@ class Reader:
         return [job.result() for job in jobs]
 
     def _header(self, path: str, size: int) -> Header:
-        (begin,) = self.catalogue.store.ranges(
-            self.catalogue.at(path), [(0, min(size, HEADER_GUESS))]
-        )
-        text = bytes(begin)
-        length = int.from_bytes(text[:LENGTH_BYTES], "little")
-        if length > min(size - LENGTH_BYTES, HEADER_BYTES_MAX):
-            raise self.catalogue.changed(path)
-        if (more := LENGTH_BYTES + length - len(text)) > 0:
-            (rest,) = self.catalogue.store.ranges(self.catalogue.at(path), [(len(text), more)])
-            text += bytes(rest)
+        def read(offset: int, nbytes: int) -> bytes:
+            (found,) = self.catalogue.store.ranges(self.catalogue.at(path), [(offset, nbytes)])
+            return bytes(found)
+
         try:
-            header = parse_header(text[LENGTH_BYTES : LENGTH_BYTES + length])
+            return header_in(size, read)
         except ValueError as error:
-            raise IntegrityError(f"{self.catalogue.changed(path)} ({error})") from None
-        if header.file_bytes != size:
-            raise self.catalogue.changed(path)
-        return header
+            raise IntegrityError(f"{self.catalogue.changed(path)} (it is {error})") from None
 
     def _make_places(self, shard: int) -> ChunkPlaces:
         places = ChunkPlaces(self._whole, self._headers, self.manifest(shard), shard)

@@ -2,9 +2,10 @@
 
     Store.read          one small object
     Store.ranges        several ranges of one object at once
+    Store.look, part    an object as it is now, and bytes of it while it is so
     Store.create        an object that must not exist yet; atomic, also between machines
     Store.put           an object of any size as a stream
-    Store.objects, delete, now
+    Store.objects, names, delete, now
 
 Endpoint and credentials come from the environment variables of the Rust crate `object_store`, such
 as AWS_ENDPOINT_URL, AWS_REGION and AWS_ACCESS_KEY_ID, or from `options`, named alike in lower case
@@ -85,11 +86,12 @@ class MissingObject(IntegrityError):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One object of a list. `modified`: by the server's clock."""
+    """One object. `modified`: by the server's clock. `tag`: changes when it is written."""
 
     path: str
     nbytes: int
     modified: datetime
+    tag: str = ""
 
 
 class Store:
@@ -190,12 +192,46 @@ class Store:
             found = iter(got)
         return [next(found) if nbytes else b"" for _, nbytes in ranges]
 
+    def look(self, path: str) -> Stored:
+        """An object as it is now. MissingObject."""
+        found = self._called("read", path, lambda: self._api.head(self._store, path))
+        return _stored(path, found)
+
+    def part(self, of: Stored, offset: int, nbytes: int) -> Buffer:
+        """Bytes of an object. MissingObject; IntegrityError: it is not what it was when it was
+        looked at.
+        """
+
+        def got() -> tuple[Stored, Buffer]:
+            place = {"range": (offset, offset + nbytes)}
+            found = self._api.get(self._store, of.path, options=place)
+            return _stored(of.path, found.meta), found.bytes()
+
+        now, data = self._called("read", of.path, got)
+        self.check_same(of, now)
+        if len(data) != nbytes:
+            raise self._too_short(of.path)
+        return data
+
+    def check_same(self, of: Stored, now: Stored) -> None:
+        """IntegrityError unless an object is as it was."""
+        if (of.nbytes, of.tag) != (now.nbytes, now.tag):
+            raise IntegrityError(
+                f"{self.name(of.path)} has changed while it was read: another process writes it"
+            )
+
+    def names(self) -> list[str]:
+        """The names of the objects that are here, and not further below."""
+        found = self._called("list", "", lambda: self._api.list_with_delimiter(self._store))
+        # some servers list the directory itself
+        return [each["path"] for each in found["objects"] if each["path"]]
+
     def objects(self, prefix: str) -> Iterator[Stored]:
         """The objects below a path, in any order."""
         pages = self._api.list(self._store, prefix, chunk_size=1000)
         while (page := self._called("list", prefix, lambda: next(pages, None))) is not None:
             for each in page:
-                yield Stored(each["path"], each["size"], each["last_modified"])
+                yield _stored(each["path"], each)
 
     # ----------------------------------------------------------------------------------------------
     # writing
@@ -286,9 +322,7 @@ class Store:
         path = f"clock/{token_hex(8)}"
         self.put(path, [b"?"])
         try:
-            found = self._called("read", path, lambda: self._api.head(self._store, path))
-            modified: datetime = found["last_modified"]
-            return modified
+            return self.look(path).modified
         finally:
             self.delete([path])
 
@@ -335,7 +369,7 @@ class Store:
 
     def _too_short(self, path: str) -> IntegrityError:
         return IntegrityError(
-            f"{self.name(path)} is shorter than its version says: another process has changed it"
+            f"{self.name(path)} is shorter than it should be: another process has changed it"
         )
 
     def _called(self, doing: str, path: str, call: Callable[[], T]) -> T:
@@ -395,6 +429,11 @@ class Store:
                 retryable=True,
             )
         return ArchiveUnavailable(f"cannot {doing} {name}: {said}")
+
+
+def _stored(path: str, meta: Mapping[str, Any]) -> Stored:
+    modified: datetime = meta["last_modified"]
+    return Stored(path, meta["size"], modified, meta["e_tag"] or modified.isoformat())
 
 
 def _checked(url: str) -> Any:

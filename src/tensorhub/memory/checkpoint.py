@@ -188,30 +188,25 @@ def find_files(path: Path) -> tuple[Sequence[Path], Index | None]:
     OSError.
     """
     if path.is_dir():
-        if (index := _index_in(path)) is not None:
-            return _indexed(index)
-        files = sorted(
-            file
-            for file in path.iterdir()
-            if file.name.endswith(SUFFIX) and not file.name.startswith(".")
-        )
-        if not files:
-            raise ValueError(f"{path} has no *{SUFFIX} and no *{INDEX_SUFFIX}")
-        return files, None
+        index, files = choose([file.name for file in path.iterdir()], path)
+        return _indexed(path / index) if index else ([path / name for name in files], None)
     return _indexed(path) if path.name.endswith(".json") else ([path], None)
 
 
-def _index_in(directory: Path) -> Path | None:
-    found = sorted(file for file in directory.iterdir() if file.name.endswith(INDEX_SUFFIX))
-    ours = [file for file in found if file.name.endswith(SUFFIX + INDEX_SUFFIX)]
+def choose(names: Sequence[str], directory: object) -> tuple[str, list[str]]:
+    """Of the files of a directory its index or, if it has none (""), its files of tensors.
+    ValueError, saying what to give.
+    """
+    found = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
+    ours = [name for name in found if name.endswith(SUFFIX + INDEX_SUFFIX)]
     # Beside it, a model may have the index of its pickled form.
-    found = ours or [file for file in found if not file.name.endswith(".bin" + INDEX_SUFFIX)]
+    found = ours or [name for name in found if not name.endswith(".bin" + INDEX_SUFFIX)]
     if len(found) > 1:
-        raise ValueError(
-            f"{directory} has several indexes "
-            f"({', '.join(file.name for file in found)}): give one of them"
-        )
-    return found[0] if found else None
+        raise ValueError(f"{directory} has several indexes ({some(found)}): give one of them")
+    files = sorted(name for name in names if name.endswith(SUFFIX) and not name.startswith("."))
+    if not found and not files:
+        raise ValueError(f"{directory} has no *{SUFFIX} and no *{INDEX_SUFFIX}")
+    return (found[0], []) if found else ("", files)
 
 
 def _indexed(path: Path) -> tuple[Sequence[Path], Index]:

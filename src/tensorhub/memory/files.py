@@ -121,9 +121,9 @@ class FileMemory(CallersMemory):
             os.close(self._files.pop().descriptor)
 
     @property
-    def paths(self) -> tuple[Path, ...]:
+    def names(self) -> tuple[str, ...]:
         """The files, as they were opened."""
-        return tuple([file.path for file in self._files])
+        return tuple([str(file.path) for file in self._files])
 
     # ----------------------------------------------------------------------------------------------
     # changes

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
@@ -26,6 +26,7 @@ HEADER_BYTES_MAX = 100_000_000  # the format's own limit
 ENTRY_BYTES_MAX = 8192  # of what it says of one tensor, with whatever space is in it
 METADATA_MAX = 2**16  # things that `__metadata__` says
 LENGTH_BYTES = 8
+HEADER_GUESS = 2**16  # that is read at first
 METADATA = "__metadata__"
 
 # The format's name of a dtype: torch's. In the reverse of the order in which its library lays
@@ -121,16 +122,30 @@ def read_from(descriptor: int, path: Path) -> Header:
     size = status.st_size
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is not a safetensors file: it is not a file at all")
-    length = int.from_bytes(os.pread(descriptor, LENGTH_BYTES, 0), "little")
-    if size < LENGTH_BYTES or length > min(size - LENGTH_BYTES, HEADER_BYTES_MAX):
-        raise ValueError(f"{path} is not a safetensors file: it does not begin with a header")
     try:
-        header = parse_header(os.pread(descriptor, length, LENGTH_BYTES))
+        return header_in(size, lambda offset, nbytes: os.pread(descriptor, nbytes, offset))
     except ValueError as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+        raise ValueError(f"{path} is {error}") from error
+
+
+def header_in(size: int, read: Callable[[int, int], bytes]) -> Header:
+    """The header of a file of so many bytes; `read(offset, nbytes)` reads them. ValueError, with
+    what it is instead, if it is not one whole safetensors file.
+    """
+    text = read(0, min(size, HEADER_GUESS)) if size >= LENGTH_BYTES else b""
+    length = int.from_bytes(text[:LENGTH_BYTES], "little")
+    if not text or length > min(size - LENGTH_BYTES, HEADER_BYTES_MAX):
+        raise ValueError("not a safetensors file: it does not begin with a header")
+    end = LENGTH_BYTES + length
+    if end > len(text):
+        text += read(len(text), end - len(text))
+    try:
+        header = parse_header(text[LENGTH_BYTES:end])
+    except ValueError as error:
+        raise ValueError(f"not a safetensors file: {error}") from error
     if header.file_bytes != size:
         sizes = f"its header tells of {header.file_bytes} bytes, and it has {size}"
-        raise ValueError(f"{path} is not a whole safetensors file: {sizes}")
+        raise ValueError(f"not a whole safetensors file: {sizes}")
     return header
 
 
