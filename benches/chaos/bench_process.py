@@ -32,6 +32,8 @@ from tensorhub.types import FetchReport, Location, Options, VersionInfo
 MODEL = "m"
 # states in which nobody but the caller may write the memory
 SETTLED = ("ready", "empty", "draining", "closed")
+# the next version changes two words of so many: as a delta it is a fraction
+STRIPES = 64
 
 
 class BenchProcess:
@@ -53,15 +55,14 @@ class BenchProcess:
         self,
         address: str,
         name: str,
-        host: str | None,
+        location: dict[str, str],
         prefetch: bool,
         transports: list[str] | None,
         options: dict[str, Any],
     ) -> Any:
-        location = Location(host=host) if host else Location()
         given: dict[str, Any] = {
             "name": name,
-            "location": location,
+            "location": Location(**location),
             "prefetch": prefetch,
             "transports": transports,
         }
@@ -77,7 +78,7 @@ class BenchProcess:
         memory = byte_patterns.make(nbytes)
         if shared:
             memory = tensorhub.shared_empty_like(memory)
-        byte_patterns.write(memory, 0, rank)
+        byte_patterns.write(memory, 0, rank, STRIPES)
         registering = self._hub.register(
             MODEL, memory, group=group, rank=rank, world_size=world_size, spot=spot
         )
@@ -93,7 +94,7 @@ class BenchProcess:
 
     async def _mutate(self, rank: int, version: int, content: int, timeout: float) -> None:
         async with self._weights[rank].mutate(version, timeout):
-            byte_patterns.write(self._memory[rank], content, rank)
+            byte_patterns.write(self._memory[rank], content, rank, STRIPES)
 
     async def update(
         self, rank: int, timeout: float, staged: bool = False, at_least: int | None = None
@@ -114,7 +115,7 @@ class BenchProcess:
                 memory = byte_patterns.read(out)
                 said |= {
                     "holds": said["version"],
-                    "contents": sorted(byte_patterns.contents(memory, rank)),
+                    "contents": sorted(byte_patterns.contents(memory, rank, STRIPES)),
                 }
                 said["checked"] = sum(tensor.nbytes for tensor in memory.values())
         return said
@@ -176,13 +177,15 @@ class BenchProcess:
                     "version": result.version,
                     "changed": result.changed,
                     "reread": result.reread_bytes,
+                    "read": result.bytes_read,
+                    "saved": result.bytes_saved,
                 }
         said["seconds"] = time.monotonic() - started
         if rank is not None and rank in self._weights:
             weights, memory = self._weights[rank], self._memory[rank]
             said |= {"state": weights.state.value, "holds": weights.version}
             if said["state"] in SETTLED:
-                said["contents"] = sorted(byte_patterns.contents(memory, rank))
+                said["contents"] = sorted(byte_patterns.contents(memory, rank, STRIPES))
                 said["checked"] = sum(tensor.nbytes for tensor in memory.values())
         return said
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+from benches.byte_patterns import ATTEMPTS
 from benches.chaos.cast import Asked, Host
-from benches.chaos.results import ATTEMPTS, Answer, Call, Seat
+from benches.chaos.results import Answer, Call, Seat
 
 if TYPE_CHECKING:
     from benches.chaos.run import World
@@ -38,21 +39,31 @@ class Role:
 
     group: str
     hosts: tuple[str, ...]
-    spot: bool = False
     host_memory_bytes: int = 0
+    spot: bool = False
     prefetch: bool = False
     staged: bool = False
     fetches: bool = False  # now and then it fetches into files
     leaves: bool = False  # now and then it closes its handles and registers again
     transports: tuple[str, ...] | None = None  # None: all that there are
     shared: bool = False  # its tensors are in memory that others map
+    site: str = "near"
+    host: str = "near"  # where the network has no hosts of its own
 
 
 ROLES: Final = (
-    Role("trainer", ("trainer-0", "trainer-1"), host_memory_bytes=3 * NBYTES, shared=True),
-    Role("pair", ("pair-0", "pair-1"), transports=("tcp",)),
-    Role("spot", ("spot", "spot"), spot=True, leaves=True, shared=True),
-    Role("staged", ("staged", "staged"), host_memory_bytes=8 * NBYTES, prefetch=True, staged=True),
+    Role("trainer", ("trainer-0", "trainer-1"), host_memory_bytes=5 * NBYTES, shared=True),
+    Role("pair", ("pair-0", "pair-1"), NBYTES, transports=("tcp",), host="pair"),
+    Role("spot", ("spot", "spot"), spot=True, leaves=True, shared=True, site="far", host="far"),
+    Role(
+        "staged",
+        ("staged", "staged"),
+        8 * NBYTES,
+        prefetch=True,
+        staged=True,
+        site="far",
+        host="far",
+    ),
     Role("fetcher", ("fetcher", "fetcher"), fetches=True, leaves=True, transports=("cma", "tcp")),
 )
 WORKERS: Final = tuple(dict.fromkeys(host for role in ROLES for host in role.hosts))
@@ -243,7 +254,10 @@ class Group(Driver):
                 START_S,
                 address=network.address(host.name),
                 name=host.name,
-                host=network.location(host.name),
+                location={
+                    "site": role.site,
+                    "host": network.location(host.name) or role.host,
+                },
                 prefetch=role.prefetch,
                 transports=role.transports,
                 options=options,

@@ -36,6 +36,7 @@ class Namespaces:
         self._numbers = {name: number for number, name in enumerate(("coordinator", *workers), 1)}
         self._faults: dict[str, list[Fault]] = {name: [] for name in self._numbers}
         self._lock = threading.Lock()
+        self._usual: tuple[str, ...] = ()
         self._pid = os.getpid()
         self.coordinator = (self.host("coordinator"), PORT)
         self.kinds: Sequence[str] = (*PROCESS_KINDS, "partition", "deaf", "mute", "slow")
@@ -106,10 +107,8 @@ class Namespaces:
 
     def cap(self, bits_per_s: float) -> None:
         """From now on, no link carries more, either way."""
-        limit = ("tbf", "rate", f"{int(bits_per_s)}bit", "burst", "64kb", "latency", "50ms")
-        for name in self._numbers:
-            _shape((), self._port(name), limit)
-            _shape(("-n", self._space(name)), "eth0", limit)
+        self._usual = ("tbf", "rate", f"{int(bits_per_s)}bit", "burst", "64kb", "latency", "50ms")
+        self.heal()
 
     def begin(self, fault: Fault) -> None:
         with self._lock:
@@ -134,7 +133,7 @@ class Namespaces:
         faults = self._faults[name]
         kinds = {fault.kind for fault in faults}
         _ip("link", "set", self._port(name), "down" if "partition" in kinds else "up")
-        usual = shape(faults)
+        usual = shape(faults) or self._usual
         _shape((), self._port(name), NOTHING if "deaf" in kinds else usual)
         _shape(("-n", self._space(name)), "eth0", NOTHING if "mute" in kinds else usual)
 

@@ -39,6 +39,7 @@ class Network(Protocol):
     def location(self, name: str) -> str | None: ...
     def address(self, name: str) -> str: ...
     def options(self, name: str) -> dict[str, Any]: ...
+    def cap(self, bits_per_s: float) -> None: ...
     def begin(self, fault: Fault) -> None: ...
     def end(self, fault: Fault) -> None: ...
     def heal(self) -> None: ...
@@ -55,6 +56,7 @@ class Relays:
         self._paths: dict[str, dict[str, Path]] = {}  # by process, by plane
         self._faults: dict[str, list[Fault]] = {name: [] for name in workers}
         self._lock = threading.Lock()
+        self._cap: float | None = None
         self.coordinator = (self._host(200), PORT)
 
     def __enter__(self) -> Self:
@@ -99,6 +101,11 @@ class Relays:
         host = self._host(self._workers[name])
         return {"listen_host": host, "listen_port": PORT + 2, "advertise": f"{host}:{PORT + 1}"}
 
+    def cap(self, bits_per_s: float) -> None:
+        """From now on, no connection to a worker's data carries more, either way."""
+        self._cap = bits_per_s / 8
+        self.heal()
+
     def begin(self, fault: Fault) -> None:
         with self._lock:
             if fault.kind == "cut":
@@ -133,11 +140,12 @@ class Relays:
 
     def _set(self, name: str) -> None:
         for plane, path in self._paths[name].items():
-            path.set(weather(self._faults[name], plane))
+            path.set(weather(self._faults[name], plane, self._cap))
 
 
-def weather(faults: Sequence[Fault], plane: str) -> Weather:
-    """What faults of one process together make of its path of that plane.
+def weather(faults: Sequence[Fault], plane: str, cap: float | None = None) -> Weather:
+    """What faults of one process together make of its path of that plane. `cap`: bytes per second
+    of a data path without a fault.
 
     The process is at the near end of its control path, and at the far end of its data path: there
     what goes to it goes up.
@@ -147,6 +155,8 @@ def weather(faults: Sequence[Fault], plane: str) -> Weather:
     if plane == "data":
         held = {"up" if direction == "down" else "down" for direction in held}
     rates = [fault.bytes_per_s for fault in here if fault.bytes_per_s is not None]
+    if plane == "data" and cap is not None:
+        rates.append(cap)
     return Weather(
         hold=frozenset(held),  # type: ignore[arg-type] # the two directions
         refuse=any(fault.kind == "refuse" for fault in here),

@@ -16,11 +16,12 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, Self
 
 BUFFER_BYTES = 256 * 1024
 PIECE_BYTES = 64 * 1024
-TICK_S = 0.02  # how often what waits for time is looked at
+TICK_S = 0.02  # of a rate: at most what it allows in so long goes on at once
 
 Address = tuple[str, int]
 Direction = Literal["up", "down"]  # up: from who connects to who listens
@@ -128,12 +129,11 @@ class Pipe:
         return self._has_ended
 
     @property
-    def waits_for_time(self) -> bool:
-        return (
-            not self.is_over
-            and bool(self._pieces)
-            and self._direction not in self._path.weather.hold
-        )
+    def due_at(self) -> float:
+        """When the next piece may go on; never: it is not time that is in its way."""
+        if self.is_over or not self._pieces or self._direction in self._path.weather.hold:
+            return inf
+        return max(self._pieces[0][0], self._free_at)
 
     def read(self, now: float) -> None:
         """Raises OSError if the connection has failed."""
@@ -178,6 +178,7 @@ class Relay:
         self._new: list[Path] = []
         self._paths: list[Path] = []
         self._watched: dict[socket.socket, int] = {}
+        self._due_at = inf  # what waits for time
         self._ears, self._bell = socket.socketpair()
         self._ears.setblocking(False)
         self._bell.setblocking(False)
@@ -235,9 +236,7 @@ class Relay:
             self._bell.close()
 
     def _turn(self) -> None:
-        links = [link for path in self._paths for link in path.links]
-        waits = any(pipe.waits_for_time for link in links for pipe in (link.up, link.down))
-        ready = self._selector.select(TICK_S if waits else 1.0)
+        ready = self._selector.select(max(0.0, min(self._due_at - time.monotonic(), 1.0)))
         for key, events in ready:
             if key.fileobj is self._ears:
                 with contextlib.suppress(BlockingIOError):
@@ -254,10 +253,13 @@ class Relay:
         for path in self._paths:
             self._apply(path)
         now = time.monotonic()
-        for path in self._paths:
-            for link in path.links:
-                for sock in link.socks:
-                    self._watch(sock, link, link.events(sock, now))
+        links = [link for path in self._paths for link in path.links]
+        for link in links:
+            for sock in link.socks:
+                self._watch(sock, link, link.events(sock, now))
+        # what is due by now waits for its socket
+        due = [pipe.due_at for link in links for pipe in (link.up, link.down)]
+        self._due_at = min((at for at in due if at > now), default=inf)
 
     def _apply(self, path: Path) -> None:
         """What was asked for since: cuts; connections that waited for better weather."""

@@ -29,8 +29,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benches.byte_patterns import ATTEMPTS
+
 Answer = dict[str, Any]
-ATTEMPTS = 1024  # contents of one number: the number times this, and the attempt
 
 
 @dataclass
@@ -74,6 +75,8 @@ class Results:
     outcomes: Counter[str] = field(default_factory=Counter)  # of calls
     bytes_checked: int = 0
     commits: int = 0
+    bytes_read: int = 0  # by fills
+    bytes_saved: int = 0  # by deltas
     # contents that were offered under a number of this lineage
     tried: dict[int, set[int]] = field(default_factory=dict)
     # the content of a number, once anybody has said so
@@ -135,6 +138,8 @@ class Results:
                     now, f"content: {call.seat} got {answer['version']} and holds {answer['holds']}"
                 )
             self.commits += bool(answer["changed"])
+            self.bytes_read += answer.get("read", 0)
+            self.bytes_saved += answer.get("saved", 0)
 
     def _held(self, call: Call, answer: Answer, now: float) -> None:
         """What the memory has, if the handle says that it holds a version."""

@@ -24,6 +24,8 @@ from benches.chaos.results import Answer, Call, Results, Seat
 
 ROUND_S: Final = 60.0  # of chaos, then everything is healed
 LIVENESS_S: Final = 120.0  # from healing until every group has the last version
+LINK_BITS_PER_S: Final = 256e6  # far less than what deltas are applied at
+MEETINGS_MAX: Final = 16  # before the first fault, until a delta has come
 SETTLE_S: Final = 30.0  # from then until the coordinator's books show just that
 END_S: Final = 30.0  # for a process to leave
 
@@ -57,6 +59,8 @@ class Result:
             "newest version": results.visible,
             "fills that changed something": results.commits,
             "bytes checked": results.bytes_checked,
+            "bytes read": results.bytes_read,
+            "bytes saved by deltas": results.bytes_saved,
             "bytes relayed": self.bytes_relayed,
             "outcomes": dict(sorted(results.outcomes.items())),
             "violations": [f"{at:.2f} s: {text}" for at, text in results.violations],
@@ -165,11 +169,11 @@ def run(seed: int, seconds: float, network: Network) -> Result:
         Trainer(world, role) if role.group == "trainer" else Group(world, role) for role in ROLES
     ]
     try:
+        network.cap(LINK_BITS_PER_S)
         for driver in drivers:
             driver.start()
         groups = [driver for driver in drivers if isinstance(driver, Group)]
-        _meet(world, groups, anew=True)  # so that there is something to break
-        _go_on(world)
+        _begin_deltas(world, groups)  # so that there is something to break
         faults, skipped, chaos_s = _storms(
             world, groups, draw(seed, seconds, list(world.hosts), network.kinds)
         )
@@ -193,6 +197,17 @@ def run(seed: int, seconds: float, network: Network) -> Result:
         for host in world.hosts.values():
             host.end()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _begin_deltas(world: World, groups: Sequence[Group]) -> None:
+    """Versions until one came as a delta: readers ask at one version, and get them at a later
+    one.
+    """
+    for _ in range(MEETINGS_MAX):
+        _meet(world, groups, anew=True)
+        _go_on(world)
+        if world.results.bytes_saved or world.must_end:
+            break
 
 
 def _storms(

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
+from benches import byte_patterns
+from benches.byte_patterns import ATTEMPTS
 from benches.chaos import __main__ as program, cast, drivers, run
-from benches.chaos.results import ATTEMPTS, Answer, Call, Results, Seat
+from benches.chaos.bench_process import STRIPES
+from benches.chaos.results import Answer, Call, Results, Seat
 from tests.runtime.data_rig import slowness
 from tests.testing.test_slice import first_seed
 
@@ -22,6 +26,20 @@ from tests.testing.test_slice import first_seed
 
 # --------------------------------------------------------------------------------------------------
 # the words
+
+
+def test_each_word_is_checked_and_few_change_from_version_to_version() -> None:
+    old, new = byte_patterns.make(4096), byte_patterns.make(4096)
+    for memory, version in ((old, 64), (new, 65)):
+        byte_patterns.write(memory, number(version, 5), 1, STRIPES)
+        assert byte_patterns.contents(memory, 1, STRIPES) == {number(version, 5)}
+    for part, tensor in new.items():
+        [changed] = np.nonzero(tensor != old[part])
+        assert len(changed) * STRIPES == 2 * len(tensor)
+        for place in changed:
+            tensor[place], old[part][place] = old[part][place], tensor[place]
+            assert len(byte_patterns.contents(new, 1, STRIPES)) > 1
+            tensor[place], old[part][place] = old[part][place], tensor[place]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -169,4 +187,5 @@ def test_a_slice_of_chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     found = json.loads(figures.read_text())
     assert found["violations"] == []
     assert found["bytes checked"] > 0 < found["newest version"]
+    assert found["bytes saved by deltas"] > 0
     ElementTree.fromstring(picture.read_text())
