@@ -79,6 +79,7 @@ COMMANDS = {
     "publish": "Publish safetensors files, and serve them.",
     "fetch": "Fetch a version into safetensors files.",
     "plan": "Show what a reader would read from whom.",
+    "versions": "List versions: what exists where, with sizes.",
     "seed": "Hold the newest version in memory, for a site.",
     "simulate": "Search for broken guarantees in a simulated cluster.",
     "doctor": "Say which transports work on this machine.",
