@@ -152,7 +152,7 @@ def archived(history: History, store: Store) -> Archived:
 
     archive = Archive(store, MODEL, "cluster", "bench")
     found = Archived(archive.catalogue, 0, [], {True: [], False: []})
-    key, kept = Key(0, 0), b""
+    key, kept = Key(0, 0), dict[Key, bytes]()
     for number, memory in enumerate(history.versions(), 1):
         before, key = key, Key(0, number)
         content = _content(history, memory, key, before if number > 1 else None)
@@ -160,12 +160,12 @@ def archived(history: History, store: Store) -> Archived:
         if base is None:
             archive.add_anchor(content, partial(_view, history, memory))
         else:
-            pairs = zip(history.chunks(kept), history.chunks(memory), strict=True)
+            pairs = zip(history.chunks(kept[base]), history.chunks(memory), strict=True)
             archive.add_delta(content, base, [[frame_of(old, new) for old, new in pairs]])
         found.seconds[base is None].append(time.perf_counter() - began)
         found.digests.append(xxhash.xxh3_128_digest(memory))
-        if base_for(archive.catalogue, Key(0, number + 1)) == key:
-            kept = bytes(memory)
+        anchor = archive.catalogue.chain(key)[0].key
+        kept = {each: copy for each, copy in kept.items() if each == anchor} | {key: bytes(memory)}
     found.nbytes = sum(each.nbytes for each in store.objects(MODEL))
     archive.close()
     return found

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tensorhub.archives import chains
 from tensorhub.archives.catalogue import Anchor, Key, Shard, Version, VersionCatalogue
 from tensorhub.archives.chains import base_for
 
@@ -24,32 +23,29 @@ def add(catalogue: VersionCatalogue, key: Key, base: Key | None, frames: int = 0
     )
 
 
-def archived(catalogue: VersionCatalogue, sizes: list[int]) -> list[int]:
-    """The numbers of anchors, where each version's frames would have so many bytes."""
-    found = []
+def archived(catalogue: VersionCatalogue, sizes: list[int]) -> list[int | None]:
+    """The numbers of bases, where each version's frames would have so many bytes; None: an
+    anchor.
+    """
+    found = list[int | None]()
     for number, size in enumerate(sizes):
-        key = Key(0, number)
-        base = base_for(catalogue, key)
-        add(catalogue, key, base, size)
-        if base is None:
-            found.append(number)
-        else:
-            assert base == Key(0, number - 1)
+        base = base_for(catalogue, Key(0, number))
+        add(catalogue, Key(0, number), base, size)
+        found.append(None if base is None else base.number)
     return found
 
 
-@pytest.mark.parametrize(("size", "every"), [(50, 21), (100, 11), (500, 3), (4000, 2)])
-def test_a_chain_ends_with_a_part_of_its_anchors_bytes(
-    catalogue: VersionCatalogue, size: int, every: int
-) -> None:
-    assert archived(catalogue, [size] * 50) == [*range(0, 50, every)]
+def test_a_chain_begins_anew_with_a_delta_of_the_anchor(catalogue: VersionCatalogue) -> None:
+    assert archived(catalogue, [10] * 12) == [None, 0, 1, 2, 3, 0, 5, 6, 7, 0, 9, 10]
 
 
-def test_a_chain_has_an_end_where_nothing_changes(
-    catalogue: VersionCatalogue, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("size", "deltas"), [(150, 4), (200, 3), (333, 2), (334, 1), (9000, 1)])
+def test_an_anchor_comes_next_before_a_chain_has_a_part_of_its_bytes(
+    catalogue: VersionCatalogue, size: int, deltas: int
 ) -> None:
-    monkeypatch.setattr(chains, "CHAIN_MAX", 4)
-    assert archived(catalogue, [0] * 8) == [0, 3, 6]
+    """A twelfth. What the next delta takes is expected to be as much as the last took."""
+    bases = archived(catalogue, [size] * (deltas + 2))
+    assert [number for number, base in enumerate(bases) if base is None] == [0, deltas + 1]
 
 
 def test_the_base_is_the_version_before(catalogue: VersionCatalogue) -> None:

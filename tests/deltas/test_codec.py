@@ -15,9 +15,9 @@ from hypothesis import given, strategies as st
 
 from tensorhub import deltas
 from tensorhub.deltas import codec
-from tensorhub.errors import ProtocolError, StateError
+from tensorhub.errors import StateError
 from tensorhub.model.manifest import CHUNK_BYTES_MAX, TensorDescription, build_manifest
-from tests.deltas.pairs import WIDTHS, always_paying, changed, forged, frame_of, made_by, pairs
+from tests.deltas.pairs import WIDTHS, changed, forged, frame_of, made_by, pairs
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -197,26 +197,3 @@ def test_a_chain_at_once_is_as_one_by_one(data: st.DataObject, widths: list[int]
         patch.setattr(codec, "LISTED", data.draw(st.sampled_from([3, 100, 2**13])))
         deltas.apply(frames, memoryview(target))
     assert target == versions[-1]
-
-
-@given(data=st.data(), width=st.sampled_from(WIDTHS), count=st.integers(1, 5))
-def test_frames_that_are_joined(data: st.DataObject, width: int, count: int) -> None:
-    random = Random(data.draw(st.integers(0, 2**32)))
-    versions, frames = [random.randbytes(data.draw(st.integers(1, 3000)))], list[bytes]()
-    for _ in range(count):
-        share = data.draw(st.sampled_from([0, 0.01, 0.1, 0.45, 1]))
-        versions.append(changed(versions[-1], width, share, 1, random))
-        frames.append(frame_of(versions[-2], versions[-1], width))
-    with always_paying():
-        joined = deltas.join(frames, len(versions[0]))
-    assert joined is not None
-    assert made_by(joined, versions[0]) == versions[-1]
-
-
-def test_what_cannot_be_joined() -> None:
-    base, new = bytes(5000), changed(bytes(5000), 1, 0.1, 1, Random(1))
-    frames = [frame_of(base, new, 1), frame_of(base, new, 2)]
-    assert deltas.join(frames, 5000) is None
-    assert deltas.join([frame_of(base, Random(1).randbytes(5000), 1)], 5000) is None
-    with pytest.raises(ProtocolError, match="the chunk has 4000"):
-        deltas.join(frames[:1], 4000)

@@ -27,7 +27,7 @@ from tensorhub.errors import StateError, install
 from tensorhub.model.dtypes import ITEMSIZE
 from tensorhub.model.manifest import Manifest
 
-__all__ = ["Counts", "apply", "encode", "fault_here", "join", "word_widths"]
+__all__ = ["Counts", "apply", "encode", "fault_here", "word_widths"]
 
 
 class Counts(NamedTuple):
@@ -59,7 +59,7 @@ def encode(base: memoryview, new: memoryview, width: int) -> bytes | None:
     return frame
 
 
-def apply(frames: Sequence[bytes | memoryview], target: memoryview) -> Counts:
+def apply(frames: Sequence[bytes | bytearray | memoryview], target: memoryview) -> Counts:
     """Make the new bytes of `target`, which holds the base, in place; returns how many words that
     changes. Of several frames, each is applied to what the one before makes. Only words that differ
     are written, or all where more than half do. No frame may change meanwhile.
@@ -70,16 +70,6 @@ def apply(frames: Sequence[bytes | memoryview], target: memoryview) -> Counts:
     """
     counts: Counts = _codec().apply(frames, target)
     return counts
-
-
-def join(frames: Sequence[bytes | memoryview], nbytes: int) -> bytes | None:
-    """One frame that does what all of these do, one after the other, to a chunk of so many bytes;
-    None: it would save too little, or they have words of several widths.
-
-    Raises as `apply`.
-    """
-    frame: bytes | None = _codec().join(frames, nbytes)
-    return frame
 
 
 def word_widths(manifest: Manifest) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ def encode(base: memoryview, new: memoryview, width: int) -> bytes | None:
     return frame if len(frame) <= PAYS * new.nbytes else None
 
 
-def apply(frames: Sequence[bytes | memoryview], target: memoryview) -> Counts:
+def apply(frames: Sequence[bytes | bytearray | memoryview], target: memoryview) -> Counts:
     """See the package."""
     unpack, counts = zstandard.ZstdDecompressor(), Counts()
     for group in _groups([Frame.decode(frame, target.nbytes) for frame in frames]):
@@ -60,16 +60,6 @@ def apply(frames: Sequence[bytes | memoryview], target: memoryview) -> Counts:
         target[words.nbytes :] = group[-1].tail
         counts = counts.and_of(Counts(len(group) * words.size, changed))
     return counts
-
-
-def join(frames: Sequence[bytes | memoryview], nbytes: int) -> bytes | None:
-    """See the package. Differences add up, so what frames make of zeros is what they change."""
-    widths = {Frame.decode(frame, nbytes).width for frame in frames}
-    if len(widths) != 1:
-        return None
-    zeros, changes = memoryview(bytes(nbytes)), memoryview(bytearray(nbytes))
-    apply(frames, changes)
-    return encode(zeros, changes, *widths)
 
 
 def _groups(frames: Iterable[Frame]) -> Iterator[list[Frame]]:

@@ -63,7 +63,7 @@ class Frame:
         return _PREFIX.pack(VERSION, self.width, xxhash.xxh3_64_digest(body)) + body
 
     @classmethod
-    def decode(cls, data: bytes | memoryview, nbytes: int) -> Self:
+    def decode(cls, data: bytes | bytearray | memoryview, nbytes: int) -> Self:
         """The frame for a chunk of so many bytes; views of `data`. ProtocolError: it is none."""
         view = memoryview(data)
         expect(len(view) >= _PREFIX.size, "it is cut off")
