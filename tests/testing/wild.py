@@ -35,11 +35,11 @@ def wild_beliefs() -> Iterator[None]:
     def slowness(_: Slowness, worker: str, rates: object, now: float) -> int:
         return max(0, drawn(worker, round(now, 1)) % (SLOWNESS_MAX + 4) - 3)
 
-    def estimate(holding: Holding, part: RankPart, *what: Any) -> tuple[tuple[bool, float], int]:
-        """Who is in another site is known, and comes last."""
-        (is_far, _), number = known(holding, part, *what)
+    def estimate(holding: Holding, part: RankPart, *what: Any) -> tuple[tuple[int, float], int]:
+        """The group of a source (`choice.rank`) is known, and comes first."""
+        (group, _), number = known(holding, part, *what)
         return (
-            is_far,
+            group,
             1.0 + drawn(holding.number, holding.member.registration, part.operation.name),
         ), number
 
