@@ -8,6 +8,7 @@
     reading     the bytes of any chunk of any version
     chains      whether a version becomes an anchor or a delta. PURE
     retention   which versions go, and in which order. PURE
+    checkpoints any checkpoint in a store, as memory that is published
 
 Below the path of a model:
 
