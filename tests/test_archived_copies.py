@@ -6,26 +6,35 @@ But for one test, the bucket is a dictionary.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+import anyio
 import pytest
 
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
+from tensorhub.archives.catalogue import Key, VersionCatalogue
+from tensorhub.archives.reading import Reader
+from tensorhub.archives.store import Store
+from tensorhub.archives.writing import Archive, Content
 from tensorhub.errors import (
     IntegrityError,
     RetentionError,
     StateError,
     TensorHubError,
 )
-from tensorhub.model.digests import pack, root_of
-from tensorhub.runtime.worker import archived_copies
+from tensorhub.layouts import Published
+from tensorhub.messages import DigestAgain
+from tensorhub.model.digests import WIDTHS, pack, root_of
+from tensorhub.runtime.worker import archived_copies, writes
 from tensorhub.runtime.worker.archived_copies import ArchivedCopies, ArchivedShard
 from tensorhub.types import Options
 from tensorhub.worker import loading
+from tests.archives.models import apply, encode
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
@@ -35,6 +44,7 @@ from tests.rig import (
     all_of,
     cluster,
     connect,
+    equal,
     handle_of,
     holds,
     nothing_left,
@@ -299,3 +309,83 @@ async def test_after_a_restart_the_copies_say_the_parts_that_readers_of_another_
         reports = await all_of(*(each.replicate(1) for each in weights))
         assert is_held(mine, 1)
         assert read_from(reports) == {"archive"}
+
+
+async def test_a_question_about_a_chunk_loads_it_and_what_is_not_there_has_not_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pages that are not loaded are zeros, and no digest is made of them (R8)."""
+    monkeypatch.setattr(writes, "LOADED_WITHIN_S", 0.2)
+    lost = list[str]()
+    async with archived(7) as (reader, hub, (name,), (bucket,)):
+        archive_of(hub).on_lost = lambda registration, reason: lost.append(reason)
+        handle, copy = worker_of(hub).router.handles[name], archive_of(hub)._copies[name]
+        content = handle.member.content
+        assert content is not None
+
+        async def changed(chunk: int) -> bool | None:
+            limiter = anyio.CapacityLimiter(1)
+            looked = handle._writes.look_again(content.generation, chunk, "", limiter)
+            return (await looked)[0]
+
+        async def ask(chunk: int) -> None:
+            question = DigestAgain("inquiry", name, content.generation, chunk)
+            await handle.look(question, anyio.CapacityLimiter(1))
+
+        bucket.may_go_on.clear()
+        assert await hub._thread.call(changed, 2) is None
+        await hub._thread.call(ask, 2)
+        bucket.may_go_on.set()
+        monkeypatch.setattr(writes, "LOADED_WITHIN_S", 30)
+        assert await hub._thread.call(changed, 2) is False
+        assert holds(await read(reader, 1), 7)
+        assert lost == []
+        copy.chunks.buffer(2)[0] ^= 1
+        await hub._thread.call(ask, 2)
+        await until(lambda: lost == ["its bytes have changed"])
+
+
+def content_of(shard: ArchivedShard, after: Key | None) -> Content:
+    """What is written of a version of one plain rank."""
+    manifest, version = shard.manifest, shard.version
+    published = Published(manifest.digest, manifest.chunk_bytes, ((manifest.manifest_id,),))
+    parts = {manifest.manifest_id: manifest.encode()}
+    digests = pack(shard.digests, WIDTHS[manifest.digest])
+    about = version.content_id, version.nbytes, "world/1", published, parts
+    return Content(Key(0, version.version), *about, [manifest], [digests], after)
+
+
+async def test_chunks_come_from_a_real_archive_through_anchor_and_delta(tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    store = Store(f"file://{tmp_path}/archive", writable=True)
+    writer, first = Archive(store, "m", "cluster", "host"), list[bytes]()
+    async with (
+        cluster("trainer", "reader") as c,
+        connect(c.address, "archive", HOSTED) as hub,
+    ):
+        with ExitStack() as stack:
+            memory = tensors(7)
+            source = await c.hubs[0].register("m", memory)
+
+            def view(rank: int, region: int, offset: int, nbytes: int) -> Iterator[memoryview]:
+                tensor = [*memory.values()][region]
+                yield memoryview(tensor)[offset : offset + nbytes]
+
+            for number in (1, 2):
+                async with source.mutate(number):
+                    memory["b"][5] += number
+                shard, bucket = archived_of(source)
+                content = content_of(shard, Key(0, 1) if number == 2 else None)
+                if number == 1:
+                    first = bucket.chunks
+                    writer.add_anchor(content, view)
+                else:
+                    writer.add_delta(content, Key(0, 1), [map(encode, first, bucket.chunks)])
+                catalogue = VersionCatalogue(store, "m").load()
+                opened = stack.enter_context(Reader(catalogue, Key(0, number), apply))
+                await add(hub, replace(shard, load=partial(opened.read, 0)))
+            await source.close(abandon=True)
+            for number, added in ((2, 3), (1, 1), (2, 3)):
+                found, right = await read(c.hubs[1], number), tensors(7)
+                right["b"][5] += added
+                assert equal(found, right)

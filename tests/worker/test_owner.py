@@ -280,6 +280,42 @@ def test_a_selection_may_be_read_once_all_of_the_memory_is_there() -> None:
     assert owner.is_quiet(R)
 
 
+def test_a_selection_of_memory_that_is_loaded_may_be_read_once_what_lies_under_it_is_there() -> (
+    None
+):
+    owner = opened(complete=False)
+    under = {0: [(0, 1)], 1: [(0, 1), (2, 2)], 2: [(1, 3)]}
+    assert owner.select(R, 1, S, SELECTED, under.__getitem__)
+    assert owner.begin(R, 1, C, (0, 1, 2), 100, S) == Wait()
+    for chunk, found in ((0, (0,)), (2, (0,)), (3, (0, 1)), (1, (0, 1, 2))):
+        owner.mark_available(R, 1, [(chunk, chunk)])
+        access = owner.begin(R, 1, C, (0, 1, 2), 100, S)
+        assert isinstance(access, Access)
+        assert access.chunks == found
+
+
+def test_what_is_unloaded_is_read_no_more_and_keeps_its_digests() -> None:
+    owner = opened(complete=False)
+    assert owner.select(R, 1, S, SELECTED, lambda chunk: [(chunk, 1)])
+    owner.mark_available(R, 1, [(chunk, 10 + chunk) for chunk in range(3)])
+    owner.set_digest(R, 1, 0, 50, S)
+    running = begun(owner, (0, 1))
+    assert owner.unload(R) == {running.number}
+    for selection in ("", S):
+        assert owner.begin(R, 1, C, (0, 1), 100, selection) == Wait()
+    assert owner.has(R, 1, 9) == ()
+    assert (owner.digests(R, 1), owner.digests(R, 1, S)) == ((10, 11, 12, None), (50, None, None))
+    owner.end(running)
+    owner.check_invariants()
+    owner.close(R)
+    owner.reopen(
+        R, 2
+    )  # a fence that was given up: nothing is there under its new generation either
+    assert owner.unload(R) == frozenset()
+    assert owner.begin(R, 2, C, (0,), 100) == Wait()
+    assert owner.unload(RegistrationId("another")) == frozenset()
+
+
 def test_a_selections_digests_are_its_own() -> None:
     owner = Owner()
     owner.open(R, 1, C, SIZES, complete=True, tells=True)
