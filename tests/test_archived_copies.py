@@ -337,7 +337,7 @@ async def test_a_question_about_a_chunk_loads_it_and_what_is_not_there_has_not_c
         await hub._thread.call(ask, 2)
         bucket.may_go_on.set()
         monkeypatch.setattr(writes, "LOADED_WITHIN_S", 30)
-        assert await hub._thread.call(changed, 2) is False
+        assert await hub._thread.call(changed, 0) is False
         assert holds(await read(reader, 1), 7)
         assert lost == []
         copy.chunks.buffer(2)[0] ^= 1

@@ -406,7 +406,7 @@ class SharedOwner:
         self, access: Access, memory: ChunkMemory, base: ContentId
     ) -> Mapping[int, tuple[bytes, ...]]:
         """See `OwnedMemory.deltas_of`."""
-        if memory.is_strided or access.registration in self._loaders:
+        if memory.is_strided:
             return {}
         with self._touching(access, access.chunks[0]):
             return self.deltas.find(access, memory, base)
