@@ -340,6 +340,7 @@ class VersionCatalogue:
         self._paths: set[str] = set()  # of manifests that were read, or found faulty
         self._faults: dict[str, str] = {}
         self._parts: dict[str, bytes] = {}
+        self.wholes: dict[str, object] = {}  # a `Whole` by its publication's id, of readers
 
     def __repr__(self) -> str:
         return (

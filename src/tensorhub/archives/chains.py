@@ -5,14 +5,14 @@ and a version is read fast where they are short. Between versions that are k ste
 words differ than in k steps together, and a frame costs its reader something, however few words it
 has. So after a few versions a chain begins anew, with a delta of the anchor:
 
-    anchor <- 1 <- 2 <- 3 <- 4     anchor <- 5 <- 6 <- 7 <- 8     anchor <- 9 ...
+    anchor <- 1 <- 2 <- 3     anchor <- 4 <- 5 <- 6     anchor <- 7 ...
 
 These deltas grow, and what a frame costs depends on its bytes. So an anchor comes next once the
 frames of a chain have a part of the anchor's bytes.
 
-With 0.33 % (0.45 %) of the bytes in a delta, 1,000 versions take 2.2 % (3.5 %) of full copies, and
-95 in 100 of them need at most 4 frames, of 5 % of the bytes. Were each version the base of the
-next, as few bytes would take chains of 48 (35) frames, of 16 %.
+With 0.33 % (0.45 %) of the bytes in a delta, 1,000 versions take 2.8 % (4.6 %) of full copies, and
+95 in 100 of them need at most 3 frames, of 4.1 % of the bytes. Were each version the base of the
+next, as few bytes would take chains of 40 (22) frames, of 13 % (10 %).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Final
 from tensorhub.archives.catalogue import Key, VersionCatalogue
 from tensorhub.errors import IntegrityError
 
-FRAMES_PART: Final = 1 / 12  # bytes of a chain's frames, of its anchor's
-LINKS_MAX: Final = 4  # deltas of a chain
+FRAMES_PART: Final = 1 / 14  # bytes of a chain's frames, of its anchor's
+LINKS_MAX: Final = 3  # deltas of a chain
 
 
 def base_for(catalogue: VersionCatalogue, key: Key) -> Key | None:

@@ -137,7 +137,12 @@ class Reader:
             )
         self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, "tensorhub-archive")
         self._builders = ThreadPoolExecutor(BUILDERS, "tensorhub-archive")
+        self._first = found[0]
         try:
+            self._headers = [
+                self._pool.submit(self._header, path, size)
+                for path, size in zip(self._files, self._anchor.files.values(), strict=True)
+            ]
             self._steps = [*self._pool.map(partial(_Step, catalogue), found)]
         except BaseException:
             self.close()
@@ -254,7 +259,7 @@ class Reader:
     def _ranges(self, step: int, shard: int, chunk: int) -> Iterator[tuple[str, int, int]]:
         if step == 0:
             for file, offset, nbytes in self._places(shard).places(chunk):
-                path = self._steps[0].version.rest(shard) if file == REST else self._files[file]
+                path = self._first.rest(shard) if file == REST else self._files[file]
                 yield path, offset, nbytes
         elif (place := self._frames(step, shard).place(chunk))[2]:
             yield place
@@ -286,7 +291,7 @@ class Reader:
 
     @property
     def _anchor(self) -> Anchor:
-        anchor = self._steps[0].version.anchor
+        anchor = self._first.anchor
         assert anchor is not None  # or it would have a base, and the chain would go on
         return anchor
 
@@ -296,21 +301,17 @@ class Reader:
 
     @cached_property
     def _whole(self) -> Whole:
-        version = self._steps[0].version
-        published = self.catalogue.published(version)
-        parts = {each: self.catalogue.part(each) for each in published.part_ids}
-        try:
-            return Whole(published, publication_of(published, parts))
-        except TensorHubError as error:
-            raise IntegrityError(f"{self.catalogue.name(version.path)}: {error}") from None
-
-    @cached_property
-    def _headers(self) -> list[Header]:
-        jobs = [
-            self._pool.submit(self._header, path, size)
-            for path, size in zip(self._files, self._anchor.files.values(), strict=True)
-        ]
-        return [job.result() for job in jobs]
+        catalogue, wholes = self.catalogue, self.catalogue.wholes
+        if (whole := wholes.get(self._first.publication)) is None:
+            published = catalogue.published(self._first)
+            parts = {each: catalogue.part(each) for each in published.part_ids}
+            try:
+                whole = Whole(published, publication_of(published, parts))
+            except TensorHubError as error:
+                raise IntegrityError(f"{catalogue.name(self._first.path)}: {error}") from None
+            wholes[self._first.publication] = whole
+        assert isinstance(whole, Whole)
+        return whole
 
     def _header(self, path: str, size: int) -> Header:
         def read(offset: int, nbytes: int) -> bytes:
@@ -323,11 +324,12 @@ class Reader:
             raise IntegrityError(f"{self.catalogue.changed(path)} (it is {error})") from None
 
     def _make_places(self, shard: int) -> ChunkPlaces:
-        places = ChunkPlaces(self._whole, self._headers, self.manifest(shard), shard)
-        if places.missing or places.rest_bytes != self._steps[0].version.shards[shard].rest:
+        whole, headers = self._whole, [each.result() for each in self._headers]
+        places = ChunkPlaces(whole, headers, self.manifest(shard), shard)
+        if places.missing or places.rest_bytes != self._first.shards[shard].rest:
             raise IntegrityError(
                 f"{self.catalogue.name(self._anchor.directory)} does not hold what "
-                f"{self.catalogue.name(self._steps[0].version.path)} says"
+                f"{self.catalogue.name(self._first.path)} says"
             )
         return places
 
