@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -22,7 +23,7 @@ from tensorhub.messages import (
 from tensorhub.scheduler import choice as source_choice
 from tensorhub.scheduler.links import Distance
 from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
-from tensorhub.types import DeltaUse, HandleState, Location
+from tensorhub.types import DeltaUse, HandleState, Location, Purpose
 from tests.coordinator.test_fills import trainer_and_reader
 from tests.coordinator.test_membership import published, worker_state
 
@@ -82,6 +83,27 @@ def test_a_running_read_says_whether_it_gets_deltas() -> None:
     readers.tells(0, Flow(readers.lease(0), 10**6, 1.0, DeltaUse.USED))
     (info,) = [describe(model, readers.cluster.now)[0] for model in models]
     assert [view.deltas for view in info.leases] == [DeltaUse.USED, DeltaUse.UNDECIDED]
+
+
+@pytest.mark.parametrize("purpose", [Purpose.USE, Purpose.ARCHIVE])
+def test_a_slow_read_from_an_archive_says_nothing_of_links_nor_of_workers(purpose: Purpose) -> None:
+    """It waits for its bucket. What comes fast tells that the link can."""
+    readers = Readers(3)
+    known = readers.cluster.coordinator.cluster
+    before = readers.rate
+    for number in range(3):
+        lease = known.leases[readers.lease(number)]
+        member = lease.holding.member
+        member.said = replace(member.said, purpose=purpose)
+        known.reckon(lease.holding)
+        readers.flows(number, 10**6, 10.0)
+    is_slower = readers.rate < before
+    assert is_slower is (purpose is Purpose.USE)
+    assert not any(worker.slowness for worker in known.workers.values())
+    if purpose is Purpose.ARCHIVE:
+        for number in range(3):
+            readers.flows(number, int(100 * before), 20.0)
+        assert readers.rate > before
 
 
 def test_a_lost_source_is_replaced_and_nothing_verified_is_read_again() -> None:

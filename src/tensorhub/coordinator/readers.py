@@ -28,6 +28,7 @@ from tensorhub.messages import (
 )
 from tensorhub.scheduler.links import SECONDS_MIN, Distance, distance
 from tensorhub.scheduler.slowness import CLEARLY
+from tensorhub.types import Purpose
 
 RETRY_S_FIRST = 0.05  # before a source that has failed is tried again; doubles each time
 RETRY_S_MAX = 2.0
@@ -136,15 +137,18 @@ class Readers:
                 continue  # or too little yet
             source = lease.holding.member.worker
             apart = distance(reader.location, source.location)
+            # it may have waited for its bucket
+            is_archived = lease.holding.member.said.purpose is Purpose.ARCHIVE
             sharers = (
                 lease.holding.traffic.readers_most
-                if lease.is_of_whole and len(part.leases) == 1
+                if lease.is_of_whole and len(part.leases) == 1 and not is_archived
                 else None
             )
             self._cluster.links.heard(
                 reader.incarnation, apart, nbytes, seconds, sharers, self._cluster.now
             )
-            if lease.is_only and lease.source_had > part.attempts.progress[0]:
+            was_there = lease.is_only and lease.source_had > part.attempts.progress[0]
+            if was_there and not is_archived:
                 sharers = lease.holding.traffic.readers_most  # all that came since then was there
             if source.state is not WorkerState.LOST:
                 heard = (
