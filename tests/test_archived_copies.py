@@ -16,6 +16,7 @@ import anyio
 import pytest
 
 from tensorhub.api.hub import Hub
+from tensorhub.api.tools import seed_shard
 from tensorhub.api.weights import Weights
 from tensorhub.archives.catalogue import Key, VersionCatalogue
 from tensorhub.archives.reading import Reader
@@ -32,7 +33,7 @@ from tensorhub.messages import DigestAgain
 from tensorhub.model.digests import WIDTHS, pack, root_of
 from tensorhub.runtime.worker import archived_copies, writes
 from tensorhub.runtime.worker.archived_copies import ArchivedCopies, ArchivedShard
-from tensorhub.types import Options
+from tensorhub.types import FetchReport, Options
 from tensorhub.worker import loading
 from tests.archives.models import apply, encode
 from tests.rig import (
@@ -45,6 +46,7 @@ from tests.rig import (
     cluster,
     connect,
     equal,
+    gated,
     handle_of,
     holds,
     nothing_left,
@@ -309,6 +311,46 @@ async def test_after_a_restart_the_copies_say_the_parts_that_readers_of_another_
         reports = await all_of(*(each.replicate(1) for each in weights))
         assert is_held(mine, 1)
         assert read_from(reports) == {"archive"}
+
+
+@pytest.mark.parametrize("arrivals", [1, CHUNKS // 2, CHUNKS - 1])
+async def test_a_read_goes_on_from_the_archive_when_its_source_dies(arrivals: int) -> None:
+    with gated(arrivals) as gate:
+        async with (
+            cluster("trainer", "reader", transports=["tcp"]) as c,
+            connect(c.address, "archive", HOSTED) as hub,
+        ):
+            source = await published(c.hubs[0])
+            shard, bucket = archived_of(source)
+            await add(hub, shard)
+            weights = await c.hubs[1].register("m", mine := tensors(), spot=True)
+            reports = list[FetchReport]()
+
+            async def replicate() -> None:
+                reports.append(await weights.replicate())
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(replicate)
+                await until(lambda: gate.holds)
+                await source.close(abandon=True)
+                gate.open()
+            (report,) = reports
+            assert holds(mine, 1)
+            assert read_from(reports) == {"trainer", "archive"}
+            assert (report.bytes_read, report.reread_bytes) == (NBYTES, 0)
+            assert sum(map(len, bucket.reads)) <= CHUNKS - arrivals + 1
+
+
+async def test_a_seed_of_the_same_worker_is_filled_from_the_archive_beside_it() -> None:
+    options = replace(HOSTED, host_memory_bytes=2 * NBYTES)
+    async with archived(7, options=options) as (reader, hub, (name,), _):
+        info = archive_of(hub)._copies[name].shard.version
+        report = await seed_shard(hub, info, 0)
+        assert read_from([report]) == {"archive"}
+        assert loaded(hub) == 2 * NBYTES
+        await hub._thread.call(archive_of(hub).remove, name, 30)
+        assert holds(await read(reader, 1), 7)
+        assert loaded(hub) == NBYTES
 
 
 async def test_a_question_about_a_chunk_loads_it_and_what_is_not_there_has_not_changed(

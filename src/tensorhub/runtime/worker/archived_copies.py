@@ -121,7 +121,7 @@ class ArchivedCopies:
 
     def __init__(self, worker: HostingWorker, copies: HostCopyRunner, owner: SharedOwner) -> None:
         # (registration, reason): the coordinator did not know that content or has ordered it out,
-        # or its bytes have changed. The copy is gone.
+        # or its bytes have changed. The copy is gone. Called in the loop; it raises nothing.
         self.on_lost: Callable[[str, str], None] = lambda registration, reason: None
         self._worker = worker
         self._room = copies
