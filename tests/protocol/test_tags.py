@@ -15,7 +15,7 @@ NUMBERS = """
     ReadyToWrite=23 Prepared=24 Abandon=25 Resolve=26 ReadFailed=27 Progress=28 LeaveRequest=29 Fenced=30 ReaderCut=31
     GetManifest=32 Watch=33 Check=34 Describe=35
     Rollback=40 Retain=41 Pin=42 Unpin=43 CopyRefused=44 RetainedAck=45
-    DigestedAgain=46 Unwatch=47 BegunWith=48 Digests=49 Compared=50 Welcome=64 Dismissed=65
+    DigestedAgain=46 Unwatch=47 BegunWith=48 Digests=49 Compared=50 Restore=51 Welcome=64 Dismissed=65
     HeartbeatAck=66 Registered=67 Done=68 Refused=69 EpochChanged=70 Start=71 Write=72 AddSource=73 DropSource=74
     Outcome=75 LeaveGranted=76 CutReader=77 ManifestReply=78 Announce=79 Description=80 Revoked=84 MakeCopy=86
     DropCopy=87 SetRetained=88 DigestAgain=89 TellDigests=90 Compare=91 RegisterAgain=96 ReadyAgain=97
@@ -43,7 +43,7 @@ def test_the_protocols_numbers_are_what_they_were() -> None:
     """If this fails, the protocol has changed: raise PROTOCOL_VERSION, and pin the new numbers
     here.
     """
-    assert PROTOCOL_VERSION == 16
+    assert PROTOCOL_VERSION == 17
     assert {kind.__name__: number for kind, number in TAGS.items()} == pinned(NUMBERS)
     assert len(set(TAGS.values())) == len(TAGS)
     assert not RETIRED & set(TAGS.values())

@@ -17,6 +17,7 @@ PURE: events in, actions out; time is an argument. Not responsible for sockets, 
     layout_holdings                 the holders of a version in each layout; encoded manifests
     ways                            which group reads in which layout; readers of other layouts
     coverage                        whether ranks together have every byte; whether equal ranks have equal bytes
+    restoring                       versions that an archive has, and this coordinator does not know
     retention, handovers            what must stay, and which worker takes it over
     testimonies, digest_lists       which digests the bytes must have, and which worker is asked for them
     corruption_checks               which worker is to blame for wrong bytes
@@ -45,6 +46,7 @@ from tensorhub.coordinator.actions import (
     Pinned,
     Publication,
     Received,
+    Restoration,
     Retention,
     Rollback,
     Send,
@@ -77,6 +79,7 @@ __all__ = [
     "Pinned",
     "Publication",
     "Received",
+    "Restoration",
     "Retention",
     "Rollback",
     "Send",

@@ -183,7 +183,7 @@ def admitted(
                     messages.Outcome(message.key, message.rank, False, False, None, error),
                 )
                 return None
-        case messages.Retain() | messages.Pin() | messages.Rollback():
+        case messages.Retain() | messages.Pin() | messages.Rollback() | messages.Restore():
             _refuse(cluster, session, message.request, type(message).__name__.lower())
             return None
         case messages.LeaveRequest():

@@ -77,6 +77,50 @@ def rolled_back_by(ident: str, before: str) -> str:
     return f"{ident}\n{before}"[:IDENTS_CHARS_MAX]
 
 
+BOUNDS_MAX = 64
+Bounds = Annotated[tuple[tuple[Number, Number], ...], Length(BOUNDS_MAX)]
+"""Pairs (lineage, number), both ascending: of the versions of earlier lineages, those up to that
+number count in that lineage.
+"""
+
+
+def bounded(bounds: Bounds, lineage: int, to: int) -> Bounds:
+    """The bounds after a rollback to that number, which begins that lineage. If they are too many,
+    the oldest two become one that is as strict as both.
+    """
+    found = (*(each for each in bounds if each[1] < to), (lineage, to))
+    if len(found) > BOUNDS_MAX:
+        found = ((found[1][0], found[0][1]), *found[2:])
+    return found
+
+
+def counts_in(bounds: Bounds, current: int, lineage: int, number: int) -> bool:
+    """Whether no rollback up to the `current` lineage has ended that version. Of what is not
+    recorded: no.
+    """
+    most = next((to for since, to in bounds if since > lineage), -1)
+    return lineage == current or (lineage < current and number <= most)
+
+
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """Versions of an archive, with `roots` as of `Digested`, each empty if it is not known. Those
+    whose number is known stay as they are. `lineage` and `mark`: of the model, if it has none.
+    `origin`: the cluster that has published them; empty: this one.
+    """
+
+    model: Name
+    lineage: Number
+    mark: Number
+    origin: str
+    publications: tuple[Publication, ...]
+    roots: tuple[bytes, ...]
+
+
+# of a publication that stands for one which is forgotten, and that a rollback made the newest
+STAND_IN = "pruned-"
+
+
 @dataclass(frozen=True, slots=True)
 class Retention:
     """From now on the newest `retain` versions of the model are kept."""
@@ -147,13 +191,14 @@ Entry = (
     | Forgotten
     | Digested
     | Described
+    | Restoration
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
     """What the entries of a model come to. `mark`: the newest number of its lineage, published or
-    rolled back to.
+    rolled back to. `origin`: another cluster, whose versions up to `origin_mark` it has taken over.
     """
 
     model: Name
@@ -161,6 +206,9 @@ class ModelRecord:
     mark: Number | None = None
     rollback: Idents = ""  # the idents of the newest ones, newest first; see `rolled_back_by`
     retain: Number = 0
+    bounds: Bounds = ()
+    origin: Annotated[str, Length(64)] = ""
+    origin_mark: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +252,31 @@ class Durable:
                         del publications[key]
                         digested.pop(key, None)
                         described.pop(key, None)
-                    idents = rolled_back_by(
-                        entry.ident, models.get(entry.model, ModelRecord(entry.model)).rollback
+                    before = models.get(entry.model, ModelRecord(entry.model))
+                    change(
+                        entry.model,
+                        lineage=entry.lineage,
+                        mark=entry.to,
+                        rollback=rolled_back_by(entry.ident, before.rollback),
+                        bounds=bounded(before.bounds, entry.lineage, entry.to),
                     )
-                    change(entry.model, lineage=entry.lineage, mark=entry.to, rollback=idents)
+                case Restoration():
+                    if entry.model not in models or models[entry.model].mark is None:
+                        change(
+                            entry.model,
+                            lineage=entry.lineage,
+                            mark=entry.mark,
+                            bounds=bounded((), entry.lineage, entry.mark),
+                            origin=entry.origin,
+                            origin_mark=entry.mark,
+                        )
+                    for each, roots in zip(entry.publications, entry.roots, strict=True):
+                        key = each.model, each.number
+                        known = publications.get(key)
+                        if known is None or known.content_id.startswith(STAND_IN):
+                            publications[key] = each
+                            if roots:
+                                digested[key] = Digested(*key, each.content_id, roots)
                 case Retention():
                     change(entry.model, retain=entry.retain)
                 case Pinned():

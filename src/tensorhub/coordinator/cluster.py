@@ -50,7 +50,15 @@ from tensorhub.coordinator.waiting import starves, waits_in
 from tensorhub.errors import TensorHubError
 from tensorhub.layouts.published import Published, decoded
 from tensorhub.machine import Timers
-from tensorhub.messages import NO_REQUEST, Dismissed, Done, ErrorInfo, FromCoordinator, Refused
+from tensorhub.messages import (
+    NO_REQUEST,
+    Dismissed,
+    Done,
+    ErrorInfo,
+    FromCoordinator,
+    Refused,
+    Restore,
+)
 from tensorhub.model.digests import head_of
 from tensorhub.model.manifest import ID_BYTES, id_of
 from tensorhub.scheduler.links import Links
@@ -607,6 +615,13 @@ class Cluster:
         and then it keeps nothing for other workers (R4). A timer may be late to notice.
         """
         return worker.state is WorkerState.LIVE and self.now < worker.answers + self.options.lease_s
+
+    def is_restored(self, model: Model) -> bool:
+        """Whether versions of an archive are on their way to the store."""
+        return any(
+            write.model is model and isinstance(write.message, Restore)
+            for write in self.pending_writes.values()
+        )
 
     # -- watching
 

@@ -42,6 +42,7 @@ from tensorhub.coordinator.operations import Deadlines, Operations
 from tensorhub.coordinator.publishes import Lineages, Publishes
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.registrations import Announcements, ManifestQuestions
+from tensorhub.coordinator.restoring import Restorations
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.source_choice import Feeding, SourceChoice
 from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
@@ -129,6 +130,7 @@ class Coordinator(Stateful[CoordinatorState]):
             coverage,
         )
         self._lineages = Lineages(self.cluster, self._versions, self._holdings, self._operations)
+        self._restorations = Restorations(self.cluster, self._versions, self._testimonies)
         self._membership = Membership(
             self.cluster,
             self._retentions,
@@ -191,9 +193,9 @@ class Coordinator(Stateful[CoordinatorState]):
             )
             self._versions.recover(Version(info, *what), model)
         for record in durable.models:
-            self._versions.begin_lineage(
-                cluster.model(record.model), record.lineage, record.mark, record.rollback
-            )
+            lineage = record.lineage, record.mark, record.rollback, record.bounds
+            origin = record.origin, record.origin_mark
+            self._versions.begin_lineage(cluster.model(record.model), *lineage, origin)
         for digested in durable.digested:
             version = cluster.model(digested.model).versions.get(digested.number)
             if version is not None and version.info.content_id == digested.content_id:
@@ -332,14 +334,15 @@ class Coordinator(Stateful[CoordinatorState]):
     def _written(self, record: int, failure: str | None) -> None:
         """The store has this entry, or (`failure`) cannot take it."""
         write = self.cluster.pending_writes.pop(record, None)
-        component = (
-            self._lineages
-            if write is not None and isinstance(write.message, messages.Rollback)
-            else self._retentions
-        )
+        component: Lineages | Restorations | Retentions = self._retentions
         if write is None:
             self._operations.written(record, failure)
-        elif failure is None:
+            return
+        if isinstance(write.message, messages.Rollback):
+            component = self._lineages
+        elif isinstance(write.message, messages.Restore):
+            component = self._restorations
+        if failure is None:
             component.recorded(write)
         else:
             component.not_recorded(write, failure)
@@ -419,6 +422,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._readers.confirm_cut(worker, message)
             case messages.Rollback():
                 self._lineages.ask(worker.session, message)
+            case messages.Restore():
+                self._restorations.ask(worker, message)
             case messages.Retain():
                 self._retentions.retain(worker.session, message)
             case messages.Pin():

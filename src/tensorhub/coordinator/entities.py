@@ -25,7 +25,7 @@ from math import inf
 from typing import Any, ClassVar, TypeVar
 
 from tensorhub.coordinator import states
-from tensorhub.coordinator.actions import Decision, Pinned
+from tensorhub.coordinator.actions import Bounds, Decision, Pinned
 from tensorhub.coordinator.digest_lists import DigestList
 from tensorhub.coordinator.layout_holdings import Counted, Holders, LayoutHoldings
 from tensorhub.coordinator.states import (
@@ -48,6 +48,7 @@ from tensorhub.messages import (
     Publish,
     Register,
     Resolve,
+    Restore,
     Retain,
     Rollback,
     Unpin,
@@ -271,6 +272,8 @@ class Seen:
     readable_in: list[tuple[str, bool, bool]] = field(default_factory=list)
     # the version is old, and only read-only calls that are bound to it keep it
     outlived: bool = False
+    # the incarnation that has restored the version, and is to bring a holder; "": one was there
+    restorer: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -986,7 +989,7 @@ class PendingWrite:
     """
 
     model: Model
-    message: Rollback | Retain | Pin | Unpin
+    message: Rollback | Retain | Pin | Unpin | Restore
     session: int | None  # over which it is answered
     asked_at: float
     record: int | None = None  # of its entry, while that is being made durable
@@ -1008,6 +1011,15 @@ class History:
     forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=FORGOTTEN_KEPT_MAX))
     lost: tuple[int, ...] = ()  # those of them that a rollback has made the newest, two at most
     rolled_back_by: str = ""  # the idents of the newest decided ones; see `actions.rolled_back_by`
+    bounds: Bounds = ()  # of earlier lineages
+    # the cluster whose versions, up to a number, were restored into it when it was new
+    origin: tuple[str, int] = "", 0
+
+    def remember(self, number: int) -> None:
+        """A forgotten version is known again."""
+        if number in self.forgotten:
+            self.forgotten.remove(number)
+        self.lost = tuple([lost for lost in self.lost if lost != number])
 
 
 @dataclass(slots=True, eq=False)

@@ -36,6 +36,9 @@ MODELS_MAX = 2**16
 WATCHED_MAX = 2**19  # of all sessions together, each name once for each
 IDLE_S = 60.0  # of a read-only session or an observer, without a registration, a watch or a call
 RETAINED_MAX = 1024  # versions of one model
+# of one model that is restored from an archive, with the versions that are known already
+RESTORED_VERSIONS_MAX = 4096
+RESTORED_VERSIONS_SHARDS_MAX = 2**16  # of those versions together
 PINS_OF_WORKER_MAX = 1024
 PENDING_WRITES_OF_SESSION_MAX = 4096  # retain, pin and unpin: calls that are not answered yet
 LEAVING_OF_RANK_MAX = 16  # generations that a rank took back without saying that its fence stands

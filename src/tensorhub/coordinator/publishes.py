@@ -248,6 +248,8 @@ class Lineages:
             before.lineage + 1,
             message.to,
             actions.rolled_back_by(message.ident, before.rolled_back_by),
+            actions.bounded(before.bounds, before.lineage + 1, message.to),
+            before.origin,
         )
         self._operations.rolled_back(model, message.to)
         forgotten = [number for number in model.history.forgotten if number <= message.to]

@@ -161,9 +161,8 @@ class Announcements:
         root = version.root(member.shard)
         # This rank has the bytes of the published shard, even if no other rank of its group comes
         # back.
-        is_proven = (
-            root != b"" and held.root == root and group.world_size == version.info.world_size
-        )
+        is_one = member.is_of_one_shard or group.world_size == version.info.world_size
+        is_proven = root != b"" and held.root == root and is_one
         is_known = not held.publication and (member.fits_any_layout or is_publishers or is_proven)
         if not is_known and group.layout_id is None:
             member.wait(request)

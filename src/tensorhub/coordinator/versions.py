@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tensorhub.coordinator import ways
-from tensorhub.coordinator.actions import Decision
+from tensorhub.coordinator.actions import Bounds, Decision
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Model, Operation, Version
 from tensorhub.coordinator.refusals import held_text, nothing_available
 from tensorhub.coordinator.states import OperationState, VersionState
 from tensorhub.errors import VersionConflict, VersionUnavailable
-from tensorhub.messages import Announce, Begun, Fill
+from tensorhub.messages import Announce, Begun, Fill, Restore
 from tensorhub.types import LATEST, PREVIOUS, OpKind, Selector, VersionInfo
 
 
@@ -54,6 +54,12 @@ class Versions:
             return VersionConflict(
                 f"version {number} of {model.name!r} cannot be published now: a rollback is being "
                 f"recorded; call again",
+                retryable=True,
+            )
+        if model.mark is None and self._cluster.is_restored(model):
+            return VersionConflict(
+                f"version {number} of {model.name!r} cannot be published now: its versions are "
+                f"being restored from an archive; call again",
                 retryable=True,
             )
         recorded = [
@@ -102,8 +108,8 @@ class Versions:
         del model.versions[version.number]
 
     def recover(self, version: Version, model: Model) -> None:
-        """A version of a former coordinator, from the store: visible, without live memory until
-        holders are back.
+        """A version of a former coordinator, from the store or an archive: visible, without live
+        memory until holders are back.
         """
         version.lay_out(version.layout_id)
         self._cluster.become(version, VersionState.AVAILABLE, "recovered")
@@ -112,13 +118,29 @@ class Versions:
         model.mark = max(version.number, -1 if model.mark is None else model.mark)
 
     @staticmethod
-    def begin_lineage(model: Model, lineage: int, mark: int | None, rolled_back_by: str) -> None:
+    def await_copies(model: Model, message: Restore, incarnation: str) -> None:
+        """That worker is about to announce copies of those of these versions that have no holder
+        yet.
+        """
+        for each in message.versions:
+            version = model.versions.get(each.version.version)
+            is_it = version is not None and version.info.content_id == each.version.content_id
+            if version is not None and is_it and not version.holdings.has_holders:
+                version.seen.restorer = incarnation
+
+    @staticmethod
+    def begin_lineage(
+        model: Model,
+        lineage: int,
+        mark: int | None,
+        rolled_back_by: str,
+        bounds: Bounds,
+        origin: tuple[str, int],
+    ) -> None:
         """That is the lineage of the model from now on, as it is recorded."""
-        model.history.lineage, model.mark, model.history.rolled_back_by = (
-            lineage,
-            mark,
-            rolled_back_by,
-        )
+        history, model.mark = model.history, mark
+        history.lineage, history.rolled_back_by, history.bounds = lineage, rolled_back_by, bounds
+        history.origin = origin
 
     # -- resolving (R12)
 
@@ -303,6 +325,8 @@ class Versions:
         others_changed = self._refresh_others(model)
         for version, _ in before:
             live = version.visible and version.is_held
+            if version.seen.restorer and version.holdings.has_holders:
+                version.seen.restorer = ""
             if live and version.seen.outlived:
                 version.seen.outlived = False
                 self._cluster.note(version)
@@ -376,8 +400,11 @@ class Versions:
                 self._cluster.wake(operation)
 
     def _is_left(self, version: Version) -> bool:
-        """Whether nothing but read-only calls holds, fills or is about to announce any of it."""
+        """Whether nothing but read-only calls holds, fills or is about to announce any of it. (An
+        archive that has restored it is about to.)
+        """
         held = any(layout.has_holders for layout in version.layouts)
+        held = held or version.seen.restorer in self._cluster.workers
         bound = any(not operation.is_read_only for operation in version.bound.values())
         return not (self._cluster.is_recovering or bound or held)
 

@@ -11,6 +11,7 @@ from tensorhub.messages.values import (
     FORMER_KEYS_MAX,
     NEEDS_MAX,
     PARTS_ASKED_MAX,
+    RESTORED_MAX,
     SHARED_MAX,
     STRAYS_MAX,
     Begun,
@@ -24,6 +25,7 @@ from tensorhub.messages.values import (
     Origin,
     PartIds,
     Rank,
+    Restored,
     Root,
     SelectionRoot,
     Shared,
@@ -484,6 +486,24 @@ class Unpin:
     model: Name
 
 
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """These versions of `model` were published in that cluster, and are in an archive. `lineage`
+    and `mark`: its newest lineage and number, as far as the archive knows. The newest versions come
+    first.
+
+    The coordinator adds those that it does not know. Answered by Done, once that is durable, or by
+    Refused.
+    """
+
+    request: U64
+    model: Name
+    cluster: Id
+    lineage: Number
+    mark: Number
+    versions: Annotated[tuple[Restored, ...], Length(RESTORED_MAX)]
+
+
 FromAnybody = (
     Join | Heartbeat | Watch | Unwatch | Describe | GetManifest | GetPart | GetPublication | Check
 )
@@ -516,6 +536,7 @@ FromJoined = (
     | Retain
     | Pin
     | Unpin
+    | Restore
     | CopyRefused
     | RetainedAck
 )

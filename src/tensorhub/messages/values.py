@@ -20,6 +20,7 @@ from tensorhub.types import (
     Range,
     Seconds,
     Text,
+    VersionInfo,
     printable,
 )
 
@@ -41,6 +42,8 @@ there, and its catalogue is that of the publication.
 """
 SHARED_MAX = 4096  # parts that one rank's shard has in common with others
 NEEDS_MAX = 4096  # shard classes of which one rank reads something
+RESTORED_MAX = 64  # of one Restore
+RESTORED_SHARDS_MAX = 2**14  # of one Restored
 DIFFERENCES_TOLD_MAX = 64  # between tensors, that one rank tells the others of its group
 # of one Register: of what is registered, and of what is held; and what describes its origin
 PARTS_ASKED_MAX = 7
@@ -206,6 +209,19 @@ class Shared:
     number: U64
     what: Text
     digest: Root
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A version as it was published. `manifest_ids`: of each shard, the ids of its manifest and of
+    its last part (zeros: it has no parts). `roots`: of each shard's digests; empty: not known.
+    """
+
+    version: VersionInfo
+    lineage: Number
+    layout_id: Name
+    manifest_ids: Annotated[bytes, Length(32 * RESTORED_SHARDS_MAX)]
+    roots: Annotated[bytes, Length(32 * RESTORED_SHARDS_MAX)]
 
 
 @dataclass(frozen=True, slots=True)

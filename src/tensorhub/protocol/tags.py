@@ -51,6 +51,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.BegunWith: 48,
     m.Digests: 49,
     m.Compared: 50,
+    m.Restore: 51,
     m.Covered: 57,
     # From the coordinator to a worker.
     m.Welcome: 64,

@@ -128,6 +128,11 @@ class Router(Generic[H]):
         """Whether the router keeps no handle and no request."""
         return not (self.handles or self._at or self._asked or self._registered)
 
+    @property
+    def cluster(self) -> str:
+        """The id of the cluster that this worker was welcomed in last; "": of none yet."""
+        return self._coordinator.cluster if self._coordinator is not None else ""
+
     # -- the handles
 
     def check_free(self, model: str, group: str, rank: int) -> None:

@@ -23,6 +23,7 @@ from tensorhub.coordinator import (
     ModelRecord,
     Pinned,
     Publication,
+    Restoration,
     Retention,
     Rollback,
     Unpinned,
@@ -81,7 +82,10 @@ def test_a_rollback_deletes_what_is_later_and_begins_a_lineage(tmp_path: Path) -
     entries: list[Entry] = [publication(number) for number in (1, 2, 5)]
     entries += [publication(9, "other"), Rollback("m", 1, 3, "why")]
     store.write(entries)
-    assert store.read().models == (ModelRecord("m", 1, 3, "why\n"), ModelRecord("other", 0, 9, ""))
+    assert store.read().models == (
+        ModelRecord("m", 1, 3, "why\n", bounds=((1, 3),)),
+        ModelRecord("other", 0, 9, ""),
+    )
     entries.append(publication(5, lineage=1))
     store.write(entries[-1:])
     found = store.read()
@@ -98,7 +102,8 @@ def test_a_rollback_deletes_what_is_later_and_begins_a_lineage(tmp_path: Path) -
     found = store.read()
     store.close()
     assert [p.model for p in found.publications] == ["other"]
-    assert found.models[0] == ModelRecord("m", 2, 0, "again\nwhy\n")  # also without any publication
+    # also without any publication
+    assert found.models[0] == ModelRecord("m", 2, 0, "again\nwhy\n", bounds=((2, 0),))
 
 
 def test_retention_and_pins(tmp_path: Path) -> None:
@@ -120,7 +125,10 @@ def test_retention_and_pins(tmp_path: Path) -> None:
     found = store.read()
     store.close()
     assert found == Durable.of(entries)
-    assert found.models == (ModelRecord("fresh", retain=3), ModelRecord("m", 1, 1, "why\n", 1))
+    assert found.models == (
+        ModelRecord("fresh", retain=3),
+        ModelRecord("m", 1, 1, "why\n", 1, bounds=((1, 1),)),
+    )
     assert [(pin.pin, pin.incarnation) for pin in found.pins] == [("a", "life"), ("b", "next life")]
 
 
@@ -162,6 +170,73 @@ def test_old_publications_are_not_kept_for_ever(
     assert found["m"][1:] == list(range(100 - len(found["m"][1:]), 100))
     assert found["other"] == [1]
     assert set(found["much"]) >= set(range(50, 100))
+
+
+def restoration(*numbers: int, lineage: int = 0, mark: int = 0, origin: str = "") -> Restoration:
+    versions = tuple([publication(number, lineage=number // 500) for number in numbers])
+    roots = tuple([bytes([number % 7]) * 32 if number % 7 else b"" for number in numbers])
+    return Restoration("m", lineage, mark, origin, versions, roots)
+
+
+def test_a_thousand_restored_versions_of_another_cluster(tmp_path: Path) -> None:
+    numbers = range(1000, 0, -1)
+    pages = [
+        restoration(*numbers[at : at + 64], lineage=2, mark=1007, origin="gone")
+        for at in range(0, 1000, 64)
+    ]
+    entries: list[Entry] = [Retention("m", 3), *pages]
+    store = SqliteStore(tmp_path)
+    for each in entries:
+        store.write([each])
+    store.close()
+    store = SqliteStore(tmp_path)
+    found, all_of_them = store.read(), Durable.of(entries)
+    assert found.models == all_of_them.models
+    bounds = ((2, 1007),)
+    assert found.models == (ModelRecord("m", 2, 1007, "", 3, bounds, "gone", 1007),)
+    assert found.publications == all_of_them.publications[-PUBLICATIONS_READ_MAX:]
+    assert len(all_of_them.publications) == 1000
+    newest = {each.number for each in found.publications}
+    assert {each.number: each.roots for each in found.digested if each.number in newest} == {
+        number: bytes([number % 7]) * 32 for number in newest if number % 7
+    }
+    more: list[Entry] = [publication(1008, lineage=2), Rollback("m", 3, 400, "why")]
+    store.write(more)
+    found, all_of_them = store.read(), Durable.of([*entries, *more])
+    store.close()
+    assert found.models == all_of_them.models
+    assert found.publications == all_of_them.publications[-PUBLICATIONS_READ_MAX:]
+    assert found.models[0].bounds == ((3, 400),)
+
+
+def test_restored_versions_change_nothing_that_is_known(tmp_path: Path) -> None:
+    stands_in = replace(publication(3), content_id="pruned-1", manifest_ids=b"")
+    entries: list[Entry] = [publication(2), stands_in, publication(9), decision(9)]
+    other = replace(publication(2), content_id="another")
+    entries += [
+        restoration(3, 1),
+        Restoration("m", 0, 5, "gone", (other, publication(4)), (b"x" * 32, b"y" * 32)),
+    ]
+    store = SqliteStore(tmp_path)
+    store.write(entries)
+    found = store.read()
+    store.close()
+    assert found == Durable.of(entries)
+    assert found.publications == tuple(publication(number) for number in (1, 2, 3, 4, 9))
+    assert [each.number for each in found.digested] == [1, 3, 4]
+    assert found.models == (ModelRecord("m", 0, 9),)
+    assert found.decisions == (decision(9),)
+
+
+def test_restored_versions_that_are_deleted_again_do_not_hide_what_was_deleted_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = pruning_store(tmp_path, monkeypatch)
+    store.write([Rollback("m", 1, 60, "why"), restoration(*range(40, 20, -1), mark=99)])
+    store.write([Rollback("m", 2, 50, "again")])
+    newest = [each for each in store.read().publications if each.model == "m"][-1]
+    store.close()
+    assert (newest.number, newest.content_id[:7]) == (50, "pruned-")
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,12 @@ from tensorhub.coordinator import (
     ModelRecord,
     Pinned,
     Publication,
+    Restoration,
     Retention,
     Rollback,
     Unpinned,
 )
-from tensorhub.coordinator.actions import IDENTS_CHARS_MAX
+from tensorhub.coordinator.actions import IDENTS_CHARS_MAX, STAND_IN, bounded
 from tensorhub.errors import ProtocolError, StateError
 from tensorhub.layouts.published import Published
 from tensorhub.logs import get_logger
@@ -76,6 +77,11 @@ CREATE TABLE IF NOT EXISTS described (
 CREATE TABLE IF NOT EXISTS layouts (
     id TEXT NOT NULL, place INTEGER NOT NULL, blob BLOB NOT NULL, PRIMARY KEY (id, place));
 CREATE TABLE IF NOT EXISTS pruned (model TEXT NOT NULL PRIMARY KEY, up_to INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS bounds (
+    model TEXT NOT NULL, lineage INTEGER NOT NULL, number INTEGER NOT NULL,
+    PRIMARY KEY (model, lineage));
+CREATE TABLE IF NOT EXISTS origins (
+    model TEXT NOT NULL PRIMARY KEY, cluster TEXT NOT NULL, mark INTEGER NOT NULL);
 """
 _OF_VERSIONS = ("publications", "digested", "described")
 FORMAT = 4
@@ -260,8 +266,12 @@ class SqliteStore:
             'ORDER BY model, "group"'
         )
         models = self._db.execute(
-            "SELECT model, lineage, mark, rollback, retain FROM models ORDER BY model"
+            "SELECT model, lineage, models.mark, rollback, retain, coalesce(cluster, ''), "
+            "coalesce(origins.mark, 0) FROM models LEFT JOIN origins USING (model) ORDER BY model"
         )
+        bounds: dict[str, list[tuple[int, int]]] = {}
+        for model, *bound in self._db.execute("SELECT * FROM bounds ORDER BY model, lineage"):
+            bounds.setdefault(model, []).append((bound[0], bound[1]))
         known = "(SELECT model, number, content_id FROM publications)"
         of_publications = f"WHERE (model, number, content_id) IN {known} ORDER BY model, number"
         digested = self._db.execute(
@@ -303,7 +313,10 @@ class SqliteStore:
                 Decision(OpKey(model, group, epoch, sequence), model, *content)
                 for model, group, epoch, sequence, *content in decisions.fetchall()
             ),
-            models=tuple(ModelRecord(*row) for row in models.fetchall()),
+            models=tuple(
+                ModelRecord(*row[:5], tuple(bounds.get(row[0], ())), *row[5:])
+                for row in models.fetchall()
+            ),
             pins=tuple(Pinned(*row) for row in pins.fetchall()),
             digested=tuple(Digested(*row) for row in digested.fetchall()),
             described=tuple(
@@ -337,10 +350,7 @@ class SqliteStore:
     def _write(self, entry: Entry) -> None:
         match entry:
             case Publication():
-                content = (entry.model, entry.lineage, entry.number, entry.content_id)
-                size = (entry.nbytes, entry.world_size, entry.layout_id)
-                values = (*content, *size, *_key(entry.key), entry.manifest_ids)
-                self._db.execute("INSERT INTO publications VALUES (?,?,?,?,?,?,?,?,?,?,?)", values)
+                self._publish(entry)
                 self._change(entry.model, "mark = ?", entry.number)
                 self._write(entry.decision())
                 self._prune(entry.model)
@@ -370,6 +380,10 @@ class SqliteStore:
                         (entry.model, entry.to),
                     )
                 self._stand_in(entry)
+                bounds = bounded(self._bounds(entry.model), entry.lineage, entry.to)
+                self._set_bounds(entry.model, bounds)
+            case Restoration():
+                self._restore(entry)
             case Retention():
                 self._change(entry.model, "retain = ?", entry.retain)
             case Pinned():
@@ -400,6 +414,42 @@ class SqliteStore:
             case _:
                 assert_never(entry)
 
+    def _publish(self, entry: Publication) -> None:
+        content = (entry.model, entry.lineage, entry.number, entry.content_id)
+        size = (entry.nbytes, entry.world_size, entry.layout_id)
+        values = (*content, *size, *_key(entry.key), entry.manifest_ids)
+        self._db.execute("INSERT INTO publications VALUES (?,?,?,?,?,?,?,?,?,?,?)", values)
+
+    def _restore(self, entry: Restoration) -> None:
+        model, is_new = entry.model, "SELECT 1 FROM models WHERE model = ? AND mark IS NOT NULL"
+        if self._db.execute(is_new, (model,)).fetchone() is None:
+            self._change(model, "lineage = ?, mark = ?", entry.lineage, entry.mark)
+            self._set_bounds(model, bounded((), entry.lineage, entry.mark))
+            origin = (model, entry.origin, entry.mark)
+            self._db.execute("INSERT INTO origins VALUES (?,?,?)", origin)
+        for each, roots in zip(entry.publications, entry.roots, strict=True):
+            place = (model, each.number)
+            self._db.execute(
+                f"DELETE FROM publications WHERE model = ? AND number = ? "
+                f"AND content_id GLOB '{STAND_IN}*'",
+                place,
+            )
+            known = "SELECT 1 FROM publications WHERE model = ? AND number = ?"
+            if self._db.execute(known, place).fetchone() is None:
+                self._publish(each)
+                if roots:
+                    self._write(Digested(*place, each.content_id, roots))
+        self._prune(model)
+
+    def _bounds(self, model: str) -> tuple[tuple[int, int], ...]:
+        found = "SELECT lineage, number FROM bounds WHERE model = ? ORDER BY lineage"
+        return tuple(self._db.execute(found, (model,)).fetchall())
+
+    def _set_bounds(self, model: str, bounds: tuple[tuple[int, int], ...]) -> None:
+        self._db.execute("DELETE FROM bounds WHERE model = ?", (model,))
+        rows = [(model, *each) for each in bounds]
+        self._db.executemany("INSERT INTO bounds VALUES (?,?,?)", rows)
+
     def _prune(self, model: str) -> None:
         """Delete its oldest publications, where there are too many: a coordinator that runs for
         years writes millions.
@@ -421,14 +471,19 @@ class SqliteStore:
         for table in _OF_VERSIONS:
             self._db.execute(f"DELETE FROM {table} WHERE {old}", (model, up_to))
         self._db.execute("DELETE FROM layouts WHERE id NOT IN (SELECT layout FROM described)")
-        self._db.execute("INSERT OR REPLACE INTO pruned VALUES (?, ?)", (model, up_to))
+        # restored versions may be older than those that were deleted before
+        self._db.execute(
+            "INSERT INTO pruned VALUES (?, ?) ON CONFLICT DO UPDATE SET up_to = max(up_to, "
+            "excluded.up_to)",
+            (model, up_to),
+        )
 
     def _stand_in(self, rollback: Rollback) -> None:
         """If a rollback's target was pruned, a publication without a holder becomes the newest: an
         older version must not.
         """
         known = "SELECT 1 FROM publications WHERE model = ?1 AND number = ?2"
-        content_id = f"pruned-{secrets.token_hex(12)}"
+        content_id = f"{STAND_IN}{secrets.token_hex(12)}"
         self._db.execute(
             "INSERT INTO publications SELECT model, ?3, ?2, ?4, 0, "
             "1, '', '', 0, 0, x'' FROM pruned "

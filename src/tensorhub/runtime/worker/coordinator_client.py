@@ -7,6 +7,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import anyio
@@ -29,6 +30,8 @@ Answer = (
     | messages.ManifestReply
     | messages.PublicationReply
 )
+
+PAGE_BYTES_MAX = 2**15  # of the ids and roots in one message of more than one version
 
 
 class MessageSink(Protocol):
@@ -260,6 +263,44 @@ class CoordinatorClient:
             f"retain of {model!r}",
             timeout_s,
         )
+
+    async def restore(
+        self,
+        model: str,
+        cluster: str,
+        lineage: int,
+        mark: int,
+        versions: Sequence[messages.Restored],
+        timeout_s: float,
+    ) -> None:
+        """Tell of the versions of an archive, the newest first, page by page; durable on return.
+        The versions of the pages before an error stay restored.
+        """
+        deadline = anyio.current_time() + timeout_s
+        newest = sorted(versions, key=lambda each: -each.version.version)
+        what = f"restore versions of {model!r}"
+        for page in [*_paged(newest)] or [()]:
+            said = messages.Restore(0, model, cluster, lineage, mark, page)
+            await self._ask(partial(_numbered, said), what, timeout_s, deadline)
+
+
+def _numbered(message: messages.Restore, request: int) -> messages.Restore:
+    return replace(message, request=request)
+
+
+def _paged(versions: Sequence[messages.Restored]) -> Iterator[tuple[messages.Restored, ...]]:
+    """As many in a message as it can carry."""
+    page: list[messages.Restored] = []
+    nbytes = 0
+    for each in versions:
+        size = len(each.manifest_ids) + len(each.roots)
+        if page and (len(page) == messages.RESTORED_MAX or nbytes + size > PAGE_BYTES_MAX):
+            yield tuple(page)
+            page, nbytes = [], 0
+        page.append(each)
+        nbytes += size
+    if page:
+        yield tuple(page)
 
 
 def joined(parts: Sequence[ModelInfo]) -> ModelInfo:
