@@ -39,7 +39,9 @@ def test_a_chain_begins_anew_with_a_delta_of_the_anchor(catalogue: VersionCatalo
     assert archived(catalogue, [10] * 12) == [None, 0, 1, 2, 0, 4, 5, 0, 7, 8, 0, 10]
 
 
-@pytest.mark.parametrize(("size", "deltas"), [(150, 3), (190, 3), (191, 2), (285, 2), (286, 1), (9000, 1)])
+@pytest.mark.parametrize(
+    ("size", "deltas"), [(150, 3), (190, 3), (191, 2), (285, 2), (286, 1), (9000, 1)]
+)
 def test_an_anchor_comes_next_before_a_chain_has_a_part_of_its_bytes(
     catalogue: VersionCatalogue, size: int, deltas: int
 ) -> None:

@@ -26,6 +26,7 @@ from tensorhub.coordinator import (
     Forgotten,
     Pinned,
     Publication,
+    Restoration,
     Retention,
     Rollback,
 )
@@ -542,6 +543,14 @@ ENTRIES = (
     Decision(KEY, "actor", 4, "c4", 100, 2),
     Rollback("actor", 1, 3, "ident"),
     Retention("actor", 2),
+    Restoration(
+        "fresh",
+        2,
+        9,
+        "gone",
+        (Publication("fresh", 1, 5, "c5", 100, 1, "", OpKey("fresh", "", 0, 0), b"i" * 32),),
+        (b"r" * 32,),
+    ),
     Pinned("p1", "worker.1", "actor", 3, "c3"),
     Forgotten("actor", "elsewhere"),
     Described(

@@ -314,8 +314,10 @@ class SqliteStore:
                 for model, group, epoch, sequence, *content in decisions.fetchall()
             ),
             models=tuple(
-                ModelRecord(*row[:5], tuple(bounds.get(row[0], ())), *row[5:])
-                for row in models.fetchall()
+                ModelRecord(
+                    model, lineage, mark, ended, retain, tuple(bounds.get(model, ())), origin, most
+                )
+                for model, lineage, mark, ended, retain, origin, most in models.fetchall()
             ),
             pins=tuple(Pinned(*row) for row in pins.fetchall()),
             digested=tuple(Digested(*row) for row in digested.fetchall()),
