@@ -411,7 +411,7 @@ async def test_chunks_come_from_a_real_archive_through_anchor_and_delta(tmp_path
 
             def view(rank: int, region: int, offset: int, nbytes: int) -> Iterator[memoryview]:
                 tensor = [*memory.values()][region]
-                yield memoryview(tensor)[offset : offset + nbytes]
+                yield tensor.data[offset : offset + nbytes]
 
             for number in (1, 2):
                 async with source.mutate(number):

@@ -44,14 +44,15 @@ def test_memory_is_taken_by_what_is_written_and_given_back() -> None:
     assert memory.map(manifest_of(HUGE, large, 0)) is mapped
     assert [region.nbytes for region in mapped.regions] == [HUGE, large, 0]
     assert memory.recall("content", manifest_of(1)) == [1, 2]
-    pattern = b"x" * 2**20
+    pattern, written = b"x" * 2**20, mapped.regions[1]
+    assert isinstance(written, memoryview)
     for at in range(0, large, 2**20):
-        mapped.regions[1][at : at + 2**20] = pattern
+        written[at : at + 2**20] = pattern
     assert resident() > before + large // 2
     memory.empty()
     assert resident() < before + large // 2
-    assert bytes(mapped.regions[1][:3]) == bytes(3)
-    del mapped
+    assert bytes(written[:3]) == bytes(3)
+    del mapped, written
     memory.free()
 
 

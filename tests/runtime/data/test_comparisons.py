@@ -16,6 +16,7 @@ from tensorhub import deltas
 from tensorhub.layouts.reading import Selection
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.model.strips import Strip
+from tensorhub.runtime.data.delta_making import begin_deltas, make_deltas
 from tensorhub.runtime.data.deltas import COMPARED_MAX
 from tensorhub.runtime.data.serving import BROKEN, SharedOwner
 from tensorhub.transport.owner import CannotServe
@@ -37,8 +38,8 @@ class Publisher:
         self.asked = itertools.count()
         self.owner.deltas.on_dropped = self.taken.discard
         self.open(1, FIRST)
-        assert self.owner.begin_deltas(HERE, self.lend, is_publisher=True) == 0
-        self.owner.make_deltas(HERE, 1, FIRST)
+        assert begin_deltas(self.owner, HERE, self.lend, is_publisher=True) == 0
+        make_deltas(self.owner, HERE, 1, FIRST)
         self.owner.fence(HERE)
         self.open(2, SECOND)
 
@@ -163,7 +164,7 @@ def test_memory_that_was_freed_is_refused_and_ends_what_is_made_beforehand(
     monkeypatch.setattr(ChunkMemory, "copied", freed)
     with pytest.raises(CannotServe, match=BROKEN.reason):
         publisher.ask()
-    publisher.owner.make_deltas(HERE, 2, SECOND)
+    make_deltas(publisher.owner, HERE, 2, SECOND)
     assert publisher.owner.deltas.missing(HERE, 2) == list(range(MANY.chunk_count))
     publisher.owner.fence(HERE)
 
@@ -183,9 +184,9 @@ def test_what_cannot_begin_gives_its_room_back(monkeypatch: pytest.MonkeyPatch, 
     if lacks == "memory":
         monkeypatch.setattr("tensorhub.runtime.data.deltas.mmap.mmap", no_memory)
         with pytest.raises(OSError, match="Cannot allocate"):
-            publisher.owner.begin_deltas(HERE, publisher.lend, is_publisher=True)
+            begin_deltas(publisher.owner, HERE, publisher.lend, is_publisher=True)
     else:
-        publisher.owner.begin_deltas(HERE, gone, is_publisher=True)
+        begin_deltas(publisher.owner, HERE, gone, is_publisher=True)
     assert not publisher.taken
     publisher.owner.fence(HERE)
 
@@ -278,8 +279,8 @@ def test_whatever_happens_beside_readers_their_deltas_make_the_newest_bytes() ->
     numbers = itertools.count()
     with threads(4, lambda: read(next(numbers))):
         for _ in range(100):
-            owner.begin_deltas(HERE, lend, is_publisher=True)
-            owner.make_deltas(HERE, now[0], ContentId(str(now[1])), lambda: rng.random() < 0.3)
+            begin_deltas(owner, HERE, lend, is_publisher=True)
+            make_deltas(owner, HERE, now[0], ContentId(str(now[1])), lambda: rng.random() < 0.3)
             happens = rng.random()
             if happens < 0.1:
                 owner.deltas.end(HERE)

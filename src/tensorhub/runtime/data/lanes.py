@@ -484,7 +484,7 @@ class PullRunner:
         base = self._base
         assert base is not None
         right = {chunk: arrival.deltas[chunk] for chunk, _ in good if chunk in arrival.deltas}
-        self._owner.keep_deltas(self._registration, self._generation, base.content_id, right)
+        self._owner.deltas.keep(self._registration, self._generation, base.content_id, right)
 
     def _digests(self, arrival: Arrival) -> Mapping[int, int]:
         """Of what has arrived, as it is in the destination; none, where there are none to compare

@@ -28,11 +28,12 @@ from tensorhub.layouts.reading import Selection
 from tensorhub.layouts.shared import Share
 from tensorhub.machine import InvariantBroken
 from tensorhub.memory.base import Base
-from tensorhub.memory.chunks import ChunkMemory, move_chunks
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.on_demand import Loader
 from tensorhub.messages import Origin
 from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.model.digests import pack, root_of, runs_of
+from tensorhub.runtime.data.bases import Bases
 from tensorhub.runtime.data.deltas import Deltas
 from tensorhub.runtime.data.selections import Selections
 from tensorhub.runtime.data.served_lanes import ServedLanes
@@ -52,8 +53,6 @@ FENCE_TIMEOUT_S = 60.0
 DIGESTED_BYTES = 8 * 2**20
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_Terms = tuple[None, RegistrationId, int, ContentId]  # of an access, but for the chunks
 
 NOT_OPEN = Refusal("this memory is not open under that generation")
 STOPPED = Refusal("this reader is served no more")
@@ -121,7 +120,7 @@ class SharedOwner:
         self._selections = Selections()
         self._lanes = ServedLanes(self._changed)
         self.deltas = Deltas()
-        self._bases: dict[RegistrationId, Base] = {}
+        self._bases = Bases(self._owner, self.access)
         self._inside: dict[int, Lane | None] = {}  # access number -> its lane; None: a local copy
         self._fence_grace_s = fence_grace_s
         # Always a registration's open generation; 0, from before the fence, where it is closed.
@@ -166,7 +165,9 @@ class SharedOwner:
         what, grid = (registration, generation, content_id, memory.sizes), memory.manifest.grid_id
         with self._changed:
             if loader is None:
-                self._set_base(registration, content_id, memory, complete, keeps_base)
+                others = {r: m for r, m in self._memory.items() if r not in self._loaders}
+                opened = registration, content_id, memory, complete, keeps_base
+                self._bases.opened(*opened, others)
                 self.deltas.opened(registration, generation, content_id, memory)
             else:
                 self._loaders[registration] = loader
@@ -364,43 +365,7 @@ class SharedOwner:
     def base(self, registration: RegistrationId) -> Base | None:
         """What a memory that is being filled has of an older content."""
         with self._changed:
-            return self._bases.get(registration)
-
-    def _set_base(
-        self,
-        registration: RegistrationId,
-        content_id: ContentId,
-        memory: ChunkMemory,
-        complete: bool,
-        keeps_base: bool,
-    ) -> None:
-        known, grid = self._bases.pop(registration, None), memory.manifest.grid_id
-        if complete or not memory.width or memory.is_strided:
-            return
-        if keeps_base:
-            former = self._owner.former(registration, content_id, grid)
-            known = None if former is None else Base(memory, *former)
-        elif known is None or known.memory is not memory:
-            known = self._base_elsewhere(memory, content_id)
-        if known is not None:
-            self._bases[registration] = known
-
-    def _base_elsewhere(self, memory: ChunkMemory, content_id: ContentId) -> Base | None:
-        """What another memory of this worker has: for a copy that is filled beside it."""
-        for registration, other in self._memory.items():
-            found = self._owner.held(registration, content_id, memory.manifest.grid_id)
-            stays = not other.is_read_only and registration not in self._loaders
-            if found is not None and stays:  # a file may be truncated
-                generation, held, digests, intact = found
-                terms = (None, registration, generation, held)
-
-                def bring(chunk: int, terms: _Terms = terms) -> None:
-                    with self.access(*terms, [chunk], 1, 0.0) as answer:
-                        if isinstance(answer, tuple):
-                            move_chunks(answer[1], memory, [chunk])
-
-                return Base(memory, held, digests, intact, bring)
-        return None
+            return self._bases.of(registration)
 
     def deltas_of(
         self, access: Access, memory: ChunkMemory, base: ContentId
@@ -408,72 +373,14 @@ class SharedOwner:
         """See `OwnedMemory.deltas_of`."""
         if memory.is_strided:
             return {}
-        with self._touching(access, access.chunks[0]):
+        with self.touching(access, access.chunks[0]):
             return self.deltas.find(access, memory, base)
-
-    def keep_deltas(
-        self,
-        registration: RegistrationId,
-        generation: int,
-        base: ContentId,
-        arrived: Mapping[int, tuple[bytes, ...]],
-    ) -> None:
-        """These deltas have made chunks of this memory, from that content: readers may have
-        them.
-        """
-        self.deltas.keep(registration, generation, base, arrived)
-
-    def begin_deltas(
-        self,
-        registration: RegistrationId,
-        lend: Callable[[str, int], bool],
-        *,
-        is_publisher: bool,
-    ) -> int:
-        """Keep deltas of that memory from now on. Returns 0; or the bytes that this needs, if
-        `lend` does not have them. OSError: no memory.
-        """
-        with self._changed:
-            memory = self._memory.get(registration)
-        if memory is None or self.deltas.is_begun(registration):
-            return 0
-        nbytes = Deltas.room_for(memory, has_shadow=is_publisher)
-        if not lend(registration, nbytes):
-            return nbytes
-        try:
-            self.deltas.begin(registration, memory, has_shadow=is_publisher)
-        finally:
-            if not self.deltas.is_begun(registration):  # no memory, or it was let go meanwhile
-                self.deltas.on_dropped(registration)
-        return 0
-
-    def make_deltas(
-        self,
-        registration: RegistrationId,
-        generation: int,
-        content_id: ContentId,
-        is_over: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Make the deltas that are missing, and take the shadow over. Blocks; ends early where the
-        memory is taken back, has changed, or `is_over`.
-        """
-        while (missing := self.deltas.missing(registration, generation)) and not is_over():
-            window = missing[:CHUNKS_PER_ACCESS_MAX]
-            terms = (None, registration, generation, content_id, window, DIGESTED_BYTES, 0.0)
-            with self.access(*terms) as answer:
-                if not isinstance(answer, tuple):
-                    return
-                try:
-                    with self._touching(answer[0], answer[0].chunks[0]):
-                        self.deltas.make(*answer)
-                except CannotServe:
-                    return
 
     def forget(self, registration: RegistrationId) -> None:
         """Let go of fenced memory."""
         with self._changed:
             self.deltas.forget(registration)
-            self._bases.pop(registration, None)
+            self._bases.forget(registration)
             self._owner.forget(registration)
             memory = self._memory.pop(registration, None)
             self._selected.pop(registration, None)
@@ -592,6 +499,11 @@ class SharedOwner:
             found = OpenMemory(memory, (self._words.address(registration), WORD_BYTES))
         # a device must not be told of what was freed
         return found if self.look(registration, generation) else BROKEN
+
+    def memory_of(self, registration: RegistrationId) -> ChunkMemory | None:
+        """That of a registration that is open, or was."""
+        with self._changed:
+            return self._memory.get(registration)
 
     def holds(self, registration: RegistrationId, memory: ChunkMemory) -> bool:
         """Whether that memory was not let go meanwhile."""
@@ -781,7 +693,7 @@ class SharedOwner:
             for chunk, digest in zip(access.chunks, access.digests, strict=True)
             if digest is None
         ]
-        with self._touching(access, next(iter(missing), 0)):
+        with self.touching(access, next(iter(missing), 0)):
             kept = {
                 chunk: self.keep_digest(access, memory, chunk, made)
                 for chunk, made in _made(memory, missing)
@@ -790,7 +702,7 @@ class SharedOwner:
         return [(chunk, kept[chunk] if digest is None else digest) for chunk, digest in known]
 
     @contextmanager
-    def _touching(self, access: Access, chunk: int) -> Iterator[None]:
+    def touching(self, access: Access, chunk: int) -> Iterator[None]:
         """The block touches that chunk and others of the access. CannotServe: they were freed
         meanwhile, or this process lacks something that reading them takes.
         """

@@ -29,6 +29,7 @@ from tensorhub.memory.regions import Memory
 from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Outcome, Start, TellDigests, ToRank
 from tensorhub.runtime import clock
 from tensorhub.runtime.data.channels import Channels
+from tensorhub.runtime.data.delta_making import begin_deltas, make_deltas
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.threads import run_aside, run_in_thread
@@ -150,7 +151,7 @@ class Handle(CallersHandle):
         def makes() -> None:
             try:
                 make()
-                self._owner.make_deltas(*of, is_over=lambda: self.interpreter.is_given_up)
+                make_deltas(self._owner, *of, is_over=lambda: self.interpreter.is_given_up)
             except StateError as error:  # a GPU's
                 log.warning(
                     "digests_not_made_early", registration=self._registration, reason=str(error)
@@ -167,8 +168,8 @@ class Handle(CallersHandle):
             self._owner.deltas.ask_again(self._registration)
             return
         try:
-            nbytes = self._owner.begin_deltas(
-                self._registration, lend, is_publisher=content.published
+            nbytes = begin_deltas(
+                self._owner, self._registration, lend, is_publisher=content.published
             )
         except (StateError, OSError) as error:
             log.warning("deltas_not_kept", registration=self._registration, reason=str(error))
