@@ -97,7 +97,8 @@ def archived_of(weights: Weights) -> tuple[ArchivedShard, Bucket]:
     digests = memory.digests(chunks)
     bucket = Bucket([bytes(memory.buffer(chunk)) for chunk in chunks])
     bucket.may_go_on.set()
-    root = root_of(pack(digests, memory.width))
+    root = root_of(pack(digests, memory.width)) if memory.width else b""
+    digests = digests if memory.width else []
     parts = shard.parts(content.manifest)
     of = content.version, shard.number, content.manifest, digests, root, bucket.load, parts
     return ArchivedShard(*of), bucket
@@ -163,6 +164,26 @@ async def test_a_version_is_read_from_its_archive_when_its_publisher_is_gone() -
         assert holds(mine, 7)
         assert sorted(chunk for batch in bucket.reads for chunk in batch) == [*range(CHUNKS)]
         assert loaded(hub) == NBYTES
+
+
+async def test_a_version_without_digests_is_read_too() -> None:
+    options = replace(HOSTED, integrity=False)
+    async with (
+        cluster("trainer", "reader", options=options) as c,
+        connect(c.address, "archive", options) as hub,
+    ):
+        source = await published(c.hubs[0])
+        shard, _ = archived_of(source)
+        await add(hub, shard)
+        await source.close(abandon=True)
+        assert holds(await read(c.hubs[1], 1), 1)
+
+
+async def test_a_shard_needs_a_digest_for_each_chunk() -> None:
+    async with cluster("trainer") as c:
+        shard, _ = archived_of(await published(c.hubs[0]))
+        with pytest.raises(StateError, match=f"1 digests are not those of {CHUNKS} chunks"):
+            await add(c.hubs[0], replace(shard, digests=shard.digests[:1]))
 
 
 async def test_two_versions_are_read_in_turns_with_room_for_one() -> None:

@@ -34,6 +34,7 @@ from tensorhub.errors import (
 from tensorhub.logs import get_logger
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.on_demand import OnDemandMemory
+from tensorhub.model.digests import WIDTHS
 from tensorhub.model.manifest import Manifest
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
@@ -56,10 +57,10 @@ Load = Callable[[Sequence[int], Sequence[memoryview]], None]
 
 @dataclass(frozen=True, slots=True)
 class ArchivedShard:
-    """One shard of a version in a bucket. `digests`: the publisher's, of all chunks. `parts`: its
-    catalogue, arrangement and coordinates by their ids, in that order; none where the manifest says
-    all. `load` fills each target with that chunk, whose digest it has compared; it blocks, is
-    called from any thread, and raises TensorHubError.
+    """One shard of a version in a bucket. `digests`: the publisher's, of all chunks; none where the
+    manifest wants none. `parts`: its catalogue, arrangement and coordinates by their ids, in that
+    order; none where the manifest says all. `load` fills each target with that chunk, whose digest
+    it has compared; it blocks, is called from any thread, and raises TensorHubError.
     """
 
     version: VersionInfo
@@ -76,8 +77,12 @@ class _Copy:
 
     def __init__(self, shard: ArchivedShard, wants: Callable[[_Copy], None]) -> None:
         self.shard = shard
+        count, has_digests = shard.manifest.chunk_count, WIDTHS[shard.manifest.digest]
+        self.digests = shard.digests if has_digests else [0] * count
+        if len(self.digests) != count:
+            raise StateError(f"{len(self.digests)} digests are not those of {count} chunks")
         self.handle: Handle  # set before any reader knows of it
-        self.memory = OnDemandMemory(shard.digests, self)
+        self.memory = OnDemandMemory(self.digests, self)
         self.chunks: ChunkMemory
         self.loading = Loading(shard.manifest.sizes)  # guarded by `lock`
         self.lock = threading.Lock()
@@ -143,7 +148,7 @@ class ArchivedCopies:
 
     async def add(self, shard: ArchivedShard) -> str:
         """Hold that shard from now on; returns its registration. `known` waits for the coordinator.
-        StateError: there is no address space for it.
+        StateError: there is no address space for it, or it has not a digest for each chunk.
         """
         version = shard.version
         ident = self._worker.new_registration()
@@ -314,8 +319,8 @@ class ArchivedCopies:
             self._arrived(copy, batch)
 
     def _arrived(self, copy: _Copy, batch: Sequence[int]) -> None:
-        content, digests = copy.handle.member.content, copy.shard.digests
-        named = [(chunk, digests[chunk]) for chunk in batch]
+        content = copy.handle.member.content
+        named = [(chunk, copy.digests[chunk]) for chunk in batch]
         is_taken = content is not None and self._owner.mark_available(
             RegistrationId(copy.ident), content.generation, named
         )
