@@ -9,7 +9,9 @@ lacks. Each step is a process of its own with a deadline, so that none takes the
 of them together have less than ten minutes.
 
 `digest`: XXH3-64 of 4 MiB chunks by the kernel, the table of chunks resident, against a copy within
-the GPU. `packing`: the kernel of 10,000 tensors of 16 KiB, against a `copy_` for each. `cuda_ipc`:
+the GPU. `packing`: the kernel of 10,000 tensors of 16 KiB, against a `copy_` for each. `deltas`: chunks of 8 MiB compared
+and applied where they are, against copies to the host and the codec there (1.6 % of the words differ;
+needs zstandard). `cuda_ipc`:
 the transfer phase of a fetch between two processes, digests off, against a `copy_` of as many bytes
 within one. `layouts`: readers of another layout by cuda_ipc and tcp, against readers of the same
 one (see `benches.resharded`). `staging`: GPU to GPU over tcp, against CPU to CPU, in the same
@@ -36,6 +38,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 PACKAGES = {  # each with the least version that will do
     **dict.fromkeys(("cupy", "hypothesis", "msgpack", "numpy", "rich", "structlog", "typer"), (0,)),
@@ -51,6 +54,7 @@ LIMITS_S = {
     "tests": 240,
     "digest": 90,
     "packing": 90,
+    "deltas": 60,
     "cuda_ipc": 120,
     "layouts": 120,
     "staging": 120,
@@ -384,6 +388,68 @@ def packing(options: argparse.Namespace) -> None:
         raise SystemExit("the packed region holds other bytes than the tensors")
 
 
+def compared(options: argparse.Namespace) -> None:
+    import numpy
+
+    from tensorhub import deltas
+    from tensorhub.cuda.cupy_device import cuda_device
+    from tensorhub.errors import StateError
+    from tensorhub.memory.addresses import copy_bytes
+    from tensorhub.memory.chunks import ChunkMemory
+    from tensorhub.model.manifest import TensorDescription, build_manifest
+
+    if (fault := deltas.fault_here()) is not None:
+        raise SystemExit(fault)
+    each, count = 8 * 2**20, 16
+    nbytes, chance, device = each * count, numpy.random.default_rng(1), cuda_device(0)
+    old = chance.integers(0, 2**16, nbytes // 2, numpy.uint16)
+    new = old.copy()
+    new[chance.random(old.size) < 0.016] += 1
+    tensor = TensorDescription("w", "bfloat16", (old.size,), 1 << 40, nbytes)
+    manifest = build_manifest([tensor], each, "xxh3-64")
+    regions = [device.allocate(nbytes) for _ in range(3)]
+    for content, region in zip((new, old, old), regions, strict=True):
+        copy_bytes(content.view(numpy.uint8).data, region)
+    *versions, reader = (ChunkMemory(manifest, [region]) for region in regions)
+    shadow = memoryview(bytearray(old.tobytes()))
+
+    def no_room(*_: object) -> None:
+        raise StateError("the host's turn", retryable=True)
+
+    def turn() -> tuple[float, float, list[bytes | None]]:
+        """To the new bytes, and back: the rates of comparing and of applying, and the deltas."""
+        compare_s, apply_s, made = 0.0, 0.0, list[bytes | None]()
+        for version in versions:
+            for chunk in range(count):
+                started = time.perf_counter()
+                frame = version.advance(chunk, shadow[chunk * each : (chunk + 1) * each], 2)
+                between = time.perf_counter()
+                reader.apply(chunk, [frame or b""])
+                compare_s += between - started
+                apply_s += time.perf_counter() - between
+                made.append(frame)
+        return 2 * nbytes / compare_s / 2**30, 2 * nbytes / apply_s / 2**30, made
+
+    rates, frames = dict[str, list[tuple[float, float]]](), dict[str, list[bytes | None]]()
+    for number in range(options.rounds + 1):
+        for where in "GPU", "host":
+            with contextlib.ExitStack() as stack:
+                if where == "host":
+                    for name in "changes", "add":
+                        stack.enter_context(mock.patch.object(device, name, no_room))
+                *found, frames[where] = turn()
+            if number:
+                rates.setdefault(where, []).append((found[0], found[1]))
+    if frames["GPU"] != frames["host"]:
+        raise SystemExit("the GPU's deltas are not the codec's")
+    for what, column in ("comparing", 0), ("applying", 1):
+        by = {where: [pair[column] for pair in rates[where]] for where in rates}
+        ratios = [gpu / host for gpu, host in zip(by["GPU"], by["host"], strict=True)]
+        medians = [f"{where} {statistics.median(by[where]):.2f} GiB/s" for where in by]
+        note = f"{_spread(ratios)}; {', '.join(medians)}, one thread"
+        tell(f"{what} on the GPU, of on the host", statistics.median(ratios), "times", note=note)
+
+
 def cuda_ipc(options: argparse.Namespace) -> None:
     from benches.gpu_processes import publisher_main, reader_main
     from benches.remotes import Remote
@@ -592,6 +658,7 @@ STEPS: dict[str, Callable[[argparse.Namespace], None]] = {
     "tests": run_tests,
     "digest": digest,
     "packing": packing,
+    "deltas": compared,
     "cuda_ipc": cuda_ipc,
     "layouts": layouts,
     "staging": staging,

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import xxhash
@@ -37,6 +39,8 @@ class Double:
         self.is_beside = False  # all memory is another device's, which its kernels do not reach
         self._allocations: list[Any] = []
         self.pins: set[int] = set()
+        self.lists = 0  # of words that were found, or applied
+        self.lacks_room = False  # no room for words that change
         self.fail_at = -1  # the copy that fails
         self.unreachable = ""  # why other devices do not get at its memory
 
@@ -108,6 +112,35 @@ class Double:
                 starts = [start + n * apart for start in starts for n in range(times)]
             for number, start in enumerate(starts):
                 yield offset + number * run, start, run
+
+    def changes(
+        self, older: memoryview, newer: int, width: int
+    ) -> tuple[memoryview, memoryview] | None:
+        self._take_room()
+        before, after = bytes(older), ctypes.string_at(newer, older.nbytes)
+        places, differences = array("i"), bytearray()
+        for at in range(0, len(before), width):
+            old, new = (int.from_bytes(of[at : at + width], "little") for of in (before, after))
+            if old != new:
+                places.append(at // width)
+                differences += ((new - old) % (1 << 8 * width)).to_bytes(width, "little")
+        is_listed = 2 * len(differences) <= len(before)
+        return (memoryview(places), memoryview(differences)) if is_listed else None
+
+    def add(self, address: int, width: int, places: memoryview, differences: memoryview) -> None:
+        self._take_room()
+        for place, start in zip(memoryview(places).cast("B").cast("i"), count(0, width)):
+            at = address + place * width
+            by = int.from_bytes(
+                bytes(memoryview(differences).cast("B")[start : start + width]), "little"
+            )
+            word = int.from_bytes(ctypes.string_at(at, width), "little") + by
+            ctypes.memmove(at, (word % (1 << 8 * width)).to_bytes(width, "little"), width)
+
+    def _take_room(self) -> None:
+        if self.lacks_room:
+            raise StateError("out of memory", retryable=True)
+        self.lists += 1
 
     def packing(self, region: DeviceBytes, pieces: Sequence[tuple[int, int, int]]) -> Packing:
         return Packing(region.address, pieces)

@@ -121,3 +121,19 @@ extern "C" int run_gather_runs(const u64 *rows, void *to, unsigned count, unsign
 extern "C" int run_scatter_runs(const u64 *rows, void *to, unsigned count, unsigned threads, int order, unsigned each) {
     return run([](const u64 *a, void *b, unsigned c) { scatter_runs(a, (u8 *)b, c); }, rows, to, count, threads, order, each);
 }
+
+// `row`: older, newer, units, firsts, places, differences.
+extern "C" int run_list_changes(const u64 *row, void *counts, unsigned blocks, unsigned threads, int order, unsigned width) {
+    kernel = [](const u64 *a, void *b, unsigned c) {
+        list_changes((u64 *)a[0], (u64 *)a[1], a[2], c, (u32 *)b, (u32 *)a[3], (u32 *)a[4], (u8 *)a[5]);
+    };
+    table = row, result = counts, parts = width;
+    return launch(blocks, threads, order);
+}
+
+// `row`: count, places, differences.
+extern "C" int run_add_changes(const u64 *row, void *target, unsigned blocks, unsigned threads, int order, unsigned width) {
+    kernel = [](const u64 *a, void *b, unsigned c) { add_changes((u8 *)b, c, (u32)a[0], (u32 *)a[1], (u8 *)a[2]); };
+    table = row, result = target, parts = width;
+    return launch(blocks, threads, order);
+}

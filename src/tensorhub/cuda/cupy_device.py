@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from tensorhub.cuda import driver
+from tensorhub.cuda.copies import copy
 from tensorhub.cuda.device import Allocation, DeviceBytes, Mark, Spread
-from tensorhub.cuda.kernels import SOURCE, THREADS, cut_rows, parts_of, straight_rows
+from tensorhub.cuda.kernels import SOURCE, THREADS, TILE_BYTES, cut_rows, parts_of, straight_rows
 from tensorhub.errors import StateError, TensorHubError, install, text_of
 
 INSTALL = f"{install('cuda')} (cupy-cuda13x; with a driver for CUDA 12 only: cupy-cuda12x)"
@@ -224,6 +225,53 @@ class CudaDevice:
                 return []
             found: list[int] = made.get().tolist()  # waits for all of it
         return found
+
+    def changes(
+        self, older: memoryview, newer: int, width: int
+    ) -> tuple[memoryview, memoryview] | None:
+        self.use()
+        cupy, nbytes = self._cupy, older.nbytes
+        host = ctypes.addressof(ctypes.c_char.from_buffer(older))
+        with failures(f"comparing on {self.name}", 2 * nbytes), self._stream() as stream:
+            # Copies: what was compared stays as it was, and is aligned.
+            room = cupy.empty(2 * nbytes, cupy.uint8)
+            queue = CudaQueue(self, stream, spins=False)
+            copy(queue, room.data.ptr, host, nbytes)
+            copy(queue, room.data.ptr + nbytes, newer, nbytes)
+            tiles = -(-nbytes // TILE_BYTES)
+            counts = cupy.empty(tiles, cupy.uint32)
+            of = room.data.ptr, room.data.ptr + nbytes, nbytes // 8
+            numbers = [*map(cupy.uint64, of), cupy.uint32(width)]
+            nowhere = cupy.uint64(0)
+            self.launch("list_changes", tiles, *numbers, counts, nowhere, nowhere, nowhere)
+            found = counts.get()  # waits
+            changed = int(found.sum())
+            if 2 * changed * width > nbytes:
+                return None
+            made = cupy.empty((4 + width) * changed, cupy.uint8)
+            to = cupy.uint64(made.data.ptr), cupy.uint64(made.data.ptr + 4 * changed)
+            if changed:
+                firsts = cupy.asarray(found.cumsum(dtype=found.dtype) - found)
+                self.launch("list_changes", tiles, *numbers, counts, firsts, *to)
+            listed = memoryview(made.get())
+        return listed[: 4 * changed], listed[4 * changed :]
+
+    def add(self, address: int, width: int, places: memoryview, differences: memoryview) -> None:
+        count = places.nbytes // 4
+        if not count:
+            return
+        self.use()
+        cupy, numpy = self._cupy, importlib.import_module("numpy")
+        with (
+            failures(f"applying a delta on {self.name}", places.nbytes + differences.nbytes),
+            self._stream() as stream,
+        ):
+            changes = [
+                cupy.asarray(numpy.frombuffer(each, numpy.uint8)) for each in (places, differences)
+            ]
+            numbers = cupy.uint64(address), cupy.uint32(width), cupy.uint32(count)
+            self.launch("add_changes", -(-count // THREADS), *numbers, *changes)
+            stream.synchronize()
 
     def packing(self, region: DeviceBytes, pieces: Sequence[tuple[int, int, int]]) -> CudaPacking:
         self.use()

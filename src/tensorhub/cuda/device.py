@@ -113,6 +113,20 @@ class Device(Protocol):
         All of it is in this device's own memory, or was opened on it.
         """
 
+    def changes(
+        self, older: memoryview, newer: int, width: int
+    ) -> tuple[memoryview, memoryview] | None:
+        """Which words of 1, 2 or 4 bytes at the address `newer` differ from those in host memory,
+        which are of whole 8 bytes, and by how much: see `deltas.Listed`. None: more than half of
+        them. Twice these bytes are needed on the device meanwhile; StateError, retryable: there is
+        no such room. Waits.
+        """
+
+    def add(self, address: int, width: int, places: memoryview, differences: memoryview) -> None:
+        """Add the differences to these words, the first of which is at that address, a multiple of
+        `width`. StateError, retryable: there is no room for them. Waits.
+        """
+
     def packing(self, region: DeviceBytes, pieces: Sequence[tuple[int, int, int]]) -> Kernels:
         """Of these (address, offset in the region, bytes)."""
 

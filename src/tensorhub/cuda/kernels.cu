@@ -1,4 +1,5 @@
-// The kernels: digests of chunks (XXH3-64, seed 0), packing and unpacking of tiny tensors, and gathering and scattering of runs.
+// The kernels: digests of chunks (XXH3-64, seed 0), packing and unpacking of tiny tensors, gathering and scattering of runs, and
+// which words of two versions differ.
 //
 // Compiled by NVRTC, through cupy.RawModule, on first use; includes nothing. tests/cuda runs this very file on the CPU,
 // thread by thread, between barriers in any order. So nothing here depends on warps running in step.
@@ -318,4 +319,67 @@ extern "C" __global__ void __launch_bounds__(THREADS_MAX) gather_runs(const u64 
 
 extern "C" __global__ void __launch_bounds__(THREADS_MAX) scatter_runs(const u64 *spread, u8 *region, u32 parts) {
     move_row<false>(spread, region, parts);
+}
+
+// ------------------------------------------------------------------------------------------------------------- changes
+//
+// Words of 1, 2 or 4 bytes. `places` are their numbers, `differences` are modulo what a word holds (`deltas.Listed`).
+
+#define TILE_UNITS 2048  // of 8 bytes, for a thread block
+
+__device__ u32 word_of(u64 unit, u32 number, u32 width) { return (u32)(unit >> 8 * width * number) & 0xffffffffU >> (32 - 8 * width); }
+
+// counts[i] = the words that differ in tile i of two versions of so many units. Then, with `places`: these words, those of tile
+// i from firsts[i] on.
+extern "C" __global__ void __launch_bounds__(THREADS_MAX) list_changes(
+    const u64 *older, const u64 *newer, u64 units, u32 width, u32 *counts, const u32 *firsts, u32 *places, u8 *differences) {
+    __shared__ u32 sums[THREADS_MAX];
+    const u32 thread = threadIdx.x, each = 8 / width;
+    const u64 start = (u64)blockIdx.x * TILE_UNITS, end = start + TILE_UNITS < units ? start + TILE_UNITS : units;
+    u32 found = places ? firsts[blockIdx.x] : 0;
+    for (u64 first = start; first < end; first += blockDim.x) {
+        const u64 at = first + thread;
+        const u64 before = at < end ? __ldg(older + at) : 0, after = at < end ? __ldg(newer + at) : 0;
+        u32 mine = 0;
+        for (u32 number = 0; number < each; number++) mine += word_of(before, number, width) != word_of(after, number, width);
+        sums[thread] = mine;
+        __syncthreads();
+        for (u32 apart = 1; apart < blockDim.x; apart *= 2) {  // sums[i] becomes the sum up to i
+            const u32 more = thread >= apart ? sums[thread - apart] : 0;
+            __syncthreads();
+            sums[thread] += more;
+            __syncthreads();
+        }
+        if (places && mine) {
+            u32 to = found + sums[thread] - mine;
+            for (u32 number = 0; number < each; number++) {
+                const u32 by = word_of(after, number, width) - word_of(before, number, width);
+                if (by == 0) continue;
+                places[to] = (u32)(at * each) + number;
+                if (width == 1)
+                    differences[to] = (u8)by;
+                else if (width == 2)
+                    ((unsigned short *)differences)[to] = (unsigned short)by;
+                else
+                    ((u32 *)differences)[to] = by;
+                to++;
+            }
+        }
+        found += sums[blockDim.x - 1];
+        __syncthreads();  // before the next sums are written
+    }
+    if (!places && thread == 0) counts[blockIdx.x] = found;
+}
+
+// A thread for each of the words: no two are the same.
+extern "C" __global__ void __launch_bounds__(THREADS_MAX) add_changes(
+    u8 *target, u32 width, u32 count, const u32 *places, const u8 *differences) {
+    const u32 at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= count) return;
+    if (width == 1)
+        target[places[at]] += differences[at];
+    else if (width == 2)
+        ((unsigned short *)target)[places[at]] += ((const unsigned short *)differences)[at];
+    else
+        ((u32 *)target)[places[at]] += ((const u32 *)differences)[at];
 }

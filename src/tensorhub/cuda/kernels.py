@@ -8,6 +8,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 THREADS = 256  # of a thread block; see THREADS_MAX there
+TILE_BYTES = 8 * 2048  # of the two versions that are compared; see TILE_UNITS there
 # of a row of a table of pieces: larger ones are cut, so that all of the device takes part
 ROW_BYTES = 64 * 2**10
 

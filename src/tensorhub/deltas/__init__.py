@@ -27,7 +27,7 @@ from tensorhub.errors import StateError, install
 from tensorhub.model.dtypes import ITEMSIZE
 from tensorhub.model.manifest import Manifest
 
-__all__ = ["Counts", "apply", "encode", "fault_here", "word_widths"]
+__all__ = ["Counts", "Listed", "advance", "apply", "encode", "fault_here", "listed", "word_widths"]
 
 
 class Counts(NamedTuple):
@@ -38,6 +38,16 @@ class Counts(NamedTuple):
 
     def and_of(self, other: Counts) -> Counts:
         return Counts(self.words + other.words, self.changed + other.changed)
+
+
+class Listed(NamedTuple):
+    """Words of a chunk that differ from their base, at most half of all: what a device finds, or
+    applies, where the chunk is. `places`: their numbers, ascending, of 4 bytes each; `differences`:
+    new - old, each of a word's bytes.
+    """
+
+    places: memoryview
+    differences: memoryview
 
 
 def fault_here() -> str | None:
@@ -70,6 +80,22 @@ def apply(frames: Sequence[bytes | bytearray | memoryview], target: memoryview) 
     """
     counts: Counts = _codec().apply(frames, target)
     return counts
+
+
+def advance(base: memoryview, changes: Listed, width: int) -> bytes | None:
+    """Make the new bytes of `base`, which is of whole 8 bytes, in place. Returns what `encode`
+    would. StateError: the extra is not installed.
+    """
+    frame: bytes | None = _codec().advance(base, changes, width)
+    return frame
+
+
+def listed(frame: bytes | bytearray | memoryview, nbytes: int) -> tuple[Listed, int, Counts] | None:
+    """What that frame would add to a chunk of so many bytes, the bytes of a word, and what `apply`
+    would return. None: it is more than some words. Raises as `apply` does.
+    """
+    found: tuple[Listed, int, Counts] | None = _codec().listed(frame, nbytes)
+    return found
 
 
 def word_widths(manifest: Manifest) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from tensorhub.deltas import Counts
+from tensorhub.deltas import Counts, Listed
 from tensorhub.deltas.frames import AHEAD_MAX, UNIT, WIDTHS, Frame, expect
 from tensorhub.errors import ProtocolError
 from tensorhub.model.manifest import CHUNK_BYTES_MAX
@@ -40,12 +40,42 @@ def encode(base: memoryview, new: memoryview, width: int) -> bytes | None:
     if width not in WIDTHS or not base.nbytes == new.nbytes <= CHUNK_BYTES_MAX:
         raise ValueError(f"words of {width} bytes; {base.nbytes} and {new.nbytes} bytes")
     old, fresh = _words_of(base, width), _words_of(new, width)
-    tokens, planes = _some(old, fresh) or (np.empty(0, np.uint8), _planes_of_all(old, fresh))
+    parts = _some(old, fresh) or (np.empty(0, np.uint8), _planes_of_all(old, fresh))
+    return _frame(width, *parts, new[fresh.nbytes :], new.nbytes)
+
+
+def advance(base: memoryview, changes: Listed, width: int) -> bytes | None:
+    """See the package."""
+    words, places = _words_of(base, width), np.frombuffer(changes.places, np.int32)
+    differences = np.frombuffer(changes.differences, words.dtype)
+    apart = _apart(words)
+    if 2 * np.count_nonzero(places % apart == 0) * apart > words.size:  # of the sample
+        before = memoryview(bytes(base))
+        _add(words, places, differences)
+        return encode(before, base, width)
+    _add(words, places, differences)
+    tokens = _tokens_of(np.concatenate([np.full(1, -1, np.int32), places]))
+    return _frame(width, tokens, _planes_of(_zigzag(differences)), base[:0], base.nbytes)
+
+
+def _frame(width: int, tokens: Bytes, planes: Bytes, tail: memoryview, nbytes: int) -> bytes | None:
     pack = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
     streams = tuple([_pack(pack, stream) for stream in (tokens, *planes)])
-    tail = new[fresh.nbytes :]
-    frame = Frame(width, new.nbytes, planes.shape[1], tokens.size, streams, tail).encode()
-    return frame if len(frame) <= PAYS * new.nbytes else None
+    frame = Frame(width, nbytes, planes.shape[1], tokens.size, streams, tail).encode()
+    return frame if len(frame) <= PAYS * nbytes else None
+
+
+def listed(frame: bytes | bytearray | memoryview, nbytes: int) -> tuple[Listed, int, Counts] | None:
+    """See the package."""
+    parts = Frame.decode(frame, nbytes)
+    if parts.lists_all or len(parts.tail):
+        return None
+    tokens, *planes = _streams(zstandard.ZstdDecompressor(), parts)
+    _check(tokens, parts)
+    places = np.concatenate([np.empty(0, np.int32), *_places_of(tokens)], dtype=np.int32)
+    differences = _differences(planes, 0, parts.changed, np.dtype(_TYPES[parts.width]))
+    counts = Counts(parts.words, parts.changed)
+    return Listed(places.data, differences.data), parts.width, counts
 
 
 def apply(frames: Sequence[bytes | bytearray | memoryview], target: memoryview) -> Counts:
@@ -93,11 +123,15 @@ def _apply_one(unpack: zstandard.ZstdDecompressor, parts: Frame, words: Words) -
     first = 0
     for places in _places_of(tokens):
         last = first + places.size
-        new = words.take(places)
-        new += _differences(planes, first, last, words.dtype)
-        words[places] = new
+        _add(words, places, _differences(planes, first, last, words.dtype))
         first = last
     return parts.changed
+
+
+def _add(words: Words, places: Places | Indices, differences: Words) -> None:
+    new = words.take(places)
+    new += differences
+    words[places] = new
 
 
 def _apply_several(unpack: zstandard.ZstdDecompressor, group: Sequence[Frame], words: Words) -> int:
@@ -125,11 +159,16 @@ def _words_of(view: memoryview, width: int) -> Words:
 
 def _some(old: Words, new: Words) -> tuple[Bytes, Bytes] | None:
     """The gaps and planes of the words that differ; None: more than half do, in a sample or all."""
-    apart = new.size // SAMPLE | 1
+    apart = _apart(new)
     if 2 * np.count_nonzero(old[::apart] != new[::apart]) * apart > new.size:
         return None
     places, zigzag = _changes(old, new)
     return None if 2 * zigzag.size > new.size else (_tokens_of(places), _planes_of(zigzag))
+
+
+def _apart(words: Words) -> int:
+    """The words of the sample."""
+    return words.size // SAMPLE | 1
 
 
 def _changes(old: Words, new: Words) -> tuple[Places, Words]:

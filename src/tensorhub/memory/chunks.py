@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
+from functools import cache
 from itertools import chain
 from typing import TypeAlias
 
@@ -22,6 +23,7 @@ from tensorhub.cuda.device import Device, DeviceBytes, Spread
 from tensorhub.cuda.kernels import SPREAD_BYTES_MAX
 from tensorhub.errors import StateError
 from tensorhub.layouts.reading import ReshardedManifest, Selection
+from tensorhub.logs import get_logger
 from tensorhub.memory import strided_device
 from tensorhub.memory.addresses import Bytes, address_of, copy_bytes, guarded_pieces
 from tensorhub.memory.strided import BUFFER_BYTES, Strided, blocks
@@ -39,6 +41,27 @@ PARTS_MIN, PART_BYTES = 2**14, 64
 GUARDED_BYTES = 256 * 2**10  # that the kernel copies at a time: they stay in a core's cache
 GUARDED_BYTES_MIN = 4096  # less is read directly: torch's allocator keeps its page mapped
 SPAN_BYTES = 64 * 2**20  # of memory that a device registers at a time
+
+
+log = get_logger("tensorhub.worker")
+
+
+@contextmanager
+def _roomy(device: Device) -> Iterator[None]:
+    """Ends the block where the device has no room for it: then the host does the work."""
+    try:
+        yield
+    except StateError as error:
+        if not error.retryable:
+            raise
+        _say_on_host(device.name)
+
+
+@cache
+def _say_on_host(device: str) -> None:
+    """Once a process."""
+    reason = "no room there for two chunks: the CPU compares, or applies, these"
+    log.warning("deltas_on_host", device=device, reason=reason)
 
 
 class ChunkMemory:
@@ -259,14 +282,45 @@ class ChunkMemory:
         """Apply deltas to a chunk, which has their base, one after the other. ProtocolError: one of
         them is no delta for it.
         """
-        on_device = self.device is not None
-        target = (
-            self.copied(chunk, bytearray(self.sizes[chunk])) if on_device else self.buffer(chunk)
-        )
-        counts = deltas.apply(made, target)
-        if on_device:
+        counts, rest = deltas.Counts(), list(made)
+        if self.device is None:
+            return deltas.apply(rest, self.buffer(chunk))
+        while rest and (done := self._apply_on(self.device, chunk, rest[0])) is not None:
+            counts, rest = counts.and_of(done), rest[1:]
+        if rest:
+            target = self.copied(chunk, bytearray(self.sizes[chunk]))
+            counts = counts.and_of(deltas.apply(rest, target))
             copy_bytes(target, self._on_device(chunk))
         return counts
+
+    def _apply_on(
+        self, device: Device, chunk: int, made: bytes | bytearray
+    ) -> deltas.Counts | None:
+        """None: the device cannot, and has written nothing."""
+        found = deltas.listed(made, self.sizes[chunk])
+        if found is None or self.address(chunk) % found[1]:
+            return None
+        (places, differences), width, counts = found
+        done = None
+        with _roomy(device):
+            device.add(self.address(chunk), width, places, differences)
+            done = counts
+        return done
+
+    def advance(self, chunk: int, older: memoryview, width: int) -> bytes | None:
+        """Make the chunk's bytes of these older ones, in place. Returns the delta that does so, if
+        it pays (`deltas.encode`). OSError: as of `copied`.
+        """
+        if self.device is not None and older.nbytes % 8 == 0:  # else some bytes are no words
+            with _roomy(self.device):
+                found = self.device.changes(older, self.address(chunk), width)
+                if found is not None:
+                    return deltas.advance(older, deltas.Listed(*found), width)
+        # a copy: what a caller has freed must not be touched by this process
+        new = self.copied(chunk, bytearray(self.sizes[chunk]))
+        made = deltas.encode(older, new, width)
+        copy_bytes(new, older)
+        return made
 
     def _on_device(self, chunk: int) -> DeviceBytes:
         place = self._chunks[chunk]

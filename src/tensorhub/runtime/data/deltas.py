@@ -333,15 +333,14 @@ class Deltas:
         made: bytes | None = None
         is_made = False
         try:
-            # a copy: what a caller has freed must not be touched by this process
-            new = memory.copied(chunk, bytearray(memory.sizes[chunk]))
             with (
                 memoryview(shadow) as whole,
                 whole[history.starts[chunk] : history.starts[chunk + 1]] as old,
             ):
                 if before:
-                    made = deltas.encode(old, new, history.widths[memory.region_of(chunk)])
-                copy_bytes(new, old)
+                    made = memory.advance(chunk, old, history.widths[memory.region_of(chunk)])
+                else:
+                    copy_bytes(memory.copied(chunk, bytearray(memory.sizes[chunk])), old)
             is_made = True
         finally:
             with self._changed:
