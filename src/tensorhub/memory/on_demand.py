@@ -86,15 +86,21 @@ class OnDemandMemory(FilledMemory):
     def empty(self) -> None:
         """Give back what is loaded; no chunk may be read or written meanwhile. Blocks."""
         if self._bytes is not None:
-            for start in range(0, len(self._bytes), GIVEN_BACK_BYTES):
-                nbytes = min(GIVEN_BACK_BYTES, len(self._bytes) - start)
-                self._bytes.madvise(mmap.MADV_DONTNEED, start, nbytes)
+            _give_back(self._bytes)
 
     def free(self) -> None:
-        """Give all of it back. Blocks, until no chunk is written any more."""
+        """Give all of it back; only its place may stay as long as a view of it. Blocks, until no
+        chunk is written any more.
+        """
         with self._changed:
             mapping, self._bytes, self._mapped = self._bytes, None, None
             self._changed.wait_for(lambda: not self._writers)
         if mapping is not None:
-            with contextlib.suppress(BufferError):  # some view is left: it goes with that
-                mapping.close()  # as in `HostMemory.free`
+            _give_back(mapping)
+            with contextlib.suppress(BufferError):  # some view is left
+                mapping.close()
+
+
+def _give_back(mapping: mmap.mmap) -> None:
+    for start in range(0, len(mapping), GIVEN_BACK_BYTES):
+        mapping.madvise(mmap.MADV_DONTNEED, start, min(GIVEN_BACK_BYTES, len(mapping) - start))
