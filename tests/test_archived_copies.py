@@ -33,7 +33,7 @@ from tensorhub.messages import DigestAgain
 from tensorhub.model.digests import WIDTHS, pack, root_of
 from tensorhub.runtime.worker import archived_copies, writes
 from tensorhub.runtime.worker.archived_copies import ArchivedCopies, ArchivedShard
-from tensorhub.types import FetchReport, Options
+from tensorhub.types import FetchReport, Options, RegistrationId
 from tensorhub.worker import loading
 from tests.archives.models import apply, encode
 from tests.rig import (
@@ -406,6 +406,28 @@ async def test_a_question_about_a_chunk_loads_it_and_what_is_not_there_has_not_c
         copy.chunks.buffer(2)[0] ^= 1
         await hub._thread.call(ask, 2)
         await until(lambda: lost == ["its bytes have changed"])
+
+
+async def test_what_was_read_while_the_memory_was_closed_is_read_again() -> None:
+    """A leave that was given up behind its fence opens the memory again, under another
+    generation.
+    """
+    async with archived(7) as (reader, hub, (name,), (bucket,)):
+        handle, copy = worker_of(hub).router.handles[name], archive_of(hub)._copies[name]
+        bucket.may_go_on.clear()
+        copy.want([(0, CHUNKS)])
+        await until(lambda: copy.reads > 0)
+
+        async def close_and_open() -> None:
+            await worker_of(hub)._owner.fence_async(RegistrationId(name))
+            bucket.may_go_on.set()
+            await until(lambda: not copy.reads)
+            handle.member._memory.reopen()
+            handle.apply(handle.member._context.take_actions())
+
+        await hub._thread.call(close_and_open)
+        assert bucket.reads
+        assert holds(await read(reader, 1), 7)
 
 
 def content_of(shard: ArchivedShard, after: Key | None) -> Content:
