@@ -52,6 +52,7 @@ from tensorhub.messages import (
     Refused,
     Register,
     Registered,
+    Restore,
     Retain,
     RetainedAck,
     Rollback,
@@ -209,6 +210,7 @@ def refused_messages(cluster: StepwiseCluster) -> dict[str, list[FromWorker]]:
         "retain": [Retain(7, "actor", 5)],
         "pin": [Pin(7, "p", "actor", 1)],
         "rollback": [Rollback(7, "i", "actor", 0)],
+        "restore": [Restore(7, "actor", "c", 0, 0, ())],
         "unpublish": [LeaveRequest(7, "r0", 1, 60.0, True, False)],
     }
 

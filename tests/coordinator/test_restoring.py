@@ -28,12 +28,15 @@ from tensorhub.messages import (
     Announce,
     Done,
     Held,
+    LeaveGranted,
     Outcome,
     Refused,
     Register,
     Registered,
     Restore,
     Restored,
+    Retain,
+    RetainedAck,
     Rollback,
     Start,
     Watch,
@@ -206,6 +209,42 @@ def test_versions_that_are_read_while_the_archive_is_their_only_holder() -> None
     world.vote(reader, root=ROOT)
     (outcome,) = reader.take(Outcome)
     assert (outcome.committed, outcome.by_source) == (True, False)
+
+
+def test_its_last_live_holder_may_leave_a_retained_version_that_the_archive_keeps() -> None:
+    world, trainer = published([1])
+    (version,) = as_recorded(world, 1)
+    assert restore(world, version, cluster="c") is None
+    world.say(trainer, Retain(next(world.numbers), "m", 1))
+    assert announce(world, version)
+    world.leave(trainer)
+    assert not trainer.take(LeaveGranted)  # the archive's worker does not know that it has to stay
+    member = world.core.cluster.members["archived 1 0"]
+    content = version.version.content_id
+    world.say(
+        world.ranks["archive0"],
+        RetainedAck(member.registration, content, True, member.retained_seq),
+    )
+    assert trainer.take(LeaveGranted)
+    world.fenced(trainer)
+    assert version_of(world, 1).state is VersionState.AVAILABLE
+
+
+def test_thousands_of_archived_versions_cost_the_others_nothing() -> None:
+    """They are not looked at until something of them changes."""
+    world = World()
+    versions = [restored(number) for number in range(1, 31)]
+    assert restore(world, *reversed(versions)) is None
+    looked = world.core._versions._astir
+    assert not looked(model_of(world))  # they wait for their copies
+    assert all(announce(world, each) for each in versions)
+    world.step_to_rest()
+    assert not looked(model_of(world))
+    reader = world.arrive("r")
+    world.fill([reader], 7)
+    assert [each.number for each in looked(model_of(world))] == [7]
+    world.lose(reader, world.ranks["archive0"])
+    assert known(world) == [29, 30]
 
 
 def test_a_live_holder_comes_first() -> None:

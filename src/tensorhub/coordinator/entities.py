@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
+from itertools import islice
 from math import inf
 from typing import Any, ClassVar, TypeVar
 
@@ -274,6 +275,8 @@ class Seen:
     outlived: bool = False
     # the incarnation that has restored the version, and is to bring a holder; "": one was there
     restorer: str = ""
+    # `Shards.changes` of the published layout, if a look at the version changes nothing until then
+    rests_at: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -1095,25 +1098,28 @@ class Model:
     @property
     def visible(self) -> list[Version]:
         """Its visible versions, the newest first."""
-        return sorted((v for v in self.versions.values() if v.visible), key=lambda v: -v.number)
+        return list(self.newest())
+
+    def newest(self) -> Iterator[Version]:
+        """As `visible`, one after the other: there may be thousands."""
+        ordered = (self.versions[number] for number in sorted(self.versions, reverse=True))
+        return (version for version in ordered if version.visible)
 
     def newest_visible(self, skip: int = 0) -> Version | None:
         """The newest visible version, or the version `skip` places before it. None, too, if that
         version is lost for good: after a rollback it may be a forgotten version, and no older
         version may stand for it (G3).
         """
-        numbers = [number for number, version in self.versions.items() if version.visible]
-        numbers += self.history.lost
-        return self.versions.get(sorted(numbers)[-1 - skip]) if len(numbers) > skip else None
+        newest = [version.number for version in islice(self.newest(), skip + 1)]
+        numbers = sorted([*newest, *self.history.lost], reverse=True)
+        return self.versions.get(numbers[skip]) if len(numbers) > skip else None
 
     def retained(self) -> set[int]:
         """The numbers that must stay fetchable: the newest `retain` visible ones, lost ones
         included, and pinned ones.
         """
         pinned = {pin.number for pin in self.pins.values()}
-        return (
-            pinned.union(v.number for v in self.visible[: self.retain]) if self.retain else pinned
-        )
+        return pinned.union(version.number for version in islice(self.newest(), self.retain))
 
 
 Entity = Worker | Operation | RankPart | Version | Replica | ReadLease  # what has a state

@@ -165,6 +165,7 @@ class Shards(dict[int, Holders[H]]):
         self.uncounted: dict[H, None] = {}
         # readers have more to read from since the last wake; never so between two steps
         self.has_grown = False
+        self.changes = 0  # of holdings, their counts, and parts
 
     def lay_out(self, world_size: int) -> None:
         """Every rank has published: make the shards. (Not earlier: a large `world_size` alone must
@@ -179,6 +180,7 @@ class Shards(dict[int, Holders[H]]):
         """The holding may be read from now on."""
         self[holding.shard].add(holding, nbytes, chunks)
         self.uncounted[holding] = None
+        self.changes += 1
 
     def remove(self, holding: H) -> None:
         """The holding takes no readers any more."""
@@ -186,6 +188,7 @@ class Shards(dict[int, Holders[H]]):
         sources, complete = there.sources, there.complete
         self.uncounted.pop(holding, None)
         there.remove(holding)
+        self.changes += 1
         self._changed(there, sources, complete)
 
     def count(self) -> None:
@@ -195,6 +198,7 @@ class Shards(dict[int, Holders[H]]):
             sources, complete = there.sources, there.complete
             self.has_grown = there.count(holding, holding.counted) or self.has_grown
             self._changed(there, sources, complete)
+        self.changes += 1
         self.uncounted.clear()
 
     def _changed(self, there: Holders[H], sources: int, complete: int) -> None:
@@ -329,6 +333,7 @@ class LayoutHoldings(Shards[H]):
     def learn_parts(self, shard: int, parts: tuple[bytes, ...]) -> None:
         """Set the parts, which say which part of the model the shard is."""
         self.parts[shard] = parts
+        self.changes += 1
         self._classes = {}
 
     def unlearn(self) -> list[bytes]:
@@ -337,6 +342,7 @@ class LayoutHoldings(Shards[H]):
         self.description, self.described_as = b"", ""
         self.manifests.clear()
         self.parts.clear()
+        self.changes += 1
         self._classes = {}
         return known
 

@@ -150,13 +150,12 @@ class Retentions:
         acknowledgements.
         """
         retained = model.retained()
-        for version in model.versions.values():
-            keep = version.number in retained
-            if version.retained is not keep:
-                version.retained = keep
-                self._cluster.note(version)
-                for holdings in version.holdings.values():
-                    model.notices.queue.extend(holdings)
+        versions = model.versions.items()
+        for version in [v for number, v in versions if v.retained is not (number in retained)]:
+            version.retained = not version.retained
+            self._cluster.note(version)
+            for holdings in version.holdings.values():
+                model.notices.queue.extend(holdings)
         self._tell_some(model)
         if model.notices.unanswered and not model.notices.queue and not model.notices.unaware:
             for write in model.notices.unanswered:

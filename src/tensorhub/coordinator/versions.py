@@ -6,7 +6,9 @@ durability itself: a number counts as used once its publication is on its way to
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from tensorhub.coordinator import ways
 from tensorhub.coordinator.actions import Bounds, Decision
@@ -321,9 +323,10 @@ class Versions:
         """Work out which versions are available or retired. Tell the watchers if another version is
         the newest.
         """
-        before = [(version, version.state) for version in model.versions.values()]
-        others_changed = self._refresh_others(model)
-        for version, _ in before:
+        astir = self._astir(model)
+        before = [(version, version.state) for version in astir]
+        others_changed = self._refresh_others(astir)
+        for version in astir:
             live = version.visible and version.is_held
             if version.seen.restorer and version.holdings.has_holders:
                 version.seen.restorer = ""
@@ -339,6 +342,8 @@ class Versions:
             elif not live and version.state is VersionState.AVAILABLE:
                 self._cluster.become(version, VersionState.UNAVAILABLE, "no live holder")
             if version.state is not VersionState.UNAVAILABLE or not self._is_left(version):
+                is_certain = version.state is VersionState.AVAILABLE or version.seen.restorer
+                version.seen.rests_at = version.holdings.changes if is_certain else -1
                 continue
             if version.bound:
                 self._outlive(version, model)
@@ -366,14 +371,29 @@ class Versions:
             for session in sorted(self._cluster.watchers.get(model.name, ())):
                 self._cluster.send(session, Announce(model.name, info))
 
-    def _refresh_others(self, model: Model) -> bool:
+    def _astir(self, model: Model) -> list[Version]:
+        """The versions of which something has changed since the last look that can change their
+        state. There may be thousands of other ones, in an archive.
+        """
+        workers = self._cluster.workers
+        return [
+            version
+            for version in model.versions.values()
+            if (seen := version.seen).rests_at != (holdings := version.holdings).changes
+            or holdings.uncounted
+            or version.bound
+            or version.others
+            or (seen.restorer and seen.restorer not in workers)
+        ]
+
+    def _refresh_others(self, versions: Iterable[Version]) -> bool:
         """Forget layouts in which no rank holds the version any more. Whether other groups can read
         it now, or cannot any more: the state of the version does not tell that while it can be read
         in another layout or out of one. A call that waits for holders to come back fails once a
         layout has none.
         """
         changed = False
-        for version in model.versions.values():
+        for version in versions:
             if version.others:
                 self._cluster.forget_layouts(version)
             can_read = [
@@ -410,8 +430,8 @@ class Versions:
 
     @staticmethod
     def _is_old(model: Model, version: Version) -> bool:
-        newer = sum(v.visible and v.number > version.number for v in model.versions.values())
-        return newer >= 2 and version.number not in model.retained()
+        newer = [other.number > version.number for other in islice(model.newest(), 2)]
+        return newer == [True, True] and version.number not in model.retained()
 
 
 def _kept(operation: Operation) -> list[Holding | None]:
