@@ -854,14 +854,14 @@ async def test_a_transport_that_there_is_not() -> None:
     async with cluster() as c:
         with raises(
             TransportUnavailable,
-            "there is no transport 'carrier pigeon'; there are cuda_ipc, shm, cma, rdma, nixl, tcp",
+            "there is no transport 'carrier pigeon'; there are cuda_ipc, shm, cma, rdma, nixl, archive, tcp",
             retryable=False,
         ):
             async with tensorhub.connect(c.address, token="", transports=["carrier pigeon"]):
                 pass
         with raises(
             TransportUnavailable,
-            "no transport is allowed; there are cuda_ipc, shm, cma, rdma, nixl, tcp",
+            "no transport is allowed; there are cuda_ipc, shm, cma, rdma, nixl, archive, tcp",
             retryable=False,
         ):
             async with tensorhub.connect(c.address, token="", transports=[]):

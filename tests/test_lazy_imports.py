@@ -43,7 +43,7 @@ before = set(sys.modules)
 print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before}} - set(sys.stdlib_module_names)))
 """
 DEPENDENCIES = {"anyio", "msgpack", "rich", "structlog", "typer", "xxhash"}
-EVERYTHING_ELSE = {"cupy", "numpy", "safetensors", "torch", "zstandard"}
+EVERYTHING_ELSE = {"cupy", "numpy", "obstore", "safetensors", "torch", "zstandard"}
 
 
 def _python(program: str, *arguments: str) -> str:
@@ -72,6 +72,7 @@ def test_importing_tensorhub_imports_nothing() -> None:
         ("import tensorhub; tensorhub.VersionUnavailable", set()),
         ("import tensorhub; tensorhub.Options()", set()),
         ("import tensorhub.deltas", {"msgpack"}),
+        ("import tensorhub.transport.built_in", {"msgpack", "rich", "structlog", "xxhash"}),
         ("from tensorhub.cli.app import app; app(['--help'], standalone_mode=False)", {"typer"}),
     ],
 )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
 from typing import Annotated, Final, Literal, NewType, NoReturn
+from urllib.parse import unquote
 
 from tensorhub.errors import InvalidType, InvalidValue, StateError, shown
 
@@ -364,6 +365,9 @@ class Options:
     # caller's: the interpreter's exit waits so long for open hubs; 0: not at all
     exit_timeout_s: float = 5.0
     stall_timeout_s: float = 10.0  # reader's: a source that is silent for this long is given up
+    # reader's: the beginnings of URLs, such as "s3://bucket/runs", of archives that it reads by
+    # itself; it reads others from the worker that serves them
+    direct: tuple[str, ...] = ()
     readers_max: int = 64  # worker's: connections from readers that it serves at a time
     wan_connections: int = 4  # reader's: at most, over tcp, to one source in another site
     # coordinator's: connections of workers at a time, and workers; fewer if `ulimit -n` is low
@@ -430,6 +434,10 @@ class Options:
                 "process a user of its own"
             )
             self._refuse("shared_memory_uids", tuple, f"{UNMAPPED_UID} cannot be named: {text}")
+        direct: object = self.direct
+        if not isinstance(direct, tuple) or None in map(archive_place, direct):
+            text = "give a tuple of URLs of archives, or of what they begin with, such as"
+            raise invalid(direct, tuple, f"Options.direct: {text} ('s3://bucket/runs',)")
         for name in ("stale_weights", "left_out_state"):
             if getattr(self, name) not in ("warn", "error", "ignore"):
                 self._refuse(name, str, "give 'warn', 'error' or 'ignore'")
@@ -780,6 +788,23 @@ class ModelInfo:
     summary: ModelSummary | None = None  # None: this is a page of the model
     # how late the coordinator is with calls
     coordinator_behind_s: Seconds = field(default=0.0, compare=False)
+
+
+_ARCHIVE = re.compile(r"(?:(?:s3|gs|az)://[^/\\?#@%]+|file://)(?:/[^\\?#]*)?")
+
+
+def archive_place(url: object) -> tuple[str, ...] | None:
+    """The bucket and the directories that an archive's URL names, decoded: URLs of one place are
+    equal. None: it is no such URL, or could be taken for another place.
+    """
+    if not isinstance(url, str) or not url.isprintable() or not _ARCHIVE.fullmatch(url):
+        return None
+    scheme, _, rest = url.partition("://")
+    bucket, _, path = rest.partition("/")
+    names = unquote(path).removesuffix("/").split("/") if path not in ("", "/") else []
+    if any(name in ("", ".", "..") or "\\" in name or not name.isprintable() for name in names):
+        return None
+    return scheme, bucket, *names
 
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%]+\]|[^:/\[\]]+):(?P<port>\d{1,5})\Z")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tensorhub import deltas
 from tensorhub.cli.app import app
 from tensorhub.cuda import cupy_device
-from tensorhub.transport import cma, pace, unix
+from tensorhub.transport import archive, cma, pace, unix
 from tensorhub.transport.nixl import agents as nixl
 from tensorhub.transport.rdma import ports as rdma
 from tensorhub.transport.rdma.ports import Port
@@ -28,6 +28,7 @@ DELTAS = (
     "pay over connections slower than 24.1 Gbit/s"
 )
 ROOM = "a coordinator: room for 16,384 workers"
+ARCHIVE = "for readers with Options.direct, of archived versions only"
 SHARED = f"for tensors that tensorhub.shared_empty_like has made; {unix.given_to()}"
 
 
@@ -46,6 +47,7 @@ def _nothing_special(monkeypatch: pytest.MonkeyPatch) -> None:
         "getrlimit",
         lambda kind: (1024 if kind == resource.RLIMIT_NOFILE else 2**20, 2**20),
     )
+    monkeypatch.setattr(archive, "find_spec", lambda name: name)
     monkeypatch.setattr(cupy_device, "missing", lambda: "no cupy")
     monkeypatch.setattr(deltas, "fault_here", lambda: None)
     monkeypatch.setattr(pace, "rate_here", lambda: 4.0 * 2**30)
@@ -65,6 +67,7 @@ def test_what_works() -> None:
         "cma: available",
         f"rdma: {NO_RDMA}",
         NO_NIXL,
+        f"archive: available: {ARCHIVE}",
         "tcp: available",
         DELTAS,
         ROOM,
@@ -80,6 +83,7 @@ def test_what_works() -> None:
                 "available": False,
                 "reason": NO_NIXL.partition(": not available: ")[2],
             },
+            {"name": "archive", "available": True, "reason": ARCHIVE},
             {"name": "tcp", "available": True, "reason": ""},
         ],
         "rdma_ports": [],
@@ -142,7 +146,7 @@ def test_rdma_ports_are_shown_also_if_they_cannot_be_used(monkeypatch: pytest.Mo
         ),
     ]
     monkeypatch.setattr(rdma, "find_ports", lambda wanted=None, *_: found)
-    assert run().splitlines()[6:] == [
+    assert run().splitlines()[7:] == [
         "RDMA port mlx5_0:1:3 (10.0.0.1): ethernet, ACTIVE, 100 Gb/s",
         "RDMA port mlx5_1:1:0 (::): infiniband, DOWN, 400 Gb/s: the port is DOWN: check its cable",
         "memory that may be registered: 1048576 bytes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tensorhub.messages import PROTOCOL_VERSION
 from tensorhub.protocol.tags import TAGS
+from tensorhub.transport.archive import DIALECT as ARCHIVE
 from tensorhub.transport.cma import DIALECT as CMA
 from tensorhub.transport.cuda_ipc import DIALECT as CUDA_IPC
 from tensorhub.transport.nixl.agents import DIALECT as NIXL
@@ -27,6 +28,7 @@ NUMBERS = """
 # used once, and never to be used again
 RETIRED = {36, 55, 62, 63, 81, 85, 95, 104, 105, *range(107, 112), *range(114, 120), 124, 125}
 OWN = {
+    ARCHIVE: "Find=1 ArchivedPlace=2",
     CMA: "Find=1 MemoryIs=2 FindRegions=3 RegionsAre=4",
     SHM: "Find=1 SegmentsAre=2 FindRegions=3 RegionsAre=4",
     CUDA_IPC: "Find=1 AllocationsAre=2 FindRegions=3 RegionsAre=4",

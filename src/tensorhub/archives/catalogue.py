@@ -362,7 +362,7 @@ class VersionCatalogue:
         known = [*self.versions.values(), *self.replaced]
         found = {each.path: each for each in known if each.path in paths}
         if len(paths) > VERSIONS_MAX:
-            raise IntegrityError(f"{self.name('versions')} has more than {VERSIONS_MAX} objects")
+            raise self._too_many()
         new = sorted(paths - self._paths)
         with ThreadPoolExecutor(READS_AT_ONCE, "tensorhub-archive") as pool:
             for path, version in zip(new, pool.map(self._read, new), strict=True):
@@ -382,6 +382,32 @@ class VersionCatalogue:
         # at once, because other threads read them
         self.versions, self.replaced = dict(sorted(versions.items())), replaced
         return self
+
+    def find(self, key: Key) -> None:
+        """Instead of `load`: read the manifests of that version and of those that it is based on,
+        and no others.
+        """
+        newest: dict[Key, str] = {}
+        for number, each in enumerate(self.store.objects(self.at("versions"))):
+            if number == VERSIONS_MAX:
+                raise self._too_many()
+            path = each.path.removeprefix(f"{self._at}/")
+            if said := _MANIFEST.fullmatch(path):
+                its = Key(int(said[1]), int(said[2]))
+                newest[its] = max(path, newest.get(its, ""))
+        found: dict[Key, Version] = {}
+        wanted: Key | None = key
+        while wanted is not None and wanted in newest and len(found) <= CHAIN_MAX:
+            version = self._read(newest[wanted])
+            if not isinstance(version, Version):
+                why = version or "another process has deleted it"
+                raise IntegrityError(f"{self.name(newest[wanted])} is no manifest: {why}")
+            found[wanted] = version
+            wanted = version.base
+        self.versions = found
+
+    def _too_many(self) -> IntegrityError:
+        return IntegrityError(f"{self.name('versions')} has more than {VERSIONS_MAX} objects")
 
     def _read(self, path: str) -> Version | str | None:
         """A version, or why the object is none; None: it was deleted since it was listed."""

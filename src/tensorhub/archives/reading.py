@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain
 from operator import gt
-from typing import Final, Protocol, Self
+from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar
 
 from tensorhub.archives.anchors import REST, ChunkPlaces, Whole
 from tensorhub.archives.catalogue import FRAME_LENGTH_BYTES, Anchor, Key, Version, VersionCatalogue
@@ -34,7 +34,7 @@ from tensorhub.archives.store import Buffer
 from tensorhub.errors import IntegrityError, TensorHubError, some
 from tensorhub.layouts import publication_of
 from tensorhub.memory.safetensors import Header, header_in
-from tensorhub.model.digests import WIDTHS, hasher
+from tensorhub.model.digests import WIDTHS, hasher, unpack
 from tensorhub.model.manifest import Chunk, Manifest
 
 BATCH_BYTES: Final = 64 * 2**20  # that are fetched before they are put together; two at a time
@@ -45,7 +45,12 @@ BUILT_BYTES: Final = 2**20  # by one of them, before the next ones are another's
 CHUNKS_AHEAD: Final = 8  # of all ranks together
 IDLE_READERS_MAX: Final = 2
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 Apply = Callable[[Sequence[memoryview], memoryview], object]
+# waits for what was asked of the store, and returns it; raises what ends the read
+Wait = Callable[[Future[list[Buffer]]], list[Buffer]]
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,14 @@ class _Frames:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A chunk, its target, and for each version of the chain the ranges that make it."""
+    """A chunk, its target, and for each version of the chain the ranges that make it; and how they
+    are waited for.
+    """
 
     chunk: int
     target: memoryview
     ranges: Sequence[Sequence[tuple[str, int, int]]]
+    wait: Wait
 
     @property
     def nbytes(self) -> int:
@@ -137,10 +145,11 @@ class Reader:
             )
         self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, "tensorhub-archive")
         self._builders = ThreadPoolExecutor(BUILDERS, "tensorhub-archive")
+        self._asked = set[Future[Any]]()  # requests that are not answered
         self._first = found[0]
         try:
             self._headers = [
-                self._pool.submit(self._header, path, size)
+                self._ask(self._header, path, size)
                 for path, size in zip(self._files, self._anchor.files.values(), strict=True)
             ]
             self._steps = [*self._pool.map(partial(_Step, catalogue), found)]
@@ -163,13 +172,35 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Let go of the threads; a running read ends first."""
+        """Let go of the threads; a running read ends first. Requests that no read waits for any
+        more end by themselves.
+        """
         self._builders.shutdown()
-        self._pool.shutdown()
+        self._pool.shutdown(wait=not self._asked)
 
-    def read(self, shard: int, chunks: Sequence[int], targets: Sequence[memoryview]) -> None:
-        """Fill each target with that chunk of that shard. IntegrityError: an object of the chain
-        was damaged, or is missing; the error names it. ArchiveUnavailable.
+    def digests(self, shard: int) -> list[int]:
+        """The publisher's digests of a shard's chunks; empty: there are none."""
+        width = WIDTHS[self.version.digest]
+        return unpack(self._steps[-1].tables[shard][0], width) if width else []
+
+    def prepare(self, shard: int) -> None:
+        """Read by what the shard's chunks are found. After that, `read` waits for nothing but
+        their bytes. Raises as `read`.
+        """
+        self._places(shard)
+
+    def read(
+        self,
+        shard: int,
+        chunks: Sequence[int],
+        targets: Sequence[memoryview],
+        wait: Wait = Future.result,
+    ) -> None:
+        """Fill each target with that chunk of that shard. After an error no target is written any
+        more. `wait`: for each request, in this thread or another one.
+
+        IntegrityError: an object of the chain was damaged, or is missing; the error names it.
+        ArchiveUnavailable; what `wait` raises.
         """
         sizes, batch, size = self.manifest(shard).sizes, list[_Wanted](), 0
         fetched = _Batch()
@@ -178,7 +209,7 @@ class Reader:
                 raise ValueError(
                     f"chunk {chunk} has {sizes[chunk]} bytes, and its target {target.nbytes}"
                 )
-            batch.append(self._wanted(shard, chunk, target))
+            batch.append(self._wanted(shard, chunk, target, wait))
             size += batch[-1].nbytes
             if size >= BATCH_BYTES:
                 following = self._fetch(batch)  # while the one before is put together
@@ -188,9 +219,16 @@ class Reader:
         self._fill(shard, fetched)
         self._fill(shard, following)
 
-    def _wanted(self, shard: int, chunk: int, target: memoryview) -> _Wanted:
+    def _wanted(self, shard: int, chunk: int, target: memoryview, wait: Wait) -> _Wanted:
         steps = range(len(self._steps))
-        return _Wanted(chunk, target, [[*self._ranges(step, shard, chunk)] for step in steps])
+        ranges = [[*self._ranges(step, shard, chunk)] for step in steps]
+        return _Wanted(chunk, target, ranges, wait)
+
+    def _ask(self, call: Callable[P, T], *given: P.args, **named: P.kwargs) -> Future[T]:
+        job = self._pool.submit(call, *given, **named)
+        self._asked.add(job)
+        job.add_done_callback(self._asked.discard)
+        return job
 
     def _fetch(self, chunks: Sequence[_Wanted]) -> _Batch:
         wanted: dict[str, list[tuple[int, int]]] = {}  # of each object, ranges
@@ -201,8 +239,8 @@ class Reader:
         store, at = self.catalogue.store, self.catalogue.at
         got: dict[str, Iterator[Buffer]] = {}
         for path, ranges in wanted.items():
-            jobs = [self._pool.submit(store.ranges, at(path), each) for each in _requests(ranges)]
-            got[path] = chain.from_iterable(job.result() for job in jobs)
+            jobs = [self._ask(store.ranges, at(path), each) for each in _requests(ranges)]
+            got[path] = chain.from_iterable(map(chunks[0].wait, jobs))
         return _Batch(chunks, got)
 
     def _fill(self, shard: int, batch: _Batch) -> None:
@@ -378,6 +416,10 @@ class Readers:
             with self._lock:
                 self._users[key] -= 1
             self.close_idle(self._idle_max)
+
+    def __contains__(self, key: Key) -> bool:
+        """Whether a reader of that version is open."""
+        return key in self._open
 
     @property
     def uses(self) -> frozenset[str]:

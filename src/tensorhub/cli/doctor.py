@@ -41,6 +41,7 @@ def doctor(as_json: JsonOption = False) -> None:
         "cma": cma.restriction(),
         "rdma": rdma.memlock_note(),
         "nixl": f"NIXL {nixl.version()}; used by workers that name it in transports= only",
+        "archive": "for readers with Options.direct, of archived versions only",
     }
     rows = [
         {"name": name, "available": fault is None, "reason": fault or notes.get(name) or ""}

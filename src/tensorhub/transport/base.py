@@ -227,6 +227,9 @@ class Transport(Protocol):
     fills: frozenset[Place] = HOST  # where its channels' destinations may be
     strides: bool = False  # its channels read selections, and fill strided destinations
     deltas: bool = False  # its channels apply deltas to the right's base
+    waits: bool = False  # its channels' threads wait for a network, and need no core each
+    of_archives: bool = False  # it reads versions in archives, and nothing else
+    via: str = ""  # the transport to whose endpoints it connects; "": it has its own
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Whether a worker at `here` can read one at `there` this way, judging by their

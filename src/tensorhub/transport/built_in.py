@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tensorhub.transport.archive import ArchiveTransport
 from tensorhub.transport.cma import CmaTransport
 from tensorhub.transport.cuda_ipc import CudaIpcTransport
 from tensorhub.transport.nixl.transport import NixlTransport
@@ -17,6 +18,7 @@ TRANSPORTS = Registry(
         "cma": CmaTransport,
         "rdma": RdmaTransport,
         "nixl": NixlTransport,
+        "archive": ArchiveTransport,
         "tcp": TcpTransport,
     },
     # UCX lets every process that reaches its ports write memory, so nixl is used only where it is

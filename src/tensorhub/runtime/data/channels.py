@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,7 +33,7 @@ from tensorhub.logs import get_logger
 from tensorhub.memory.base import Base
 from tensorhub.messages import Grant
 from tensorhub.protocol.secret import is_loopback
-from tensorhub.runtime.data.lanes import ChannelOpener
+from tensorhub.runtime.data.lanes import HELP_BYTES, ChannelOpener
 from tensorhub.runtime.data.source_lane import Opened
 from tensorhub.scheduler.requests import patience_s
 from tensorhub.transport import built_in
@@ -59,6 +60,7 @@ from tensorhub.types import (
     LeaseId,
     Location,
     Options,
+    Purpose,
     RegistrationId,
     parse_address,
 )
@@ -244,14 +246,16 @@ class Channels:
                 else:
                     self._note_chosen(transport.name, grant, destination)
                     ended = partial(self._ended, transport.name, grant, destination)
-                    lanes = connections if connections > 1 else transport.lanes
+                    waits = connections > 1 or transport.waits
+                    useful = min(transport.lanes, 1 + left // HELP_BYTES)
+                    lanes = connections if connections > 1 else useful
                     return Opened(
                         transport.name,
                         channel,
                         lanes,
                         transport.batch_bytes,
                         ended,
-                        connections > 1,
+                        waits,
                         use
                         if transport.deltas or use is not DeltaUse.UNDECIDED
                         else DeltaUse.TRANSPORT,
@@ -294,7 +298,8 @@ class Channels:
             (transport, endpoint)
             for transport in self._transports
             for endpoint in grant.endpoints
-            if endpoint.transport == transport.name
+            if endpoint.transport == _offered_as(transport)
+            and _is_for(transport, grant)
             and transport.reaches(self._location, grant.location)
             and can_fill(transport, destination)
         ]
@@ -339,16 +344,17 @@ class Channels:
                 return
             _remember(self._chosen, grant.incarnation, name)
         offered = {endpoint.transport for endpoint in grant.endpoints}
-        better = [
-            transport.name for transport in self._transports if can_fill(transport, destination)
-        ]
-        better = better[: better.index(name)]
+        better = {
+            transport.name: _offered_as(transport)
+            for transport in takewhile(lambda each: each.name != name, self._transports)
+            if can_fill(transport, destination) and _is_for(transport, grant)
+        }
         known = dict(why.split(": ", 1) for why in self._in_the_way(grant))
         reasons = [
             f"{each}: {known.get(each, 'does not reach it')}"
-            if each in offered
+            if as_ in offered
             else f"{each}: the source does not offer it"
-            for each in better
+            for each, as_ in better.items()
         ]
         log.info(
             "transport_chosen",
@@ -405,6 +411,16 @@ class Channels:
             _, is_news = self._leave((name, grant.incarnation), text)
         say = log.warning if is_news else log.debug
         say("transport_unusable", transport=name, source=grant.source, reason=str(reason))
+
+
+def _offered_as(transport: Transport) -> str:
+    """By which transport's endpoints it connects."""
+    return transport.via or transport.name
+
+
+def _is_for(transport: Transport, grant: Grant) -> bool:
+    """Whether it reads such memory."""
+    return grant.purpose is Purpose.ARCHIVE or not transport.of_archives
 
 
 def own_deltas(options: Options) -> DeltaUse:

@@ -40,6 +40,7 @@ from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.runtime.worker.handle import Handle
 from tensorhub.runtime.worker.host_copies import HostCopyRunner, HostingWorker
+from tensorhub.transport.archive import ArchivedPlace, ArchiveOwner
 from tensorhub.types import Medium, Purpose, RegistrationId, VersionInfo
 from tensorhub.worker.host_copy_actions import Unload
 from tensorhub.worker.loading import Loading
@@ -60,7 +61,8 @@ class ArchivedShard:
     """One shard of a version in a bucket. `digests`: the publisher's, of all chunks; none where the
     manifest wants none. `parts`: its catalogue, arrangement and coordinates by their ids, in that
     order; none where the manifest says all. `load` fills each target with that chunk, whose digest
-    it has compared; it blocks, is called from any thread, and raises TensorHubError.
+    it has compared; it blocks, is called from any thread, and raises TensorHubError. `place`: where
+    readers find it by themselves.
     """
 
     version: VersionInfo
@@ -70,6 +72,7 @@ class ArchivedShard:
     root: bytes
     load: Load
     parts: Mapping[str, bytes] = field(default_factory=dict)
+    place: ArchivedPlace | None = None
 
 
 class _Copy:
@@ -169,6 +172,9 @@ class ArchivedCopies:
         copy.chunks = ChunkMemory(shard.manifest, copy.memory.map(shard.manifest).regions)
         content = Content(version, shard.manifest, 0, root=shard.root)
         content.parts, content.part_ids = shard.parts, tuple(shard.parts)
+        for side in self._owner.sides:
+            if isinstance(side, ArchiveOwner) and shard.place is not None:
+                side.offer(ident, shard.place)
         self._room.machine.adopted(its)
         copy.handle = self._worker.start_handle(its, copy.memory, content)
         self._copies[ident] = copy
