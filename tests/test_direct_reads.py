@@ -268,19 +268,30 @@ async def test_a_damaged_object_is_named_and_the_call_goes_on_by_tcp(
         assert ways(await at.read(2)) == [("archive", "tcp", "used")]
 
 
-async def test_a_bucket_that_fails_costs_one_try(url: str, hooked: type[Hooked]) -> None:
-    """While chunks are read, and then at the beginning."""
-    faults = iter([ArchiveUnavailable("the bucket is closed")])
+async def test_a_bucket_that_fails_is_left_within_the_call(url: str, hooked: type[Hooked]) -> None:
+    """While chunks are read; for some time no version is looked for there, then."""
+    fails = list[bool]()
 
     def fail(path: str) -> None:
-        if (fault := next(faults, None)) is not None and "data" not in path:
-            raise fault
+        if fails:
+            raise ArchiveUnavailable("the bucket is closed", retryable=True)
 
     hooked.hook = fail
     async with archived(url, (url,)) as at:
+        assert ways(await at.read(2)) == [("archive", "archive", "used")]
+        fails.append(True)
         report = await at.read(2)
-        assert report.sources[-1].transport == "tcp"
+        assert ways(report) == [("archive", "archive", "lost"), ("archive", "tcp", "used")]
         assert ways(await at.read(1)) == [("archive", "tcp", "used")]
+
+
+async def test_a_bucket_that_cannot_be_opened_costs_no_try(url: str, hooked: type[Hooked]) -> None:
+    def fail(path: str) -> None:
+        raise ArchiveUnavailable("the bucket is closed", retryable=True)
+
+    hooked.hook = fail
+    async with archived(url, (url,)) as at:
+        assert ways(await at.read(2)) == [("archive", "tcp", "used")]
 
 
 def awaited(reader: Hub) -> list[object]:
