@@ -3,9 +3,10 @@
 The model and its training are those of `benches.deltas`, with fewer contexts in a step. Every step
 is published as bf16, and archived on an S3 server on loopback (SeaweedFS). `of full copies`: the
 bytes of all objects, of as many anchors. Then versions drawn at random are read, in turns with
-versions that are anchors, and with the anchor's bytes alone, by the same client library (`bare`): so
-many requests at once, as `archives.reading` makes them, or one request, the faster one. Each read
-goes into the same touched memory, and is compared whole, by a digest. Ratios are of one round.
+versions that are anchors (twice: what noise there is), and with the anchor's bytes alone, by the
+same client library (`bare`): so many requests at once, as `archives.reading` makes them, or one
+request, the faster one. Each read goes into the same touched memory, and is compared whole, by a
+digest. Ratios are of one round.
 """
 
 from __future__ import annotations
@@ -250,6 +251,7 @@ def reads(archive: Archived, history: History, rounds: int) -> list[dict[str, An
         ways: dict[str, Callable[[], float]] = {
             "version": partial(read, archive, history, key, memory),
             "full": partial(read, archive, history, anchor, memory),
+            "full again": partial(read, archive, history, anchor, memory),
             "bare": partial(read_barely, archive, anchor),
         }
         order = list(ways) if number % 2 else list(ways)[::-1]
@@ -263,7 +265,9 @@ def row_of(
     learning_rate: float, history: History, archive: Archived, figures: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     seconds = [each["seconds"] for each in figures]
-    slower = sorted(each["version"] / each["full"] for each in seconds)
+    slower, noise = (
+        sorted(each[way] / each["full"] for each in seconds) for way in ("version", "full again")
+    )
     steps, nbytes = len(archive.digests), history.manifest.nbytes
     return {
         "lr": learning_rate,
@@ -273,6 +277,8 @@ def row_of(
         "of full copies": round(archive.nbytes / (steps * nbytes), 4),
         "version of full": spread(slower),
         "version of full, p95": round(slower[int(0.95 * (len(slower) - 1))], 3),
+        "full again of full": spread(noise),
+        "full again of full, p95": round(noise[int(0.95 * (len(noise) - 1))], 3),
         "full of bare": spread([each["bare"] / each["full"] for each in seconds]),
         "full GiB/s": spread([nbytes / 2**30 / each["full"] for each in seconds]),
         "archived s": {
