@@ -7,6 +7,7 @@ anew for each example.
 
 import signal
 import socket
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -288,6 +289,26 @@ async def pin(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
         fetched = await rollout.fetch("reference", 1)
         assert fetched["w"].sum() == 4
     await weights.unpublish()
+
+
+@shows(
+    "archive",
+    "Archive",
+    "Archive.versions",
+    "Archive.wait_for",
+    "Archive.close",
+    "ArchivedVersion",
+)
+async def archive(address: str) -> None:
+    options = tensorhub.Options(host_memory_bytes=2**20)  # two versions or more
+    async with tensorhub.connect(address, options=options) as hub:
+        with tempfile.TemporaryDirectory() as bucket:  # or "s3://bucket/run-7"
+            async with tensorhub.archive(hub, "actor", f"file://{bucket}", keep=10) as there:
+                weights = await hub.register("actor", {"w": torch.ones(4)})
+                await weights.publish(1)
+                assert (await there.wait_for(at_least=1)).base is None
+                await weights.close(abandon=True)
+                assert (await hub.fetch("actor", 1))["w"].sum() == 4
 
 
 @shows("Hub.rollback")
@@ -575,6 +596,17 @@ def prefetch_blocking(address: str) -> None:
         weights = hub.register("actor", {"w": torch.empty(4)})
         assert weights.prefetch().version == 1
         assert weights.update().bytes_read == 0
+
+
+@shows("sync.archive", "sync.Archive", "sync.Archive.versions", "sync.Archive.wait_for")
+@shows("sync.Archive.close")
+def archive_blocking(address: str) -> None:
+    options = tensorhub.Options(host_memory_bytes=2**20)
+    with sync.connect(address, options=options) as hub, tempfile.TemporaryDirectory() as bucket:
+        hub.register("actor", {"w": torch.ones(4)}).publish(1)
+        with sync.archive(hub, "actor", f"file://{bucket}") as there:
+            there.wait_for(at_least=1)
+            assert [each.version for each in there.versions] == [1]
 
 
 @shows("sync.Hub.retain", "sync.Hub.pin", "sync.Hub.rollback")

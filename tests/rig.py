@@ -8,8 +8,10 @@ a gate.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -26,6 +28,8 @@ import tensorhub
 from tensorhub.api.embedded import Coordinator
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
+from tensorhub.archives.store import Store
+from tensorhub.errors import StateError
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.loop_thread import LoopThread
 from tensorhub.runtime.worker.handle import Handle
@@ -100,6 +104,13 @@ def library_threads() -> list[str]:
     return [
         thread.name for thread in threading.enumerate() if thread.name.startswith("tensorhub-")
     ] + busy_threads()
+
+
+@functools.cache
+def begin_store() -> None:
+    """Have the client of object stores begin its own threads, which stay."""
+    with tempfile.TemporaryDirectory() as directory, contextlib.suppress(StateError):
+        Store(f"file://{directory}").now()
 
 
 @contextlib.asynccontextmanager

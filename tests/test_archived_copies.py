@@ -76,6 +76,7 @@ class Bucket:
     chunks: list[bytes]
     reads: list[list[int]] = field(default_factory=list)
     error: TensorHubError | None = None
+    lost: list[tuple[str, str]] = field(default_factory=list)
     may_go_on: threading.Event = field(default_factory=threading.Event)
 
     def load(self, chunks: Sequence[int], targets: Sequence[memoryview]) -> None:
@@ -101,7 +102,7 @@ def archived_of(weights: Weights) -> tuple[ArchivedShard, Bucket]:
     digests = digests if memory.width else []
     parts = shard.parts(content.manifest)
     of = content.version, shard.number, content.manifest, digests, root, bucket.load, parts
-    return ArchivedShard(*of), bucket
+    return ArchivedShard(*of, on_lost=lambda *what: bucket.lost.append(what)), bucket
 
 
 def archive_of(hub: Hub) -> ArchivedCopies:
@@ -259,9 +260,8 @@ async def test_what_has_no_room_at_all_says_how_much_it_takes() -> None:
 
 
 async def test_a_copy_of_a_version_that_is_rolled_back_is_lost() -> None:
-    lost = list[tuple[str, str]]()
-    async with archived(7, 8) as (reader, hub, names, _):
-        archive_of(hub).on_lost = lambda *what: lost.append(what)
+    async with archived(7, 8) as (reader, hub, names, (_, bucket)):
+        lost = bucket.lost
         assert holds(await read(reader, 2), 8)
         await reader.rollback("m", to=1)
         await until(lambda: bool(lost))
@@ -288,16 +288,15 @@ async def test_the_last_holder_of_a_retained_version_stays_until_it_is_not() -> 
 
 
 async def test_a_coordinator_without_that_content_loses_the_copy(tmp_path: Path) -> None:
-    lost = list[tuple[str, str]]()
     coordinator = Restartable()
     async with nothing_left():
         await coordinator.start()
         async with connect(coordinator.address, "archive", HOSTED) as hub:
             async with connect(coordinator.address, "trainer") as trainer:
                 source = await published(trainer)
-                shard, _ = archived_of(source)
+                shard, bucket = archived_of(source)
+                lost = bucket.lost
                 await add(hub, shard)
-                archive_of(hub).on_lost = lambda *what: lost.append(what)
                 await source.close(abandon=True)
             await coordinator.restart(hub)
             await until(lambda: bool(lost))
@@ -379,9 +378,7 @@ async def test_a_question_about_a_chunk_loads_it_and_what_is_not_there_has_not_c
 ) -> None:
     """Pages that are not loaded are zeros, and no digest is made of them (R8)."""
     monkeypatch.setattr(writes, "LOADED_WITHIN_S", 0.2)
-    lost = list[str]()
     async with archived(7) as (reader, hub, (name,), (bucket,)):
-        archive_of(hub).on_lost = lambda registration, reason: lost.append(reason)
         handle, copy = worker_of(hub).router.handles[name], archive_of(hub)._copies[name]
         content = handle.member.content
         assert content is not None
@@ -402,10 +399,10 @@ async def test_a_question_about_a_chunk_loads_it_and_what_is_not_there_has_not_c
         monkeypatch.setattr(writes, "LOADED_WITHIN_S", 30)
         assert await hub._thread.call(changed, 0) is False
         assert holds(await read(reader, 1), 7)
-        assert lost == []
+        assert bucket.lost == []
         copy.chunks.buffer(2)[0] ^= 1
         await hub._thread.call(ask, 2)
-        await until(lambda: lost == ["its bytes have changed"])
+        await until(lambda: bucket.lost == [(name, "its bytes have changed")])
 
 
 async def test_what_was_read_while_the_memory_was_closed_is_read_again() -> None:

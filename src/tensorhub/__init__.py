@@ -8,6 +8,7 @@ imported when the name is first used.
 # a type checker takes it for typing's own; to import typing would cost more than all of this module
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from tensorhub.api.archiving import Archive, ArchivedVersion, archive
     from tensorhub.api.embedded import Coordinator, serve
     from tensorhub.api.hub import Fetched, Hub, connect
     from tensorhub.api.weights import Weights
@@ -53,7 +54,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Archive",
     "ArchiveUnavailable",
+    "ArchivedVersion",
     "AuthenticationFailed",
     "Coordinator",
     "CoordinatorUnavailable",
@@ -88,6 +91,7 @@ __all__ = [
     "VersionInfo",
     "VersionUnavailable",
     "Weights",
+    "archive",
     "at",
     "connect",
     "leave_on_sigterm",
@@ -100,6 +104,8 @@ __all__ = [
 # that need no import of their own
 _MODULES = ("conversion", "errors", "integrations", "sync", "testing", "types")
 _MODULE_OF = dict.fromkeys(__all__, "errors") | {
+    "Archive": "api.archiving",
+    "ArchivedVersion": "api.archiving",
     "Coordinator": "api.embedded",
     "FetchReport": "types",
     "Fetched": "api.hub",
@@ -113,6 +119,7 @@ _MODULE_OF = dict.fromkeys(__all__, "errors") | {
     "SourceReport": "types",
     "VersionInfo": "types",
     "Weights": "api.weights",
+    "archive": "api.archiving",
     "at": "layouts.views",
     "connect": "api.hub",
     "leave_on_sigterm": "runtime.sigterm",

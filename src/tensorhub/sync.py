@@ -31,6 +31,7 @@ from typing import (
 
 from tensorhub import conversion as _conversion
 from tensorhub.api import (
+    archiving as _archiving,
     embedded as _embedded,
     hub as _hub,
     watcher as _watcher,
@@ -51,11 +52,13 @@ from tensorhub.types import (
 )
 
 __all__ = [
+    "Archive",
     "ConvertedWeights",
     "Coordinator",
     "Hub",
     "Watcher",
     "Weights",
+    "archive",
     "connect",
     "register_converted",
     "serve",
@@ -269,6 +272,47 @@ class Hub(_Opened[_hub.Hub]):
         def describe(self, *given: Any, **named: Any) -> Any: ...
     else:
         describe = _blocking(_hub.Hub.describe)
+
+
+class Archive(_Opened[_archiving.Archive]):
+    """An archive of a model; see `tensorhub.Archive`. Made by `archive`. `with` closes it at the
+    end.
+    """
+
+    _call = "archive"
+
+    @property
+    def versions(self) -> tuple[_archiving.ArchivedVersion, ...]:
+        """What is archived, ascending by number."""
+        return self._async.versions
+
+    wait_for = _blocking(_archiving.Archive.wait_for)
+    close = _blocking(_archiving.Archive.close)
+
+
+def archive(
+    hub: Hub,
+    model: str,
+    url: str,
+    *,
+    every: int = 1,
+    keep: int | None = None,
+    keep_every: int = 0,
+    serve: bool = False,
+    take_over: bool = False,
+) -> Archive:
+    """Keep versions of a model in object storage, and serve them; see `tensorhub.archive`."""
+    opening = _archiving.archive(
+        hub._async,
+        model,
+        url,
+        every=every,
+        keep=keep,
+        keep_every=keep_every,
+        serve=serve,
+        take_over=take_over,
+    )
+    return Archive(opening.finish_blocking())
 
 
 class _Block:

@@ -272,7 +272,7 @@ def test_an_archive_of_another_cluster_is_refused(local: Store) -> None:
         StateError, match=r"of another cluster \(cluster 1; this one is cluster 2\)"
     ):
         Archive(local, "actor", "cluster 2", "host-1")
-    Archive(local, "actor", "cluster 2", "host-1", take_over=True)
+    Archive(local, "actor", "cluster 2", "host-1", former="cluster 1")
     with pytest.raises(StateError, match="of another cluster"):
         Archive(local, "actor", "cluster 1", "host-1")
 

@@ -13,7 +13,7 @@ import pytest
 import tensorhub
 from examples.reference import EXAMPLES, RAISES, Example
 from tensorhub import sync
-from tests.rig import nothing_left
+from tests.rig import begin_store, nothing_left
 
 
 def public_names() -> Iterator[str]:
@@ -41,6 +41,7 @@ def test_every_public_name_has_an_example(name: str) -> None:
 )
 async def test_examples_run(example: Example, tmp_path: object) -> None:
     wanted = inspect.signature(example).parameters
+    begin_store()
     async with nothing_left(), AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(tensorhub.serve(token=""))
         given: dict[str, object] = {"address": coordinator.address, "tmp_path": tmp_path}

@@ -30,7 +30,8 @@ def base_for(catalogue: VersionCatalogue, key: Key) -> Key | None:
     """The archived version by whose difference to archive this one; None: as an anchor. It is for
     the caller to know that both have the same tensors.
     """
-    base = max([each for each in catalogue.versions if each < key], default=None)
+    before = [each for each in catalogue.versions if each < key and each.number < key.number]
+    base = max(before, default=None)  # but none that a rollback has ended
     if base is None:
         return None
     try:

@@ -45,13 +45,28 @@ class Claim:
     """
 
     def __init__(
-        self, catalogue: VersionCatalogue, cluster: str, owner: str, *, take_over: bool = False
+        self,
+        catalogue: VersionCatalogue,
+        cluster: str,
+        owner: str,
+        *,
+        take_over: bool = False,
+        former: str = "",
     ) -> None:
-        """StateError: another archiver holds it, or the archive is another cluster's."""
+        """`take_over`: also from another archiver of this cluster. `former`: the cluster whose
+        versions are this one's from now on. StateError: another archiver holds it, or the archive
+        is another cluster's.
+        """
         self._catalogue = catalogue
         number, held = newest_writer(catalogue)
-        if held is not None and not take_over:
-            self._refuse(held, cluster, owner)
+        if held is not None and held.cluster not in (cluster, former):
+            raise StateError(
+                f"{self._where} is of another cluster ({held.cluster}; this one is {cluster}): "
+                f"archive to another URL; or, if that cluster is gone and this one is new, make "
+                f"its versions this one's (serve=True, --serve)"
+            )
+        if held is not None and held.cluster == cluster and not take_over:
+            self._refuse(held, owner)
         archive = token_hex(16) if held is None else held.archive
         self._mine = Writer(archive, catalogue.model, cluster, owner, token_hex(16))
         self._number = number + 1
@@ -101,13 +116,7 @@ class Claim:
         path = self._catalogue.at(f"writers/{number:012d}.json")
         return self._catalogue.store.create(path, json.dumps(asdict(writer)).encode())
 
-    def _refuse(self, held: Writer, cluster: str, owner: str) -> None:
-        if held.cluster != cluster:
-            raise StateError(
-                f"{self._where} is of another cluster ({held.cluster}; this one is {cluster}): "
-                f"archive to another URL, or take it over (take_over=True, --take-over) if that "
-                f"cluster is gone"
-            )
+    def _refuse(self, held: Writer, owner: str) -> None:
         if held.owner != owner and not held.released:
             raise StateError(
                 f"{self._where} is being written by {held.owner!r}: end that archiver, or take "

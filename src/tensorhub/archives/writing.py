@@ -80,11 +80,20 @@ class Archive:
     """
 
     def __init__(
-        self, store: Store, model: str, cluster: str, owner: str, *, take_over: bool = False
+        self,
+        store: Store,
+        model: str,
+        cluster: str,
+        owner: str,
+        *,
+        take_over: bool = False,
+        former: str = "",
     ) -> None:
-        """StateError: another archiver writes there, or the archive is another cluster's."""
+        """See `Claim`. StateError: another archiver writes there, or the archive is another
+        cluster's.
+        """
         self.catalogue = VersionCatalogue(store, model)
-        self.claim = Claim(self.catalogue, cluster, owner, take_over=take_over)
+        self.claim = Claim(self.catalogue, cluster, owner, take_over=take_over, former=former)
         self.catalogue.load()
         self._store = store
         self._there = set[str]()  # the ids of parts that are in the store

@@ -488,7 +488,9 @@ class HostCopies:
                 if copy is not None and copy.shard.purpose is Purpose.ARCHIVE:
                     self._act(Unload(copy.ident, in_turn=purpose is Purpose.ARCHIVE))
                     yield partial(self._is_without_room, copy.ident)
-                elif copy is not None:
+                elif copy is None:  # it was given up, and its memory is being given back
+                    yield partial(self._is_without_room, others[0])
+                else:
                     reason = f"{nbytes} bytes are needed for another's {purpose.value}"
                     self._act(LogEvent("copy_evicted", copy.ident, reason))
                     error = StateError(

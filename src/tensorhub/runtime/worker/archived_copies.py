@@ -62,7 +62,9 @@ class ArchivedShard:
     manifest wants none. `parts`: its catalogue, arrangement and coordinates by their ids, in that
     order; none where the manifest says all. `load` fills each target with that chunk, whose digest
     it has compared; it blocks, is called from any thread, and raises TensorHubError. `place`: where
-    readers find it by themselves.
+    readers find it by themselves. `on_lost` hears the registration and why the copy is gone: the
+    coordinator did not know that content or has ordered it out, or its bytes have changed. It
+    raises nothing.
     """
 
     version: VersionInfo
@@ -73,6 +75,7 @@ class ArchivedShard:
     load: Load
     parts: Mapping[str, bytes] = field(default_factory=dict)
     place: ArchivedPlace | None = None
+    on_lost: Callable[[str, str], None] = lambda registration, reason: None
 
 
 class _Copy:
@@ -128,9 +131,6 @@ class ArchivedCopies:
     """Those of one worker."""
 
     def __init__(self, worker: HostingWorker, copies: HostCopyRunner, owner: SharedOwner) -> None:
-        # (registration, reason): the coordinator did not know that content or has ordered it out,
-        # or its bytes have changed. The copy is gone. Called in the loop; it raises nothing.
-        self.on_lost: Callable[[str, str], None] = lambda registration, reason: None
         self._worker = worker
         self._room = copies
         self._owner = owner
@@ -222,7 +222,7 @@ class ArchivedCopies:
             error = handle.registration_error
             reason = handle.member.why if error is None else str(error)
             log.warning("archived_copy_lost", registration=shard.registration, reason=reason)
-            self.on_lost(shard.registration, reason)
+            copy.shard.on_lost(shard.registration, reason)
 
     def _last_used(self, ident: str) -> float:
         copy = self._copies.get(ident)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from tensorhub.archives.catalogue import Version
+from tensorhub.archives.retention import Keep
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.loop_thread import CallerMode, Job, Watching
 from tensorhub.runtime.worker.calling import CallersHandle
-from tensorhub.types import FetchReport, Selector, VersionInfo
+from tensorhub.types import LATEST, FetchReport, Selector, VersionInfo
 from tensorhub.worker.host_copies import HostCopies
 from tensorhub.worker.procedures import Steps
 
@@ -37,8 +40,10 @@ class CallersCopies(ABC):
     ) -> FetchReport:
         return await self._fill(self.machine.prefetch(handle.member, selector, timeout_s))
 
-    async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport:
-        return await self._fill(self.machine.seed(info, shard, timeout_s))
+    async def seed(
+        self, info: VersionInfo, shard: int, timeout_s: float, selector: Selector = LATEST
+    ) -> FetchReport:
+        return await self._fill(self.machine.seed(info, shard, timeout_s, selector))
 
     async def close(self, handle: CallersHandle, timeout_s: float, *, abandon: bool) -> None:
         """Close a handle with the host copies that end with it."""
@@ -48,6 +53,46 @@ class CallersCopies(ABC):
         report = await self._ask(steps)
         assert report is not None
         return report
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveSettings:
+    """`every`: versions with numbers that it divides are archived. `keep` None: all stay.
+    `restores`: versions of a former cluster become this one's. `takes_over`: also from an archiver
+    that is connected.
+    """
+
+    model: str
+    url: str
+    every: int = 1
+    keep: Keep | None = None
+    restores: bool = False
+    takes_over: bool = False
+
+
+class CallersArchiver(ABC):
+    """The archive of a model, as its callers use it."""
+
+    @property
+    @abstractmethod
+    def versions(self) -> list[Version]:
+        """What the archive has, ascending. For any thread."""
+
+    @abstractmethod
+    async def wait_for(self, at_least: int, timeout_s: float) -> None:
+        """Return once a version from `at_least` on is archived. OperationTimeout; raises what has
+        ended the archiver.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """End soon: the version that is being written is given up, the archive is left to the next
+        archiver, and its copies leave.
+        """
+
+    @abstractmethod
+    async def close(self, timeout_s: float) -> None:
+        """End. Raises what ended the archiver before."""
 
 
 class ThreadPort(Protocol):

@@ -32,13 +32,14 @@ from tensorhub.runtime.worker.archived_copies import ArchivedCopies
 from tensorhub.runtime.worker.calling import CallersHandle, ProgressListener
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.pins import Pins
-from tensorhub.runtime.worker.ports import CallersCopies
+from tensorhub.runtime.worker.ports import ArchiveSettings, CallersArchiver, CallersCopies
 from tensorhub.runtime.worker.prefetcher import Prefetcher
 from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.types import (
     READ_ONLY,
     FetchReport,
     HandleState,
+    Incarnation,
     OpKind,
     Options,
     Selector,
@@ -78,6 +79,7 @@ class CallersWorker(ABC):
     """One worker of one cluster."""
 
     name: str
+    incarnation: Incarnation
     options: Options
     read_only = False  # its token is, as far as the coordinator has said
     prefetches: bool  # each new version, for the handles that follow their model
@@ -97,6 +99,10 @@ class CallersWorker(ABC):
         """Give up a registration that its caller has not got, or that has served. Its place is free
         at once.
         """
+
+    async def archive(self, settings: ArchiveSettings) -> CallersArchiver:
+        """Begin to archive a model. Raises as `Archiver.begin`."""
+        raise StateError("this worker has no archives")
 
     @abstractmethod
     def new_registration(self) -> str:

@@ -48,6 +48,7 @@ from tensorhub.runtime.worker.digest_reporter import DigestReporter
 from tensorhub.runtime.worker.handle import Handle
 from tensorhub.runtime.worker.host_copies import HostCopyRunner
 from tensorhub.runtime.worker.pins import Pins
+from tensorhub.runtime.worker.ports import ArchiveSettings, CallersArchiver
 from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.transport import sockets, unix
@@ -435,6 +436,13 @@ class Worker(CallersWorker):
         shards = ((handle, handle.member.shard) for handle in self.router.handles.values())
         used = [handle for handle, shard in shards if shard.serves and shard.purpose is Purpose.USE]
         return [handle for handle in used if handle.member.state is not HandleState.CLOSED]
+
+    async def archive(self, settings: ArchiveSettings) -> CallersArchiver:
+        from tensorhub.runtime.worker.archiver import Archiver
+
+        archiver = Archiver(self, self._owner, self._tasks, settings)
+        await archiver.begin()
+        return archiver
 
     def new_registration(self) -> str:
         return secrets.token_hex(12)

@@ -1,0 +1,275 @@
+"""The archived versions that the coordinator knows, each by copies that are loaded on demand.
+
+Responsible for what the coordinator is told of an archive: which versions exist (`Restore`), and
+which shards this worker holds (`archived_copies`); and that copies leave before their objects are
+deleted. Not responsible for writing versions (`archiver`). Lives in the worker runtime's loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+from tensorhub import deltas
+from tensorhub.archives.catalogue import VERSIONS_MAX, Key, Version, VersionCatalogue
+from tensorhub.archives.reading import Held, Readers
+from tensorhub.archives.retention import Keep
+from tensorhub.archives.writing import Archive
+from tensorhub.errors import RetentionError, StateError, TensorHubError
+from tensorhub.logs import get_logger
+from tensorhub.messages import Restored
+from tensorhub.model.digests import WIDTHS, root_of, unpack
+from tensorhub.model.manifest import ID_BYTES
+from tensorhub.runtime.worker.archived_copies import ArchivedShard
+from tensorhub.runtime.worker.copied_versions import CopyOfShard, copy_of
+from tensorhub.runtime.worker.registering import CallersWorker
+from tensorhub.transport.archive import ArchivedPlace
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+COPIES_MAX = 4096  # archived copies that the coordinator is told of, the newest
+COPIED_CHUNKS_MAX = 2**20  # of all of them
+ANNOUNCED_AT_ONCE = 64
+LOSSES_MAX = 4  # of one version: then it is announced no more
+READS_AT_ONCE = 16  # of small objects
+
+log = get_logger("tensorhub.archive")
+
+
+class Blocking(Protocol):
+    """Calls in a thread, one at a time."""
+
+    def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+async def restore(
+    worker: CallersWorker,
+    cluster: str,
+    catalogue: VersionCatalogue,
+    versions: Sequence[Version],
+    do: Blocking,
+) -> None:
+    """Tell the coordinator that these versions of that cluster exist, ascending.
+
+    StateError: it is another cluster, and not empty. VersionConflict: other versions have their
+    numbers.
+    """
+    if not versions:
+        return
+    newest = versions[-1].key
+
+    def restored(version: Version) -> Restored:
+        shards = catalogue.published(version).shards
+        ids = [
+            bytes.fromhex(its.manifest)
+            + (bytes.fromhex(said[-1]) if len(said) > 1 else bytes(ID_BYTES))
+            for its, said in zip(version.shards, shards, strict=True)
+        ]
+        roots = [root_of(digests) for digests, _ in catalogue.tables(version)]
+        said_roots = b"".join(roots) if version.digest != "none" else b""
+        return Restored(
+            version.info, version.key.lineage, version.layout_id, b"".join(ids), said_roots
+        )
+
+    said = await do(partial(_at_once, restored, versions))
+    timeout_s = worker.options.op_timeout_s
+    await worker.coordinator.restore(
+        catalogue.model, cluster, newest.lineage, newest.number, said, timeout_s
+    )
+
+
+class AnnouncedVersions:
+    """Of one archive. `on_lost`: the coordinator has given up a copy of that version."""
+
+    def __init__(
+        self,
+        worker: CallersWorker,
+        archive: Archive,
+        do: Blocking,
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._worker, self._archive, self._do, self._on_lost = worker, archive, do, on_lost
+        self.catalogue = archive.catalogue
+        self.readers = Readers(archive.catalogue, deltas.apply)
+        self._copies: dict[Key, list[str]] = {}  # registrations
+        self.lost: set[Key] = set()  # of which the coordinator gave a copy up
+        self._losses = Counter[Key]()
+        self.withdrawn: set[Key] = set()  # a rollback has ended these
+
+    def __repr__(self) -> str:
+        return f"<AnnouncedVersions: {len(self._copies)} of {self.catalogue!r}>"
+
+    async def leave(self) -> None:
+        """No copy is served any more, but those that the coordinator needs."""
+        for registrations in self._copies.values():
+            for registration in registrations:
+                with suppress(TensorHubError):
+                    await self._worker.archived.remove(registration, 0.0)
+        await self._do(self.readers.close_idle)
+
+    async def announce_all(self) -> None:
+        versions = self.catalogue.effective
+        await self._restore(versions)
+        chosen, copies, chunks = list[Version](), 0, 0
+        for version in reversed(versions):  # the newest ones, as far as there is room
+            copies += len(version.shards)
+            chunks += sum(each.chunks for each in version.shards)
+            if copies > COPIES_MAX or chunks > COPIED_CHUNKS_MAX:
+                log.warning("versions_not_announced", older_than=version.key.number + 1)
+                break
+            chosen.append(version)
+        await self.announce(chosen)
+
+    async def _restore(self, versions: Sequence[Version]) -> None:
+        await restore(self._worker, self._worker.router.cluster, self.catalogue, versions, self._do)
+
+    async def announce(self, versions: Sequence[Version], held: Held | None = None) -> None:
+        """Tell the coordinator of the copies of these versions. `held`: where their bytes are for
+        now, too.
+        """
+        catalogue = self.catalogue
+
+        def described(version: Version) -> list[ArchivedShard]:
+            published, width = catalogue.published(version), WIDTHS[version.digest]
+            found = []
+            for shard, (digests, _) in enumerate(catalogue.tables(version)):
+                ids = published.shards[shard]
+                parts = {each: catalogue.part(each) for each in ids if len(ids) > 1}
+                found.append(
+                    ArchivedShard(
+                        version.info,
+                        shard,
+                        catalogue.manifest(version, shard),
+                        unpack(digests, width) if width else (),
+                        root_of(digests) if width else b"",
+                        partial(self._load, version.key, shard, held),
+                        parts,
+                        ArchivedPlace(catalogue.store.url, catalogue.model, *version.key, shard),
+                        self._copy_lost,
+                    )
+                )
+            return found
+
+        for first in range(0, len(versions), ANNOUNCED_AT_ONCE):
+            some = versions[first : first + ANNOUNCED_AT_ONCE]
+            made = await self._do(partial(_at_once, described, some))
+            for version, shards in zip(some, made, strict=True):
+                copies = self._copies.setdefault(version.key, [])
+                copies += [await self._worker.archived.add(shard) for shard in shards]
+
+    def _load(
+        self,
+        key: Key,
+        shard: int,
+        held: Held | None,
+        chunks: Sequence[int],
+        targets: Sequence[memoryview],
+    ) -> None:
+        """Fill an archived copy. In any thread."""
+        if held is not None:
+            with suppress(StateError):  # it has the next version by now
+                held.read(shard, chunks, targets)
+                return
+        with self.readers.reading(key) as reader:
+            reader.read(shard, chunks, targets)
+
+    def copies_of(self, key: Key) -> list[CopyOfShard]:
+        """The archived copies of a version; empty: one of them is missing."""
+        handles = self._worker.router.handles
+        members = [
+            (each, handles[each].member) for each in self._copies.get(key, ()) if each in handles
+        ]
+        found = [
+            copy_of(registration, member.content)
+            for registration, member in members
+            if member.content is not None
+        ]
+        return found if len(found) == len(self.catalogue.versions[key].shards) else []
+
+    def _copy_lost(self, registration: str, reason: str) -> None:
+        for key, registrations in self._copies.items():
+            if registration in registrations:
+                log.info("archived_copy_lost", version=key.number, reason=reason)
+                registrations.remove(registration)
+                self.lost.add(key)
+                self._on_lost()
+
+    async def announce_lost(self) -> None:
+        """The coordinator has given copies up: their versions were rolled back, or it has forgotten
+        them.
+        """
+        catalogue, lost = self.catalogue, frozenset(self.lost)
+        (model,) = await self._worker.coordinator.describe(
+            catalogue.model, self._worker.options.op_timeout_s, workers_max=1
+        )
+        known = {each.content_id for each in model.versions}
+        versions = [catalogue.versions[key] for key in sorted(lost & catalogue.versions.keys())]
+        gone = {
+            each.key
+            for each in versions
+            if each.content_id not in known and each.key.lineage < model.lineage
+        }
+        if gone:
+            log.info("rolled_back_versions_removed", versions=[each.number for each in gone])
+            self.withdrawn |= gone
+            await self._remove(Keep(VERSIONS_MAX))
+        stay = [each for each in versions if each.key not in gone]
+        self._losses.update([each.key for each in stay])
+        for each in stay:
+            self._copies.pop(each.key, None)
+            if self._losses[each.key] == LOSSES_MAX:
+                log.warning("version_not_announced", version=each.key.number)
+        stay = [each for each in stay if self._losses[each.key] < LOSSES_MAX]
+        await self._restore(stay)
+        await self.announce(stay)
+        self.lost -= lost
+
+    # ----------------------------------------------------------------------------------------------
+    # removing
+
+    async def retain(self, keep: Keep) -> None:
+        """Apply the rules of retention. What the cluster retains or pins stays."""
+        catalogue = self.catalogue
+        decided = await self._do(partial(self._archive.decide, keep, self.readers.uses))
+        if not decided.manifests and not decided.anchor_first:
+            return
+        (model,) = await self._worker.coordinator.describe(
+            self.catalogue.model, self._worker.options.op_timeout_s, workers_max=1
+        )
+        retained = {each.content_id for each in model.versions if each.retained}
+        versions = catalogue.versions.values()
+        pinned = {each.key for each in versions if each.content_id in retained}
+        await self._remove(replace(keep, pinned=keep.pinned | pinned))
+
+    async def _remove(self, keep: Keep) -> None:
+        """Have the copies of unwanted versions leave, then their objects deleted. What a reader
+        uses, or must stay for the coordinator, stays until the next time.
+        """
+        versions, timeout_s = self.catalogue.versions, self._worker.options.op_timeout_s
+        valid = {each.key for each in self.catalogue.effective} - self.withdrawn
+        keep = replace(keep, without=frozenset(versions.keys() - valid))
+        staying = set[Key]()
+        for key in versions.keys() - keep.chosen(versions):
+            try:
+                for registration in self._copies.get(key, ())[:]:
+                    await self._worker.archived.remove(registration, timeout_s)
+                    self._copies[key].remove(registration)
+            except RetentionError:
+                staying.add(key)
+            else:
+                self._copies.pop(key, None)
+        self.readers.close_idle()
+        keep = replace(keep, pinned=keep.pinned | staying, without=keep.without - staying)
+        await self._do(lambda: self._archive.retain(keep, deltas.apply, self.readers.uses))
+
+
+def _at_once(function: Callable[[S], T], given: Sequence[S]) -> list[T]:
+    """The results, in order; small objects are read at the same time."""
+    with ThreadPoolExecutor(READS_AT_ONCE, "tensorhub-archive") as pool:
+        return [*pool.map(function, given)]

@@ -1,0 +1,344 @@
+"""Versions in an archive: what callers of a cluster see. Every byte is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+import tensorhub
+from tensorhub import sync
+from tensorhub.api.archiving import Archive
+from tensorhub.api.embedded import Coordinator
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
+from tensorhub.archives.catalogue import Key, Version, VersionCatalogue
+from tensorhub.archives.store import Store
+from tensorhub.errors import (
+    InvalidValue,
+    LeaseLost,
+    OperationTimeout,
+    StateError,
+    VersionConflict,
+    VersionUnavailable,
+)
+from tests.rig import (
+    CHUNK_BYTES,
+    CHUNKS,
+    OPTIONS,
+    Tensors,
+    begin_store,
+    equal,
+    nothing_left,
+    tensors,
+    until,
+    write,
+)
+
+pytestmark = pytest.mark.anyio
+pytest.importorskip("obstore", reason="the extra archive is not installed")
+pytest.importorskip("zstandard", reason="the extra delta is not installed")
+
+NBYTES = CHUNKS * CHUNK_BYTES
+HOSTED = replace(OPTIONS, host_memory_bytes=3 * NBYTES)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    begin_store()
+    return f"file://{tmp_path}/archive"
+
+
+@dataclass
+class Cluster:
+    coordinator: Coordinator
+    archiver: Hub
+    trainer: Hub
+    weights: Weights
+    memory: Tensors
+
+    async def publish(self, version: int) -> None:
+        """One word of each tensor differs from the version before."""
+        async with self.weights.mutate(version):
+            for tensor in self.memory.values():
+                tensor[version] += 1
+
+
+@contextlib.asynccontextmanager
+async def cluster(memory: Tensors | None = None) -> AsyncIterator[Cluster]:
+    held = tensors(0) if memory is None else memory
+    async with (
+        tensorhub.serve(options=OPTIONS) as coordinator,
+        tensorhub.connect(coordinator.address, options=HOSTED) as archiver,
+        tensorhub.connect(coordinator.address, options=OPTIONS) as trainer,
+    ):
+        weights = await trainer.register("actor", held)
+        yield Cluster(coordinator, archiver, trainer, weights, held)
+
+
+async def fetched(hub: Hub, version: int | str = "latest") -> Tensors:
+    found = await hub.fetch("actor", version)
+    return {name: tensor.numpy() for name, tensor in found.items()}
+
+
+def at(version: int) -> Tensors:
+    """What `Cluster.publish` has made by then."""
+    held = tensors(0)
+    for tensor in held.values():
+        tensor[1 : version + 1] += 1
+    return held
+
+
+def in_bucket(url: str) -> Mapping[Key, Version]:
+    return VersionCatalogue(Store(url), "actor").load().versions
+
+
+async def archived(url: str, newest: int) -> None:
+    """A cluster has archived versions 1 to `newest`, and is gone."""
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url) as there,
+    ):
+        for version in range(1, newest + 1):
+            await its.publish(version)
+            await there.wait_for(at_least=version)
+
+
+async def test_a_version_outlives_all_workers_that_held_it(url: str) -> None:
+    async with (
+        nothing_left(),
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url) as there,
+    ):
+        for version in (1, 2, 3):
+            await its.publish(version)
+            await there.wait_for(at_least=version)
+        assert [each.version for each in there.versions] == [1, 2, 3]
+        assert [each.base for each in there.versions] == [None, 1, 2]
+        assert there.versions[1].stored_bytes < NBYTES / 100 < there.versions[0].stored_bytes
+        await its.weights.close(abandon=True)
+        await its.trainer.close()
+        async with tensorhub.connect(its.coordinator.address, options=OPTIONS) as reader:
+            for version in (2, 1, 3):
+                assert equal(await fetched(reader, version), at(version))
+            report = (await reader.fetch("actor", 1)).report
+            assert report.verified_by == "publisher"
+            assert report.reread_bytes == 0
+
+
+async def test_a_reader_with_access_reads_the_bucket_itself(url: str) -> None:
+    direct = replace(OPTIONS, direct=(url,))
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url) as there,
+        tensorhub.connect(its.coordinator.address, options=direct) as reader,
+    ):
+        for version in (1, 2):
+            await its.publish(version)
+            await there.wait_for(at_least=version)
+        await its.weights.close(abandon=True)
+        found = await reader.fetch("actor", 1)
+        assert {each.transport for each in found.report.sources} == {"archive"}
+        assert equal({name: each.numpy() for name, each in found.items()}, at(1))
+
+
+async def test_a_cluster_starts_again_from_the_bucket(url: str) -> None:
+    await archived(url, 3)
+    async with (
+        nothing_left(),
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url, serve=True) as there,
+    ):
+        assert [each.version for each in there.versions] == [1, 2, 3]
+        for version in (1, 2, 3):
+            assert equal(await fetched(its.trainer, version), at(version))
+        assert equal(await fetched(its.trainer), at(3))
+        with pytest.raises(VersionConflict):
+            await its.weights.publish(3)
+        await its.weights.publish(4)
+        await there.wait_for(at_least=4)
+        (model,) = [await its.trainer.describe("actor")]
+        assert [each.version for each in model.versions] == [1, 2, 3, 4]
+
+
+async def test_the_archive_of_another_cluster_is_left_alone_unless_it_is_to_be_served(
+    url: str,
+) -> None:
+    await archived(url, 1)
+    async with cluster() as its:
+        with pytest.raises(StateError, match="is of another cluster"):
+            await tensorhub.archive(its.archiver, "actor", url)
+        await its.publish(1)
+        with pytest.raises(StateError, match="cluster"):
+            await tensorhub.archive(its.archiver, "actor", url, serve=True)
+    await archived_again(url)
+
+
+async def archived_again(url: str) -> None:
+    """Nothing was changed there."""
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url, serve=True) as there,
+    ):
+        assert [each.version for each in there.versions] == [1]
+        assert equal(await fetched(its.trainer), at(1))
+
+
+async def test_one_archiver_writes_at_a_time(url: str) -> None:
+    async with cluster() as its:
+        first = await tensorhub.archive(its.archiver, "actor", url)
+        await its.publish(1)
+        await first.wait_for(at_least=1)
+        async with tensorhub.connect(its.coordinator.address, options=HOSTED) as other:
+            with pytest.raises(StateError, match="is being written by"):
+                await tensorhub.archive(other, "actor", url)
+            async with tensorhub.archive(other, "actor", url, take_over=True) as second:
+                await its.publish(2)
+                await second.wait_for(at_least=2)
+                with pytest.raises(LeaseLost, match="taken over"):
+                    await first.wait_for(at_least=3)
+                with pytest.raises(LeaseLost, match="taken over"):
+                    await first.close()
+
+
+async def test_an_archiver_that_is_gone_is_replaced(url: str) -> None:
+    async with cluster() as its:
+        await tensorhub.archive(its.archiver, "actor", url)
+        await its.publish(1)
+        await its.archiver.close()
+        async with (
+            tensorhub.connect(its.coordinator.address, options=HOSTED) as other,
+            tensorhub.archive(other, "actor", url) as there,
+        ):
+            await there.wait_for(at_least=1)
+
+
+async def test_only_wanted_versions_stay(url: str) -> None:
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url, every=2, keep=2, keep_every=8) as there,
+    ):
+        for version in range(1, 13):
+            await its.publish(version)
+            if version % 2 == 0:
+                await there.wait_for(at_least=version)
+        for version in (13, 14):
+            await its.publish(version)
+        await there.wait_for(at_least=14)
+        numbers = [each.version for each in there.versions]
+        assert {8, 12, 14} <= {*numbers}
+        assert all(each % 2 == 0 for each in numbers)
+        await its.weights.close(abandon=True)
+        for version in (8, 12, 14):
+            found = await fetched(its.trainer, version)
+            assert equal(found, at(version))
+
+
+async def test_what_the_cluster_retains_stays(url: str) -> None:
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url, keep=1) as there,
+    ):
+        await its.publish(1)
+        await there.wait_for(at_least=1)
+        async with its.trainer.pin("actor", 1):
+            for version in (2, 3):
+                await its.publish(version)
+                await there.wait_for(at_least=version)
+            assert equal(await fetched(its.trainer, 1), at(1))
+
+
+async def test_a_retained_version_may_be_overwritten_once_it_is_archived(url: str) -> None:
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url) as there,
+    ):
+        await its.trainer.retain("actor", latest=2)
+        await its.publish(1)
+        await there.wait_for(at_least=1)
+        await its.publish(2)
+        assert equal(await fetched(its.trainer, 1), at(1))
+
+
+async def test_versions_that_were_rolled_back_do_not_come_back(url: str) -> None:
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url) as there,
+    ):
+        for version in (1, 2, 3):
+            await its.publish(version)
+            await there.wait_for(at_least=version)
+        await its.weights.unpublish()
+        await its.trainer.rollback("actor", to=1)
+        write(its.memory, 7)
+        await its.weights.publish(2)
+        await until(lambda: [*in_bucket(url)] == [Key(0, 1), Key(1, 2)])
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url, serve=True),
+    ):
+        assert equal(await fetched(its.trainer), tensors(7))
+        assert equal(await fetched(its.trainer, 1), at(1))
+        with pytest.raises(VersionUnavailable):
+            await its.trainer.fetch("actor", 3)
+
+
+async def test_arguments_are_checked(url: str) -> None:
+    async with cluster() as its:
+        with pytest.raises(InvalidValue, match="every=0"):
+            await tensorhub.archive(its.archiver, "actor", url, every=0)
+        with pytest.raises(InvalidValue, match="keep=0"):
+            await tensorhub.archive(its.archiver, "actor", url, keep=0)
+        with pytest.raises(InvalidValue, match="https"):
+            await tensorhub.archive(its.archiver, "actor", "https://example.org/x")
+        with pytest.raises(InvalidValue, match="host_memory_bytes"):
+            await tensorhub.archive(its.trainer, "actor", url)
+
+
+async def test_too_little_memory_ends_the_archive_with_the_reason(url: str) -> None:
+    small = replace(OPTIONS, host_memory_bytes=NBYTES // 2)
+    async with (
+        cluster() as its,
+        tensorhub.connect(its.coordinator.address, options=small) as hub,
+    ):
+        there: Archive = await tensorhub.archive(hub, "actor", url)
+        await its.publish(1)
+        with pytest.raises(StateError, match="host_memory_bytes"):
+            await there.wait_for(at_least=1)
+        with pytest.raises(StateError, match="host_memory_bytes"):
+            await there.close()
+
+
+async def test_a_bucket_that_comes_back_is_written_again(url: str, tmp_path: Path) -> None:
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url) as there,
+    ):
+        await its.publish(1)
+        await there.wait_for(at_least=1)
+        there_at, away = tmp_path / "archive", tmp_path / "away"
+        shutil.move(there_at, away)
+        await its.publish(2)
+        with pytest.raises(OperationTimeout):
+            await there.wait_for(at_least=2, timeout=0.5)
+        shutil.move(away, there_at)
+        await there.wait_for(at_least=2)
+
+
+def test_without_an_event_loop(url: str) -> None:
+    with (
+        sync.serve(options=OPTIONS) as coordinator,
+        sync.connect(coordinator.address, options=HOSTED) as hub,
+        sync.archive(hub, "actor", url) as there,
+    ):
+        weights = hub.register("actor", tensors(5))
+        weights.publish(1)
+        assert there.wait_for(at_least=1).version == 1
+        weights.close(abandon=True)
+        assert equal(
+            {name: each.numpy() for name, each in hub.fetch("actor", 1).items()}, tensors(5)
+        )
