@@ -25,7 +25,7 @@ Indices: TypeAlias = NDArray[np.int64]
 Places: TypeAlias = NDArray[np.int32]  # half the memory; of words in a chunk of 2**30 bytes at most
 
 BLOCK = 2**16  # of 8 bytes; with all that is made of them, they fit a cache of 2 MiB
-LISTED = 2**13  # words that differ, at a time
+LISTED = 2**15  # words that differ, at a time
 SAMPLE = 2**10  # words that are compared before all are
 PAYS = 7 / 8  # a longer frame, of the chunk's bytes, is not worth the time of its reader
 _TYPES: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32}
