@@ -8,6 +8,7 @@ such.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ import anyio.to_thread
 import tensorhub
 from benches import byte_patterns
 from benches.commands import obey
+from tensorhub.api.archiving import Archive
 from tensorhub.api.hub import Hub
 from tensorhub.api.tools import fetch_into
 from tensorhub.api.weights import Weights
@@ -42,6 +44,7 @@ class BenchProcess:
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
         self._hub: Hub
+        self._archive: Archive | None = None
         self._weights = dict[int, Weights]()  # by rank
         self._memory = dict[int, byte_patterns.Tensors]()
 
@@ -60,6 +63,7 @@ class BenchProcess:
         transports: list[str] | None,
         options: dict[str, Any],
     ) -> Any:
+        options["direct"] = tuple(options["direct"])
         given: dict[str, Any] = {
             "name": name,
             "location": Location(**location),
@@ -102,13 +106,15 @@ class BenchProcess:
         updating = self._weights[rank].update(staged=staged, at_least=at_least, timeout=timeout)
         return await self._told(updating, rank)
 
-    async def fetch(self, rank: int, timeout: float) -> Any:
-        """Into a file, by a handle that is nobody's; its words are read from the file."""
+    async def fetch(self, rank: int, timeout: float, version: int | None = None) -> Any:
+        """That number, else the latest, into a file, by a handle that is nobody's; its words are
+        read from the file.
+        """
         with tempfile.TemporaryDirectory(prefix="tensorhub-chaos-fetch-") as folder:
             out = Path(folder) / "shard.safetensors"
             with FileTarget(out) as target:
                 fetching = fetch_into(
-                    self._hub, MODEL, "latest", target, rank=rank, timeout=timeout
+                    self._hub, MODEL, version or "latest", target, rank=rank, timeout=timeout
                 )
                 said = await self._told(self._kept(fetching, target))
             if said["outcome"] == "ok":
@@ -135,6 +141,23 @@ class BenchProcess:
 
     async def rollback(self, to: int, timeout: float) -> Any:
         return await self._told(self._hub.rollback(MODEL, to=to, timeout=timeout))
+
+    async def archive(self, url: str, keep: int) -> Any:
+        """Begin one; one that has ended is let go."""
+        return await self._told(self._begin_archive(url, keep))
+
+    async def _begin_archive(self, url: str, keep: int) -> None:
+        if self._archive is not None:
+            archive, self._archive = self._archive, None
+            with contextlib.suppress(TensorHubError):  # what has ended it
+                await archive.close()
+        self._archive = await tensorhub.archive(self._hub, MODEL, url, keep=keep)
+
+    async def archived(self, at_least: int, timeout: float) -> Any:
+        """The numbers in the archive, once there is one from `at_least` on."""
+        assert self._archive is not None
+        await self._archive.wait_for(at_least=at_least, timeout=timeout)
+        return [each.version for each in self._archive.versions]
 
     async def describe(self, timeout: float) -> Any:
         model = await self._hub.describe(MODEL, timeout)
@@ -179,6 +202,9 @@ class BenchProcess:
                     "reread": result.reread_bytes,
                     "read": result.bytes_read,
                     "saved": result.bytes_saved,
+                    "direct": sum(
+                        each.bytes_read for each in result.sources if each.transport == "archive"
+                    ),
                 }
         said["seconds"] = time.monotonic() - started
         if rank is not None and rank in self._weights:

@@ -44,6 +44,7 @@ class Role:
     prefetch: bool = False
     staged: bool = False
     fetches: bool = False  # now and then it fetches into files
+    direct: bool = False  # it reads archived versions out of the bucket
     leaves: bool = False  # now and then it closes its handles and registers again
     transports: tuple[str, ...] | None = None  # None: all that there are
     shared: bool = False  # its tensors are in memory that others map
@@ -53,8 +54,25 @@ class Role:
 
 ROLES: Final = (
     Role("trainer", ("trainer-0", "trainer-1"), host_memory_bytes=5 * NBYTES, shared=True),
-    Role("pair", ("pair-0", "pair-1"), NBYTES, transports=("tcp",), host="pair"),
-    Role("spot", ("spot", "spot"), spot=True, leaves=True, shared=True, site="far", host="far"),
+    Role(
+        "pair",
+        ("pair-0", "pair-1"),
+        NBYTES,
+        fetches=True,
+        transports=("tcp",),
+        site="other",
+        host="pair",
+    ),
+    Role(
+        "spot",
+        ("spot", "spot"),
+        NBYTES,
+        spot=True,
+        leaves=True,
+        shared=True,
+        site="far",
+        host="far",
+    ),
     Role(
         "staged",
         ("staged", "staged"),
@@ -64,9 +82,21 @@ ROLES: Final = (
         site="far",
         host="far",
     ),
-    Role("fetcher", ("fetcher", "fetcher"), fetches=True, leaves=True, transports=("cma", "tcp")),
+    Role(
+        "fetcher",
+        ("fetcher", "fetcher"),
+        fetches=True,
+        direct=True,
+        leaves=True,
+        transports=("archive", "cma", "tcp"),
+    ),
 )
-WORKERS: Final = tuple(dict.fromkeys(host for role in ROLES for host in role.hosts))
+# room for the version that it follows, two that it has loaded, and deltas
+ARCHIVE: Final = Role(
+    "archive", ("archive",), 7 * NBYTES, transports=("archive", "tcp"), site="other", host="archive"
+)
+WORKERS: Final = tuple(dict.fromkeys(host for role in (*ROLES, ARCHIVE) for host in role.hosts))
+KEEP: Final = 6  # versions, besides those that are retained
 
 
 class Meeting:
@@ -225,27 +255,30 @@ class Group(Driver):
             life.is_connected = self._connect(host)
         if life.is_connected and rank not in life.seats:
             seat = Seat(self.role.group, rank)
-            asked = self._ask(
-                rank,
-                "register",
-                seat,
-                nbytes=NBYTES,
-                group=self.role.group,
-                world_size=2,
-                spot=self.role.spot,
-                shared=self.role.shared,
-            )
-            [answer] = self._answers([asked])
-            if answer is None or answer["outcome"] != "ok":
-                return False
-            life.seats[rank] = seat
+            if self._sit_down(seat):
+                life.seats[rank] = seat
         return rank in life.seats
+
+    def _sit_down(self, seat: Seat) -> bool:
+        asked = self._ask(
+            seat.rank,
+            "register",
+            seat,
+            nbytes=NBYTES,
+            group=self.role.group,
+            world_size=2,
+            spot=self.role.spot,
+            shared=self.role.shared,
+        )
+        [answer] = self._answers([asked])
+        return answer is not None and answer["outcome"] == "ok"
 
     def _connect(self, host: Host) -> bool:
         network, role = self.world.network, self.role
         options = (
             WORKER_OPTIONS
             | {"host_memory_bytes": role.host_memory_bytes}
+            | {"direct": [self.world.archive_url] if role.direct else []}
             | network.options(host.name)
         )
         answer = self.answer(
@@ -313,8 +346,15 @@ class Group(Driver):
         return self._answers(asked)
 
     def fetch(self) -> None:
-        """Each rank's shard, as files; no call of a group."""
-        asked = [self._ask(rank, "fetch", Seat("fetcher", rank), timeout=CALL_S) for rank in (0, 1)]
+        """Each rank's shard of the latest version, or of an archived one, as files; no call of a
+        group.
+        """
+        archived = self.world.archived if self.chance.random() < 0.7 else []
+        version = self.chance.choice(archived or [None])
+        asked = [
+            self._ask(rank, "fetch", Seat(self.role.group, rank), version=version, timeout=CALL_S)
+            for rank in (0, 1)
+        ]
         for question, call in asked:
             self.world.ended(question.host.name, call, self.answer(question))
 
@@ -402,3 +442,42 @@ class Trainer(Group):
         if meeting.target is None and self.mutate():
             meeting.target = self.next - 1
         return super().attend(meeting)
+
+
+class Archivist(Group):
+    """One archive: begun again after each death, and whenever something has ended it."""
+
+    def turn(self) -> None:
+        self._look(1)
+        self.world.pause(self.chance.uniform(0.0, 0.6))
+
+    def attend(self, meeting: Meeting) -> bool:
+        return meeting.target is not None and self._look(meeting.target)
+
+    def holds(self, version: int) -> bool:
+        return False
+
+    def _sit_down(self, seat: Seat) -> bool:
+        # until its lease is over, another life of it is connected
+        begun = self._told("archive", START_S, url=self.world.archive_url, keep=KEEP) == "ok"
+        self.world.pause(0.0 if begun else 0.5)
+        return begun
+
+    def _look(self, at_least: int) -> bool:
+        """Ask what the archive has, once it has a version from `at_least` on."""
+        outcome = self._told("archived", CALL_S, at_least=at_least, timeout=CALL_S)
+        if outcome not in ("ok", "OperationTimeout"):
+            self.lives[self.hosts[0].name].seats.clear()
+        return outcome == "ok"
+
+    def _told(self, what: str, bound_s: float, **arguments: Any) -> str:
+        """How that ended."""
+        [host] = self.hosts
+        answer = self.answer(host.ask(what, bound_s, **arguments))
+        self.world.told(host.name, what, answer)
+        if answer is None:
+            return "died"
+        if answer["outcome"] in ("IntegrityError", "VersionConflict", "InvalidValue"):
+            self.world.violated(f"archive: {what} raised {answer['text']}")
+        self.world.archived = answer.get("value", self.world.archived)
+        return str(answer["outcome"])

@@ -16,6 +16,8 @@ Judged are
 - G10: errors are TensorHubErrors, and calls end by their timeouts plus a margin;
 - errors' `memory`: "intact" is what was there before (or, in `mutate`, what its body wrote), "torn"
   is a torn handle;
+- the archive: a version whose manifest is there is whole, word by word, and its contents are as for
+  G1; when all faults are healed, every version that it keeps can be fetched;
 - `unpublish` in `mutate` is not refused but for retention, where something is retained.
 
 Not judged: what happened inside a call, bytes of torn or doubtful memory, who read from whom, and
@@ -77,6 +79,8 @@ class Results:
     commits: int = 0
     bytes_read: int = 0  # by fills
     bytes_saved: int = 0  # by deltas
+    archived: int = 0  # fetches of archived numbers that returned
+    bytes_direct: int = 0  # of these, out of the bucket
     # contents that were offered under a number of this lineage
     tried: dict[int, set[int]] = field(default_factory=dict)
     # the content of a number, once anybody has said so
@@ -125,6 +129,13 @@ class Results:
             assert call.content is not None
             self._settle(call, call.version, call.content, now)
             self.visible = max(self.visible, call.version)
+        elif call.version is not None:  # an archived one
+            if answer["version"] != call.version:
+                self.violated(
+                    now, f"content: {call.seat} asked for {call.version}, got {answer['version']}"
+                )
+            self.archived += 1
+            self.bytes_direct += answer.get("direct", 0)
         elif call.what in ("update", "fetch"):
             floor = min([call.floor, *(to for at, to in self.rollbacks if at >= call.begun_at)])
             if answer["version"] < floor:
@@ -206,6 +217,19 @@ class Results:
             seat.may_be_torn = answer["state"] in ("torn", "in_doubt", "filling")
             seat.holds = answer["holds"]
             seat.contents = set(answer["contents"]) if "contents" in answer else None
+
+    def stored(self, number: int, shard: int, contents: set[int], now: float) -> None:
+        """What the archive has of that number in the end, by any lineage."""
+        content, *others = contents or [-1]
+        if others or content // ATTEMPTS != number:
+            text = f"its words are of {shown(contents)}"
+        elif content not in self.dropped and content not in self.tried.get(number, ()):
+            text = f"it is {shown(contents)}, which nobody published"
+        elif content not in self.dropped and self.settled.get(number, content) != content:
+            text = f"it is {shown(contents)}, and was {shown([self.settled[number]])}"
+        else:
+            return
+        self.violated(now, f"archive: {number}, shard {shard}: {text}")
 
     # ----------------------------------------------------------------------------------------------
     # groups

@@ -15,12 +15,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from benches.chaos import archived
+from benches.chaos.bench_process import MODEL
 from benches.chaos.cast import Host
-from benches.chaos.drivers import CALL_S, ROLES, WORKERS, Driver, Group, Keeper, Meeting, Trainer
+from benches.chaos.drivers import (
+    ARCHIVE,
+    CALL_S,
+    KEEP,
+    ROLES,
+    WORKERS,
+    Archivist,
+    Driver,
+    Group,
+    Keeper,
+    Meeting,
+    Trainer,
+)
 from benches.chaos.events import Event
 from benches.chaos.network import Network
 from benches.chaos.plan import PROCESS_KINDS, Fault, draw
 from benches.chaos.results import Answer, Call, Results, Seat
+from tensorhub.errors import TensorHubError
 
 ROUND_S: Final = 60.0  # of chaos, then everything is healed
 LIVENESS_S: Final = 120.0  # from healing until every group has the last version
@@ -42,6 +57,7 @@ class Result:
     skipped: int
     bytes_relayed: int
     lives: dict[str, int]
+    stored: list[int]  # numbers in the archive at the end
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -62,6 +78,9 @@ class Result:
             "bytes read": results.bytes_read,
             "bytes saved by deltas": results.bytes_saved,
             "bytes relayed": self.bytes_relayed,
+            "versions in the archive": self.stored,
+            "fetches of archived versions": results.archived,
+            "bytes read out of the bucket": results.bytes_direct,
             "outcomes": dict(sorted(results.outcomes.items())),
             "violations": [f"{at:.2f} s: {text}" for at, text in results.violations],
         }
@@ -80,6 +99,8 @@ class World:
         self.failed = threading.Event()  # a driver, by a mistake of its own
         self.meeting: Meeting | None = None
         self.last_version: int | None = None  # that all were to hold at the end of the last meeting
+        self.archive_url = (folder / "archive").as_uri()
+        self.archived = list[int]()  # numbers, as the archive has said
         self._started = time.monotonic()
         self._lock = threading.Lock()
         environment = {"TENSORHUB_TOKEN": secrets.token_hex(16), "TMPDIR": str(folder)}
@@ -147,7 +168,12 @@ class World:
             self.results.outcomes[f"{what}: {outcome}"] += 1
         if outcome == "untyped" and answer is not None:
             self.violated(f"bounds: {process} {what} raised {answer['text']}")
-        self.note(process, "ok" if outcome == "ok" else "error", f"{what}: {outcome}")
+        text = "" if answer is None or outcome == "ok" else f" {answer['text']}"
+        self.note(process, "ok" if outcome == "ok" else "error", f"{what}: {outcome}{text}"[:600])
+
+    def stored(self, number: int, shard: int, contents: set[int]) -> None:
+        with self._lock:
+            self.results.stored(number, shard, contents, self.clock())
 
     def rolling_back(self, to: int) -> None:
         with self._lock:
@@ -168,6 +194,7 @@ def run(seed: int, seconds: float, network: Network) -> Result:
     drivers += [
         Trainer(world, role) if role.group == "trainer" else Group(world, role) for role in ROLES
     ]
+    drivers.append(Archivist(world, ARCHIVE))
     try:
         network.cap(LINK_BITS_PER_S)
         for driver in drivers:
@@ -180,15 +207,25 @@ def run(seed: int, seconds: float, network: Network) -> Result:
         if not world.must_end:
             _meet(world, groups, anew=True)
             _check_books(world)  # while nobody calls
+            _fetch_archived(world)
         if network.failure is not None:
             world.violated(f"the relay failed: {network.failure!r}")
         for driver in drivers:
             if driver.failure is not None:
                 world.violated(f"the driver {driver.name} failed: {driver.failure!r}")
         _end(world, drivers)
+        stored = _check_archive(world)
         lives = {name: host.lives for name, host in world.hosts.items()}
         return Result(
-            seed, chaos_s, world.results, world.events, faults, skipped, network.bytes_passed, lives
+            seed,
+            chaos_s,
+            world.results,
+            world.events,
+            faults,
+            skipped,
+            network.bytes_passed,
+            lives,
+            stored,
         )
     finally:
         world.is_over.set()
@@ -333,6 +370,31 @@ def _check_books(world: World) -> None:
         world.pause(0.2)
     if problem:
         world.violated(f"liveness: {SETTLE_S:g} s after the last call {problem}")
+
+
+def _fetch_archived(world: World) -> None:
+    """Every version that the archive keeps can be had, while nobody else calls; others are there
+    for as long as these need them.
+    """
+    for version in world.archived[-KEEP:]:
+        call = world.begun(Seat("fetcher", 0), "fetch", version, None)
+        asked = world.hosts["fetcher"].ask("fetch", CALL_S, rank=0, version=version, timeout=CALL_S)
+        answer = asked.answer()
+        world.ended("fetcher", call, answer)
+        if answer is None or answer["outcome"] != "ok":
+            world.violated(f"archive: {version} is there, and a fetch of it says {answer}")
+
+
+def _check_archive(world: World) -> list[int]:
+    """Read all that is in the archive; its numbers."""
+    numbers = set[int]()
+    try:
+        for version, shard, contents in archived.read(world.archive_url, MODEL):
+            world.stored(version, shard, contents)
+            numbers.add(version)
+    except TensorHubError as error:
+        world.violated(f"archive: {error}")
+    return sorted(numbers)
 
 
 def _books(world: World) -> Answer | None:

@@ -5,6 +5,7 @@ a whole run.
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -131,6 +132,18 @@ def test_g4_ranks_agree(story: Story) -> None:
     assert story.found() == ["group atomicity", "content", "group atomicity"]
 
 
+def test_an_archived_number_is_what_was_published_under_it(story: Story) -> None:
+    story.publish(2)
+    call = story.results.begun(story.readers[0], "fetch", story.now, 1)
+    story.update(call, 1)  # which is not the latest one
+    story.results.stored(1, 0, {number(1)}, story.now)
+    assert story.found() == []
+    story.update(call, 2)
+    for contents in ({number(1)}, {number(1), number(2)}, {number(2), -1}, {number(2, 5)}, set()):
+        story.results.stored(2, 1, contents, story.now)
+    assert story.found() == ["content"] + ["archive"] * 5
+
+
 def test_memory_is_as_the_error_says(story: Story) -> None:
     seat = story.readers[0]
     story.update(story.begin(seat, "update"), 1)
@@ -171,6 +184,8 @@ def test_memory_is_as_the_error_says(story: Story) -> None:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.skipif(not find_spec("obstore"), reason="the extra archive is not installed")
+@pytest.mark.skipif(not find_spec("zstandard"), reason="the extra delta is not installed")
 def test_a_slice_of_chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine seconds of it, other ones for each commit. What follows has the time that it takes."""
     for module, names in (
@@ -188,4 +203,6 @@ def test_a_slice_of_chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found["violations"] == []
     assert found["bytes checked"] > 0 < found["newest version"]
     assert found["bytes saved by deltas"] > 0
+    assert found["versions in the archive"]
+    assert found["fetches of archived versions"] > 0
     ElementTree.fromstring(picture.read_text())

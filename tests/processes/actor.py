@@ -24,6 +24,7 @@ import numpy.typing as npt
 import tensorhub
 from benches import byte_patterns
 from benches.commands import obey
+from tensorhub.api.archiving import Archive
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
 from tensorhub.errors import TensorHubError
@@ -44,6 +45,7 @@ class Actor:
         self._memory: dict[str, dict[str, npt.NDArray[np.uint64]]] = {}
         self._parts: dict[str, matrices.Part] = {}
         self._gate: Gate
+        self._archive: Archive
         self._checks: threading.Event
         self._last = 2**62  # the version at which `follow` ends
 
@@ -173,6 +175,14 @@ class Actor:
     ) -> Any:
         return _shown(await self._weights[name].update(at_least=at_least, timeout=timeout))
 
+    async def archive(self, url: str) -> None:
+        archiving = tensorhub.archive(self._hub, "m", url)
+        self._archive = await self._stack.enter_async_context(archiving)
+
+    async def archived(self, at_least: int) -> int:
+        """The newest archived number, once it is so high."""
+        return (await self._archive.wait_for(at_least=at_least)).version
+
     async def retain(self, latest: int) -> None:
         await self._hub.retain("m", latest=latest)
 
@@ -272,6 +282,7 @@ def _shown(report: FetchReport) -> dict[str, Any]:
         "reread_bytes": report.reread_bytes,
         "retries": report.retries,
         "sources": {source.name: source.outcome for source in report.sources},
+        "bytes": {source.kind: source.bytes_read for source in report.sources},
         "transports": {source.name: source.transport for source in report.sources},
     }
 
