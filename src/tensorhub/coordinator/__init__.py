@@ -19,7 +19,7 @@ PURE: events in, actions out; time is an argument. Not responsible for sockets, 
     coverage                        whether ranks together have every byte; whether equal ranks have equal bytes
     restoring                       versions that an archive has, and this coordinator does not know
     retention, handovers            what must stay, and which worker takes it over
-    testimonies, digest_lists       which digests the bytes must have, and which worker is asked for them
+    testimonies                     which digests the bytes must have, and which worker is asked for them
     corruption_checks               which worker is to blame for wrong bytes
     views                           what can be asked of the coordinator
     limits                          bounds
