@@ -30,6 +30,7 @@ from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
     OPTIONS,
+    Restartable,
     Tensors,
     begin_store,
     equal,
@@ -342,3 +343,42 @@ def test_without_an_event_loop(url: str) -> None:
         assert equal(
             {name: each.numpy() for name, each in hub.fetch("actor", 1).items()}, tensors(5)
         )
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+async def test_a_coordinator_that_starts_again_is_told_of_the_archive(
+    url: str, tmp_path: Path, is_durable: bool
+) -> None:
+    coordinator = Restartable(tmp_path / "state" if is_durable else None)
+    await coordinator.start()
+    async with (
+        tensorhub.connect(coordinator.address, options=HOSTED) as hub,
+        tensorhub.connect(coordinator.address, options=OPTIONS) as reader,
+        tensorhub.archive(hub, "actor", url, serve=not is_durable) as there,
+    ):
+        weights = await hub.register("actor", tensors(5))
+        await weights.publish(1)
+        await there.wait_for(at_least=1)
+        await weights.close(abandon=True)
+        await coordinator.restart(hub, reader)
+        with contextlib.suppress(LeaseLost):  # said once, where the state was lost
+            await reader.wait_for("actor", at_least=1)
+        assert (await reader.wait_for("actor", at_least=1)).version == 1
+        assert equal(await fetched(reader, 1), tensors(5))
+    await coordinator.stop()
+
+
+async def test_an_archiver_whose_coordinator_has_lost_its_state_ends_and_says_so(url: str) -> None:
+    coordinator = Restartable()
+    await coordinator.start()
+    async with tensorhub.connect(coordinator.address, options=HOSTED) as hub:
+        there = await tensorhub.archive(hub, "actor", url)
+        weights = await hub.register("actor", tensors(5))
+        await weights.publish(1)
+        await there.wait_for(at_least=1)
+        await coordinator.restart(hub)
+        with pytest.raises(LeaseLost, match="without its state"):
+            await there.wait_for(at_least=2)
+        with pytest.raises(LeaseLost):
+            await there.close()
+    await coordinator.stop()

@@ -133,6 +133,11 @@ class Router(Generic[H]):
         """The id of the cluster that this worker was welcomed in last; "": of none yet."""
         return self._coordinator.cluster if self._coordinator is not None else ""
 
+    @property
+    def epoch(self) -> int:
+        """Of the coordinator that has welcomed this worker last: another one after each restart."""
+        return self._coordinator.epoch if self._coordinator is not None else 0
+
     # -- the handles
 
     def check_free(self, model: str, group: str, rank: int) -> None:

@@ -36,7 +36,7 @@ T = TypeVar("T")
 COPIES_MAX = 4096  # archived copies that the coordinator is told of, the newest
 COPIED_CHUNKS_MAX = 2**20  # of all of them
 ANNOUNCED_AT_ONCE = 64
-LOSSES_MAX = 4  # of one version: then it is announced no more
+LOSSES_MAX = 4  # of one version to one coordinator: then that is told of it no more
 READS_AT_ONCE = 16  # of small objects
 
 log = get_logger("tensorhub.archive")
@@ -99,7 +99,7 @@ class AnnouncedVersions:
         self.readers = Readers(archive.catalogue, deltas.apply)
         self._copies: dict[Key, list[str]] = {}  # registrations
         self.lost: set[Key] = set()  # of which the coordinator gave a copy up
-        self._losses = Counter[Key]()
+        self._losses = Counter[tuple[int, Key]]()  # to each coordinator, by its epoch
         self.withdrawn: set[Key] = set()  # a rollback has ended these
 
     def __repr__(self) -> str:
@@ -220,12 +220,13 @@ class AnnouncedVersions:
             self.withdrawn |= gone
             await self._remove(Keep(VERSIONS_MAX))
         stay = [each for each in versions if each.key not in gone]
-        self._losses.update([each.key for each in stay])
+        epoch = self._worker.router.epoch
+        self._losses.update([(epoch, each.key) for each in stay])
         for each in stay:
             self._copies.pop(each.key, None)
-            if self._losses[each.key] == LOSSES_MAX:
+            if self._losses[epoch, each.key] == LOSSES_MAX:
                 log.warning("version_not_announced", version=each.key.number)
-        stay = [each for each in stay if self._losses[each.key] < LOSSES_MAX]
+        stay = [each for each in stay if self._losses[epoch, each.key] < LOSSES_MAX]
         await self._restore(stay)
         await self.announce(stay)
         self.lost -= lost
