@@ -12,6 +12,16 @@ from tests.archives.servers import S3, CannotStart, seaweedfs
 pytest.importorskip("obstore", reason="obstore is not installed")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is archived and read again, is so over HTTP in `make test-slow`: `test_store` has each
+    call of a store there in `make test`, too.
+    """
+    for item in items:
+        if item.path == Path(__file__).with_name("test_versions.py") and "[s3" in item.name:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def s3() -> Iterator[S3]:
     try:
