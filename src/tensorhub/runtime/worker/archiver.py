@@ -301,8 +301,10 @@ class Archiver(CallersArchiver):
         )
         version = await self._do(partial(self._write, content, held))
         await self._announced.announce([version], held)
-        if deltas.fault_here() is None:
-            await self._do(partial(self._warm, key))
+        following = key._replace(number=key.number + self.settings.every)
+        base = base_for(self._archive.catalogue, following)
+        if base is not None and deltas.fault_here() is None:
+            await self._do(partial(self._warm, base))
         log.info("version_archived", version=info.version, base=version.base and str(version.base))
 
     async def _seeded(self, info: VersionInfo) -> list[CopyOfShard]:
@@ -347,8 +349,8 @@ class Archiver(CallersArchiver):
         return self._archive.add_delta(content, base, made)
 
     def _warm(self, key: Key) -> None:
-        """Load the copies of a version while a host copy has its bytes: the next version is
-        compared with them. Without room, they are read from the bucket then. In a thread.
+        """Load the copies of the version that the next one is compared with: the host copies may
+        have its bytes now. Without room, they are read from the bucket then. In a thread.
         """
         copied = self._copied(key)
         with suppress(StateError):
