@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 from typing import Any
 
 from tensorhub.errors import StateError
@@ -80,7 +81,9 @@ class SimulatedCluster(TimedCluster):
         self.events_least = events
         sites = draw_sites(seed)
         self.injector.parts_sites = sites.parted
-        self.users = Users(self, self.timeline, draw_layouts(seed, self.chunks), sites.seeders)
+        layouts = draw_layouts(seed, self.chunks)
+        archive = Random(f"archive {seed}") if sites.archives and not layouts else None
+        self.users = Users(self, self.timeline, layouts, sites.seeders, archive)
         self.users.differed = lambda: self.injector.happens(Fault.DIFFER)
         self.populate(self.users)
 

@@ -5,7 +5,8 @@ runs seeds in it until one fails; if none does, that is a hole in the checks, no
 Modules here are `outside` (written by somebody who had read the public API and the rules only, not
 the checks), `inside`, `seen` (what callers see, for the reference model), `woken` (who goes on
 when), `behind` (what lies unread at the coordinator), `carried` (what a worker's shell is told to
-carry out), `bridged` (readers of another layout), and `moved` (readers that change their source).
+carry out), `bridged` (readers of another layout), `moved` (readers that change their source),
+`changed` (deltas), and `archived` (archives).
 """
 
 from __future__ import annotations

@@ -12,14 +12,16 @@ from tensorhub.errors import (
     ManifestMismatch,
     OperationTimeout,
     TensorHubError,
+    VersionConflict,
 )
+from tensorhub.testing.drivers.archiving import SimArchive
 from tensorhub.testing.drivers.timed import TimedCluster
 from tensorhub.testing.drivers.users import UserGroup, Users
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.layouts import is_of_other_layout
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
-from tensorhub.types import HandleState
+from tensorhub.types import HandleState, Selector
 
 TRIES = 12
 REST_S = 400.0
@@ -84,6 +86,7 @@ class Healing:
         self._cluster.check()
         self._cluster.check_agreement()
         self._let_go()
+        self._fetch_archived()
         self._meet_the_waiting()
         whole = [group for group in self._users.groups if self._is_whole(group)]
         writers = [group for group in whole if group.publishes]
@@ -92,6 +95,7 @@ class Healing:
         for writer in writers[:1]:
             self._leave_as_last(writer)
         self._cluster.check()
+        self._start_from_archive(is_held=bool(writers))
 
     def _running_calls(self) -> list[CallRecord]:
         """Calls that run when the last fault ends."""
@@ -368,6 +372,58 @@ class Healing:
         return all(
             h.worker.alive and h.registered and h.registration_error is None for h in group.ranks
         ) and all(h.member.state is not HandleState.CLOSED for h in group.ranks)
+
+    def _fetch_archived(self) -> None:
+        """Every version that the bucket shows can be fetched, also if no other worker holds it (G5,
+        G7).
+        """
+        archive, judge = self._users.archive, self._cluster.guarantees.archived
+        if archive is None:
+            return
+        self._demand_settled(archive)
+        if archive.has_ended:
+            return
+        reader = self._users.new_process()
+        for number, content_id in judge.in_effect.items():
+            self._fetch(reader, number, number, content_id)
+
+    def _demand_settled(self, archive: SimArchive) -> None:
+        settled = self._run_until(lambda: archive.is_settled, REST_S)
+        demand(settled, f"liveness: {archive} has not come to rest")
+
+    def _fetch(self, reader: SimWorker, selector: Selector, number: int, content_id: str) -> None:
+        record = reader.fetcher(0).fetch(selector)
+        self._rest(f"after a fetch of {number} from the archive")
+        version = record.version
+        ok = version is not None and (version.version, version.content_id) == (number, content_id)
+        demand(ok, f"liveness: {number} is archived, and {selector} is {version}: {record.error!r}")
+
+    def _start_from_archive(self, *, is_held: bool) -> None:
+        """All processes die, and the coordinator's state is lost. The newest version that the
+        bucket shows is `latest` again, also after another restart, and numbers go on from there.
+        """
+        world, users, archive = self._cluster, self._users, self._users.archive
+        if archive is None or not archive.serves or archive.has_ended:
+            return
+        self._demand_settled(archive)
+        ok = archive.has_newest or not is_held
+        demand(ok, f"liveness: {archive} has not archived the newest version")
+        for worker in [*world.workers.values()]:
+            if worker.alive:
+                worker.crash()
+        for lost in (True, False):
+            world.process.crash(kept=True, down_s=0.1, lost=lost)
+            self._run_until(lambda: archive.worker.alive, REST_S)
+            self._demand_settled(archive)
+        shown = world.guarantees.archived.in_effect
+        number = max(shown, default=0)
+        group = UserGroup("after", 1, spot=False)
+        group.ranks.append(group.register(users.new_process(), 0))
+        if shown:
+            self._fetch(group.ranks[0].worker, "latest", number, shown[number])
+            lower = max(0, number - 1)
+            self._must(group, lower, lambda handle: handle.publish(lower), VersionConflict)
+        self._must(group, number + 1, lambda handle: handle.publish(number + 1))
 
     def _let_go(self) -> None:
         """Nothing is retained any more."""

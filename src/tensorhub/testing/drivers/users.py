@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.messages import Done
 from tensorhub.runtime.control.link import RECONNECT_S_MAX
 from tensorhub.runtime.worker.coordinator_client import Answer
+from tensorhub.testing.drivers.archiving import SimArchive
 from tensorhub.testing.drivers.injecting import StruckUsers
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import HOLDING
@@ -75,10 +77,15 @@ class Users(StruckUsers):
     """All users of the cluster."""
 
     def __init__(
-        self, world: World, timeline: Timeline, layouts: list[Layout], seeders: int
+        self,
+        world: World,
+        timeline: Timeline,
+        layouts: list[Layout],
+        seeders: int,
+        archive: Random | None = None,
     ) -> None:
         """`layouts`: of the groups, where these differ; none: they have one layout. `seeders`: how
-        many workers seed.
+        many workers seed. `archive`: decides what an archive does, if there is one.
         """
         self._world = world
         self._timeline = timeline
@@ -99,6 +106,8 @@ class Users(StruckUsers):
         self._workers = 0
         self._layouts = layouts
         self._seeders = seeders
+        self._archive_random = archive
+        self.archive: SimArchive | None = None
 
     def __repr__(self) -> str:
         return f"<Users in {len(self.groups)} groups, {len(self.published)} versions>"
@@ -144,6 +153,11 @@ class Users(StruckUsers):
         self._timeline.after(REVIVE_S, None, self._revive)
         for _ in range(self._seeders):
             self._seed(self.new_process(shards=world_size))
+        if self._archive_random is not None:
+            its = self._archive_random, max(group.world_size for group in self.groups)
+            self._fetch_rate, self._order_rate = self._fetch_rate or 0.3, 0.2
+            self._orders = (*self._orders, "rollback")
+            self.archive = SimArchive(self, self._world, self._timeline, *its)
 
     def _all_publish(self) -> bool:
         """Whether every group so far does: enough of them must, or hardly anything happens."""
@@ -355,6 +369,8 @@ class Users(StruckUsers):
             selector: Selector = random.choice(
                 ("latest", "latest", "available", "latest-1", max(0, self.next_version - 1))
             )
+            if self.archive is not None and self.archive.numbers and random.random() < 0.5:
+                selector = random.choice(self.archive.numbers)
             worker, shard = random.choice(workers), random.randrange(group.world_size)
             fetcher = worker.fetcher(None if self._layouts and random.random() < 0.5 else shard)
             fetcher.fetch(selector, random.choice(TIMEOUTS_S))
@@ -402,6 +418,8 @@ class Users(StruckUsers):
 
     def welcomed(self, worker: SimWorker) -> None:
         """Repeat each rollback that a user still waits for, by its name."""
+        if self.archive is not None and worker is self.archive.worker:
+            self.archive.welcomed()
         undone = list(worker.asks.rollbacks.values())
         worker.asks.rollbacks.clear()
         for each in undone:
@@ -411,6 +429,8 @@ class Users(StruckUsers):
         """A user that has restarted from an older checkpoint publishes the next number once
         more.
         """
+        if self.archive is not None and worker is self.archive.worker:
+            self.archive.answered(message)
         rollback = worker.asks.rollbacks.get(message.request)
         if (
             rollback is not None
@@ -419,6 +439,10 @@ class Users(StruckUsers):
             and not self.is_over
         ):
             self.next_version = min(self.next_version, rollback.to + 1)
+
+    def crashed(self, worker: SimWorker) -> None:
+        if self.archive is not None and worker is self.archive.worker:
+            self.archive.crashed()
 
     def hook_called(self, handle: HandleShell) -> None:
         """It takes a while."""

@@ -17,6 +17,7 @@ from typing import Protocol, assert_never
 
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.layouts.reading import Selection
+from tensorhub.memory.on_demand import Loader
 from tensorhub.messages import Held, Prepared, Publish, Register
 from tensorhub.model.accesses import Access
 from tensorhub.model.manifest import Manifest
@@ -36,6 +37,7 @@ from tensorhub.worker.coverage import check
 from tensorhub.worker.fencing import look
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
+from tensorhub.worker.member_memory import Content
 from tensorhub.worker.planning import plan
 from tensorhub.worker.registration_session import Shard
 
@@ -94,7 +96,10 @@ class HandleWorld(LaneWorld, Protocol):
 class HandleShell:
     """One registration of a simulated worker."""
 
-    unwanted: frozenset[int] = frozenset()  # chunks that its fetch leaves out
+    # chunks that its fetch leaves out, or that are not loaded
+    unwanted: frozenset[int] = frozenset()
+    loader: Loader | None = None  # of an archived version
+    digests_known: Sequence[int] | None = None  # the publisher's, of an archived version
 
     def __init__(self, cluster: HandleWorld, worker: HandleWorker, shard: Shard) -> None:
         self.cluster = cluster
@@ -180,6 +185,12 @@ class HandleShell:
             or closed
             or not self.shard.serves
         )
+
+    def adopt(self, content: Content, digests: Sequence[int], loader: Loader) -> None:
+        """It has this archived content from the beginning, once that is loaded."""
+        self.digests_known, self.loader = digests, loader
+        self.unwanted = frozenset(range(len(digests)))
+        self.apply(self.member.adopt(content, self.cluster.now))
 
     # -- what a user does
 
@@ -358,7 +369,13 @@ class HandleShell:
                 )
                 what = self.id, action.generation, content, sizes
                 self._keep_base(action, grid)
-                owner.open(*what, complete=action.complete, tells=tells, grid=grid)
+                owner.open(
+                    *what,
+                    complete=action.complete,
+                    digests=self.digests_known,
+                    tells=tells,
+                    grid=grid,
+                )
                 self.interpreter.guard.made()
                 self.cluster.verified.holds(self.id, action.content_id)
                 self.generation, self.changed = action.generation, ""
@@ -420,7 +437,7 @@ class HandleShell:
 
     def _take_memory(self, manifest: Manifest) -> None:
         """Of a host copy. TensorHubError: there is none."""
-        if self.shard.medium is Medium.HOST:
+        if self.shard.medium is Medium.HOST and self.loader is None:
             self.worker.copies.take(self.id, manifest.nbytes, self.shard.purpose)
 
     def take_staging(self, nbytes: int) -> None:

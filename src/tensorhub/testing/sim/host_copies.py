@@ -19,7 +19,7 @@ from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedCall
 from tensorhub.testing.sim.judges.rooms import Rooms
 from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort
-from tensorhub.types import FetchReport, Purpose, Selector, VersionInfo
+from tensorhub.types import LATEST, FetchReport, Purpose, Selector, VersionInfo
 from tensorhub.worker.calls import FillCall, Finish, Say
 from tensorhub.worker.host_copies import HostCopies
 from tensorhub.worker.host_copy_actions import (
@@ -89,14 +89,17 @@ class SimHostCopies:
         # that copies, and staged updates, have in truth, by their id
         self.memory: dict[str, int] = {}
         self._rooms = Rooms(worker.name, worker.host_bytes)
+        self.on_unload: Callable[[Unload], None]
 
     # -- what is asked for
 
     def prefetch(self, handle: HandlePort, selector: Selector, timeout_s: float) -> CopyRequest:
         return self.want(self.machine.prefetch(handle.member, selector, timeout_s), handle)
 
-    def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> CopyRequest:
-        return self.want(self.machine.seed(info, shard, timeout_s))
+    def seed(
+        self, info: VersionInfo, shard: int, timeout_s: float, selector: Selector = LATEST
+    ) -> CopyRequest:
+        return self.want(self.machine.seed(info, shard, timeout_s, selector))
 
     def close(self, handle: HandlePort, timeout_s: float, *, abandon: bool) -> CopyRequest:
         return self.want(self.machine.close(handle.member, timeout_s, abandon=abandon), handle)
@@ -179,6 +182,12 @@ class SimHostCopies:
         self._rooms.given_back(ident)
         self._apply(self.machine.freed(ident, self._cluster.now))
 
+    def unloaded(self, ident: str) -> None:
+        """What was loaded of an archived version was given back."""
+        self.memory.pop(ident, None)
+        self._rooms.given_back(ident)
+        self._apply(self.machine.unloaded(ident, self._cluster.now))
+
     def ordered(self, order: MakeCopy) -> None:
         self._rooms.ordered(order.copy)
         self._apply(self.machine.ordered(order, self._cluster.now))
@@ -252,7 +261,7 @@ class SimHostCopies:
             case AskManifest():
                 self._ask(action)
             case Unload():
-                raise AssertionError(f"{self.worker} has no archive: {action}")
+                self.on_unload(action)
             case LogEvent():
                 if action.event == "copy_evicted":
                     purpose = next(p for p in Purpose if action.reason.endswith(f" {p.value}"))

@@ -43,6 +43,7 @@ def lie(handle: HandleShell) -> bool:
         or handle.member.state is not HandleState.READY
         or handle.access is not None
         or content.published
+        or handle.loader is not None
     ):
         return False
     info, held = content.version, handle.worker.owner._memories.get(handle.id)

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 from zlib import crc32
 
 from tensorhub.layouts.reading import Selection
+from tensorhub.memory.on_demand import Loader
 from tensorhub.messages import HAS_RUNS_MAX, Grant, Origin
 from tensorhub.model.accesses import Access, Refusal, Wait
 from tensorhub.model.digests import runs_of
@@ -57,6 +58,7 @@ class LaneEnd(HandlePort, Protocol):
     pull: Reading | None  # the last fill's
     serving: dict[SimLane, None]  # of others, which read this memory
     reads_backwards: bool  # the last chunk of a request first
+    loader: Loader | None  # of an archived version
     base: tuple[ContentId, dict[int, str]] | None  # what it has of the content before
     shadow: tuple[ContentId, Sequence[str]] | None  # what it keeps of the content before
 
@@ -251,6 +253,10 @@ class SimLane:
         begun = self.source.worker.owner.begin(
             self.source.id, grant.generation, content, wanted, bytes_max, grant.selection
         )
+        if self.source.loader is not None and not isinstance(begun, Refusal):
+            own = wanted if self.part is None else range(len(self.source.cells))
+            fault = self.source.loader.want(runs_of(own))
+            begun = Refusal(fault) if fault and isinstance(begun, Wait) else begun
         if isinstance(begun, Access):
             self.access, chunks = begun, begun.chunks
             if self.part is not None:

@@ -14,15 +14,18 @@ HERE: Final = "here"
 SITES: Final = (HERE, "there")
 PARTED_DRAWN = 0.2  # of all seeds; partitions there are between sites, half of them
 SEEDERS_DRAWN = 0.2  # of all seeds
+ARCHIVES_DRAWN = 0.2  # of all seeds
 
 
 class Drawn(NamedTuple):
     parted: bool
     seeders: int  # workers that bring each version into their own host memory
+    archives: bool  # whether one worker archives
 
 
 def draw_sites(seed: int) -> Drawn:
     """That of one seed. Its other chances stay as they are."""
     random = Random(f"sites of {seed}")
     parted = random.random() < PARTED_DRAWN
-    return Drawn(parted, random.randint(1, 2) if random.random() < SEEDERS_DRAWN else 0)
+    seeders = random.randint(1, 2) if random.random() < SEEDERS_DRAWN else 0
+    return Drawn(parted, seeders, Random(f"archive of {seed}").random() < ARCHIVES_DRAWN)

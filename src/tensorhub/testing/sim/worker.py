@@ -273,22 +273,27 @@ class SimWorker:
             else replace(made, layout_id="own/fetch", declared=Declaration())
         )
 
-    def take(self, shard: Shard) -> SimHandle:
-        """What registers that memory, of any kind."""
+    def take(
+        self, shard: Shard, begin: Callable[[SimHandle], None] = lambda handle: None
+    ) -> SimHandle:
+        """What registers that memory, of any kind. `begin` is called before it does."""
         handle = self._new_handle(self.cluster, self, shard)
-        self.add(handle)
+        self.add(handle, begin)
         its = (
             each.layout_id for each in self.handles if host_group(each.shard.group) == shard.group
         )
         handle.layout_id = next(its, handle.layout_id)
         return handle
 
-    def add(self, handle: SimHandle) -> None:
+    def add(
+        self, handle: SimHandle, begin: Callable[[SimHandle], None] = lambda handle: None
+    ) -> None:
         """It is this worker's from now on."""
         self.handles.append(handle)
         self.router.add(handle.shard, handle)
         self.copies.machine.began(handle.member)
         self.cluster.by_registration[handle.shard.registration] = handle
+        begin(handle)
         if self.link is not None and self.link.welcomed:
             handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
 

@@ -79,6 +79,11 @@ class Contents:
         self.numbers.setdefault(entry.model, {})[entry.number] = entry.content_id
         self.minted_as.setdefault((entry.model, entry.number), set()).add(entry.content_id)
 
+    def restored(self, entry: Publication) -> None:
+        """An archive had it, and the coordinator knows of it again."""
+        self.retired.discard(entry.content_id)
+        self.numbers.setdefault(entry.model, {})[entry.number] = entry.content_id
+
     def spoil(self, handle: JudgedHandle, content_id: str, chunk: int, cell: str) -> None:
         """A user writes published memory. No reader may get those bytes, unless the publisher's
         chunk had no digest yet: then the chunk counts as it is when its digest is made.

@@ -45,6 +45,7 @@ from tensorhub.testing.sim.assertion import (
     GuaranteeBroken,
     demand,
 )
+from tensorhub.testing.sim.judges.archives import ArchiveJudge, published_in
 from tensorhub.testing.sim.judges.availability import AvailabilityJudge
 from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
@@ -70,7 +71,8 @@ class Guarantees:
         self._world = world
         self.contents = Contents()
         self.history = CallHistory(world, self.contents)
-        self.retained = RetentionJudge(world, self.contents, self.history)
+        self.archived = ArchiveJudge(world, self.contents, self.history)
+        self.retained = RetentionJudge(world, self.contents, self.history, self.archived)
         self.crossings = CrossingJudge(world)
         self.available = AvailabilityJudge(world, self.contents)
         # by rank: what those read who were told to overwrite
@@ -96,10 +98,9 @@ class Guarantees:
         """Whatever was published before must not come back; retention in the former cluster counts
         no more.
         """
-        self.contents.retired.update(
-            entry.content_id for entry in store if isinstance(entry, Publication)
-        )
+        self.contents.retired.update(entry.content_id for entry in published_in(store))
         self.contents.state_lost()
+        self.archived.state_lost()
         self.history.state_lost()
         self.forget()
 
@@ -149,6 +150,7 @@ class Guarantees:
         retires.
         """
         self.retained.stored(entry)
+        self.archived.stored(entry, before)
         match entry:
             case Decision() | Publication():
                 self._learn(entry.key, RECORD, True, "that was recorded")
@@ -158,9 +160,7 @@ class Guarantees:
                     not again,
                     f"durable mark: a rollback that was asked for again was done twice: {entry}",
                 )
-                published = [
-                    e for e in before if isinstance(e, Publication) and e.model == entry.model
-                ]
+                published = (e for e in published_in(before) if e.model == entry.model)
                 gone = [e for e in published if e.number > entry.to]
                 self.contents.retired.update(e.content_id for e in gone)
                 self.rolled_back.update(e.key for e in gone)

@@ -246,6 +246,15 @@ class ReferenceModel:
         )
         self._heard[who] = number, t or began
 
+    def restored(self, info: VersionInfo) -> None:
+        """An archive had it: it is visible again."""
+        now = self._next(edge=True)
+        version = self._versions.setdefault(info.content_id, _Version(info, now, now, now, now))
+        version.gone = inf
+        if not self._is_there(version, now):
+            version.since = version.seen = now
+            version.undone = self._undone(version)
+
     def rolled_back(self, call: RollingBack) -> None:
         call.ended = self._next(edge=True)
         for version in self._versions.values():

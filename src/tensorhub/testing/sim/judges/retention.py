@@ -13,6 +13,7 @@ from tensorhub.coordinator.entities import Holding, Member
 from tensorhub.coordinator.states import ReplicaState
 from tensorhub.messages import Done
 from tensorhub.testing.sim.assertion import CUT_OFF_LEASES, HOLDING, GuaranteeBroken, demand
+from tensorhub.testing.sim.judges.archives import ArchiveJudge
 from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
@@ -25,8 +26,15 @@ from tensorhub.worker.calls import CloseCall, UnpublishCall
 class RetentionJudge:
     """Whether what must stay in one cluster does."""
 
-    def __init__(self, world: JudgedWorld, contents: Contents, history: CallHistory) -> None:
+    def __init__(
+        self,
+        world: JudgedWorld,
+        contents: Contents,
+        history: CallHistory,
+        archived: ArchiveJudge,
+    ) -> None:
         self._world = world
+        self._archived = archived
         self._contents = contents
         self._history = history
         # by request: what has to be durable before it returns
@@ -372,7 +380,10 @@ class RetentionJudge:
         return (
             is_it
             and content is not None
-            and handle.worker.owner.is_complete(handle.id, content.generation)
+            and (
+                handle.worker.owner.is_complete(handle.id, content.generation)
+                or self._archived.has(handle, content_id)
+            )
         )
 
     def _seems_to_hold(self, handle: JudgedHandle, content_id: str, since: float) -> bool:
