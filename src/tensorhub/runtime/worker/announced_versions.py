@@ -205,11 +205,14 @@ class AnnouncedVersions:
         them.
         """
         catalogue, lost = self.catalogue, frozenset(self.lost)
+        epoch, losses = self._worker.router.epoch, self._losses
+        versions = [catalogue.versions[key] for key in sorted(lost & catalogue.versions.keys())]
+        versions = [each for each in versions if losses[epoch, each.key] < LOSSES_MAX]
+        await self._restore(versions)  # a version that is unknown after that was rolled back
         (model,) = await self._worker.coordinator.describe(
             catalogue.model, self._worker.options.op_timeout_s, workers_max=1
         )
         known = {each.content_id for each in model.versions}
-        versions = [catalogue.versions[key] for key in sorted(lost & catalogue.versions.keys())]
         gone = {
             each.key
             for each in versions
@@ -220,15 +223,12 @@ class AnnouncedVersions:
             self.withdrawn |= gone
             await self._remove(Keep(VERSIONS_MAX))
         stay = [each for each in versions if each.key not in gone]
-        epoch = self._worker.router.epoch
-        self._losses.update([(epoch, each.key) for each in stay])
+        losses.update([(epoch, each.key) for each in stay])
         for each in stay:
             self._copies.pop(each.key, None)
-            if self._losses[epoch, each.key] == LOSSES_MAX:
+            if losses[epoch, each.key] == LOSSES_MAX:
                 log.warning("version_not_announced", version=each.key.number)
-        stay = [each for each in stay if self._losses[epoch, each.key] < LOSSES_MAX]
-        await self._restore(stay)
-        await self.announce(stay)
+        await self.announce([each for each in stay if losses[epoch, each.key] < LOSSES_MAX])
         self.lost -= lost
 
     # ----------------------------------------------------------------------------------------------
