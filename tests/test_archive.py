@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import anyio
 import pytest
 
 import tensorhub
@@ -26,17 +27,22 @@ from tensorhub.errors import (
     VersionConflict,
     VersionUnavailable,
 )
+from tensorhub.messages import DigestAgain
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
     OPTIONS,
     Restartable,
     Tensors,
+    all_of,
     begin_store,
     equal,
+    holds,
     nothing_left,
+    ranks_of,
     tensors,
     until,
+    worker_of,
     write,
 )
 
@@ -286,6 +292,107 @@ async def test_versions_that_were_rolled_back_do_not_come_back(url: str) -> None
         assert equal(await fetched(its.trainer, 1), at(1))
         with pytest.raises(VersionUnavailable):
             await its.trainer.fetch("actor", 3)
+
+
+async def test_a_new_archiver_serves_what_only_the_archive_has(url: str) -> None:
+    """The one before leaves the archive to it when it ends, and need not be gone."""
+    async with cluster() as its:
+        async with tensorhub.archive(its.archiver, "actor", url) as there:
+            for version in (1, 2):
+                await its.publish(version)
+                await there.wait_for(at_least=version)
+        async with (
+            tensorhub.connect(its.coordinator.address, options=HOSTED) as other,
+            tensorhub.archive(other, "actor", url),
+        ):
+            assert equal(await fetched(its.trainer, 1), at(1))
+
+
+async def test_ranks_that_exchange_their_contents_are_archived_as_they_are(url: str) -> None:
+    """The difference of each rank is made against what the same rank had. (The second archiver has
+    nothing in memory.)
+    """
+    memory = [tensors(1), tensors(2)]
+    hosted = replace(HOSTED, host_memory_bytes=6 * NBYTES)
+    async with (
+        tensorhub.serve(options=OPTIONS) as coordinator,
+        tensorhub.connect(coordinator.address, options=hosted) as archiver,
+        tensorhub.connect(coordinator.address, options=OPTIONS) as trainer,
+    ):
+        ranks = await ranks_of([trainer], memory, "trainers")
+        async with tensorhub.archive(archiver, "m", url) as there:
+            await all_of(*(each.publish(1) for each in ranks))
+            await there.wait_for(at_least=1)
+            await all_of(*(each.unpublish() for each in ranks))
+            write(memory[0], 2)
+            write(memory[1], 1)
+            await all_of(*(each.publish(2) for each in ranks))
+            assert (await there.wait_for(at_least=2)).base == 1
+        await archiver.close()
+        async with (
+            tensorhub.connect(coordinator.address, options=hosted) as second,
+            tensorhub.archive(second, "m", url),
+        ):
+            await all_of(*(each.close(abandon=True) for each in ranks))
+            mine = [tensors(), tensors()]
+            readers = await ranks_of([trainer], mine, "readers", spot=True)
+            await all_of(*(each.replicate(2) for each in readers))
+            assert all(map(holds, mine, (2, 1)))
+
+
+async def test_versions_without_digests_are_archived_by_their_bytes(url: str) -> None:
+    plain = replace(HOSTED, integrity=False)
+    async with (
+        tensorhub.serve(options=plain) as coordinator,
+        tensorhub.connect(coordinator.address, options=plain) as archiver,
+        tensorhub.connect(coordinator.address, options=plain) as trainer,
+    ):
+        weights = await trainer.register("actor", held := tensors(0))
+        its = Cluster(coordinator, archiver, trainer, weights, held)
+        async with tensorhub.archive(archiver, "actor", url) as there:
+            for version in (1, 2):
+                await its.publish(version)
+                assert (await there.wait_for(at_least=version)).base == (version - 1 or None)
+        await archiver.close()
+        async with (
+            tensorhub.connect(coordinator.address, options=plain) as second,
+            tensorhub.archive(second, "actor", url),
+        ):
+            await weights.close(abandon=True)
+            for version in (2, 1):
+                assert equal(await fetched(trainer, version), at(version))
+
+
+async def test_a_version_that_a_rollback_leaves_stays_when_its_copy_is_lost(url: str) -> None:
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url) as there,
+    ):
+        for version in (1, 2):
+            await its.publish(version)
+            await there.wait_for(at_least=version)
+        await its.weights.unpublish()
+        await its.trainer.rollback("actor", to=1)
+        await until(lambda: [*in_bucket(url)] == [Key(0, 1)])
+        copies = worker_of(its.archiver).archived._copies
+        await until(lambda: len(copies) == 1)
+        assert equal(await fetched(its.trainer), at(1))
+        ((name, copy),) = copies.items()
+        content = copy.handle.member.content
+        assert content is not None
+        copy.chunks.buffer(2)[0] ^= 1  # so it is given up
+        question = DigestAgain("inquiry", name, content.generation, 2)
+
+        async def ask() -> None:
+            await copy.handle.look(question, anyio.CapacityLimiter(1))
+
+        await its.archiver._thread.call(ask)
+        await until(lambda: len(copies) == 1 and name not in copies)
+        assert equal(await fetched(its.trainer), at(1))
+        assert [*in_bucket(url)] == [Key(0, 1)]
+        await its.weights.publish(2)
+        await there.wait_for(at_least=2)
+        assert [*in_bucket(url)] == [Key(0, 1), Key(1, 2)]
 
 
 async def test_arguments_are_checked(url: str) -> None:

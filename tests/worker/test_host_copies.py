@@ -449,6 +449,15 @@ def test_seeds_are_made_once_and_filled_again() -> None:
     assert isinstance(world.error(late), OperationTimeout)
 
 
+def test_a_seed_of_a_version_is_filled_with_that_version_and_is_no_other_ones() -> None:
+    world = World()
+    for number in (1, 2):
+        request = world.ask(world.copies.seed, version(number), 0, 5.0, number)
+        assert world.settled(request) is None
+        held = [world.copies.seeded(version(each), 0) is not None for each in (1, 2)]
+        assert held == [number == 1, number == 2]
+
+
 # --------------------------------------------------------------------------------------------------
 # room
 
