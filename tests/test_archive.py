@@ -245,6 +245,21 @@ async def test_only_wanted_versions_stay(url: str) -> None:
             assert equal(found, at(version))
 
 
+async def test_a_version_that_others_are_differences_to_stays_and_is_served(url: str) -> None:
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url, keep=2) as there,
+    ):
+        for version in range(1, 8):
+            await its.publish(version)
+            await there.wait_for(at_least=version)
+        bases = {each.version: each.base for each in there.versions}
+        assert bases == {1: None, 5: 1, 6: 5, 7: 6}  # since 6 was archived
+        await its.weights.close(abandon=True)
+        for version in bases:
+            assert equal(await fetched(its.trainer, version), at(version))
+
+
 async def test_what_the_cluster_retains_stays(url: str) -> None:
     async with (
         cluster() as its,

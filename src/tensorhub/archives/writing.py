@@ -337,12 +337,18 @@ class Archive:
 
     def retain(self, keep: Keep, apply: Apply, in_use: Collection[str] = ()) -> Decision:
         """Store versions anew where retention asks for it, then delete. The result says both."""
+        decision = self.shorten(keep, apply, in_use)
+        self.remove(decision)
+        return decision
+
+    def shorten(self, keep: Keep, apply: Apply, in_use: Collection[str] = ()) -> Decision:
+        """Store versions anew where retention asks for it. The result says that, and what is to be
+        deleted then.
+        """
         first = self.decide(keep, in_use)
         for key in first.anchor_first:
             self.anchor_again(key, apply)
-        decision = self.decide(keep, in_use)
-        self.remove(decision)
-        return replace(decision, anchor_first=first.anchor_first)
+        return replace(self.decide(keep, in_use), anchor_first=first.anchor_first)
 
     def remove(self, decision: Decision) -> None:
         """Delete in the order of the decision, which was made of the catalogue as it is now."""

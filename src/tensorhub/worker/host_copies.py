@@ -281,7 +281,8 @@ class HostCopies:
         """A handle is no more: a copy that was made for the handle ends too."""
         self._members.pop(registration, None)
         self.budget.take_back(registration)
-        self._copies.pop(registration, None)
+        if self._copies.pop(registration, None) is not None:
+            self.budget.free(registration)  # room that it has taken since its memory was given back
         copy = self._prefetched(registration)
         if copy is not None:
             self._drop(copy)
@@ -497,6 +498,8 @@ class HostCopies:
                         "its host memory is needed for something that comes first", retryable=True
                     )
                     yield from self._release(copy, error)
+            if purpose is Purpose.ARCHIVE and ident not in self._copies:
+                raise StateError("the copy that room was made for has ended", retryable=True)
             self.budget.reserve(ident, purpose, nbytes)
 
     def _is_without_room(self, ident: str) -> bool:

@@ -249,14 +249,17 @@ class AnnouncedVersions:
         await self._remove(replace(keep, pinned=keep.pinned | pinned))
 
     async def _remove(self, keep: Keep) -> None:
-        """Have the copies of unwanted versions leave, then their objects deleted. What a reader
-        uses, or must stay for the coordinator, stays until the next time.
+        """Have the copies of versions leave that nothing needs, then their objects deleted. What a
+        reader uses, or must stay for the coordinator, stays until the next time.
         """
         versions, timeout_s = self.catalogue.versions, self._worker.options.op_timeout_s
         valid = {each.key for each in self.catalogue.effective} - self.withdrawn
         keep = replace(keep, without=frozenset(versions.keys() - valid))
-        staying = set[Key]()
-        for key in versions.keys() - keep.chosen(versions):
+        self.readers.close_idle()
+        uses, staying = self.readers.uses, set[Key]()
+        decided = await self._do(partial(self._archive.shorten, keep, deltas.apply, uses))
+        going = {key for key, each in versions.items() if each.path in decided.manifests}
+        for key in going | keep.without:
             try:
                 for registration in self._copies.get(key, ())[:]:
                     await self._worker.archived.remove(registration, timeout_s)
@@ -267,7 +270,8 @@ class AnnouncedVersions:
                 self._copies.pop(key, None)
         self.readers.close_idle()
         keep = replace(keep, pinned=keep.pinned | staying, without=keep.without - staying)
-        await self._do(lambda: self._archive.retain(keep, deltas.apply, self.readers.uses))
+        uses |= self.readers.uses
+        await self._do(partial(self._archive.retain, keep, deltas.apply, uses))
 
 
 def _at_once(function: Callable[[S], T], given: Sequence[S]) -> list[T]:
