@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -20,6 +21,7 @@ from tensorhub.api.weights import Weights
 from tensorhub.archives.catalogue import Key, Version, VersionCatalogue
 from tensorhub.archives.store import Store
 from tensorhub.errors import (
+    ArchiveUnavailable,
     InvalidValue,
     LeaseLost,
     OperationTimeout,
@@ -28,6 +30,7 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.messages import DigestAgain
+from tensorhub.runtime.worker.announced_versions import AnnouncedVersions
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
@@ -504,3 +507,26 @@ async def test_an_archiver_whose_coordinator_has_lost_its_state_ends_and_says_so
         with pytest.raises(LeaseLost):
             await there.close()
     await coordinator.stop()
+
+
+async def test_a_version_whose_announcement_fails_is_announced_later(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce, fails = AnnouncedVersions.announce, [True]
+
+    async def announce_at_last(*given: Any) -> None:
+        if given[1] and fails:
+            raise ArchiveUnavailable("503", retryable=fails.pop())
+        await announce(*given)
+
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url) as there,
+    ):
+        monkeypatch.setattr(AnnouncedVersions, "announce", announce_at_last)
+        await its.publish(1)
+        await there.wait_for(at_least=1)
+        await its.publish(2)
+        await there.wait_for(at_least=2)
+        await its.weights.close(abandon=True)
+        assert equal(await fetched(its.trainer, 1), at(1))

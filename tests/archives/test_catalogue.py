@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ from tensorhub.archives.catalogue import (
     leftovers,
 )
 from tensorhub.archives.claim import Claim
+from tensorhub.archives.retention import Keep
 from tensorhub.archives.store import Store
 from tensorhub.archives.writing import Archive
 from tensorhub.errors import IntegrityError, LeaseLost, StateError, VersionUnavailable
@@ -362,3 +363,43 @@ def test_leftovers_are_found_by_the_servers_clock(local: Store, tmp_path: Path) 
     assert {each.path for each in local.objects("actor")} == {*used, young}
     assert not staged.exists()
     assert archive.sweep(timedelta(0)) == [young]
+
+
+def test_deletion_ends_where_another_process_takes_over(
+    local: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = plain(Random(1))
+    first = Archive(local, "actor", "cluster", "host-1")
+    for number in (1, 2, 3):
+        first.add_anchor(model.content(number), model.view)
+    delete, deleted = local.delete, list[str]()
+
+    def delete_and_lose(paths: Iterable[str]) -> None:
+        some = [*paths]
+        deleted.extend(some)
+        delete(some)
+        if len(deleted) == 1:
+            Archive(Store(local.url), "actor", "cluster", "host-2", take_over=True)
+
+    monkeypatch.setattr(local, "delete", delete_and_lose)
+    with pytest.raises(LeaseLost, match="taken over by 'host-2'"):
+        first.retain(Keep(1), lambda frame, target: None)
+    assert len(deleted) == 1
+    assert len(VersionCatalogue(Store(local.url), "actor").load().versions) == 2
+
+
+def test_a_process_that_has_left_an_archive_writes_there_no_more(local: Store) -> None:
+    archive = Archive(local, "actor", "cluster", "host-1")
+    archive.close()
+    with pytest.raises(LeaseLost):
+        archive.claim.check()
+
+
+def test_a_number_that_no_writer_has_is_named(local: Store) -> None:
+    Archive(local, "actor", "cluster", "host-1").close()
+    name = "actor/writers/999999999999.json"
+    at, (path, *_) = "actor/writers/", sorted(each.path for each in local.objects("actor/writers"))
+    assert path.startswith(at)
+    local.create(name, local.read(path))
+    with pytest.raises(IntegrityError, match=r"999999999999\.json"):
+        Archive(local, "actor", "cluster", "host-1", take_over=True)

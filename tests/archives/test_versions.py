@@ -558,7 +558,7 @@ def test_readers_keep_what_they_read(local: Store) -> None:
     history(archive, model, random, 9)
     with Reader(VersionCatalogue(local, "actor").load(), Key(0, 2), apply) as reader:
         archive.anchor_again(Key(0, 2), apply)
-        archive.retain(Keep(1), apply, reader.uses)
+        archive.retain(Keep(1), apply, lambda: reader.uses)
         (chunks,) = content_of(reader)
         assert chunks == model.chunks(0, model.copies[2])
         assert [key.number for key in archive.catalogue.versions] == [0, 1, 2, 8]

@@ -60,7 +60,8 @@ def archive(
 
     The hub needs `Options.host_memory_bytes` for two versions. A version that is unpublished
     before it was read is not archived: `hub.retain` gives it time. A bucket that cannot be reached
-    is asked again, as long as it takes; `Archive.wait_for` raises what has ended an archive.
+    any more is asked again, as long as it takes; `Archive.wait_for` raises what has ended an
+    archive.
 
     Raises ArchiveUnavailable, StateError (another archiver is connected, another cluster's
     archive, the extra `archive` is not installed), VersionConflict (another version has a number

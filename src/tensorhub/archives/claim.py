@@ -22,6 +22,7 @@ from tensorhub.errors import IntegrityError, LeaseLost, StateError
 from tensorhub.memory.json_pieces import Pieces
 
 WRITER_BYTES_MAX: Final = 2**16
+NUMBER_MAX: Final = 10**11  # of writers one after the other
 _WRITER: Final = re.compile(r"writers/([0-9]{12})\.json")
 
 
@@ -70,6 +71,10 @@ class Claim:
         archive = token_hex(16) if held is None else held.archive
         self._mine = Writer(archive, catalogue.model, cluster, owner, token_hex(16))
         self._number = number + 1
+        if self._number >= NUMBER_MAX:
+            raise IntegrityError(
+                f"{catalogue.name(_path(number))} is no object that TensorHub wrote: delete it"
+            )
         if not self._create(self._number, self._mine):
             raise StateError(
                 f"another process began to write {self._where} just now: end it, or archive to "
@@ -93,9 +98,9 @@ class Claim:
         return self._mine
 
     def check(self) -> None:
-        """LeaseLost: another process has taken over."""
+        """LeaseLost: another process has taken over, or this one has left the archive."""
         number, held = newest_writer(self._catalogue)
-        if number != self._number:
+        if number != self._number or self._mine.released:
             by = f" by {held.owner!r}" if held is not None else ""
             raise LeaseLost(
                 f"{self._where} was taken over{by}: this process writes there no more",
@@ -105,15 +110,15 @@ class Claim:
     def release(self) -> None:
         """Leave the archive to the next writer, which then need not take over."""
         self.check()
-        self._number += 1
-        self._create(self._number, replace(self._mine, released=True))
+        self._number, self._mine = self._number + 1, replace(self._mine, released=True)
+        self._create(self._number, self._mine)
 
     @property
     def _where(self) -> str:
         return f"the archive of {self._catalogue.model!r} at {self._catalogue.store.url}"
 
     def _create(self, number: int, writer: Writer) -> bool:
-        path = self._catalogue.at(f"writers/{number:012d}.json")
+        path = self._catalogue.at(_path(number))
         return self._catalogue.store.create(path, json.dumps(asdict(writer)).encode())
 
     def _refuse(self, held: Writer, owner: str) -> None:
@@ -122,6 +127,10 @@ class Claim:
                 f"{self._where} is being written by {held.owner!r}: end that archiver, or take "
                 f"over from it (take_over=True, --take-over) if it is gone"
             )
+
+
+def _path(number: int) -> str:
+    return f"writers/{number:012d}.json"
 
 
 def newest_writer(catalogue: VersionCatalogue) -> tuple[int, Writer | None]:

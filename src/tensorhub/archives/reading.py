@@ -408,9 +408,9 @@ class Readers:
             with opening:
                 if (reader := self._open.get(key)) is None:
                     reader = Reader(self.catalogue, key, self._apply)
-            with self._lock:
-                self._open.pop(key, None)
-                self._open[key] = reader
+                with self._lock:
+                    self._open.pop(key, None)
+                    self._open[key] = reader
             yield reader
         finally:
             with self._lock:

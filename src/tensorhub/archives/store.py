@@ -112,7 +112,7 @@ class Store:
             import obstore
         except ImportError:
             raise StateError(f"archives need obstore: {install('archive')}") from None
-        parts = _checked(url)
+        parts = checked_url(url)
         self.url = url.rstrip("/")
         self._kind, self._api = parts.scheme, obstore
         self._directory = Path(unquote(parts.path)) if parts.scheme == "file" else None
@@ -436,7 +436,7 @@ def _stored(path: str, meta: Mapping[str, Any]) -> Stored:
     return Stored(path, meta["size"], modified, meta["e_tag"] or modified.isoformat())
 
 
-def _checked(url: str) -> Any:
+def checked_url(url: str) -> Any:
     """The parts of the URL. An error does not repeat what may hold a secret."""
     try:
         parts = urlsplit(url)

@@ -35,7 +35,7 @@ from tensorhub.archives.catalogue import (
 from tensorhub.archives.claim import Claim
 from tensorhub.archives.reading import Apply, Reader, Views
 from tensorhub.archives.retention import Decision, Entry, Keep, decide
-from tensorhub.archives.store import Buffer, Store
+from tensorhub.archives.store import DELETED_AT_ONCE, Buffer, Store
 from tensorhub.errors import (
     InvalidValue,
     StateError,
@@ -51,6 +51,7 @@ from tensorhub.model.manifest import Manifest, id_of
 BLOCK_BYTES: Final = 8 * 2**20  # that are put together at once, where they are not in one piece
 OBJECT_BYTES_MAX: Final = 2**34  # of the chunks whose frames are in one object
 
+Uses = Callable[[], Collection[str]]
 # (rank, region, offset, nbytes): these bytes of that rank's memory, in one or more pieces. They
 # stay as they are until the version is archived.
 View = Callable[[int, int, int, int], Iterable[Buffer]]
@@ -335,31 +336,32 @@ class Archive:
         counting, replaced = self.catalogue.versions.values(), self.catalogue.replaced
         return decide([self._entry(each) for each in (*counting, *replaced)], keep, in_use)
 
-    def retain(self, keep: Keep, apply: Apply, in_use: Collection[str] = ()) -> Decision:
+    def retain(self, keep: Keep, apply: Apply, uses: Uses = tuple) -> Decision:
         """Store versions anew where retention asks for it, then delete. The result says both."""
-        decision = self.shorten(keep, apply, in_use)
+        decision = self.shorten(keep, apply, uses)
         self.remove(decision)
         return decision
 
-    def shorten(self, keep: Keep, apply: Apply, in_use: Collection[str] = ()) -> Decision:
+    def shorten(self, keep: Keep, apply: Apply, uses: Uses = tuple) -> Decision:
         """Store versions anew where retention asks for it. The result says that, and what is to be
-        deleted then.
+        deleted then. `uses`: `Reader.uses` of all readers, at any time.
         """
-        first = self.decide(keep, in_use)
+        first = self.decide(keep, uses())
         for key in first.anchor_first:
             self.anchor_again(key, apply)
-        return replace(self.decide(keep, in_use), anchor_first=first.anchor_first)
+        return replace(self.decide(keep, uses()), anchor_first=first.anchor_first)
 
     def remove(self, decision: Decision) -> None:
-        """Delete in the order of the decision, which was made of the catalogue as it is now."""
+        """Delete in the order of the decision, which was made of the catalogue as it is now.
+        LeaseLost: another process has taken over, and nothing is deleted from then on.
+        """
         if not decision.manifests:
             return
-        self.claim.check()
         check_whole(self.catalogue)
         for path in decision.manifests:
-            self._store.delete([self.catalogue.at(path)])
+            self._delete([self.catalogue.at(path)])
         self._forget(decision.objects)
-        self._store.delete(map(self.catalogue.at, decision.objects))
+        self._delete([self.catalogue.at(path) for path in decision.objects])
         self.catalogue.load()
 
     def sweep(self, age: timedelta = LEFTOVER_AGE) -> list[str]:
@@ -368,8 +370,14 @@ class Archive:
         self.catalogue.load()
         found = leftovers(self.catalogue, age)
         self._forget(path.removeprefix(self.catalogue.at("")) for path in found)
-        self._store.delete(found)
+        self._delete(found)
         return found
+
+    def _delete(self, paths: Sequence[str]) -> None:
+        """Look before each request whether this process still writes here."""
+        for first in range(0, len(paths), DELETED_AT_ONCE):
+            self.claim.check()
+            self._store.delete(paths[first : first + DELETED_AT_ONCE])
 
     def _forget(self, paths: Iterable[str]) -> None:
         self._there -= {path.removeprefix("parts/") for path in paths}

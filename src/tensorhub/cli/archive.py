@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 import tensorhub
+from tensorhub.archives.store import checked_url
 from tensorhub.cli import common
 from tensorhub.types import Location, Options, check_name
 
@@ -76,6 +77,7 @@ def archive(
     """
     with common.checking():
         check_name("model", model)
+        checked_url(url)
         here = Location() if site is None else replace(Location(), site=check_name("site", site))
     archiving = Archiving(
         model,

@@ -97,7 +97,7 @@ class AnnouncedVersions:
         self._worker, self._archive, self._do, self._on_lost = worker, archive, do, on_lost
         self.catalogue = archive.catalogue
         self.readers = Readers(archive.catalogue, deltas.apply)
-        self._copies: dict[Key, list[str]] = {}  # registrations
+        self._copies: dict[Key, dict[int, str]] = {}  # registrations of shards
         self.lost: set[Key] = set()  # of which the coordinator gave a copy up
         self._losses = Counter[tuple[int, Key]]()  # to each coordinator, by its epoch
         self.withdrawn: set[Key] = set()  # a rollback has ended these
@@ -107,8 +107,8 @@ class AnnouncedVersions:
 
     async def leave(self) -> None:
         """No copy is served any more, but those that the coordinator needs."""
-        for registrations in self._copies.values():
-            for registration in registrations:
+        for copies in [*self._copies.values()]:
+            for registration in [*copies.values()]:
                 with suppress(TensorHubError):
                     await self._worker.archived.remove(registration, 0.0)
         await self._do(self.readers.close_idle)
@@ -160,8 +160,14 @@ class AnnouncedVersions:
             some = versions[first : first + ANNOUNCED_AT_ONCE]
             made = await self._do(partial(_at_once, described, some))
             for version, shards in zip(some, made, strict=True):
-                copies = self._copies.setdefault(version.key, [])
-                copies += [await self._worker.archived.add(shard) for shard in shards]
+                copies = self._copies.setdefault(version.key, {})
+                for its in shards:
+                    if its.shard not in copies:  # else that copy is there still
+                        copies[its.shard] = await self._worker.archived.add(its)
+
+    def has(self, version: Version) -> bool:
+        """Whether all copies of that version were announced, and none was lost."""
+        return len(self._copies.get(version.key, ())) == len(version.shards)
 
     def _load(
         self,
@@ -182,9 +188,9 @@ class AnnouncedVersions:
     def copies_of(self, key: Key) -> list[CopyOfShard]:
         """The archived copies of a version; empty: one of them is missing."""
         handles = self._worker.router.handles
-        members = [
-            (each, handles[each].member) for each in self._copies.get(key, ()) if each in handles
-        ]
+        copies = self._copies.get(key, {})
+        registrations = [copies[shard] for shard in sorted(copies)]
+        members = [(each, handles[each].member) for each in registrations if each in handles]
         found = [
             copy_of(registration, member.content)
             for registration, member in members
@@ -193,10 +199,10 @@ class AnnouncedVersions:
         return found if len(found) == len(self.catalogue.versions[key].shards) else []
 
     def _copy_lost(self, registration: str, reason: str) -> None:
-        for key, registrations in self._copies.items():
-            if registration in registrations:
+        for key, copies in self._copies.items():
+            for shard in [shard for shard, each in copies.items() if each == registration]:
                 log.info("archived_copy_lost", version=key.number, reason=reason)
-                registrations.remove(registration)
+                del copies[shard]
                 self.lost.add(key)
                 self._on_lost()
 
@@ -225,7 +231,6 @@ class AnnouncedVersions:
         stay = [each for each in versions if each.key not in gone]
         losses.update([(epoch, each.key) for each in stay])
         for each in stay:
-            self._copies.pop(each.key, None)
             if losses[epoch, each.key] == LOSSES_MAX:
                 log.warning("version_not_announced", version=each.key.number)
         await self.announce([each for each in stay if losses[epoch, each.key] < LOSSES_MAX])
@@ -256,22 +261,22 @@ class AnnouncedVersions:
         valid = {each.key for each in self.catalogue.effective} - self.withdrawn
         keep = replace(keep, without=frozenset(versions.keys() - valid))
         self.readers.close_idle()
-        uses, staying = self.readers.uses, set[Key]()
-        decided = await self._do(partial(self._archive.shorten, keep, deltas.apply, uses))
+        staying = set[Key]()
+        shorten = partial(self._archive.shorten, keep, deltas.apply, lambda: self.readers.uses)
+        decided = await self._do(shorten)
         going = {key for key, each in versions.items() if each.path in decided.manifests}
         for key in going | keep.without:
             try:
-                for registration in self._copies.get(key, ())[:]:
+                for shard, registration in [*self._copies.get(key, {}).items()]:
                     await self._worker.archived.remove(registration, timeout_s)
-                    self._copies[key].remove(registration)
+                    self._copies[key].pop(shard, None)
             except RetentionError:
                 staying.add(key)
             else:
                 self._copies.pop(key, None)
         self.readers.close_idle()
         keep = replace(keep, pinned=keep.pinned | staying, without=keep.without - staying)
-        uses |= self.readers.uses
-        await self._do(partial(self._archive.retain, keep, deltas.apply, uses))
+        await self._do(partial(self._archive.retain, keep, deltas.apply, lambda: self.readers.uses))
 
 
 def _at_once(function: Callable[[S], T], given: Sequence[S]) -> list[T]:

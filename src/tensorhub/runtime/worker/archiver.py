@@ -84,7 +84,7 @@ class Archiver(CallersArchiver):
         self._is_ending = threading.Event()
         self._ended = anyio.Event()
         self._error: TensorHubError | None = None
-        self._one = anyio.CapacityLimiter(1)  # calls of the archive come one after another
+        self._calls = threading.Lock()  # calls of the archive come one after another
         # the newest publication, what it encodes, and its parts
         self._known: tuple[bytes, Published, Mapping[str, bytes]] | None = None
         self._archive: Archive
@@ -152,7 +152,9 @@ class Archiver(CallersArchiver):
         except VersionUnavailable:
             return False
         incarnation = writer.owner.rpartition("/")[2]
-        return any(each.incarnation == incarnation for each in model.workers)
+        return any(
+            each.incarnation == incarnation and each.state == "live" for each in model.workers
+        )
 
     def end(self) -> None:
         self._is_ending.set()
@@ -256,6 +258,8 @@ class Archiver(CallersArchiver):
         there = self._archive.catalogue.versions.get(key)
         if there is None or there.content_id != info.content_id:
             await self._archive_it(info, key)
+        elif not self._announced.has(there):  # an earlier try came as far as the bucket
+            await self._announced.announce([there])
         if self.settings.keep is not None:
             await self._announced.retain(self.settings.keep)
 
@@ -273,7 +277,8 @@ class Archiver(CallersArchiver):
         held = CopiedVersion(self._owner, await self._seeded(info), self._is_ending.is_set)
         room = self._worker.options.host_memory_bytes
         if (needed := 2 * sum(each.manifest.region_bytes for each in held.shards)) > room:
-            log.warning("archive_memory_short", host_memory_bytes=room, needed=needed)
+            hint = "readers of archived versions wait for room: give more host memory"
+            log.warning("archive_memory_short", host_memory_bytes=room, needed=needed, hint=hint)
         publication = await self._worker.coordinator.publication(
             info.model, info.version, self._timeout_s
         )
@@ -368,8 +373,15 @@ class Archiver(CallersArchiver):
         return self._worker.options.op_timeout_s
 
     async def _do(self, function: Callable[[], T]) -> T:
-        """Call what blocks; one such call at a time."""
-        return await anyio.to_thread.run_sync(function, limiter=self._one, abandon_on_cancel=True)
+        """Call what blocks, one after another: also after a call that was cancelled, whose thread
+        goes on.
+        """
+
+        def call() -> T:
+            with self._calls:
+                return function()
+
+        return await anyio.to_thread.run_sync(call, abandon_on_cancel=True)
 
     # ----------------------------------------------------------------------------------------------
     # callers

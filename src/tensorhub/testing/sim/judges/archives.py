@@ -80,11 +80,13 @@ class ArchiveJudge:
 
     def _comes_back(self, publication: Publication, *, is_cold: bool) -> None:
         number, content_id = publication.number, publication.content_id
-        text = f"durable mark: {publication} comes back, and"
-        demand(content_id not in self._ended, f"{text} was rolled back")
+        demand(
+            content_id not in self._ended,
+            f"durable mark: {publication} comes back, and was rolled back",
+        )
         demand(
             not is_cold or self.in_effect.get(number) == content_id,
-            f"{text} the bucket shows {self.in_effect}",
+            f"durable mark: {publication} comes back, and the bucket shows {self.in_effect}",
         )
         self._contents.restored(publication)
         info = VersionInfo(
