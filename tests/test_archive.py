@@ -58,6 +58,14 @@ HOSTED = replace(OPTIONS, host_memory_bytes=3 * NBYTES)
 
 
 @pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+BOTH = pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+
+
+@pytest.fixture
 def url(tmp_path: Path) -> str:
     begin_store()
     return f"file://{tmp_path}/archive"
@@ -118,6 +126,7 @@ async def archived(url: str, newest: int) -> None:
             await there.wait_for(at_least=version)
 
 
+@BOTH
 async def test_a_version_outlives_all_workers_that_held_it(url: str) -> None:
     async with (
         nothing_left(),
@@ -156,6 +165,7 @@ async def test_a_reader_with_access_reads_the_bucket_itself(url: str) -> None:
         assert equal({name: each.numpy() for name, each in found.items()}, at(1))
 
 
+@BOTH
 async def test_a_cluster_starts_again_from_the_bucket(url: str) -> None:
     await archived(url, 3)
     async with (
@@ -289,6 +299,7 @@ async def test_a_retained_version_may_be_overwritten_once_it_is_archived(url: st
         assert equal(await fetched(its.trainer, 1), at(1))
 
 
+@BOTH
 async def test_versions_that_were_rolled_back_do_not_come_back(url: str) -> None:
     async with (
         cluster() as its,

@@ -22,7 +22,10 @@ def archive_with(processes: ChildProcesses, address: str, url: str) -> Process:
     return worker
 
 
-@pytest.mark.parametrize("percent", [5, 50, 95])
+@pytest.mark.parametrize(
+    "percent",
+    [pytest.param(5, marks=pytest.mark.slow), 50, pytest.param(95, marks=pytest.mark.slow)],
+)
 def test_a_reader_whose_last_live_source_is_killed_finishes_from_the_archive(
     processes: ChildProcesses, tmp_path: Path, percent: int
 ) -> None:
