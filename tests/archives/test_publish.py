@@ -74,7 +74,7 @@ def test_a_used_number_and_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
         done = run_here(*arguments, coordinator.address, "--version", "3")
         assert (done.returncode, done.stdout) == (1, "")
         assert "error: VersionConflict: 3 is not above 4" in done.stderr
-    monkeypatch.setattr("tensorhub.transport.segments._available_bytes", lambda: 10)
+    monkeypatch.setattr("tensorhub.transport.segments.available_bytes", lambda: 10)
     done = run_here(*arguments, "tcp://127.0.0.1:1")
     assert done.returncode == 1
     assert "StateError: 64 bytes of shared memory cannot be had: 10 are" in done.stderr

@@ -340,6 +340,7 @@ class VersionCatalogue:
         self._paths: set[str] = set()  # of manifests that were read, or found faulty
         self._faults: dict[str, str] = {}
         self._parts: dict[str, bytes] = {}
+        self._values: dict[str, Any] = {}  # that parts encode: versions share most of them
         self.wholes: dict[str, object] = {}  # a `Whole` by its publication's id, of readers
 
     def __repr__(self) -> str:
@@ -480,10 +481,12 @@ class VersionCatalogue:
         return published
 
     def _decoded(self, part_id: str, decode_: Any) -> Any:
-        try:
-            return decode_(self.part(part_id))
-        except ProtocolError as error:
-            raise IntegrityError(f"{self.name(f'parts/{part_id}')}: {error}") from None
+        if part_id not in self._values:
+            try:
+                self._values[part_id] = decode_(self.part(part_id))
+            except ProtocolError as error:
+                raise IntegrityError(f"{self.name(f'parts/{part_id}')}: {error}") from None
+        return self._values[part_id]
 
     def tables(self, version: Version) -> list[tuple[bytes, bytes]]:
         """Of each shard: its digests, and the lengths of its frames (none for an anchor)."""

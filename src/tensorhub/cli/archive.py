@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -16,6 +14,7 @@ import typer
 import tensorhub
 from tensorhub.archives.store import checked_url
 from tensorhub.cli import common
+from tensorhub.transport.segments import available_bytes
 from tensorhub.types import Location, Options, check_name
 
 
@@ -58,9 +57,7 @@ def archive(
             "free.",
         ),
     ] = None,
-    site: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The site whose workers read from it.")
-    ] = None,
+    site: common.SiteOption = None,
     address: common.AddressOption = None,
     token_file: common.TokenFileOption = None,
     as_json: common.JsonOption = False,
@@ -78,7 +75,7 @@ def archive(
     with common.checking():
         check_name("model", model)
         checked_url(url)
-        here = Location() if site is None else replace(Location(), site=check_name("site", site))
+        here = common.location(site)
     archiving = Archiving(
         model,
         url,
@@ -87,7 +84,7 @@ def archive(
         keep_every,
         serve,
         take_over,
-        host_memory if host_memory is not None else free_memory() // 2,
+        host_memory if host_memory is not None else available_bytes() // 2,
         here,
         common.connecting(address, token_file),
         as_json,
@@ -95,15 +92,6 @@ def archive(
     )
     logs = logging.ERROR if quiet else logging.WARNING
     common.run(archiving.run, logs=logs, sigterm_is_ordinary=lambda: archiving.has_begun)
-
-
-def free_memory() -> int:
-    """Bytes that this machine could give to a process now."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvail"))
-    except (OSError, StopIteration, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass

@@ -20,6 +20,7 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from tensorhub.api.hub import Hub
     from tensorhub.api.opening import Opening
+    from tensorhub.types import Location
 
 FAILED = 1
 USAGE = 2
@@ -77,6 +79,9 @@ TokenFileOption = Annotated[
         help="A file with the cluster's token, instead of TENSORHUB_TOKEN in the environment; read "
         "again when it changes.",
     ),
+]
+SiteOption = Annotated[
+    str | None, typer.Option("--site", metavar="NAME", help="The site whose workers read from it.")
 ]
 NamesOption = Annotated[
     list[str] | None,
@@ -171,6 +176,13 @@ def size(given: str) -> int:
         if 0 < nbytes < 2**63:
             return nbytes
     raise typer.BadParameter(f"{str(given)[:40]!r}: give bytes, as 100MB, 1.5GiB or 1000000")
+
+
+def location(site: str | None) -> Location:
+    """Here, in that site. InvalidValue: it is no name."""
+    from tensorhub.types import Location, check_name
+
+    return Location() if site is None else replace(Location(), site=check_name("site", site))
 
 
 def check_address(address: str | None) -> str:

@@ -8,7 +8,7 @@ import contextlib
 import json
 import logging
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import anyio
@@ -39,9 +39,7 @@ def seed(
             "--rank", metavar="N", help="Which shard to hold; may be repeated. Default: all."
         ),
     ] = None,
-    site: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The site whose workers read from it.")
-    ] = None,
+    site: common.SiteOption = None,
     address: common.AddressOption = None,
     token_file: common.TokenFileOption = None,
     as_json: common.JsonOption = False,
@@ -59,7 +57,7 @@ def seed(
     """
     with common.checking():
         check_name("model", model)
-        here = Location() if site is None else replace(Location(), site=check_name("site", site))
+        here = common.location(site)
     seeder = Seeder(
         model,
         _ranks(rank),

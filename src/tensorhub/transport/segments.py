@@ -48,7 +48,7 @@ class Segment:
     def __init__(self, nbytes: int) -> None:
         """`nbytes`: 1 or more."""
         # else the kernel would make room, by ending processes
-        if nbytes > (available := _available_bytes()):
+        if nbytes > (available := available_bytes()):
             raise StateError(
                 f"{nbytes} bytes of shared memory cannot be had: "
                 f"{available} are available; free some"
@@ -94,7 +94,7 @@ def fault_here() -> str | None:
     return None
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """What the system can give without swapping, by its own estimate."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     return int(found[1]) * 1024 if found else sys.maxsize

@@ -9,7 +9,8 @@ from unittest.mock import patch
 import pytest
 
 from tensorhub.archives.catalogue import Key
-from tensorhub.runtime.worker.announced_versions import AnnouncedVersions
+from tensorhub.runtime.worker import announced_versions
+from tensorhub.runtime.worker.announced_versions import AnnouncedVersions, newest_of
 
 
 @pytest.mark.parametrize("is_rolled_back", [False, True])
@@ -46,3 +47,16 @@ async def test_only_what_a_rollback_has_ended_is_removed(is_rolled_back: bool) -
         await announced.announce_lost()
     assert done == (["removed"] if is_rolled_back else ["announced"])
     assert announced.withdrawn == ({version.key} if is_rolled_back else set())
+
+
+def test_the_newest_versions_are_announced_as_far_as_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shard = SimpleNamespace(chunks=3)
+    versions = [SimpleNamespace(key=Key(0, number), shards=[shard, shard]) for number in range(9)]
+    catalogue: Any = SimpleNamespace(effective=versions)
+    assert newest_of(catalogue) == versions
+    monkeypatch.setattr(announced_versions, "COPIES_MAX", 5)
+    assert newest_of(catalogue) == versions[7:]
+    monkeypatch.setattr(announced_versions, "COPIED_CHUNKS_MAX", 6)
+    assert newest_of(catalogue) == versions[8:]

@@ -29,6 +29,7 @@ from tensorhub.runtime.worker.archived_copies import ArchivedShard
 from tensorhub.runtime.worker.copied_versions import CopyOfShard, copy_of
 from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.transport.archive import ArchivedPlace
+from tensorhub.types import RegistrationId
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -84,6 +85,18 @@ async def restore(
     )
 
 
+def newest_of(catalogue: VersionCatalogue) -> list[Version]:
+    """The newest effective versions, ascending, as many as a coordinator is told of."""
+    versions, copies, chunks = catalogue.effective, 0, 0
+    for place, version in reversed([*enumerate(versions)]):
+        copies += len(version.shards)
+        chunks += sum(each.chunks for each in version.shards)
+        if copies > COPIES_MAX or chunks > COPIED_CHUNKS_MAX:
+            log.warning("versions_not_announced", up_to=version.key.number)
+            return versions[place + 1 :]
+    return versions
+
+
 class AnnouncedVersions:
     """Of one archive. `on_lost`: the coordinator has given up a copy of that version."""
 
@@ -114,17 +127,9 @@ class AnnouncedVersions:
         await self._do(self.readers.close_idle)
 
     async def announce_all(self) -> None:
-        versions = self.catalogue.effective
+        versions = newest_of(self.catalogue)
         await self._restore(versions)
-        chosen, copies, chunks = list[Version](), 0, 0
-        for version in reversed(versions):  # the newest ones, as far as there is room
-            copies += len(version.shards)
-            chunks += sum(each.chunks for each in version.shards)
-            if copies > COPIES_MAX or chunks > COPIED_CHUNKS_MAX:
-                log.warning("versions_not_announced", older_than=version.key.number + 1)
-                break
-            chosen.append(version)
-        await self.announce(chosen)
+        await self.announce(versions)
 
     async def _restore(self, versions: Sequence[Version]) -> None:
         await restore(self._worker, self._worker.router.cluster, self.catalogue, versions, self._do)
@@ -186,16 +191,13 @@ class AnnouncedVersions:
             reader.read(shard, chunks, targets)
 
     def copies_of(self, key: Key) -> list[CopyOfShard]:
-        """The archived copies of a version; empty: one of them is missing."""
-        handles = self._worker.router.handles
-        copies = self._copies.get(key, {})
-        registrations = [copies[shard] for shard in sorted(copies)]
-        members = [(each, handles[each].member) for each in registrations if each in handles]
-        found = [
-            copy_of(registration, member.content)
-            for registration, member in members
-            if member.content is not None
-        ]
+        """The archived copies of a version; empty: one of them is missing. For any thread."""
+        found = list[CopyOfShard]()
+        for _, registration in sorted(self._copies.get(key, {}).items()):
+            handle = self._worker.router.handles.get(RegistrationId(registration))
+            content = None if handle is None else handle.member.content  # the loop may end it
+            if content is not None:
+                found.append(copy_of(registration, content))
         return found if len(found) == len(self.catalogue.versions[key].shards) else []
 
     def _copy_lost(self, registration: str, reason: str) -> None:

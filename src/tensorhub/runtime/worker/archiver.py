@@ -51,7 +51,7 @@ from tensorhub.logs import get_logger
 from tensorhub.model.manifest import Manifest
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.ending import CLOSE_S
-from tensorhub.runtime.worker.announced_versions import AnnouncedVersions, restore
+from tensorhub.runtime.worker.announced_versions import AnnouncedVersions, newest_of, restore
 from tensorhub.runtime.worker.copied_versions import CopiedVersion, CopyOfShard, copy_of, frames
 from tensorhub.runtime.worker.ports import ArchiveSettings, CallersArchiver
 from tensorhub.runtime.worker.registering import CallersWorker
@@ -83,7 +83,7 @@ class Archiver(CallersArchiver):
         self._scope = anyio.CancelScope()
         self._is_ending = threading.Event()
         self._ended = anyio.Event()
-        self._error: TensorHubError | None = None
+        self._error: Exception | None = None
         self._calls = threading.Lock()  # calls of the archive come one after another
         # the newest publication, what it encodes, and its parts
         self._known: tuple[bytes, Published, Mapping[str, bytes]] | None = None
@@ -128,7 +128,7 @@ class Archiver(CallersArchiver):
         if former is not None and former.cluster != worker.router.cluster and settings.restores:
             await self._do(catalogue.load)
             restored = former.cluster
-            await restore(worker, restored, catalogue, catalogue.effective, self._do)
+            await restore(worker, restored, catalogue, newest_of(catalogue), self._do)
         elif former is not None and former.cluster == worker.router.cluster:
             takes_over = takes_over or not await self._is_connected(former)
         claim = partial(
@@ -174,6 +174,9 @@ class Archiver(CallersArchiver):
         except TensorHubError as error:
             self._error = error
             log.error("archiver_ended", model=self.settings.model, reason=str(error))
+        except Exception as error:  # a defect here ends no worker
+            self._error = error
+            log.exception("archiver_ended", model=self.settings.model)
         finally:
             with anyio.CancelScope(shield=True):
                 self._worker.version_watches.unlisten(
@@ -339,19 +342,20 @@ class Archiver(CallersArchiver):
         """In a thread."""
         catalogue, manifests = self._archive.catalogue, content.manifests
         base = None if deltas.fault_here() else base_for(catalogue, content.key)
-        if base in self._announced.withdrawn:
-            base = None
-        there = None if base is None else catalogue.versions[base]
+        if base is not None and base not in self._announced.withdrawn:
+            there = catalogue.versions[base]
+        else:
+            there = None
         named = [each.manifest_id for each in manifests]
-        if base is None or there is None or [each.manifest for each in there.shards] != named:
+        if there is None or [each.manifest for each in there.shards] != named:
             return self._archive.add_anchor(content, Views(held, len(manifests)))
-        copied = CopiedVersion(self._owner, self._announced.copies_of(base), self._is_ending.is_set)
-        before, tables = _Base(base, copied, self._announced.readers), catalogue.tables(there)
+        key, tables = there.key, catalogue.tables(there)
+        before = _Base(key, self._copied(key), self._announced.readers)
         made = [
             frames(shard, held, digests, before, tables[shard][0])
             for shard, digests in enumerate(content.digests)
         ]
-        return self._archive.add_delta(content, base, made)
+        return self._archive.add_delta(content, key, made)
 
     def _warm(self, key: Key) -> None:
         """Load the copies of the version that the next one is compared with: the host copies may
