@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import time
@@ -106,6 +107,12 @@ class History:
             before = after
         assert found is not None
         return found
+
+    @classmethod
+    def random(cls, mebibytes: int) -> History:
+        """One version of random words."""
+        shapes = [(f"layers.{number}.weight", [1024, 512]) for number in range(mebibytes)]
+        return cls(shapes, os.urandom(mebibytes * 2**20), [], [])
 
     def save(self, file: Path) -> None:
         file.write_bytes(msgpack.packb([self.shapes, self.first, self.frames, self.changed]))
@@ -272,7 +279,7 @@ def row_of(
     return {
         "lr": learning_rate,
         "versions": steps,
-        "changed %": spread(history.changed),
+        "changed %": spread(history.changed) if history.changed else None,
         "anchors": len(archive.anchors),
         "of full copies": round(archive.nbytes / (steps * nbytes), 4),
         "version of full": spread(slower),
@@ -296,6 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--contexts", type=int, default=CONTEXTS, help="of a step")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--history", type=Path, help="a directory that keeps what was trained")
+    parser.add_argument("--random", type=int, metavar="MIB", help="read one version of random words")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts and rows")
     options = parser.parse_args(arguments)
     if min(options.steps, options.contexts, options.rounds) < 1:
@@ -315,8 +323,12 @@ def main(arguments: list[str] | None = None) -> int:
         except CannotStart as error:
             print(f"skipped: {error}")
             return 0
-        for learning_rate in options.lr:
-            history = _history(learning_rate, options.contexts, options.steps, options.history)
+        for learning_rate in options.lr[: 1 if options.random else None]:
+            history = (
+                History.random(options.random)
+                if options.random
+                else _history(learning_rate, options.contexts, options.steps, options.history)
+            )
             store = Store(f"{server.url}/{learning_rate}", options=server.options)
             archive = archived(history, store)
             figures = reads(archive, history, options.rounds)
