@@ -1,0 +1,162 @@
+"""What observers receive: events, and where the seconds of an update went.
+
+Values only. `coordinator.observing` makes them; `Hub.events`, `Hub.explain` and the HTTP endpoints
+hand them out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+from tensorhub.types import U64, Id, Length, Name, OpKey, Seconds, Text
+
+LINKS_MAX = 64  # of one rank's timings
+PHASES_MAX = 16
+PARTS_MAX = 64  # of one explanation
+
+EVENT_KINDS: Final = {
+    "published": "a version became visible",
+    "unpublished": "a version has no complete copy any more",
+    "updated": "a group has committed a version",
+    "failed": "a call of a group has failed",
+    "joined": "a worker has joined",
+    "left": "a worker has left",
+    "suspect": "a worker is silent",
+    "lost": "a worker is taken for dead",
+    "source_failed": "a reader has given up a source",
+    "corrupt": "bytes had another digest than the publisher's",
+    "rolled_back": "a new lineage has begun",
+    "retained": "retention or a pin has changed",
+    "behind": "the coordinator is late",
+    "serving": "the coordinator has its state",
+}
+
+PART_NAMES: Final = {
+    "ranks": "waiting for the group's last rank to call",
+    "version": "waiting for a version",
+    "source": "waiting for a worker to read from",
+    "before_write": "the caller's before_write ran",
+    "fence": "ending the reads of the old version",
+    "upstream": "waiting for chunks that the source itself did not have yet",
+    "source busy": "the source served other readers, or was short of CPU or GIL",
+    "source disk": "the source waited for its disk",
+    "link": "bytes on their way: the network between source and reader",
+    "loss": "bytes on their way, with many segments sent again",
+    "reader": "the source waited for the reader to take bytes",
+    "cpu": "the reader waited for a core, or used it",
+    "gil": "the reader waited for its interpreter's lock",
+    "digest": "digests of bytes that had arrived",
+    "codec": "applying deltas",
+    "copy": "copies within the reader",
+    "digests": "waiting for the publisher's digests",
+    "others": "waiting for another rank of the group",
+    "store": "the coordinator's store",
+    "coordinator": "the coordinator was late",
+    "control": "messages between worker and coordinator",
+    "other": "not attributed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterEvent:
+    """One thing that happened. `number` counts one coordinator's events from 1 on.
+
+    `at`: seconds since 1970, by the coordinator's clock. `kind`: see `EVENT_KINDS`. `worker`: a
+    worker's or a group's name. `text`: one sentence.
+    """
+
+    number: U64
+    at: Seconds
+    kind: Name
+    model: str = ""
+    version: int | None = None
+    worker: str = ""
+    text: Text = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTiming:
+    """What one source's lane cost its reader, in seconds summed over the lane's threads.
+
+    `link_s`: blocked in the kernel for bytes. `empty_s`: the source had nothing to give yet.
+    `cpu_s`: used outside digests and codec. `delay_s`: runnable without a core. `gil_s`: estimated
+    waits for the interpreter's lock.
+    """
+
+    lease: Id
+    source: Name
+    transport: str
+    kind: str  # `SourceReport.kind`
+    nbytes: U64
+    seconds: Seconds  # wall, while it was a source
+    link_s: Seconds = 0.0
+    empty_s: Seconds = 0.0
+    cpu_s: Seconds = 0.0
+    delay_s: Seconds = 0.0
+    gil_s: Seconds = 0.0
+    digest_s: Seconds = 0.0
+    codec_s: Seconds = 0.0
+    site: str = ""  # of the source; "" if it is the reader's
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTiming:
+    """What serving one reader cost its source, in seconds.
+
+    `blocked_s`: the reader's socket took nothing more, of which `window_s` since the reader did not
+    take its bytes (the kernel's receive window). `resent`: TCP segments sent again, of `segments`.
+    `readers`: served beside this one, on average.
+    """
+
+    lease: Id
+    nbytes: U64
+    seconds: Seconds
+    blocked_s: Seconds = 0.0
+    window_s: Seconds = 0.0
+    cpu_s: Seconds = 0.0
+    delay_s: Seconds = 0.0
+    gil_s: Seconds = 0.0
+    disk_s: Seconds = 0.0
+    resent: U64 = 0
+    segments: U64 = 0
+    readers: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a critical path, in its order in time. `name`: see `PART_NAMES`.
+
+    `worker`: on which it was spent. `peer`: the source, or what `worker` waited for. `text`: figures,
+    such as "210 of 500 Mbit/s".
+    """
+
+    name: Name
+    seconds: Seconds
+    worker: str = ""
+    peer: str = ""
+    text: Text = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where the seconds of one update of one group went, over all machines.
+
+    `parts` add up to `seconds`, the wall time of the rank that took longest. `sentence` names the
+    longest part. `unsure_s`: how far the division between parts on different machines may be off
+    (the messages' own time). `ended_at`: seconds since 1970, by the coordinator's clock.
+    """
+
+    model: str
+    version: U64
+    group: Name
+    call: Name  # "update", "replicate", "prefetch" or "fetch"
+    key: OpKey
+    ended_at: Seconds
+    seconds: Seconds
+    sentence: Text
+    parts: Annotated[tuple[Part, ...], Length(PARTS_MAX)]
+    links: Annotated[tuple[LinkTiming, ...], Length(LINKS_MAX)] = ()
+    unsure_s: Seconds = 0.0
+    nbytes: U64 = 0  # of the version
+    help: Annotated[tuple[Text, ...], Length(8)] = ()  # what would help, and by how much
