@@ -127,8 +127,8 @@ class ServedTiming:
 class Part:
     """One part of a critical path, in its order in time. `name`: see `PART_NAMES`.
 
-    `worker`: on which it was spent. `peer`: the source, or what `worker` waited for. `text`: figures,
-    such as "210 of 500 Mbit/s".
+    `worker`: on which it was spent. `peer`: the source, or what `worker` waited for. `text`:
+    figures, such as "210 of 500 Mbit/s".
     """
 
     name: Name
