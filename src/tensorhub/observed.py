@@ -160,3 +160,26 @@ class Explanation:
     unsure_s: Seconds = 0.0
     nbytes: U64 = 0  # of the version
     help: Annotated[tuple[Text, ...], Length(8)] = ()  # what would help, and by how much
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRow:
+    """One finished update of one group in short, for lists and timelines; `key` has the model and
+    the group.
+
+    `outcome`: "committed", or the name of the error. `worker`: the rank that took longest, whose
+    `phases` these are, in their order in time (`FetchReport.phases`); empty until it has told them.
+    `longest`: the name of the longest part, and `sentence` what the explanation says.
+    """
+
+    key: OpKey
+    version: U64
+    call: Name  # "update", "replicate", "prefetch" or "fetch"
+    outcome: Name
+    ended_at: Seconds  # since 1970, by the coordinator's clock
+    seconds: Seconds
+    worker: str = ""
+    phases: Annotated[tuple[tuple[Name, Seconds], ...], Length(PHASES_MAX)] = ()
+    bytes_read: U64 = 0  # of all ranks
+    longest: Name = ""
+    sentence: Text = ""
