@@ -303,7 +303,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--contexts", type=int, default=CONTEXTS, help="of a step")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--history", type=Path, help="a directory that keeps what was trained")
-    parser.add_argument("--random", type=int, metavar="MIB", help="read one version of random words")
+    parser.add_argument(
+        "--random", type=int, metavar="MIB", help="read one version of random words"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts and rows")
     options = parser.parse_args(arguments)
     if min(options.steps, options.contexts, options.rounds) < 1:

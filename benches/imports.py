@@ -1,16 +1,18 @@
 """How long a process takes until TensorHub is imported, and until `tensorhub --help` is printed.
 
 Each program is an interpreter of its own, timed from its start to its end. The programs take turns,
-and an empty program is the yardstick beside them. See README.md.
+and an empty program is the yardstick beside them. On a busy machine read the CPU's milliseconds.
 """
 
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from benches.comparison.facts import facts
@@ -26,70 +28,84 @@ PROGRAMS = {
     "import tensorhub.sync": ("-c", "import tensorhub.sync"),
 }
 AIM_MS = {"import tensorhub": 150, "tensorhub --help": 250}  # over the empty program
+VERDICTS = {True: "reached", False: "MISSED"}
 TIMEOUT_S = 120.0
-Figures = dict[str, list[float]]  # seconds of each round, by program
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One process, in ms: from its start to its end, and what of the CPU it used."""
+
+    ms: float
+    cpu_ms: float
+
+
+Figures = dict[str, list[Run]]  # of each round, by program
 
 
 def measure(rounds: int) -> Figures:
-    """Seconds from the start of each program to its end; the round that writes the bytecode does
-    not count.
-    """
+    """The programs in turn; the round that writes the bytecode does not count."""
     figures: Figures = {name: [] for name in PROGRAMS}
     with tempfile.TemporaryDirectory() as bytecode:
         environment = os.environ | {"PYTHONPYCACHEPREFIX": bytecode}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         for round_ in range(rounds + 1):
             for name, arguments in PROGRAMS.items():
-                command = [sys.executable, *arguments]
-                started = time.perf_counter()
-                subprocess.run(
-                    command,
-                    check=True,
-                    env=environment,
-                    stdout=subprocess.DEVNULL,
-                    timeout=TIMEOUT_S,
-                )
+                run = _run([sys.executable, *arguments], environment)
                 if round_:
-                    figures[name].append(time.perf_counter() - started)
+                    figures[name].append(run)
     return figures
 
 
+def _run(command: list[str], environment: dict[str, str]) -> Run:
+    before, started = _children_cpu_s(), time.perf_counter()
+    subprocess.run(
+        command, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S
+    )
+    ended = time.perf_counter()
+    return Run(1000 * (ended - started), 1000 * (_children_cpu_s() - before))
+
+
+def _children_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def table(figures: Figures) -> list[dict[str, object]]:
-    """One row for each program: milliseconds, milliseconds over the empty program of the same
-    round, and their ratio.
+    """One row for each program: milliseconds; milliseconds, and those of the CPU, over the empty
+    program of the same round; their ratio; and whether the median reached the aim.
     """
     rows: list[dict[str, object]] = []
-    for name, seconds in figures.items():
-        pairs = list(zip(seconds, figures[EMPTY], strict=True))
-        over = spread([1000 * (mine - empty) for mine, empty in pairs])
-        row = {
-            "program": name,
-            "ms": spread([1000 * second for second in seconds]),
-            "ms over the empty one": over,
-        }
+    for name, runs in figures.items():
+        pairs = list(zip(runs, figures[EMPTY], strict=True))
+        over = spread([mine.ms - empty.ms for mine, empty in pairs])
+        aim = AIM_MS.get(name)
         rows.append(
-            row
-            | {
-                "of the empty one": spread([mine / empty for mine, empty in pairs]),
-                "aim": AIM_MS.get(name),
+            {
+                "program": name,
+                "ms": spread([run.ms for run in runs]),
+                "ms over the empty one": over,
+                "CPU ms over it": spread([mine.cpu_ms - empty.cpu_ms for mine, empty in pairs]),
+                "of the empty one": spread([mine.ms / empty.ms for mine, empty in pairs]),
+                "aim": aim,
+                "reached": None if aim is None else over[0] < aim,
             }
         )
     return rows
 
 
 def show(rows: list[dict[str, object]]) -> None:
-    print(
-        f"\n{'program':<24}{'ms':>24}{'ms over the empty one':>26}{'of the empty one':>24}{'aim':>8}"
-    )
+    titles = [title for title, value in rows[0].items() if isinstance(value, list)]
+    print(f"\n{'program':<24}" + "".join(f"{title:>26}" for title in titles) + "  aim")
     for row in rows:
         cells = [
             "{:,.1f} [{:,.1f}-{:,.1f}]".format(*value)
             for value in row.values()
             if isinstance(value, list)
         ]
-        print(
-            f"{row['program']:<24}{cells[0]:>24}{cells[1]:>26}{cells[2]:>24}{row['aim'] or '':>8}"
-        )
+        aim = "" if row["aim"] is None else f"{row['aim']}: {VERDICTS[bool(row['reached'])]}"
+        line = f"{row['program']:<24}" + "".join(f"{cell:>26}" for cell in cells) + f"  {aim}"
+        print(line.rstrip())
     print(
         "\nMedian [least-largest] of the rounds. An aim is of the "
         "milliseconds over the empty program."

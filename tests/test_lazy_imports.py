@@ -66,6 +66,23 @@ def test_importing_tensorhub_imports_nothing() -> None:
     assert _python(program).split() == ["tensorhub"]
 
 
+def test_the_help_imports_none_of_the_commands_and_nothing_slow() -> None:
+    program = (
+        "import sys; from tensorhub.cli.app import app; app(['--help'], standalone_mode=False); "
+        "print(*sys.modules)"
+    )
+    imported = set(_python(program).splitlines()[-1].split())
+    mine = {name for name in imported if name.partition(".")[0] == "tensorhub"}
+    assert mine == {
+        "tensorhub",
+        "tensorhub.cli",
+        "tensorhub.cli.app",
+        "tensorhub.cli.common",
+        "tensorhub.errors",
+    }
+    assert not imported & {"anyio", "asyncio", "hashlib", "rich", "sqlite3", "ssl", "textual"}
+
+
 @pytest.mark.parametrize(
     ("program", "brings"),
     [
