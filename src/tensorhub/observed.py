@@ -9,11 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Final
 
-from tensorhub.types import U64, Id, Length, Name, OpKey, Seconds, Text
+from tensorhub.types import U64, Id, Length, Name, OpKey, Range, Seconds, Text
+
+UnixTime = Annotated[float, Range(0, 10**11)]  # seconds since 1970, by the coordinator's clock
 
 LINKS_MAX = 64  # of one rank's timings
 PHASES_MAX = 16
 PARTS_MAX = 64  # of one explanation
+EVENTS_PAGE_MAX = 256  # of one answer
+UPDATES_PAGE_MAX = 64  # of one answer
+
+Phases = Annotated[tuple[tuple[Name, Seconds], ...], Length(PHASES_MAX)]
+"""Wall seconds by the names of `FetchReport.phases`."""
 
 EVENT_KINDS: Final = {
     "published": "a version became visible",
@@ -62,16 +69,15 @@ PART_NAMES: Final = {
 class ClusterEvent:
     """One thing that happened. `number` counts one coordinator's events from 1 on.
 
-    `at`: seconds since 1970, by the coordinator's clock. `kind`: see `EVENT_KINDS`. `worker`: a
-    worker's or a group's name. `text`: one sentence.
+    `kind`: see `EVENT_KINDS`. `worker`: a worker's or a group's name. `text`: one sentence.
     """
 
     number: U64
-    at: Seconds
+    at: UnixTime
     kind: Name
-    model: str = ""
-    version: int | None = None
-    worker: str = ""
+    model: Name = ""
+    version: U64 | None = None
+    worker: Name = ""
     text: Text = ""
 
 
@@ -86,8 +92,8 @@ class LinkTiming:
 
     lease: Id
     source: Name
-    transport: str
-    kind: str  # `SourceReport.kind`
+    transport: Name
+    kind: Name  # `SourceReport.kind`
     nbytes: U64
     seconds: Seconds  # wall, while it was a source
     link_s: Seconds = 0.0
@@ -97,7 +103,7 @@ class LinkTiming:
     gil_s: Seconds = 0.0
     digest_s: Seconds = 0.0
     codec_s: Seconds = 0.0
-    site: str = ""  # of the source; "" if it is the reader's
+    site: Name = ""  # of the source; "" if it is the reader's
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +139,8 @@ class Part:
 
     name: Name
     seconds: Seconds
-    worker: str = ""
-    peer: str = ""
+    worker: Name = ""
+    peer: Name = ""
     text: Text = ""
 
 
@@ -144,15 +150,15 @@ class Explanation:
 
     `parts` add up to `seconds`, the wall time of the rank that took longest. `sentence` names the
     longest part. `unsure_s`: how far the division between parts on different machines may be off
-    (the messages' own time). `ended_at`: seconds since 1970, by the coordinator's clock.
+    (the messages' own time).
     """
 
-    model: str
+    model: Name
     version: U64
     group: Name
     call: Name  # "update", "replicate", "prefetch" or "fetch"
     key: OpKey
-    ended_at: Seconds
+    ended_at: UnixTime
     seconds: Seconds
     sentence: Text
     parts: Annotated[tuple[Part, ...], Length(PARTS_MAX)]
@@ -164,22 +170,23 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRow:
-    """One finished update of one group in short, for lists and timelines; `key` has the model and
+    """One recent update of one group in short, for lists and timelines; `key` has the model and
     the group.
 
-    `outcome`: "committed", or the name of the error. `worker`: the rank that took longest, whose
-    `phases` these are, in their order in time (`FetchReport.phases`); empty until it has told them.
-    `longest`: the name of the longest part, and `sentence` what the explanation says.
+    `version`: None if it was not bound. `outcome`: "committed", the name of the error, or
+    "running", with what it took up to now. `worker`: the rank that took longest, whose `phases`
+    these are, in their order in time; empty until it has told them. `longest`: the name of the
+    longest part, and `sentence` what the explanation says.
     """
 
     key: OpKey
-    version: U64
+    version: U64 | None
     call: Name  # "update", "replicate", "prefetch" or "fetch"
     outcome: Name
-    ended_at: Seconds  # since 1970, by the coordinator's clock
+    ended_at: UnixTime
     seconds: Seconds
-    worker: str = ""
-    phases: Annotated[tuple[tuple[Name, Seconds], ...], Length(PHASES_MAX)] = ()
+    worker: Name = ""
+    phases: Phases = ()
     bytes_read: U64 = 0  # of all ranks
     longest: Name = ""
     sentence: Text = ""

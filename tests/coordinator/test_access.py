@@ -29,13 +29,17 @@ from tensorhub.messages import (
     Digests,
     Done,
     ErrorInfo,
+    Events,
+    Explain,
     Fenced,
     Fill,
     Flow,
     FromCoordinator,
     FromWorker,
+    GetEvents,
     GetManifest,
     GetPublication,
+    GetUpdates,
     Heartbeat,
     Held,
     Join,
@@ -58,6 +62,7 @@ from tensorhub.messages import (
     Rollback,
     Start,
     Unpin,
+    Updates,
     Watch,
     Welcome,
 )
@@ -171,6 +176,9 @@ def test_it_fetches_and_looks() -> None:
         reader.say(GetManifest(8, "actor", news.newest.content_id, 0))[0], ManifestReply
     )
     assert isinstance(reader.say(GetPublication(8, "actor", "latest"))[0], PublicationReply)
+    assert isinstance(reader.say(GetEvents(9, 0))[0], Events)
+    assert isinstance(reader.say(GetUpdates(9))[0], Updates)
+    assert isinstance(reader.say(Explain(9, "no such model"))[0], Refused)
     start = reader.fetch()
     assert start.write
     assert [grant.source for grant in start.grants] == ["trainer"]

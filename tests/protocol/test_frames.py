@@ -220,7 +220,7 @@ def test_a_frame_that_is_too_large_to_send_takes_no_number() -> None:
 
 
 def test_the_preface_is_what_it_was() -> None:
-    assert PREFACE == b"TENSRHUB\x00\x11"
+    assert PREFACE == b"TENSRHUB\x00\x12"
     for size in range(len(PREFACE) + 1):
         check_preface(PREFACE[:size])
     check_preface(PREFACE + b"more")

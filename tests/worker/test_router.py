@@ -21,6 +21,7 @@ from tensorhub.messages import (
     DropCopy,
     EpochChanged,
     ErrorInfo,
+    Events,
     FromCoordinator,
     HeartbeatAck,
     LeaveGranted,
@@ -33,6 +34,7 @@ from tensorhub.messages import (
     Revoked,
     SetRetained,
     TellDigests,
+    Updates,
     Welcome,
 )
 from tensorhub.types import OpKey, VersionInfo
@@ -94,7 +96,12 @@ def test_an_answer_goes_to_who_asked_and_only_once(number: int) -> None:
 
 def test_what_no_handle_has_asked_is_the_workers_own() -> None:
     router, own = two_ranks(), 77
-    for answer in (*answers_of_handles(own), Description(own, ())):
+    for answer in (
+        *answers_of_handles(own),
+        Description(own, ()),
+        Events(own, (), 0, 1),
+        Updates(own, ()),
+    ):
         # only handles ask for these
         known = [] if isinstance(answer, Registered | LeaveGranted) else [Answered(answer)]
         assert router.route(answer) == known

@@ -209,12 +209,16 @@ def admitted(
             pass
         case messages.GetPart() | messages.GetPublication() | messages.Check():
             pass
+        case messages.GetEvents() | messages.Explain() | messages.GetUpdates():
+            pass
         case (
             messages.Leave()
             | messages.Deregister()
             | messages.Unpin()
             | messages.ReadyToWrite()
             | messages.Prepared()
+            | messages.Took()
+            | messages.Served()
         ):
             pass  # about registrations and operations of its own, or about nothing; so below
         case (

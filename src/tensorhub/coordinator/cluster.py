@@ -45,6 +45,7 @@ from tensorhub.coordinator.entities import (
     Worker,
 )
 from tensorhub.coordinator.layout_holdings import LayoutHoldings, Manifests
+from tensorhub.coordinator.observing import Observations
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.waiting import starves, waits_in
 from tensorhub.errors import TensorHubError
@@ -116,8 +117,16 @@ class Cluster:
     here.
     """
 
-    def __init__(self, ident: str, epoch: int, options: Options, ids: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        ident: str,
+        epoch: int,
+        options: Options,
+        ids: Callable[[], str],
+        observations: Observations,
+    ) -> None:
         self.id = ident  # names the durable state
+        self.observations = observations  # no decision depends on them
         self.epoch = epoch  # of this coordinator
         self.options = options
         self.new_id = ids
@@ -183,6 +192,17 @@ class Cluster:
     def has_done_much(self) -> bool:
         """Whether this step has to leave further deadlines and losses to the next ones."""
         return len(self.noted) >= limits.NOTED_PER_STEP or self.followed >= limits.FOLLOWED_PER_STEP
+
+    def happened(
+        self,
+        kind: str,
+        model: str = "",
+        version: int | None = None,
+        worker: str = "",
+        text: str = "",
+    ) -> None:
+        """Have people told."""
+        self.observations.happened(self.now, kind, model, version, worker, text)
 
     # -- acting
 

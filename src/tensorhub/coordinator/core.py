@@ -38,6 +38,7 @@ from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.holdings import Holdings, Withdrawals
 from tensorhub.coordinator.membership import Membership
+from tensorhub.coordinator.observing import Observations
 from tensorhub.coordinator.operations import Deadlines, Operations
 from tensorhub.coordinator.publishes import Lineages, Publishes
 from tensorhub.coordinator.readers import Readers
@@ -65,7 +66,8 @@ class Coordinator(Stateful[CoordinatorState]):
 
     `cluster`: the id of its durable state. `epoch`: larger than the epochs of all earlier
     coordinators on that state. `ids`: mints ids that are unique in the cluster. `durable`: the
-    content of the store at the start.
+    content of the store at the start. `wall_offset_s`: what makes `now` seconds since 1970, for
+    people.
     """
 
     machine = "coordinator"
@@ -80,9 +82,10 @@ class Coordinator(Stateful[CoordinatorState]):
         ids: Callable[[], str],
         now: float,
         durable: Durable | None = None,
+        wall_offset_s: float = 0.0,
     ) -> None:
         super().__init__(CoordinatorState.RECOVERING)
-        self.cluster = Cluster(cluster, epoch, options, ids)
+        self.cluster = Cluster(cluster, epoch, options, ids, Observations(wall_offset_s))
         self.cluster.now = self.cluster.listens_since = now
         self._versions = Versions(self.cluster)
         self._retentions = Retentions(self.cluster)
@@ -172,6 +175,11 @@ class Coordinator(Stateful[CoordinatorState]):
             f"models={len(c.models)} "
             f"operations={sum(1 for _ in c.operations())} leases={len(c.leases)}>"
         )
+
+    @property
+    def observations(self) -> Observations:
+        """What observers are told."""
+        return self.cluster.observations
 
     def _recover(self, durable: Durable) -> None:
         cluster = self.cluster
@@ -401,6 +409,12 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._answers.publication(session.number, message)
             case messages.Check():
                 self._answers.check(session.number, message)
+            case messages.GetEvents():
+                self._answers.events(session.number, message)
+            case messages.Explain():
+                self._answers.explain(session.number, message)
+            case messages.GetUpdates():
+                self._answers.updates(session.number, message)
             case _:
                 assert_never(message)
 
@@ -438,6 +452,10 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._corruption_checks.answered(worker, message)
             case messages.Digests():
                 self._testimonies.told(worker, message)
+            case messages.Took():
+                self.observations.took(worker.name, message)
+            case messages.Served():
+                self.observations.served(worker.incarnation, message.timing)
             case _:
                 self._operations.hear(worker, message)
 

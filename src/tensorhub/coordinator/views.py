@@ -39,11 +39,17 @@ from tensorhub.messages import (
     Check,
     Describe,
     Description,
+    Events,
+    Explain,
+    Explained,
+    GetEvents,
     GetManifest,
     GetPart,
     GetPublication,
+    GetUpdates,
     ManifestReply,
     PublicationReply,
+    Updates,
 )
 from tensorhub.types import (
     AVAILABLE,
@@ -139,6 +145,29 @@ class Answers:
         self._cluster.send(
             session, PublicationReply(message.request, version.info, version.layout_id, blob)
         )
+
+    def events(self, session: int, message: GetEvents) -> None:
+        """A page of what has happened since."""
+        page, more = self._cluster.observations.events_after(message.after)
+        following = page[-1].number if page else self._cluster.observations.last_event
+        answer = Events(message.request, page, following, self._cluster.epoch, more)
+        self._cluster.send(session, answer)
+
+    def explain(self, session: int, message: Explain) -> None:
+        """Where the seconds of an update went."""
+        try:
+            found = self._cluster.observations.explanation(
+                self._cluster.now, message.model, message.version, message.group
+            )
+        except VersionUnavailable as error:
+            self._cluster.answer(session, message.request, error)
+        else:
+            self._cluster.send(session, Explained(message.request, found))
+
+    def updates(self, session: int, message: GetUpdates) -> None:
+        """Which updates ran lately."""
+        rows = self._cluster.observations.updates(self._cluster.now, message.model)
+        self._cluster.send(session, Updates(message.request, rows))
 
     def _resolved(self, model: Model, selector: Selector) -> Version:
         """A version that can be described. VersionUnavailable: there is none that the selector

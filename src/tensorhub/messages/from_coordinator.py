@@ -16,6 +16,13 @@ from tensorhub.messages.values import (
     Rank,
     Root,
 )
+from tensorhub.observed import (
+    EVENTS_PAGE_MAX,
+    UPDATES_PAGE_MAX,
+    ClusterEvent,
+    Explanation,
+    UpdateRow,
+)
 from tensorhub.types import U64, Id, Length, ModelInfo, Name, OpKey, Seconds, Text, VersionInfo
 
 NO_REQUEST = 0  # of a Refused that is about the whole session, which ends; requests count from 1
@@ -349,6 +356,37 @@ class Description:
     is_cut: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Answer to GetEvents: the next ones, in their order; the oldest may be forgotten.
+
+    `following`: the `after` of the next question. `epoch`: of the coordinator that counts them; a
+    new one begins with 1 again. `more`: there are more already.
+    """
+
+    request: U64
+    events: Annotated[tuple[ClusterEvent, ...], Length(EVENTS_PAGE_MAX)]
+    following: U64
+    epoch: U64
+    more: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Answer to Explain."""
+
+    request: U64
+    explanation: Explanation
+
+
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """Answer to GetUpdates: the newest first."""
+
+    request: U64
+    rows: Annotated[tuple[UpdateRow, ...], Length(UPDATES_PAGE_MAX)]
+
+
 FromCoordinator = (
     Welcome
     | Dismissed
@@ -374,6 +412,9 @@ FromCoordinator = (
     | PublicationReply
     | Announce
     | Description
+    | Events
+    | Explained
+    | Updates
     | Revoked
     | MakeCopy
     | DropCopy

@@ -32,6 +32,7 @@ from tensorhub.messages.values import (
     Stray,
     WorldSize,
 )
+from tensorhub.observed import LINKS_MAX, LinkTiming, Phases, ServedTiming
 from tensorhub.types import (
     U64,
     Endpoint,
@@ -314,6 +315,27 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Took:
+    """How long this rank's call took, once it has ended, well or not. For display only; no answer.
+
+    `key`: of its last operation. `links`: the lanes that took longest, if there were more.
+    """
+
+    key: OpKey
+    rank: Rank
+    seconds: Seconds
+    phases: Phases = ()
+    links: Annotated[tuple[LinkTiming, ...], Length(LINKS_MAX)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What serving a reader cost this worker, once that has ended. For display only; no answer."""
+
+    timing: ServedTiming
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveRequest:
     """This rank wants its published memory back. It gets no new readers. LeaveGranted answers when
     its present readers are gone.
@@ -442,6 +464,34 @@ class Describe:
 
 
 @dataclass(frozen=True, slots=True)
+class GetEvents:
+    """What has happened since the event with the number `after`? Answered by Events."""
+
+    request: U64
+    after: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Explain:
+    """Where did the seconds go of the newest update to `version` by `group`? Answered by Explained,
+    or Refused (VersionUnavailable). None: of any version, or of the group that took longest.
+    """
+
+    request: U64
+    model: Name
+    version: U64 | None = None
+    group: Name | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GetUpdates:
+    """Which updates ran lately, of one model or of all (None)? Answered by Updates."""
+
+    request: U64
+    model: Name | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Rollback:
     """Begin a new lineage of `model` whose mark is `to`. A retry carries its `ident`. Answered by
     Done or Refused.
@@ -505,7 +555,18 @@ class Restore:
 
 
 FromAnybody = (
-    Join | Heartbeat | Watch | Unwatch | Describe | GetManifest | GetPart | GetPublication | Check
+    Join
+    | Heartbeat
+    | Watch
+    | Unwatch
+    | Describe
+    | GetManifest
+    | GetPart
+    | GetPublication
+    | Check
+    | GetEvents
+    | Explain
+    | GetUpdates
 )
 """What a session may say before a worker has joined over it, too."""
 AboutOperation = (
@@ -523,6 +584,8 @@ AboutOperation = (
 """What a rank says of the operation that it takes part in."""
 FromJoined = (
     AboutOperation
+    | Took
+    | Served
     | Leave
     | Register
     | Deregister

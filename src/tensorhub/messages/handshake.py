@@ -9,7 +9,7 @@ from typing import Annotated
 
 from tensorhub.types import U64, Id, Length, Name
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 
 NEWLINES = b"\r\n\r\n"
 

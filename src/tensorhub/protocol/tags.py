@@ -53,6 +53,11 @@ TAGS: Final[Mapping[type, int]] = {
     m.Compared: 50,
     m.Restore: 51,
     m.Covered: 57,
+    m.Took: 37,
+    m.Served: 38,
+    m.GetEvents: 39,
+    m.Explain: 52,
+    m.GetUpdates: 53,
     # From the coordinator to a worker.
     m.Welcome: 64,
     m.Dismissed: 65,
@@ -82,6 +87,9 @@ TAGS: Final[Mapping[type, int]] = {
     m.RegisterAgain: 96,
     m.ReadyAgain: 97,
     m.CheckCoverage: 99,
+    m.Events: 82,
+    m.Explained: 83,
+    m.Updates: 92,
     # From a reader to an owner, and back. (104, 105, 107 to 111, 114 to 119, 124 and 125 were
     # messages of transports, which have dialects of their own since version 4.)
     m.Read: 112,

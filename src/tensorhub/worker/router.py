@@ -55,6 +55,9 @@ class Answered:
         | messages.ManifestReply
         | messages.PublicationReply
         | messages.Description
+        | messages.Events
+        | messages.Explained
+        | messages.Updates
     )
 
 
@@ -219,6 +222,8 @@ class Router(Generic[H]):
             case messages.Done() | messages.Refused() | messages.ManifestReply():
                 return self._tell(self._answer(message.request), message) or [Answered(message)]
             case messages.PublicationReply() | messages.Description():
+                return [Answered(message)]
+            case messages.Events() | messages.Explained() | messages.Updates():
                 return [Answered(message)]
             case messages.Revoked() | messages.SetRetained():
                 return self._tell(self.handles.get(message.registration), message)

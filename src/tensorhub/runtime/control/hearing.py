@@ -24,10 +24,13 @@ from tensorhub.errors import StateError
 from tensorhub.logs import get_logger
 from tensorhub.messages import (
     Describe,
+    Explain,
     FromWorker,
+    GetEvents,
     GetManifest,
     GetPart,
     GetPublication,
+    GetUpdates,
     Join,
     Register,
 )
@@ -46,7 +49,8 @@ TURNS_S = 0.005
 
 log = get_logger("tensorhub.coordinator")
 
-LongQuestion = Describe | GetManifest | GetPart | GetPublication  # whose answer takes time to make
+# whose answer takes time to make
+LongQuestion = Describe | GetManifest | GetPart | GetPublication | GetEvents | Explain | GetUpdates
 
 
 class Hearing:

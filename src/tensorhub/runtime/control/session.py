@@ -28,12 +28,15 @@ from tensorhub.messages import (
     Compare,
     Description,
     ErrorInfo,
+    Events,
+    Explained,
     FromCoordinator,
     FromWorker,
     Join,
     ManifestReply,
     PublicationReply,
     Refused,
+    Updates,
 )
 from tensorhub.protocol import codec
 from tensorhub.protocol.lost import ConnectionLost
@@ -46,7 +49,7 @@ OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut of
 SAID_AT_ONCE_MAX = 64  # messages in one send
 
 # what has its room taken before it is sent
-LongAnswer = Description | ManifestReply | PublicationReply | Compare
+LongAnswer = Description | ManifestReply | PublicationReply | Compare | Events | Explained | Updates
 
 log = get_logger("tensorhub.coordinator")
 

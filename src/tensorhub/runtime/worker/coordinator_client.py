@@ -29,6 +29,9 @@ Answer = (
     | messages.Description
     | messages.ManifestReply
     | messages.PublicationReply
+    | messages.Events
+    | messages.Explained
+    | messages.Updates
 )
 
 PAGE_BYTES_MAX = 2**15  # of the ids and roots in one message of more than one version
