@@ -20,7 +20,23 @@ EVENTS_PAGE_MAX = 256  # of one answer
 UPDATES_PAGE_MAX = 64  # of one answer
 
 Phases = Annotated[tuple[tuple[Name, Seconds], ...], Length(PHASES_MAX)]
-"""Wall seconds by the names of `FetchReport.phases`."""
+"""Wall seconds of one rank's call by `PHASE_NAMES`, in their order in time."""
+
+# they add up to the call; "wait" of a `FetchReport` is the sum of those that it does not name
+PHASE_NAMES: Final = {
+    "resolve": "until the call was bound to a version",
+    "prepare": "until the first read, besides the next four: planning it, and messages",
+    "hook": "the caller's before_write ran, before or after the reads",
+    "fence": "ending the reads of the old content",
+    "room": "making room in host memory",
+    "copy": "copies from other memory of this worker",
+    "wait": "while it read: for bytes",
+    "transfer": "while it read: bytes came",
+    "verify": "digests of what came, or was there",
+    "unpack": "from the library's own memory into the tensors",
+    "apply": "what was staged, into the tensors",
+    "commit": "until all ranks had voted, and this one had its outcome",
+}
 
 EVENT_KINDS: Final = {
     "published": "a version became visible",
@@ -85,9 +101,10 @@ class ClusterEvent:
 class LinkTiming:
     """What one source's lane cost its reader, in seconds summed over the lane's threads.
 
-    `link_s`: blocked in the kernel for bytes. `empty_s`: the source had nothing to give yet.
-    `cpu_s`: used outside digests and codec. `delay_s`: runnable without a core. `gil_s`: estimated
-    waits for the interpreter's lock.
+    `link_s`: blocked in the kernel for bytes. `empty_s`: the source had nothing to give yet, as far
+    as its reader can tell (`ServedTiming.empty_s` is exact). `cpu_s`: used outside digests and
+    codec. `delay_s`: runnable without a core. `gil_s`: estimated waits for the interpreter's lock.
+    What is left of `seconds`, the lane had nothing to ask for.
     """
 
     lease: Id
@@ -110,9 +127,11 @@ class LinkTiming:
 class ServedTiming:
     """What serving one reader cost its source, in seconds.
 
-    `blocked_s`: the reader's socket took nothing more, of which `window_s` since the reader did not
-    take its bytes (the kernel's receive window). `resent`: TCP segments sent again, of `segments`.
-    `readers`: served beside this one, on average.
+    `seconds`: wall, from the reader's first request until it was done; the others are summed over
+    its connections. `blocked_s`: a socket took nothing more. `window_s`: the network waited for the
+    reader to take its bytes (the kernel's receive window), a part of the time in which bytes were
+    on their way. `empty_s`: this source itself lacked what was asked for. `resent`: TCP segments
+    sent again, of `segments`. `readers`: served beside this one, on average.
     """
 
     lease: Id
@@ -124,6 +143,7 @@ class ServedTiming:
     delay_s: Seconds = 0.0
     gil_s: Seconds = 0.0
     disk_s: Seconds = 0.0
+    empty_s: Seconds = 0.0
     resent: U64 = 0
     segments: U64 = 0
     readers: Seconds = 0.0
