@@ -30,7 +30,10 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.messages import DigestAgain
+from tensorhub.model.manifest import Manifest, id_of
+from tensorhub.runtime.worker import announced_versions
 from tensorhub.runtime.worker.announced_versions import AnnouncedVersions
+from tensorhub.runtime.worker.archived_copies import ArchivedCopies, ArchivedShard
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
@@ -183,6 +186,49 @@ async def test_a_cluster_starts_again_from_the_bucket(url: str) -> None:
         await there.wait_for(at_least=4)
         (model,) = [await its.trainer.describe("actor")]
         assert [each.version for each in model.versions] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("damage", ["index", "manifest", "no address space"])
+async def test_a_version_that_was_damaged_is_named_and_the_others_are_served(
+    url: str, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await archived(url, 3)
+    told = list[str]()
+    monkeypatch.setattr(
+        announced_versions.log, "warning", lambda event, **fields: told.append(fields["reason"])
+    )
+    store, version = Store(url), in_bucket(url)[Key(0, 2)]
+    objects = {
+        "index": f"actor/{version.index}",
+        "manifest": f"actor/parts/{version.shards[0].manifest}",
+    }
+    named = objects.get(damage, "bytes of address space for an archived version cannot be had")
+    if damage == "index":
+        store.put(named, [b"?"])
+    elif damage == "manifest":  # another one, of its own
+        other = Manifest((), (), CHUNK_BYTES, version.digest, "").encode()
+        store.put(f"actor/parts/{id_of(other)}", [other])
+        shard = replace(version.shards[0], manifest=id_of(other))
+        named = f"actor/{version.path}"
+        store.put(named, [replace(version, shards=(shard,)).encode()])
+    else:
+        add = ArchivedCopies.add
+
+        async def full(copies: ArchivedCopies, shard: ArchivedShard) -> str:
+            if shard.version.version == 2:
+                raise StateError(named)
+            return await add(copies, shard)
+
+        monkeypatch.setattr(ArchivedCopies, "add", full)
+    async with (
+        nothing_left(),
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url, serve=True),
+    ):
+        for number in (1, 3) if damage == "no address space" else (1,):
+            assert equal(await fetched(its.trainer, number), at(number))
+        assert told
+        assert all(named in reason for reason in told)
 
 
 async def test_the_archive_of_another_cluster_is_left_alone_unless_it_is_to_be_served(

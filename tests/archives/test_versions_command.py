@@ -122,8 +122,8 @@ def test_an_archiver_that_goes_on_meanwhile_is_no_fault(
     archive, random = archived(local, 4), Random(3)
     listed = local.objects
 
-    def objects(prefix: str) -> Any:
-        yield from listed(prefix)
+    def objects(prefix: str, *most: int) -> Any:
+        yield from listed(prefix, *most)
         if prefix == archive.catalogue.at(""):
             model = plain(random)
             archive.add_anchor(model.content(9), model.view)

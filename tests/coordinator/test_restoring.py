@@ -22,6 +22,7 @@ from tensorhub.coordinator import (
 )
 from tensorhub.coordinator.actions import BOUNDS_MAX, STAND_IN, bounded, counts_in
 from tensorhub.coordinator.entities import Model, Version
+from tensorhub.coordinator.restoring import LINEAGE_MAX
 from tensorhub.coordinator.states import VersionState
 from tensorhub.errors import StateError, TensorHubError, VersionConflict
 from tensorhub.messages import (
@@ -44,7 +45,7 @@ from tensorhub.messages import (
 from tensorhub.model.digests import root_of
 from tensorhub.model.manifest import ID_BYTES, id_of
 from tensorhub.testing import CHUNKS
-from tensorhub.types import Medium, Purpose, VersionInfo
+from tensorhub.types import VERSION_MAX, Medium, Purpose, VersionInfo
 from tests.coordinator.layout_world import MANIFEST, Rank, World, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, wide
 
@@ -528,6 +529,20 @@ def test_bad_words(bad: str) -> None:
     assert isinstance(restore(world, *versions, mark=5), StateError)
     assert not world.stored
     assert isinstance(restore(world, good, cluster=""), StateError)
+
+
+def test_the_last_number_leaves_room_for_a_rollback_and_no_lineage_is_the_last() -> None:
+    world, last = World(), VERSION_MAX
+    for lineage in (LINEAGE_MAX + 1, last):
+        error = restore(world, restored(last, lineage=lineage), lineage=lineage)
+        assert isinstance(error, StateError)
+        assert f"lineage {lineage}" in str(error)
+    assert restore(world, restored(last, lineage=LINEAGE_MAX), lineage=LINEAGE_MAX) is None
+    trainer = world.arrive("t")
+    rolled_back(world, 5)
+    publish(world, trainer, [6])
+    there = world.restarted()
+    assert (known(there), model_of(there).history.lineage) == ([6], LINEAGE_MAX + 1)
 
 
 def test_there_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,11 @@ FORMAT: Final = 1
 MANIFEST_BYTES_MAX: Final = 4 * 2**20
 SHARDS_MAX: Final = 2**14
 FILES_MAX: Final = 4096  # of one anchor, and of one shard's frames
-CHAIN_MAX: Final = 1024  # versions from an anchor to the version that is read
+CHAIN_MAX: Final = 64  # versions from an anchor to the version that is read
 TURN_MAX: Final = 10**6
 VERSIONS_MAX: Final = 10**5  # manifests of one model
+MANIFESTS_BYTES_MAX: Final = 2**30  # of all of them
+PARTS_BYTES_MAX: Final = 2**30  # that are kept for the next version; of one publication
 READS_AT_ONCE: Final = 16
 FRAME_LENGTH_BYTES: Final = 4  # of the length of a frame
 LEFTOVER_AGE: Final = timedelta(hours=24)
@@ -340,6 +342,7 @@ class VersionCatalogue:
         self._paths: set[str] = set()  # of manifests that were read, or found faulty
         self._faults: dict[str, str] = {}
         self._parts: dict[str, bytes] = {}
+        self._parts_bytes = 0
         self._values: dict[str, Any] = {}  # that parts encode: versions share most of them
         self.wholes: dict[str, object] = {}  # a `Whole` by its publication's id, of readers
 
@@ -357,16 +360,23 @@ class VersionCatalogue:
         return self.store.name(self.at(path))
 
     def load(self) -> VersionCatalogue:
-        """Read the manifests that are there now and were not read before."""
-        stored = self.store.objects(self.at("versions"))
-        paths = {each.path.removeprefix(f"{self._at}/") for each in stored}
+        """Read the manifests that are there now and were not read before. IntegrityError: they are
+        more than all bounds.
+        """
+        sizes = self._listed()
+        paths = sizes.keys()
         known = [*self.versions.values(), *self.replaced]
         found = {each.path: each for each in known if each.path in paths}
-        if len(paths) > VERSIONS_MAX:
-            raise self._too_many()
+        if sum(sizes.values()) > MANIFESTS_BYTES_MAX:
+            raise IntegrityError(
+                f"{self.name('versions')} has more than {MANIFESTS_BYTES_MAX} bytes: delete what "
+                f"is not TensorHub's, or keep fewer versions"
+            )
         new = sorted(paths - self._paths)
         with ThreadPoolExecutor(READS_AT_ONCE, "tensorhub-archive") as pool:
-            for path, version in zip(new, pool.map(self._read, new), strict=True):
+            for path, version in zip(
+                new, pool.map(self._read, new, map(sizes.__getitem__, new)), strict=True
+            ):
                 if isinstance(version, Version):
                     found[path] = version
                 elif version is not None:
@@ -389,10 +399,7 @@ class VersionCatalogue:
         and no others.
         """
         newest: dict[Key, str] = {}
-        for number, each in enumerate(self.store.objects(self.at("versions"))):
-            if number == VERSIONS_MAX:
-                raise self._too_many()
-            path = each.path.removeprefix(f"{self._at}/")
+        for path in self._listed():
             if said := _MANIFEST.fullmatch(path):
                 its = Key(int(said[1]), int(said[2]))
                 newest[its] = max(path, newest.get(its, ""))
@@ -407,13 +414,15 @@ class VersionCatalogue:
             wanted = version.base
         self.versions = found
 
-    def _too_many(self) -> IntegrityError:
-        return IntegrityError(f"{self.name('versions')} has more than {VERSIONS_MAX} objects")
+    def _listed(self) -> dict[str, int]:
+        """The paths of manifests, and of what is among them, and their bytes."""
+        listed = self.store.objects(self.at("versions"), VERSIONS_MAX)
+        return {each.path.removeprefix(f"{self._at}/"): each.nbytes for each in listed}
 
-    def _read(self, path: str) -> Version | str | None:
+    def _read(self, path: str, nbytes: int = MANIFEST_BYTES_MAX) -> Version | str | None:
         """A version, or why the object is none; None: it was deleted since it was listed."""
         try:
-            version = decode(self.store.read(self.at(path), MANIFEST_BYTES_MAX))
+            version = decode(self.store.read(self.at(path), min(nbytes, MANIFEST_BYTES_MAX)))
         except MissingObject:
             return None
         except (ValueError, IntegrityError) as error:
@@ -457,13 +466,34 @@ class VersionCatalogue:
 
     def part(self, part_id: str) -> bytes:
         """A part by its id. IntegrityError: it is not what its id names, or is missing."""
-        if part_id not in self._parts:
+        if (blob := self._parts.get(part_id)) is None:
             path = f"parts/{part_id}"
             blob = self.store.read(self.at(path))
             if id_of(blob) != part_id:
                 raise self.changed(path)
+            if self._parts_bytes + len(blob) > PARTS_BYTES_MAX:
+                for kept in (self._parts, self._values, self.wholes):
+                    kept.clear()
+                self._parts_bytes = 0
             self._parts[part_id] = blob
-        return self._parts[part_id]
+            self._parts_bytes += len(blob)
+        return blob
+
+    def parts(self, version: Version) -> dict[str, bytes]:
+        """All parts that its publication names. IntegrityError, as above; or they have too many
+        bytes.
+        """
+        found, size = dict[str, bytes](), 0
+        for each in self.published(version).part_ids:
+            if each not in found:
+                found[each] = self.part(each)
+                size += len(found[each])
+            if size > PARTS_BYTES_MAX:
+                raise IntegrityError(
+                    f"{self.name(f'parts/{version.publication}')} names parts of more than "
+                    f"{PARTS_BYTES_MAX} bytes: it is not what TensorHub wrote"
+                )
+        return found
 
     def manifest(self, version: Version, shard: int) -> Manifest:
         """A shard's manifest. IntegrityError: it is none, or not that of this version."""
@@ -481,17 +511,18 @@ class VersionCatalogue:
         return published
 
     def _decoded(self, part_id: str, decode_: Any) -> Any:
-        if part_id not in self._values:
+        if (value := self._values.get(part_id)) is None:
             try:
-                self._values[part_id] = decode_(self.part(part_id))
+                value = decode_(self.part(part_id))
             except ProtocolError as error:
                 raise IntegrityError(f"{self.name(f'parts/{part_id}')}: {error}") from None
-        return self._values[part_id]
+            self._values[part_id] = value
+        return value
 
     def tables(self, version: Version) -> list[tuple[bytes, bytes]]:
         """Of each shard: its digests, and the lengths of its frames (none for an anchor)."""
         text = self.store.read(self.at(version.index), version.index_bytes)
-        if id_of(text) != version.index_id:
+        if (len(text), id_of(text)) != (version.index_bytes, version.index_id):
             raise self.changed(version.index)
         width, at = WIDTHS[version.digest], 0
         each = FRAME_LENGTH_BYTES if version.base is not None else 0

@@ -21,9 +21,16 @@ from urllib.parse import unquote
 
 from tensorhub.archives.store import TIMEOUT_S, MissingObject, Store, Stored
 from tensorhub.errors import ArchiveUnavailable, ManifestMismatch
-from tensorhub.memory.checkpoint import INDEX_BYTES_MAX, SUFFIX, Checkpoint, Index, choose
+from tensorhub.memory.checkpoint import (
+    FILES_MAX,
+    INDEX_BYTES_MAX,
+    SUFFIX,
+    Checkpoint,
+    Index,
+    choose,
+)
 from tensorhub.memory.regions import CallersMemory, MappedRegions
-from tensorhub.memory.safetensors import Entry, Header, header_in
+from tensorhub.memory.safetensors import HEADERS_BYTES_MAX, Entry, Header, header_in
 from tensorhub.model.digests import hasher
 from tensorhub.model.manifest import Chunk, Manifest, TensorDescription
 
@@ -112,7 +119,10 @@ class CheckpointMemory(CallersMemory):
             files = sorted(set(index.weight_map.values()))
         elif name:
             files = [name]
+        if len(files) > FILES_MAX:
+            raise ValueError(f"{url} has more than {FILES_MAX} files")
         self._files, base = list[_File](), 0
+        self._headers_left = HEADERS_BYTES_MAX
         with ThreadPoolExecutor(REQUESTS_AT_ONCE, "tensorhub-checkpoint") as pool:
             for stored, header in pool.map(self._header, files):
                 self._files.append(_File(stored, header, base))
@@ -129,9 +139,14 @@ class CheckpointMemory(CallersMemory):
     def _header(self, name: str) -> tuple[Stored, Header]:
         stored = self._store.look(name)
         try:
-            header = header_in(stored.nbytes, lambda at, n: bytes(self._store.part(stored, at, n)))
+            header = header_in(
+                stored.nbytes,
+                lambda at, n: bytes(self._store.part(stored, at, n)),
+                self._headers_left,
+            )
         except ValueError as error:
             raise ValueError(f"{self._store.name(name)} is {error}") from error
+        self._headers_left -= len(header.text)
         return stored, header
 
     @property

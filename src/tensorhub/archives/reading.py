@@ -33,7 +33,7 @@ from tensorhub.archives.catalogue import FRAME_LENGTH_BYTES, Anchor, Key, Versio
 from tensorhub.archives.store import Buffer
 from tensorhub.errors import IntegrityError, TensorHubError, some
 from tensorhub.layouts import publication_of
-from tensorhub.memory.safetensors import Header, header_in
+from tensorhub.memory.safetensors import HEADERS_BYTES_MAX, Header, header_in
 from tensorhub.model.digests import WIDTHS, hasher, unpack
 from tensorhub.model.manifest import Chunk, Manifest
 
@@ -44,6 +44,7 @@ BUILDERS: Final = min(8, len(os.sched_getaffinity(0)))  # threads that put chunk
 BUILT_BYTES: Final = 2**20  # by one of them, before the next ones are another's
 CHUNKS_AHEAD: Final = 8  # of all ranks together
 IDLE_READERS_MAX: Final = 2
+TABLES_BYTES_MAX: Final = 2**30  # of a chain
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -143,6 +144,12 @@ class Reader:
             raise IntegrityError(
                 f"{catalogue.name(self.version.path)} is based on a version of other tensors"
             )
+        if sum(each.index_bytes for each in found) > TABLES_BYTES_MAX:
+            raise IntegrityError(
+                f"{catalogue.name(self.version.path)} is based on versions with more than "
+                f"{TABLES_BYTES_MAX} bytes of digests and lengths: it is not what TensorHub wrote"
+            )
+        self._headers_left = HEADERS_BYTES_MAX
         self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, "tensorhub-archive")
         self._builders = ThreadPoolExecutor(BUILDERS, "tensorhub-archive")
         self._asked = set[Future[Any]]()  # requests that are not answered
@@ -342,7 +349,7 @@ class Reader:
         catalogue, wholes = self.catalogue, self.catalogue.wholes
         if (whole := wholes.get(self._first.publication)) is None:
             published = catalogue.published(self._first)
-            parts = {each: catalogue.part(each) for each in published.part_ids}
+            parts = catalogue.parts(self._first)
             try:
                 whole = Whole(published, publication_of(published, parts))
             except TensorHubError as error:
@@ -357,9 +364,11 @@ class Reader:
             return bytes(found)
 
         try:
-            return header_in(size, read)
+            header = header_in(size, read, self._headers_left)
         except ValueError as error:
             raise IntegrityError(f"{self.catalogue.changed(path)} (it is {error})") from None
+        self._headers_left -= len(header.text)
+        return header
 
     def _make_places(self, shard: int) -> ChunkPlaces:
         whole, headers = self._whole, [each.result() for each in self._headers]

@@ -57,6 +57,7 @@ PART_BYTES_MIN: Final = 8 * 2**20  # of a stream: one request
 PARTS_MAX: Final = 9000  # of one object; S3 takes 10,000
 PARTS_AT_ONCE: Final = 4
 DELETED_AT_ONCE: Final = 1000
+OBJECTS_MAX: Final = 10**7  # of one list
 SMALL_BYTES_MAX: Final = 64 * 2**20
 _STAGED: Final = re.compile(r".*#\d+")  # what the client calls a file that is not whole yet
 
@@ -226,10 +227,16 @@ class Store:
         # some servers list the directory itself
         return [each["path"] for each in found["objects"] if each["path"]]
 
-    def objects(self, prefix: str) -> Iterator[Stored]:
-        """The objects below a path, in any order."""
-        pages = self._api.list(self._store, prefix, chunk_size=1000)
+    def objects(self, prefix: str, most: int = OBJECTS_MAX) -> Iterator[Stored]:
+        """The objects below a path, in any order. IntegrityError: there are more than `most`."""
+        pages, count = self._api.list(self._store, prefix, chunk_size=1000), 0
         while (page := self._called("list", prefix, lambda: next(pages, None))) is not None:
+            count += len(page)
+            if count > most:
+                raise IntegrityError(
+                    f"{self.name(prefix)} has more than {most} objects: delete those that are not "
+                    f"TensorHub's, or keep fewer versions"
+                )
             for each in page:
                 yield _stored(each["path"], each)
 

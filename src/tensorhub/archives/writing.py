@@ -35,7 +35,7 @@ from tensorhub.archives.catalogue import (
 from tensorhub.archives.claim import Claim
 from tensorhub.archives.reading import Apply, Reader, Views
 from tensorhub.archives.retention import Decision, Entry, Keep, decide
-from tensorhub.archives.store import DELETED_AT_ONCE, Buffer, Store
+from tensorhub.archives.store import DELETED_AT_ONCE, SMALL_BYTES_MAX, Buffer, Store
 from tensorhub.errors import (
     InvalidValue,
     StateError,
@@ -173,8 +173,7 @@ class Archive:
         first, old = steps[0], steps[-1]
         shards = range(len(old.shards))
         published = catalogue.published(old)
-        parts = {each: catalogue.part(each) for each in published.part_ids}
-        whole = Whole(published, publication_of(published, parts))
+        whole = Whole(published, publication_of(published, catalogue.parts(old)))
         version = replace(
             old,
             base=None,
@@ -184,10 +183,12 @@ class Archive:
         index = b"".join([digests for digests, _ in catalogue.tables(old)])
         assert first.anchor is not None  # a chain begins with one
         at = first.anchor.directory
+        sizes = {name: size for name, size in first.anchor.beside.items() if name != INDEX}
+        if sum(sizes.values()) > SMALL_BYTES_MAX:
+            raise catalogue.changed(first.path)
         beside = {
             name: self._store.read(catalogue.at(f"{at}/{name}"), size)
-            for name, size in first.anchor.beside.items()
-            if name != INDEX
+            for name, size in sizes.items()
         }
         with Reader(catalogue, key, apply) as reader, self._removing():
             manifests = [reader.manifest(shard) for shard in shards]
@@ -241,6 +242,8 @@ class Archive:
             fault = file_name_fault(name, "")
             if fault or name == INDEX or name.endswith(SUFFIX):
                 raise InvalidValue(f"a file beside the tensors cannot be called {name!r}")
+        if sum(map(len, others.values())) > SMALL_BYTES_MAX:
+            raise InvalidValue(f"files beside the tensors have {SMALL_BYTES_MAX} bytes at most")
         directory = version.data.replace("data/", "anchors/", 1)
         put = self._put
         for name, header in files.headers.items():

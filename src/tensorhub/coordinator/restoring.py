@@ -39,6 +39,7 @@ from tensorhub.model.manifest import ID_BYTES
 from tensorhub.types import OpKey
 
 STORED_MAX = 2**63 - 1  # of bytes
+LINEAGE_MAX = 2**62  # no cluster was rolled back so often; rollbacks that follow have room
 
 
 @dataclass(eq=False, repr=False)
@@ -96,6 +97,8 @@ class Restorations:
             )
         if not message.cluster:
             return StateError(f"versions of {name!r} are of a cluster without a name")
+        if message.lineage > LINEAGE_MAX:
+            return StateError(f"versions of {name!r} cannot be of lineage {message.lineage}")
         for each in message.versions:
             fault = _fault(message, each)
             if fault:

@@ -26,6 +26,7 @@ HEADER_BYTES_MAX = 100_000_000  # the format's own limit
 ENTRY_BYTES_MAX = 8192  # of what it says of one tensor, with whatever space is in it
 METADATA_MAX = 2**16  # things that `__metadata__` says
 LENGTH_BYTES = 8
+HEADERS_BYTES_MAX = 2**28  # of all files of a checkpoint in a bucket
 HEADER_GUESS = 2**16  # that is read at first
 METADATA = "__metadata__"
 
@@ -128,14 +129,21 @@ def read_from(descriptor: int, path: Path) -> Header:
         raise ValueError(f"{path} is {error}") from error
 
 
-def header_in(size: int, read: Callable[[int, int], bytes]) -> Header:
+def header_in(
+    size: int, read: Callable[[int, int], bytes], bytes_max: int = HEADER_BYTES_MAX
+) -> Header:
     """The header of a file of so many bytes; `read(offset, nbytes)` reads them. ValueError, with
-    what it is instead, if it is not one whole safetensors file.
+    what it is instead, if it is not one whole safetensors file, or its header has more bytes.
     """
     text = read(0, min(size, HEADER_GUESS)) if size >= LENGTH_BYTES else b""
     length = int.from_bytes(text[:LENGTH_BYTES], "little")
     if not text or length > min(size - LENGTH_BYTES, HEADER_BYTES_MAX):
         raise ValueError("not a safetensors file: it does not begin with a header")
+    if length > bytes_max:
+        raise ValueError(
+            f"not a safetensors file that can be read: its header has {length} bytes, and those of "
+            f"one checkpoint have {HEADERS_BYTES_MAX} at most"
+        )
     end = LENGTH_BYTES + length
     if end > len(text):
         text += read(len(text), end - len(text))

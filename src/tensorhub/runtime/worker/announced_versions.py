@@ -8,11 +8,12 @@ deleted. Not responsible for writing versions (`archiver`). Lives in the worker 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Protocol, TypeVar
 
 from tensorhub import deltas
@@ -20,7 +21,7 @@ from tensorhub.archives.catalogue import VERSIONS_MAX, Key, Version, VersionCata
 from tensorhub.archives.reading import Held, Readers
 from tensorhub.archives.retention import Keep
 from tensorhub.archives.writing import Archive
-from tensorhub.errors import RetentionError, StateError, TensorHubError
+from tensorhub.errors import IntegrityError, RetentionError, StateError, TensorHubError
 from tensorhub.logs import get_logger
 from tensorhub.messages import Restored
 from tensorhub.model.digests import WIDTHS, root_of, unpack
@@ -56,7 +57,8 @@ async def restore(
     versions: Sequence[Version],
     do: Blocking,
 ) -> None:
-    """Tell the coordinator that these versions of that cluster exist, ascending.
+    """Tell the coordinator that these versions of that cluster exist, ascending, but for those of
+    which an object was damaged.
 
     StateError: it is another cluster, and not empty. VersionConflict: other versions have their
     numbers.
@@ -78,7 +80,7 @@ async def restore(
             version.info, version.key.lineage, version.layout_id, b"".join(ids), said_roots
         )
 
-    said = await do(partial(_at_once, restored, versions))
+    said = await do(partial(_of_whole, restored, versions))
     timeout_s = worker.options.op_timeout_s
     await worker.coordinator.restore(
         catalogue.model, cluster, newest.lineage, newest.number, said, timeout_s
@@ -135,12 +137,12 @@ class AnnouncedVersions:
         await restore(self._worker, self._worker.router.cluster, self.catalogue, versions, self._do)
 
     async def announce(self, versions: Sequence[Version], held: Held | None = None) -> None:
-        """Tell the coordinator of the copies of these versions. `held`: where their bytes are for
-        now, too.
+        """Tell the coordinator of the copies of these versions, but for those of which an object
+        was damaged. `held`: where their bytes are for now, too.
         """
         catalogue = self.catalogue
 
-        def described(version: Version) -> list[ArchivedShard]:
+        def described(version: Version) -> tuple[Key, list[ArchivedShard]]:
             published, width = catalogue.published(version), WIDTHS[version.digest]
             found = []
             for shard, (digests, _) in enumerate(catalogue.tables(version)):
@@ -159,16 +161,20 @@ class AnnouncedVersions:
                         self._copy_lost,
                     )
                 )
-            return found
+            return version.key, found
 
         for first in range(0, len(versions), ANNOUNCED_AT_ONCE):
             some = versions[first : first + ANNOUNCED_AT_ONCE]
-            made = await self._do(partial(_at_once, described, some))
-            for version, shards in zip(some, made, strict=True):
-                copies = self._copies.setdefault(version.key, {})
-                for its in shards:
-                    if its.shard not in copies:  # else that copy is there still
-                        copies[its.shard] = await self._worker.archived.add(its)
+            for key, shards in await self._do(partial(_of_whole, described, some)):
+                copies = self._copies.setdefault(key, {})
+                try:
+                    for its in shards:
+                        if its.shard not in copies:  # else that copy is there still
+                            copies[its.shard] = await self._worker.archived.add(its)
+                except StateError as error:  # it takes more address space than there is
+                    if held is not None:
+                        raise
+                    log.warning("version_not_announced", version=key.number, reason=str(error))
 
     def has(self, version: Version) -> bool:
         """Whether all copies of that version were announced, and none was lost."""
@@ -281,7 +287,16 @@ class AnnouncedVersions:
         await self._do(partial(self._archive.retain, keep, deltas.apply, lambda: self.readers.uses))
 
 
-def _at_once(function: Callable[[S], T], given: Sequence[S]) -> list[T]:
-    """The results, in order; small objects are read at the same time."""
+def _of_whole(function: Callable[[Version], T], versions: Sequence[Version]) -> list[T]:
+    """The results for these versions, in order, but for those of which an object was damaged. Small
+    objects are read at the same time.
+    """
+
+    def called(version: Version) -> Iterator[T]:
+        try:
+            yield function(version)
+        except IntegrityError as error:
+            log.warning("version_damaged", version=version.key.number, reason=str(error))
+
     with ThreadPoolExecutor(READS_AT_ONCE, "tensorhub-archive") as pool:
-        return [*pool.map(function, given)]
+        return [*chain.from_iterable(pool.map(lambda each: [*called(each)], versions))]
