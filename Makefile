@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv ins
 # Tests start some three hundred interpreters, each of which would compile the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bugs gpu help venv demo lint test test-slow simulate fuzz bench leaks nixl frameworks chaos rdma clean
+.PHONY: bugs gpu help venv demo lint test test-slow simulate fuzz bench leaks nixl frameworks chaos rdma site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' Makefile
@@ -87,6 +87,12 @@ chaos: venv ## real processes are killed, stopped and cut off while versions adv
 rdma: venv ## what needs an RDMA device, in a guest that has one, if this machine has none (root; the first time builds a kernel)
 	TENSORHUB_RDMA_GUEST=$${TENSORHUB_RDMA_GUEST:-1} $(BIN)/pytest -q -rs -m rdma tests/rdma
 
+site: venv ## the documentation as a site, in site/; a warning or a link to nowhere is an error
+	$(PIP) -e '.[docs]'
+	$(BIN)/python -m docs.pages
+	$(BIN)/zensical build --strict
+	$(BIN)/python -m docs.links
+
 clean: ## remove everything that is not in the repository's history, .venv included
-	rm -rf $(VENV) .venv-frameworks build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage chaos.svg
+	rm -rf $(VENV) .venv-frameworks build dist site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage chaos.svg
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

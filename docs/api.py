@@ -35,8 +35,22 @@ any dtype that torch has. They must be contiguous, or have padded rows. A call w
 
 
 def page() -> str:
-    """The whole page."""
-    parts = [INTRODUCTION]
+    """The whole page, as it is committed."""
+    return "\n".join([*_parts(), *_errors("## Errors", "###"), *_warnings("##"), *_rest()])
+
+
+def page_without_errors() -> str:
+    """The page of the site, which has the errors on a page of their own."""
+    return "\n".join([*_parts(), *_rest()])
+
+
+def errors_page() -> str:
+    """A page of the site: each error and warning."""
+    return "\n".join([*_errors("# Errors", "##"), *_warnings("#")])
+
+
+def _parts() -> Iterator[str]:
+    yield INTRODUCTION
     for title, names in (
         (
             "Functions",
@@ -44,20 +58,20 @@ def page() -> str:
         ),
         ("Classes", [name for name in tensorhub.__all__ if _is_handle(getattr(tensorhub, name))]),
     ):
-        parts.append(f"## {title}\n")
+        yield f"## {title}\n"
         for name in names:
-            parts += _entry(f"tensorhub.{name}", name, getattr(tensorhub, name), shown=set())
-    parts.append("## Values\n")
+            yield from _entry(f"tensorhub.{name}", name, getattr(tensorhub, name), shown=set())
+    yield "## Values\n"
     for name in VALUES:
-        parts += _value(name, getattr(types, name))
+        yield from _value(name, getattr(types, name))
     for name in PLANS:
-        parts += _value(name, getattr(read_plan, name))
-    parts += _conversion()
-    parts += _errors()
-    parts += _warnings()
-    parts += _sync()
-    parts += _testing()
-    return "\n".join(parts)
+        yield from _value(name, getattr(read_plan, name))
+    yield from _conversion()
+
+
+def _rest() -> Iterator[str]:
+    yield from _sync()
+    yield from _testing()
 
 
 def _is_handle(thing: object) -> bool:
@@ -176,23 +190,23 @@ def _field_comments(kind: Any) -> dict[str, str]:
     return found
 
 
-def _errors() -> Iterator[str]:
-    yield "## Errors\n"
+def _errors(head: str, level: str) -> Iterator[str]:
+    yield f"{head}\n"
     yield f"```\n{textwrap.dedent((errors.__doc__ or '').partition(chr(10))[2]).strip()}\n```\n"
     for name, kind in errors.BY_NAME.items():
         retryable = (
             "retryable by default" if kind.retryable_by_default else "not retryable by default"
         )
-        yield f"### `{name}`\n"
+        yield f"{level} `{name}`\n"
         yield f"{inspect.getdoc(kind)} ({retryable})\n"
         if name in EXAMPLES:
             yield f"```python\n{_code(EXAMPLES[name])}```\n"
 
 
-def _warnings() -> Iterator[str]:
-    yield "## Warnings\n"
+def _warnings(level: str) -> Iterator[str]:
+    yield f"{level} Warnings\n"
     for kind in (errors.StaleWeightsWarning, errors.LeftOutStateWarning):
-        yield f"### `{kind.__name__}`\n"
+        yield f"{level}# `{kind.__name__}`\n"
         yield (inspect.getdoc(kind) or "") + "\n"
         yield f"```python\n{_code(EXAMPLES[kind.__name__])}```\n"
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from docs import links, pages
 from tensorhub.transport.built_in import TRANSPORTS
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -25,7 +27,7 @@ def _generator() -> dict[str, str]:
     return {name: make() for name, make in module.PAGES.items()}
 
 
-@pytest.mark.parametrize("name", ["states.md", "reference.md", "benchmarks.md"])
+@pytest.mark.parametrize("name", ["reference.md", "benchmarks.md"])
 def test_generated_pages_are_current(name: str) -> None:
     page = (DOCS / name).read_text(encoding="utf-8")
     assert page == _generator()[name], "run: python docs/generate.py"
@@ -67,6 +69,27 @@ def test_links_between_pages_lead_somewhere() -> None:
             if not (page.parent / target).exists():
                 lost.append(f"{page.relative_to(DOCS.parent)}: {target}")
     assert not lost
+
+
+def test_the_site_is_staged_with_each_page_in_its_navigation(tmp_path: Path) -> None:
+    pages.stage(tmp_path)
+    config = tomllib.loads((DOCS.parent / "zensical.toml").read_text(encoding="utf-8"))
+    named = re.findall(r"'([\w/.-]+\.md)'", str(config["project"]["nav"]))
+    staged = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.md")}
+    decisions = {name for name in staged if re.match(r"decisions/\d", name)}
+    assert sorted(named) == sorted(staged - decisions)
+    assert (tmp_path / "states.md").read_text(encoding="utf-8").count("\n## ") > 5
+
+
+def test_a_built_page_may_not_lead_nowhere_or_load_from_another_host(tmp_path: Path) -> None:
+    (tmp_path / "other.html").write_text('<h1 id="there"></h1>', encoding="utf-8")
+    (tmp_path / "page.html").write_text(
+        '<a href="other.html#there"></a><a href="https://a.org/"></a><a href="lost.html"></a>'
+        '<a href="other.html#lost"></a><img src="lost.svg"><script src="https://a.org/b.js"></script>',
+        encoding="utf-8",
+    )
+    found = [f"page.html: {name}" for name in ("lost.html", "other.html#lost", "lost.svg")]
+    assert links.faults(tmp_path) == [*found, "page.html: https://a.org/b.js"]
 
 
 def test_pages_that_the_code_names_are_there() -> None:
