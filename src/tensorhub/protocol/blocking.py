@@ -53,6 +53,8 @@ class BlockingConnection:
         self._encoder, self._decoder = FrameEncoder(frame_bytes_max), FrameDecoder(frame_bytes_max)
         # that `receive_into` has taken in, also where it failed in the midst of it
         self.payload_bytes = 0
+        self.sent_bytes = 0
+        self.calls = 0  # of the kernel, that move bytes
         # so that `shutdown` never meets a descriptor that `close` gave back
         self._ending = threading.Lock()
         sock.settimeout(None)
@@ -196,6 +198,7 @@ class BlockingConnection:
             self._decoder.receive_data(rest[used:])
         pace = _Pace(self.stall_timeout_s)
         while left:
+            self.calls += 1
             try:
                 count = self._socket.recvmsg_into(left.next_buffers(), 0, socket.MSG_WAITALL)[0]
             except OSError as error:
@@ -211,6 +214,7 @@ class BlockingConnection:
         """At most `count` bytes; fewer only at the end of the stream, or when a timeout cut it
         short.
         """
+        self.calls += 1
         try:
             return self._socket.recv(count, socket.MSG_WAITALL)
         except OSError as error:
@@ -239,10 +243,12 @@ class BlockingConnection:
     def _send(self, buffers: Sequence[memoryview]) -> None:
         left, pace = _Left(buffers), _Pace(self.stall_timeout_s)
         while left:
+            self.calls += 1
             try:
                 count = self._socket.sendmsg(left.next_buffers(), (), socket.MSG_NOSIGNAL)
             except OSError as error:
                 raise self._failed(error, "took nothing") from error
+            self.sent_bytes += count
             left.advance(count)
             if left:
                 pace.check(count, "took")

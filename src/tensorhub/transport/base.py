@@ -185,6 +185,7 @@ class Arrival(NamedTuple):
     codec_s: float = 0.0  # what applying them took, a part of `transfer_s`
     counts: Counts = Counts()  # of the words of these deltas
     use: DeltaUse = DeltaUse.UNDECIDED  # why chunks came whole, where the right has a base
+    calls: int = 1  # of the kernel and others that gave the GIL away, about
 
 
 class Lacking(NamedTuple):
@@ -195,6 +196,7 @@ class Lacking(NamedTuple):
     chunks: Sequence[int]
     # ascending (first, count) runs of what it has, perhaps not all of it
     has: Sequence[tuple[int, int]]
+    calls: int = 1  # as of Arrival
 
 
 class Channel(Protocol):

@@ -285,6 +285,7 @@ class OneSidedChannel:
                     self._enter(message)
             group = self._next_group(bytes_max)
         first_byte = time.perf_counter()
+        calls = len(group)
         if self._places is not None:
             made, digest_s = self._gather(group, self._places)
         else:
@@ -294,11 +295,11 @@ class OneSidedChannel:
                 else []
             )
             digests = StreamingDigests(views)
-            self._copy(group, digests if is_small else None)
+            calls = self._copy(group, digests if is_small else None)
             made, digest_s = digests.made, digests.seconds
         seconds = time.perf_counter() - first_byte - digest_s
         chunks = [(located.chunk, located.digest) for located in group]
-        return Arrival(chunks, first_byte - started, seconds, made, digest_s)
+        return Arrival(chunks, first_byte - started, seconds, made, digest_s, calls=calls)
 
     def _enter(self, message: object) -> None:
         if not isinstance(message, ChunksLie):
@@ -318,7 +319,9 @@ class OneSidedChannel:
             group.append(self._located.popleft())
         return group
 
-    def _copy(self, group: list[_Located], digests: StreamingDigests | None) -> None:
+    def _copy(self, group: list[_Located], digests: StreamingDigests | None) -> int:
+        """Copy these chunks, one behind the other. Returns by how many calls."""
+        calls = 0
         here, sizes = self._destination.address, self._destination.sizes
         pieces = [
             Piece(here(located.chunk), located.address, sizes[located.chunk]) for located in group
@@ -329,9 +332,11 @@ class OneSidedChannel:
             ):
                 self._check_cut()
                 self._source.copy(call)
+                calls += 1
                 copied(sum(piece.nbytes for piece in call))
                 if digests is not None:
                     digests.go_on([piece.nbytes for piece in call])
+        return calls
 
     def _gather(self, group: list[_Located], places: StridedSource) -> tuple[dict[int, int], float]:
         """Copy chunks of strips. Returns their digests, and what making those took."""

@@ -231,6 +231,11 @@ class TcpChannel:
             self._client.read(list(group), base.content_id if is_there else "")
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
+        before = self._connection.calls
+        answer = self._receive(bytes_max)
+        return answer._replace(calls=self._connection.calls - before)
+
+    def _receive(self, bytes_max: int) -> Arrival | Lacking:
         started = time.perf_counter()
         with self._turn, self._client.failures():
             if not self._coming and not self._coming_deltas:

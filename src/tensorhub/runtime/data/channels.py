@@ -127,6 +127,11 @@ class Channels:
         return patience_s(self._options.stall_timeout_s)
 
     @property
+    def site(self) -> str:
+        """Where this worker is."""
+        return self._location.site
+
+    @property
     def strided(self) -> frozenset[str]:
         """Those of its transports that read across layouts."""
         return frozenset([transport.name for transport in self._transports if transport.strides])

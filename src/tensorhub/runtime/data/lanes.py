@@ -43,6 +43,7 @@ from tensorhub.memory.base import Base
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.pages import read_only
 from tensorhub.messages import FLOWS_MAX, Flow, Grant, Origin
+from tensorhub.observed import LinkTiming
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.data.source_lane import (
     CoreShare,
@@ -51,6 +52,7 @@ from tensorhub.runtime.data.source_lane import (
     SourceFailed,
     SourceLane,
 )
+from tensorhub.runtime.data.thread_time import ThreadTime
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.scheduler.pull import Pull
 from tensorhub.scheduler.requests import Requests
@@ -249,6 +251,15 @@ class PullRunner:
             flows = tuple(flow for lane in lanes if (flow := lane.flow) is not None)[-FLOWS_MAX:]
             return PullReport.of(pull, phases, sources, flows)
 
+    def timings(self) -> list[LinkTiming]:
+        """Where the seconds of each lane went, once all have ended."""
+        with self._changed:
+            now, on_device = time.perf_counter(), self._memory.device is not None
+            return [
+                lane.timing(self._pull.source_bytes(lane.lease), now, on_device=on_device)
+                for lane in self._lanes.values()
+            ]
+
     async def _run_lane(self, lane: SourceLane) -> None:
         try:
             await anyio.to_thread.run_sync(self._lane_thread, lane, limiter=self._limiter)
@@ -263,6 +274,7 @@ class PullRunner:
     # lane's threads
 
     def _lane_thread(self, lane: SourceLane) -> None:
+        thread = ThreadTime()
         with self._changed:
             lane.started = time.perf_counter()
             lane.enter()
@@ -286,13 +298,14 @@ class PullRunner:
                 )
                 if self._help:
                     self._wakeup.set()
-            self._read(lane, channel)
+            self._read(lane, channel, thread)
         except (ReadFailure, OSError) as error:
             failure = self._of_source(error)
         finally:
-            self._leave(lane, failure)
+            self._leave(lane, failure, thread)
 
     def _helping_thread(self, lane: SourceLane) -> None:
+        thread = ThreadTime()
         with self._changed:
             channel = lane.channel
             if channel is None or lane.cutter.is_cut or self._is_over:
@@ -301,12 +314,12 @@ class PullRunner:
         failure: ReadFailure | None = None
         is_retired = False
         try:
-            is_retired = self._read(lane, channel, None if lane.waits else CoreShare())
+            is_retired = self._read(lane, channel, thread, None if lane.waits else CoreShare())
         except (ReadFailure, OSError) as error:
             failure = self._of_source(error)
         finally:
             if not is_retired:
-                self._leave(lane, failure)
+                self._leave(lane, failure, thread)
 
     def _of_source(self, error: ReadFailure | OSError) -> ReadFailure:
         """The failure, if its source may be to blame. StateError: it is this process' own, which
@@ -332,26 +345,27 @@ class PullRunner:
             raise StateError(f"this process cannot read: {error}") from error
         return error.alone()
 
-    def _retire(self, lane: SourceLane) -> bool:
+    def _retire(self, lane: SourceLane, thread: ThreadTime) -> bool:
         """Let this thread stop helping. False, and the thread stays, if it is the lane's last
         one.
         """
         with self._changed:
             if lane.threads == 1:
                 return False
-            lane.leave()
+            lane.leave(thread.spent())
             return True
 
-    def _leave(self, lane: SourceLane, failure: ReadFailure | None) -> None:
+    def _leave(self, lane: SourceLane, failure: ReadFailure | None, thread: ThreadTime) -> None:
         """This thread drives the lane no more. If it has failed, no other one shall; the last one
         closes the channel.
         """
+        spent = thread.spent()
         with self._changed:
             if failure is not None:
                 self._pull.discarded(lane.lease, failure.bytes_discarded)
                 if lane.failure is None and not lane.cutter.is_cut:
                     lane.failure = failure
-            lane.leave()
+            lane.leave(spent)
             is_last, channel = not lane.threads, lane.channel
             if is_last:
                 lane.channel = None
@@ -384,29 +398,42 @@ class PullRunner:
         self._finish_if_done()
         self._wakeup.set()
 
-    def _read(self, lane: SourceLane, channel: Channel, share: CoreShare | None = None) -> bool:
+    def _read(
+        self,
+        lane: SourceLane,
+        channel: Channel,
+        thread: ThreadTime,
+        share: CoreShare | None = None,
+    ) -> bool:
         """Drive the channel until there is nothing more to do. `share`: of this thread, which helps
         as long as it gets a core; True: it has retired.
         """
-        while share is None or not share.is_small or not self._retire(lane):
-            if (taken := self._take(lane)) is None:
+        while share is None or not share.is_small or not self._retire(lane, thread):
+            if (taken := self._take(lane, thread)) is None:
                 return False
             batches, answers = taken
             for batch in batches:
                 channel.submit(batch)
+            thread.probe(began := time.perf_counter())
             # A GPU's digests are made by one launch: small calls do not pay.
             answer = channel.receive(
                 lane.sizer.call_bytes if self._memory.device is None else lane.batch_bytes
             )
+            thread.calls += answer.calls
             if isinstance(answer, Lacking):
+                thread.empty_s += time.perf_counter() - began
                 self._look_elsewhere(lane, answer)
             elif answer.chunks:
+                if answers and not lane.grant.complete:  # the first one came after a round trip
+                    thread.empty_s += answer.wait_s
                 self._settle(lane, answer)
-            elif not self._is_answered_by_others(lane, answers):
+            elif not self._is_answered_by_others(lane, answers, thread):
                 return False
         return True
 
-    def _take(self, lane: SourceLane) -> tuple[list[tuple[int, ...]], int] | None:
+    def _take(
+        self, lane: SourceLane, thread: ThreadTime
+    ) -> tuple[list[tuple[int, ...]], int] | None:
         """Batches to ask for now (a second one before the first has arrived), and how many answers
         were dealt with before. Waits while the lane has nothing to do. None: the lane is over.
         """
@@ -419,18 +446,28 @@ class PullRunner:
                 if lane.brings is not None and self._pull.is_through(lane.lease):
                     lane.is_through = True  # its thread may be wanted for another source
                     break
-                self._changed.wait()
+                waited_s = self._wait()
+                if lane.grant.complete:
+                    thread.idle_s += waited_s
+                else:
+                    thread.empty_s += waited_s
             if batches and self._pull.is_patchy:
                 self._changed.notify_all()
             return (batches, lane.answers) if lane.requests.asked else None
 
-    def _is_answered_by_others(self, lane: SourceLane, answers: int) -> bool:
+    def _wait(self) -> float:
+        """Until something has changed; how long that was."""
+        began = time.perf_counter()
+        self._changed.wait()
+        return time.perf_counter() - began
+
+    def _is_answered_by_others(self, lane: SourceLane, answers: int, thread: ThreadTime) -> bool:
         """All that is asked for is in the hands of other threads of this lane: wait for one of
         them. False: it is over.
         """
         with self._changed:
             while lane.answers == answers and not self._is_over and not lane.cutter.is_cut:
-                self._changed.wait()
+                thread.idle_s += self._wait()
             return not self._is_over and not lane.cutter.is_cut
 
     def _look_elsewhere(self, lane: SourceLane, answer: Lacking) -> None:

@@ -17,6 +17,9 @@ from typing import Final, NamedTuple
 
 from tensorhub.deltas import Counts
 from tensorhub.messages import Flow, Grant, Origin
+from tensorhub.observed import LinkTiming
+from tensorhub.runtime.data.lane_times import link_timing
+from tensorhub.runtime.data.thread_time import Spent
 from tensorhub.scheduler.links import FlowMeter
 from tensorhub.scheduler.requests import Requests
 from tensorhub.transport.base import (
@@ -162,6 +165,7 @@ class SourceLane:
     batch_bytes: int = BATCH_BYTES  # of one request
     sizer: ReceiveSizer = field(default_factory=ReceiveSizer)
     answers: int = 0  # that its threads have dealt with
+    spent: Spent = field(default_factory=Spent)  # by threads that have left
     is_through: bool = False  # all that its source can bring is verified
 
     @property
@@ -184,10 +188,11 @@ class SourceLane:
         self.threads += 1
         self.threads_s -= time.perf_counter()
 
-    def leave(self) -> None:
-        """A thread drives it no more."""
+    def leave(self, spent: Spent) -> None:
+        """A thread drives it no more, which has spent that on it."""
         self.threads -= 1
         self.threads_s += time.perf_counter()
+        self.spent = self.spent.plus(spent)
 
     def note_deltas(self, arrival: Arrival, whole_bytes: int, came_bytes: int) -> None:
         """Chunks of `whole_bytes` came as deltas of `came_bytes`."""
@@ -216,6 +221,12 @@ class SourceLane:
             self.use,
             *self.counts,
         )
+
+    def timing(self, bytes_read: int, now: float, *, on_device: bool) -> LinkTiming:
+        """Where its seconds went, once its threads have left."""
+        digest_s, codec_s = self.sizer.verify_s, self.codec_s
+        what = self.transport, KINDS[self.grant.purpose], bytes_read, self.seconds_up_to(now)
+        return link_timing(self.grant, *what, self.spent, digest_s, codec_s, on_device=on_device)
 
     @property
     def flow(self) -> Flow | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import anyio
@@ -328,6 +328,10 @@ class Filler:
         finally:
             self._note_arrived(target, action.generation)
             self.times.add_pull(runner.report(), clock.now(), again=action.again)
+            self.times.add_links(
+                replace(each, site="") if each.site == self._channels.site else each
+                for each in runner.timings()
+            )
 
     async def _unpack(self, mapped: MappedRegions) -> None:
         if not mapped.is_in_place:

@@ -26,7 +26,16 @@ from tensorhub.layouts.reading import ReshardedManifest
 from tensorhub.logs import get_logger
 from tensorhub.memory.on_demand import OnDemandMemory
 from tensorhub.memory.regions import Memory
-from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Outcome, Start, TellDigests, ToRank
+from tensorhub.messages import (
+    DIGESTS_BYTES_MAX,
+    DigestAgain,
+    Fill,
+    Outcome,
+    Start,
+    TellDigests,
+    Took,
+    ToRank,
+)
 from tensorhub.runtime import clock
 from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.delta_making import begin_deltas, make_deltas
@@ -66,6 +75,7 @@ class _Call:
     """The running call's future, and its course."""
 
     ended: anyio.Event
+    started: float
     times: CallTimes = field(default_factory=CallTimes)
     hook: HookRequest | None = None
     result: calls.Finish | None = None
@@ -114,6 +124,8 @@ class Handle(CallersHandle):
         self._scope = anyio.CancelScope()  # of `run`
         self.beside = anyio.CapacityLimiter(1)  # of early digests, which may all wait
         self.deadline_moved: Callable[[], None] = lambda: None
+        # a call has ended; what makes the message about its time is called once that hurries less
+        self.call_took: Callable[[Callable[[], Took | None]], None] = lambda told: None
         self.first_fill_begins: Callable[[Handle, OpKind, float], None] = (
             lambda handle, kind, timeout_s: None
         )
@@ -212,7 +224,7 @@ class Handle(CallersHandle):
         actions = self.interpreter.begin(call, timeout_s, started)
         if isinstance(call, calls.FillCall) and is_first and not isinstance(call.selector, int):
             self.first_fill_begins(self, call.kind, timeout_s)
-        running = self._call = _Call(anyio.Event(), hook=hook)
+        running = self._call = _Call(anyio.Event(), started, hook=hook)
         self._filler.times = running.times
         self.apply(actions)
         try:
@@ -243,7 +255,7 @@ class Handle(CallersHandle):
 
     def hook_returned(self, error: Exception | None) -> None:
         if self._call is not None and self._call.times.hooked is not None:
-            self._call.times.hook_s = clock.now() - self._call.times.hooked
+            self._note("hook", self._call.times.hooked)
         self.apply(self.member.hook_returned(error, clock.now()))
 
     async def look(
@@ -391,17 +403,21 @@ class Handle(CallersHandle):
     async def _do(self, action: calls.Action) -> None:
         match action:
             case calls.Say():
+                if isinstance(action.message, Fill) and self._call is not None:
+                    self._call.times.key = action.message.key
                 self._link.say(action.message)
             case calls.OpenGeneration():
                 await self._open(action)
             case calls.ReopenGeneration():
                 self._owner.reopen(self._registration, action.generation)
             case calls.Fence():
+                began = clock.now()
                 await self._fence(action)
+                self._note("fence", began)
             case calls.CallHook():
                 assert self._call is not None
                 assert self._call.hook is not None
-                self._call.times.hooked = clock.now() if self._call.times.prepared else None
+                self._call.times.hooked = clock.now()
                 self._call.hook(action.version)
             case calls.PlanReading():
                 self._tasks.start_soon(self._plan, action)
@@ -489,6 +505,8 @@ class Handle(CallersHandle):
             self._call.result = finish
             self._call.ended.set()
             self.call_ended()
+            rank = self.member.shard.rank
+            self.call_took(partial(self._call.times.told, rank, self._call.started, clock.now()))
 
     def receive(self, message: ToRank) -> None:
         """The coordinator has said this of it."""
@@ -497,8 +515,13 @@ class Handle(CallersHandle):
             self._call.times.bound = clock.now()
         self.apply(self.member.receive(message, clock.now()))
 
+    def _note(self, name: str, began: float) -> None:
+        """Something of the running call has ended; see `CallTimes.note`."""
+        if self._call is not None:
+            self._call.times.note(name, began, clock.now())
+
     async def _make_room(self, nbytes: int, scope: anyio.CancelScope) -> None:
-        refusal = None
+        refusal, began = None, clock.now()
         try:
             with scope:
                 await self._room.make_room(
@@ -507,6 +530,7 @@ class Handle(CallersHandle):
         except TensorHubError as error:
             refusal = error
         finally:
+            self._note("room", began)
             self.apply(self.member.room_ended(refusal, clock.now()))
 
     async def _open(self, action: calls.OpenGeneration) -> None:

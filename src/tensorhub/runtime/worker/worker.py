@@ -50,6 +50,7 @@ from tensorhub.runtime.worker.host_copies import HostCopyRunner
 from tensorhub.runtime.worker.pins import Pins
 from tensorhub.runtime.worker.ports import ArchiveSettings, CallersArchiver
 from tensorhub.runtime.worker.registering import CallersWorker
+from tensorhub.runtime.worker.timings_told import TimingsTold
 from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.transport import sockets, unix
 from tensorhub.types import (
@@ -126,6 +127,7 @@ class Worker(CallersWorker):
         self._notice: Wakeup | None = None
         if options.deltas != "off":
             self._owner.deltas.on_wanted = self._note
+        self._timings = TimingsTold(self.link)
         self.router: Router[Handle] = Router(self._numbers)
         self._manifests: dict[str, Manifest] = {}
         self._parts = KnownParts()
@@ -182,6 +184,7 @@ class Worker(CallersWorker):
                 self._tasks.start_soon(self.archived.run)
                 self._tasks.start_soon(self._digest_reporter.run)
                 self._tasks.start_soon(self._act_on_notices)
+                self._tasks.start_soon(self._timings.run)
                 self._tasks.start_soon(self.channels.keep_swept)
                 self._tasks.start_soon(self.link.keep, received, ready)
                 with anyio.move_on_after(self.options.connect_timeout_s):
@@ -489,6 +492,7 @@ class Worker(CallersWorker):
         handle.beside = self._beside
         handle.deadline_moved = lambda: self._time_moved.set()
         handle.first_fill_begins = self._first_fill_begins
+        handle.call_took = self._timings.call_took
         return handle
 
     def _first_fill_begins(self, handle: Handle, kind: OpKind, timeout_s: float) -> None:
