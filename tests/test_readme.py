@@ -22,9 +22,9 @@ VERSIONS = 5
 
 
 def program() -> dict[str, Any]:
-    """What the README's first complete Python block defines."""
+    """What `loop.py` of the README defines."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (text,) = [block for block in blocks if "anyio.run(main)" in block]
+    (text,) = [block for block in blocks if "anyio.run(" in block]
     found: dict[str, Any] = {"__name__": "readme"}
     exec(compile(text, "README.md", "exec"), found)
     return found
@@ -61,9 +61,10 @@ async def test_rollouts_of_a_fast_trainer_neither_fail_nor_get_torn_versions(
     monkeypatch.setattr(torch.optim, "SGD", Optimizer)
     monkeypatch.setattr(readme["Engine"], "generate", generate)
     async with tensorhub.serve() as coordinator, anyio.create_task_group() as tasks:
-        tasks.start_soon(readme["trainer"], coordinator.address, policy)
-        for _ in range(ROLLOUTS):
-            tasks.start_soon(readme["rollout"], coordinator.address, readme["Engine"]())
+        tasks.start_soon(readme["trainer"], coordinator.address, policy, 0.02)
+        for number in range(ROLLOUTS):
+            engine = readme["Engine"](pause_s=0)
+            tasks.start_soon(readme["rollout"], coordinator.address, f"rollout-{number}", engine)
         await anyio.sleep(seconds)
         await until(lambda: len(published) > VERSIONS and generated > ROLLOUTS * VERSIONS)
         tasks.cancel_scope.cancel()
