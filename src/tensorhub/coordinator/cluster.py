@@ -193,16 +193,9 @@ class Cluster:
         """Whether this step has to leave further deadlines and losses to the next ones."""
         return len(self.noted) >= limits.NOTED_PER_STEP or self.followed >= limits.FOLLOWED_PER_STEP
 
-    def happened(
-        self,
-        kind: str,
-        model: str = "",
-        version: int | None = None,
-        worker: str = "",
-        text: str = "",
-    ) -> None:
-        """Have people told."""
-        self.observations.happened(self.now, kind, model, version, worker, text)
+    def happened(self, kind: str, *about: Any) -> None:
+        """Have people told: see `Observations.happened`."""
+        self.observations.happened(self.now, kind, *about)
 
     # -- acting
 
@@ -221,6 +214,8 @@ class Cluster:
         self, session: int | None, request: int, error: TensorHubError | None = None
     ) -> None:
         """Tell the asker that its request is done, or refused with `error`."""
+        if error is not None:
+            self.observations.counters.refused_total[type(error).__name__] += 1
         self.send(
             session, Done(request) if error is None else Refused(request, ErrorInfo.of(error))
         )
@@ -297,7 +292,9 @@ class Cluster:
 
     def become(self, entity: Entity, state: Any, why: str) -> None:
         """Move an entity along its table, in this step."""
+        before = entity.state
         entity.become(state, self.cause, self.now, why)
+        self.observations.became(self.now, entity, before, why)
         self.noted[entity.operation if isinstance(entity, RankPart) else entity] = None
         if isinstance(entity, Replica):
             self.reckon(*entity.holdings.values())

@@ -167,6 +167,7 @@ class Coordinator(Stateful[CoordinatorState]):
             self._recover(durable)
         if not self.cluster.is_recovering:
             self.become(CoordinatorState.SERVING, 0, now, "nothing was published before")
+            self.cluster.happened("serving")
 
     def __repr__(self) -> str:
         c = self.cluster
@@ -310,6 +311,7 @@ class Coordinator(Stateful[CoordinatorState]):
         self.become(
             CoordinatorState.SERVING, self.cluster.cause, self.cluster.now, "a lease has passed"
         )
+        self.cluster.happened("serving")
         self._retentions.recovery_over()
         self._membership.recovery_over()
         for model in self.cluster.models.values():
@@ -453,7 +455,8 @@ class Coordinator(Stateful[CoordinatorState]):
             case messages.Digests():
                 self._testimonies.told(worker, message)
             case messages.Took():
-                self.observations.took(worker.name, message)
+                is_its = self._operations.is_rank(worker, message.key, message.rank)
+                self.observations.took(worker, message, is_its=is_its)
             case messages.Served():
                 self.observations.served(worker.incarnation, message.timing)
             case _:

@@ -149,6 +149,8 @@ class Decisions:
         this operation ended.
         """
         self._cluster.become(operation, OperationState.ABORTED, str(blame.error))
+        observations = self._cluster.observations
+        observations.failed(self._cluster.now, operation, blame.error, again=blame.again)
         self._handlers[operation.kind].abort(operation)
         # A rank that registers later begins with a later operation.
         concerned = (

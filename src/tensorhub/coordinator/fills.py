@@ -320,6 +320,7 @@ class Fills:
         except VersionUnavailable as error:
             return Blame(error) if operation.resumes is None else refusals.gone(operation, error)
         if version is None:
+            self._wait(operation, "version")
             return None
         way = ways.of(version, operation)
         misfit = refusals.misfit(operation, version) or self._no_way(operation, version, way)
@@ -347,8 +348,12 @@ class Fills:
         if not (way.is_known or is_unchanged) or (fresh and not way.serves):
             waits = self._cluster.is_recovering or not operation.calls_number
             lost = "" if waits else refusals.only_elsewhere(operation, version)
-            return Blame(VersionUnavailable(lost)) if lost else None
+            if lost:
+                return Blame(VersionUnavailable(lost))
+            self._wait(operation, "source")
+            return None
         if fresh and (self._must_wait(operation, version) or self._is_read_on(operation, version)):
+            self._wait(operation, "fence")
             return None
         operation.staying = []
         self._cluster.bind(operation, version)
@@ -377,6 +382,10 @@ class Fills:
         if not operation.unchanged:
             self._start(operation)
         return None
+
+    def _wait(self, operation: Operation, name: str) -> None:
+        """Have people told what its ranks wait for."""
+        self._cluster.observations.waits(self._cluster.now, operation, name)
 
     @staticmethod
     def _no_way(operation: Operation, version: Version, way: Way) -> Blame | None:
@@ -454,11 +463,15 @@ class Fills:
         version = operation.bound
         if operation.is_forsaken and not ways.serve(operation):
             return refusals.abandoned(operation)
-        ready = all(part.ready for part in operation.parts.values()) and self._coverage.is_known(
-            operation
-        )
-        sources = self.first_sources(operation) if ready else None
-        if sources is not None and not self._must_wait(operation, version):
+        if not all(part.ready for part in operation.parts.values()):
+            return None
+        if not self._coverage.is_known(operation):
+            self._wait(operation, "others")
+        elif (sources := self.first_sources(operation)) is None:
+            self._wait(operation, "source")
+        elif self._must_wait(operation, version):
+            self._wait(operation, "fence")
+        else:
             self._begin_write(operation)
             for _, part in sorted(operation.parts.items()):
                 if part.needs_bytes:

@@ -103,6 +103,7 @@ class Holdings:
         """The owner says that its fence stands."""
         member = worker.members.get(message.registration)
         if member is not None:
+            self._cluster.observations.fenced(self._cluster.now, member.part)
             self.confirm_withdrawn(member, message.generation)
 
     def confirm_withdrawn(self, member: Member, generation: int) -> None:
@@ -129,6 +130,8 @@ class Holdings:
         of its owner until the owner takes it back.
         """
         holding.trust.quarantined = True
+        info, owner = holding.version.info, holding.member.worker.name
+        self._cluster.happened("corrupt", info.model, info.version, owner, "its bytes have changed")
         self.leave(holding, "its bytes have changed", on_purpose=False)
         self._readers.cut_readers(holding, "the source's bytes have changed", moved=True)
 

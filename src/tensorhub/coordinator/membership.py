@@ -44,6 +44,7 @@ from tensorhub.types import Purpose
 
 LOOKS_APART = 1 / 8  # of a lease, between two looks for what lies unread
 AWAY_LEASES_MAX = 2  # without a connection; however many wait at the door
+LEAVES = "leaves"  # why a worker is suspect that is about to be gone
 OWN_LAYOUT = "own/"  # begins the layout id of a rank that says nothing of the other ranks
 
 
@@ -110,6 +111,7 @@ class Membership:
                 session.read_only,
             )
             cluster.workers[session.incarnation] = worker
+            self._tell("joined", worker, f"from {message.location.host}")
             if worker.host_bytes:
                 cluster.hosts[worker.incarnation] = worker
                 self._handovers.room_changed()
@@ -300,6 +302,7 @@ class Membership:
             f"{self._cluster.now - worker.heard_at:.1f} s{where}"
         )
         self._cluster.tell_lost(worker, why)
+        self._tell("lost", worker, why)
         self.lose(worker, why)
 
     # The very sums that timers are set to: a difference, rounded, could fall short of them again
@@ -331,12 +334,20 @@ class Membership:
         """The worker counts no more, if it did."""
         if worker.state is WorkerState.LIVE:
             self._cluster.become(worker, WorkerState.SUSPECT, why)
+            if why != LEAVES:
+                self._tell("suspect", worker, why)
             self._touch_models(worker)
 
     def leave(self, worker: Worker, reason: str) -> None:
         """The worker closes: its lease ends now."""
-        self._suspect(worker, "leaves")
+        self._suspect(worker, LEAVES)
+        self._tell("left", worker, reason)
         self.lose(worker, f"worker {worker.name!r} has left: {reason}")
+
+    def _tell(self, kind: str, worker: Worker, text: str) -> None:
+        """Have people told, but not of read-only workers, which come and go as they like."""
+        if not worker.read_only:
+            self._cluster.happened(kind, "", None, worker.name, text)
 
     def lose(self, worker: Worker, why: str) -> None:
         """Nothing that this incarnation says or held counts any more."""

@@ -89,10 +89,7 @@ class Operations:
         """A rank says something about its group's operation. Only the rank's present registration
         is heard (G9).
         """
-        key = message.key
-        model = self._cluster.models.get(key.model)
-        group = model.groups.get(key.group) if model is not None else None
-        member = group.members.get(message.rank) if group is not None else None
+        key, member = message.key, self._member(message.key, message.rank)
         if member is None or member.worker is not worker:
             return
         self._cluster.noted[member] = None
@@ -116,6 +113,16 @@ class Operations:
                 self._resolve(member, message)
             case _:
                 assert_never(message)
+
+    def _member(self, key: OpKey, rank: int) -> Member | None:
+        model = self._cluster.models.get(key.model)
+        group = model.groups.get(key.group) if model is not None else None
+        return group.members.get(rank) if group is not None else None
+
+    def is_rank(self, worker: Worker, key: OpKey, rank: int) -> bool:
+        """Whether the worker is that rank of the group now."""
+        member = self._member(key, rank)
+        return member is not None and member.worker is worker
 
     def _hear_of(
         self,
@@ -177,6 +184,7 @@ class Operations:
             isinstance(call, Fill),
         )
         operation.parts[member.rank] = part
+        self._cluster.observations.called(self._cluster.now, part)
         operation.story.note(self._cluster.cause, self._cluster.now, "rank", member.rank, "called")
         blame = (
             self._unlike(operation, part)

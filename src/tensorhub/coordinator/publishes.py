@@ -260,6 +260,7 @@ class Lineages:
         model.history.forgotten.extend(forgotten)
         model.history.lost = tuple(sorted(forgotten)[-2:])
         reason = f"{model.name!r} was rolled back to {message.to}"
+        self._cluster.happened("rolled_back", model.name, message.to, "", reason)
         for version in [v for v in model.versions.values() if v.number > message.to]:
             for holding in [
                 h for layout in version.layouts for holdings in layout.values() for h in holdings

@@ -81,6 +81,7 @@ class Readers:
             need=need,
         )
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
+        self._cluster.observations.lent(self._cluster.now, lease)
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
         model = holding.member.group.model
         model.leases[lease.id] = part.member.reads[lease.id] = lease
@@ -257,6 +258,7 @@ class Readers:
             return None
         self.release(lease, reason)
         if reason != "dropped":
+            self._cluster.observations.read_failed(self._cluster.now, lease, reason, detail)
             self.avoid(part, lease.holding, reason, detail)
         return lease
 

@@ -31,7 +31,7 @@ from tensorhub.errors import (
     TensorHubError,
     VersionUnavailable,
 )
-from tensorhub.messages import Pin, Retain, RetainedAck, SetRetained, Unpin
+from tensorhub.messages import Pin, Restore, Retain, RetainedAck, Rollback, SetRetained, Unpin
 
 
 @dataclass(eq=False, repr=False)
@@ -403,6 +403,9 @@ class Retentions:
             case _:
                 pass
         self._cluster.touch(model)
+        if error is None:
+            number = message.version if isinstance(message, Pin) else None
+            self._cluster.happened("retained", model.name, number, "", _told(message))
         if error is None and not isinstance(message, Unpin):
             model.notices.unanswered = [
                 o for o in model.notices.unanswered if o.session in self._cluster.sessions
@@ -421,3 +424,10 @@ class Retentions:
             f"state_dir"
         )
         self._end(write, CoordinatorUnavailable(text))
+
+
+def _told(message: Retain | Pin | Unpin | Rollback | Restore) -> str:
+    """What has changed, for people."""
+    if isinstance(message, Retain):
+        return f"the newest {message.latest} versions are kept"
+    return "it is pinned" if isinstance(message, Pin) else "a pin has ended"

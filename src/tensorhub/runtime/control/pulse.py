@@ -44,10 +44,14 @@ class Pulse:
         return max(self._late_s, clock.now() - self._due)
 
     async def keep(
-        self, lease_s: float, sessions: Callable[[], int], catch_up: Callable[[], Awaitable[None]]
+        self,
+        lease_s: float,
+        sessions: Callable[[], int],
+        catch_up: Callable[[], Awaitable[None]],
+        late: Callable[[float, bool], None] = lambda late_s, is_behind: None,
     ) -> None:
         """Look, until cancelled. `sessions`: how many there are, for the log. `catch_up` waits for
-        all that waits now.
+        all that waits now. `late` is told how late each look came, and whether that is logged.
         """
         worst_s = 0.0
         while True:
@@ -56,6 +60,7 @@ class Pulse:
             await anyio.sleep(PULSE_S)
             await catch_up()
             self._late_s = max(0.0, clock.now() - self._due)
+            late(self._late_s, self._late_s > lease_s * LATE)
             if self._late_s > lease_s * LATE:
                 worst_s = max(worst_s, self._late_s)
                 busy = (time.thread_time() - used_s) / (clock.now() - since)

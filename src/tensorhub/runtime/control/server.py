@@ -16,6 +16,7 @@ import math
 import secrets
 import select
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -147,6 +148,7 @@ class CoordinatorServer:
             ids=partial(secrets.token_hex, 12),
             now=self._now(),
             durable=durable,
+            wall_offset_s=time.time() - self._now(),
         )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_time)
@@ -154,7 +156,7 @@ class CoordinatorServer:
             tasks.start_soon(self._keep_looking)
             tasks.start_soon(self._keep_telling)
             tasks.start_soon(self._poller.keep)
-            pulse = partial(self._turn.pulse.keep, catch_up=self._hearing.catch_up)
+            pulse = partial(self._turn.pulse.keep, catch_up=self._hearing.catch_up, late=self._late)
             tasks.start_soon(pulse, self._options.lease_s, lambda: len(self._sessions))
             if isinstance(self._secrets, TokenFile):
                 tasks.start_soon(self._keep_access)
@@ -233,6 +235,9 @@ class CoordinatorServer:
         deadline = self._core.next_deadline()
         if deadline is not None and deadline < self._wakes_at:
             self._is_sooner.set()
+
+    def _late(self, late_s: float, is_behind: bool) -> None:
+        self._core.observations.late(self._now(), late_s, is_behind=is_behind)
 
     def _send(self, number: int, message: FromCoordinator | None) -> None:
         session = self._sessions.get(number)
