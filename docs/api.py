@@ -46,7 +46,7 @@ def page_without_errors() -> str:
 
 def errors_page() -> str:
     """A page of the site: each error and warning."""
-    return "\n".join([*_errors("# Errors", "##"), *_warnings("#")])
+    return "\n".join([*_errors("# Errors, and what to do", "##"), *_warnings("##")])
 
 
 def _parts() -> Iterator[str]:
@@ -191,16 +191,23 @@ def _field_comments(kind: Any) -> dict[str, str]:
 
 
 def _errors(head: str, level: str) -> Iterator[str]:
+    """Each error: what it means, what to do, an example (once, if it shows several errors)."""
+    about = textwrap.dedent((errors.__doc__ or "").partition("\n")[2]).strip()
+    tree, _, prose = about.partition("\n\n")
     yield f"{head}\n"
-    yield f"```\n{textwrap.dedent((errors.__doc__ or '').partition(chr(10))[2]).strip()}\n```\n"
+    yield f"{prose}\n"
+    yield f"```text\n{tree}\n```\n"
+    shown = set[Example]()
     for name, kind in errors.BY_NAME.items():
-        retryable = (
-            "retryable by default" if kind.retryable_by_default else "not retryable by default"
-        )
+        meaning, _, remedy = (inspect.getdoc(kind) or "").partition("What to do: ")
+        retryable = "Retryable" if kind.retryable_by_default else "Not retryable"
         yield f"{level} `{name}`\n"
-        yield f"{inspect.getdoc(kind)} ({retryable})\n"
-        if name in EXAMPLES:
-            yield f"```python\n{_code(EXAMPLES[name])}```\n"
+        yield f"{meaning.strip()}\n"
+        yield f"**What to do:** {remedy}\n\n{retryable} by default.\n"
+        example = EXAMPLES.get(name)
+        if example is not None and example not in shown:
+            shown.add(example)
+            yield f"```python\n{_code(example)}```\n"
 
 
 def _warnings(level: str) -> Iterator[str]:

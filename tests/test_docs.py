@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from docs import links, pages
+from docs import api, links, pages
+from tensorhub import errors
 from tensorhub.transport.built_in import TRANSPORTS
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -79,6 +80,14 @@ def test_the_site_is_staged_with_each_page_in_its_navigation(tmp_path: Path) -> 
     decisions = {name for name in staged if re.match(r"decisions/\d", name)}
     assert sorted(named) == sorted(staged - decisions)
     assert (tmp_path / "states.md").read_text(encoding="utf-8").count("\n## ") > 5
+
+
+def test_each_error_says_what_to_do() -> None:
+    sections = api.errors_page().split("\n## Warnings")[0].split("\n## `")[1:]
+    assert [section.split("`")[0] for section in sections] == list(errors.BY_NAME)
+    assert [
+        s for s in sections if not re.search(r"\*\*What to do:\*\* \w.*\.\n", s, re.DOTALL)
+    ] == []
 
 
 def test_a_built_page_may_not_lead_nowhere_or_load_from_another_host(tmp_path: Path) -> None:

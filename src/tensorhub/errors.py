@@ -50,7 +50,10 @@ Memory = Literal["intact", "torn", "in_doubt"]
 
 
 class TensorHubError(Exception):
-    """Base of all errors that TensorHub raises on purpose."""
+    """Base of all errors that TensorHub raises on purpose.
+
+    What to do: repeat the call if `retryable` says so, and treat the tensors as `memory` says.
+    """
 
     retryable_by_default: ClassVar[bool] = False
 
@@ -63,18 +66,30 @@ class TensorHubError(Exception):
 
 
 class VersionUnavailable(TensorHubError):
-    """The version has no live source (retryable), or does not exist."""
+    """The version has no live source (retryable), or does not exist.
+
+    What to do: for `latest`, compare the model's name with the trainer's (`tensorhub status`),
+    or wait longer. For a number, ask for `latest`, or have versions kept by `Hub.retain`, a pin
+    or an archive.
+    """
 
     retryable_by_default = True
 
 
 class VersionConflict(TensorHubError):
-    """The version number was used already, or is not above the lineage's mark."""
+    """The version number was used already, or is not above the lineage's mark.
+
+    What to do: publish a number above the mark (`tensorhub status` shows it), or
+    `Hub.rollback` first.
+    """
 
 
 class ManifestMismatch(TensorHubError):
     """The reader's tensors are not those of the version; each difference is named in
     `differences`.
+
+    What to do: correct the tensors that `differences` names; describe another layout by
+    `sources=`; `partial=True` leaves published tensors unread.
     """
 
     def __init__(
@@ -90,7 +105,11 @@ class ManifestMismatch(TensorHubError):
 
 
 class RegistrationError(TensorHubError):
-    """These tensors, or this (model, group, rank), cannot be registered or used any more."""
+    """These tensors, or this (model, group, rank), cannot be registered or used any more.
+
+    What to do: correct the tensors that it names. If another process has this (model, group,
+    rank), end it, or use another group.
+    """
 
 
 class MutabilityViolation(TensorHubError):
@@ -100,23 +119,38 @@ class MutabilityViolation(TensorHubError):
 
     Raised by `unpublish`, `close` and `mutate` (before its body) when the memory has been taken
     back, and by `update` before it does anything; `memory` is "torn" in each case.
+
+    What to do: write only inside `mutate`, or after `unpublish`, and publish again.
     """
 
 
 class StateError(TensorHubError):
-    """The call, or one of its arguments, is not allowed in this state."""
+    """The call, or one of its arguments, is not allowed in this state.
+
+    What to do: what the error says; it names what has to come first, or what is too much.
+    """
 
 
 class InvalidType(StateError, TypeError):
-    """An argument is of a kind that cannot be used; the error says what to give."""
+    """An argument is of a kind that cannot be used; the error says what to give.
+
+    What to do: correct the argument.
+    """
 
 
 class InvalidValue(StateError, ValueError):
-    """An argument is out of range, or says nothing that is known; the error says what to give."""
+    """An argument is out of range, or says nothing that is known; the error says what to give.
+
+    What to do: correct the argument.
+    """
 
 
 class OperationTimeout(TensorHubError, TimeoutError):
-    """A deadline passed. The outcome is unknown only if `memory` says "in_doubt"."""
+    """A deadline passed. The outcome is unknown only if `memory` says "in_doubt".
+
+    What to do: see in `tensorhub status` what the call waits for; then repeat it, perhaps with
+    a longer `timeout=`.
+    """
 
     retryable_by_default = True
 
@@ -124,11 +158,18 @@ class OperationTimeout(TensorHubError, TimeoutError):
 class DrainTimeout(OperationTimeout):
     """Memory could not be taken back in time, and must not be written. It stays published (or
     becomes so again), unless its version was given up meanwhile, as by a rollback.
+
+    What to do: do not write the memory. Repeat the call with a longer `timeout=`; `tensorhub
+    status` shows the running reads.
     """
 
 
 class RetentionError(TensorHubError):
-    """Leaving would lose a retained version, and no worker could take it over."""
+    """Leaving would lose a retained version, and no worker could take it over.
+
+    What to do: give a reliable worker `Options.host_memory_bytes` for the shard, run an
+    archive, or lower `Hub.retain`.
+    """
 
     retryable_by_default = True
 
@@ -136,6 +177,8 @@ class RetentionError(TensorHubError):
 class GroupAborted(TensorHubError):
     """The group's operation ended on all ranks; `causes` says why, per rank where a rank is to
     blame.
+
+    What to do: correct what `causes` names, and repeat the call on all ranks.
     """
 
     retryable_by_default = True
@@ -162,6 +205,9 @@ class LeaseLost(TensorHubError):
     goes on in the new one: a handle in the call that runs, or in its next `publish`, `replicate`,
     `update` or `unpublish`; a model in the first `newest`, `wait_for`, `watch` or `fetch`; a pin at
     the end of its block. Call `retain` again.
+
+    What to do: repeat the call. Serve the coordinator with a `state_dir`. If a worker was taken
+    for dead, look for pauses of its process longer than `Options.lease_s`.
     """
 
     retryable_by_default = True
@@ -173,6 +219,8 @@ class IntegrityError(TensorHubError):
     names the machine that damages what it gets.
 
     Of a publish: ranks have different bytes of what both publish (docs/layouts.md).
+
+    What to do: repeat the call; if that fails, too, replace the machine that it names.
     """
 
     retryable_by_default = True
@@ -182,27 +230,43 @@ class AuthenticationFailed(TensorHubError):
     """The secrets differ, the token is read-only and the call changes something, or open access was
     asked for beyond loopback. A call raises it at its deadline while the coordinator refuses a
     token that it took before.
+
+    What to do: give both sides one token (`tensorhub token new`); for a call that changes
+    something, the full one.
     """
 
 
 class ProtocolError(TensorHubError):
-    """The peer does not speak this protocol, or broke it."""
+    """The peer does not speak this protocol, or broke it.
+
+    What to do: install one release of TensorHub on both sides, and connect to a TensorHub
+    address.
+    """
 
 
 class CoordinatorUnavailable(TensorHubError):
-    """The coordinator cannot be reached; the error says at which address, and why."""
+    """The coordinator cannot be reached; the error says at which address, and why.
+
+    What to do: start the coordinator, or correct the address; `Options.coordinator_wait_s`
+    waits longer.
+    """
 
     retryable_by_default = True
 
 
 class TransportUnavailable(TensorHubError):
-    """A transport is unknown, not installed, or not shared with the peer."""
+    """A transport is unknown, not installed, or not shared with the peer.
+
+    What to do: see in `tensorhub doctor` what is missing; leave `tcp` in `transports=`.
+    """
 
 
 class ArchiveUnavailable(TensorHubError):
     """The bucket or directory of an archive cannot be used: it is not there, is full, cannot be
     reached, or refuses these credentials. What was archived before is intact. Retryable where the
     same call may succeed later.
+
+    What to do: correct URL, credentials or room, and repeat the call.
     """
 
 
