@@ -8,6 +8,7 @@ from dataclasses import replace
 import anyio
 import pytest
 
+from tensorhub.coordinator.entities import Worker
 from tensorhub.coordinator.observing import Observations
 from tensorhub.errors import TensorHubError
 from tensorhub.messages import Took
@@ -24,9 +25,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Took]:
     said: list[Took] = []
     heard = Observations.took
 
-    def took(self: Observations, worker: str, message: Took) -> None:
+    def took(self: Observations, worker: Worker, message: Took, *, is_its: bool) -> None:
         said.append(message)
-        heard(self, worker, message)
+        heard(self, worker, message, is_its=is_its)
 
     monkeypatch.setattr(Observations, "took", took)
     return said

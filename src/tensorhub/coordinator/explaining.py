@@ -11,6 +11,7 @@ is left of the wall time: messages, and the coordinator's own lateness.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -57,7 +58,6 @@ class Rank:
     hold: bool  # it has a `before_write`
     former: tuple[OpKey, ...]  # earlier operations of the same call
     ready_at: float | None = None
-    fenced_at: float | None = None
     leased_at: float | None = None
     verified_at: float | None = None
     agreed_at: float | None = None
@@ -197,8 +197,6 @@ class _Path:
             self._wait(update, end, "source")
             return
         self.critical = slow = max(readers, key=lambda rank: rank.agreed_at or math.inf)
-        if slow.fenced_at is not None and slow.verified_at is not None:
-            self.to(min(slow.fenced_at, slow.verified_at), "fence", slow.worker)
         if slow.leased_at is not None:
             self.to(slow.leased_at, "source", slow.worker)
         self._read(update, slow, end if slow.verified_at is None else slow.verified_at)
@@ -209,20 +207,24 @@ class _Path:
 
     def _until_written(self, update: Update, ranks: list[Rank], end: float) -> None:
         """From the bound version until all ranks may write."""
-        written_at = end if update.written_at is None else update.written_at
-        busy = [r for r in ranks if r.ready_at is None and r.leased_at is None]
-        if written_at <= self.at:
+        if update.written_at is not None and update.written_at <= self.at:
             return
-        if busy and update.written_at is None and all(rank.agreed_at is None for rank in busy):
-            hook = "before_write" if busy[0].hold else "control"
-            self.to(end, hook, busy[0].worker)
-            return
+        busy = [r for r in ranks if r.ready_at is None and r.agreed_at is None]
+        if update.written_at is None and busy:
+            self._get_ready(busy[0], end)
         ready = [rank for rank in ranks if rank.ready_at is not None]
         if ready:
             last = max(ready, key=lambda rank: rank.ready_at or 0.0)
-            hook = "before_write" if last.hold else "control"
-            self.to(min(last.ready_at or 0.0, written_at), hook, last.worker)
-        self._wait(update, written_at, "source")
+            self._get_ready(last, min(last.ready_at or 0.0, update.written_at or end))
+        self._wait(update, end if update.written_at is None else update.written_at, "source")
+
+    def _get_ready(self, rank: Rank, until: float) -> None:
+        """The rank plans, and runs its caller's hook."""
+        hook_s = until - self.at if rank.hold else 0.0
+        if rank.took is not None:
+            hook_s = dict(rank.took.phases).get("hook", 0.0)
+        self.to(min(until, self.at + hook_s), "before_write", rank.worker)
+        self.to(until, "control", rank.worker, "planning, and messages")
 
     def _read(self, update: Update, rank: Rank, until: float) -> None:
         """The read of this rank, up to then."""
@@ -243,7 +245,7 @@ class _Path:
         self.parts.append(Part("coordinator", late_s))
         left -= late_s
         if update.is_staged:  # it is put in place after the decision
-            for name, phase in (("copy", "unpack"), ("before_write", "wait")):
+            for name, phase in (("copy", "apply"), ("before_write", "hook"), ("fence", "fence")):
                 seconds = min(left, dict(took.phases).get(phase, 0.0))
                 self.parts.append(Part(name, seconds, first.worker))
                 left -= seconds
@@ -255,28 +257,37 @@ class _Path:
         self, update: Update, rank: Rank, seconds: float, late_s: float, hops: int = HOPS_MAX
     ) -> list[Part]:
         """Parts of so many seconds in which this rank has read."""
-        took = rank.took
-        if took is None or not took.links:
+        took, me = rank.took, rank.worker
+        if took is None:
             lanes = [lane.source for lane in rank.lanes.values()]
-            text = "not divided: its worker has not said how long what took"
-            return [Part("link", seconds, rank.worker, lanes[-1] if lanes else "", text)]
-        copied = 0.0 if update.is_staged else min(seconds, dict(took.phases).get("unpack", 0.0))
-        parts, left = [Part("copy", copied, rank.worker)], seconds - copied
+            text = "not divided: its worker has not said what took how long"
+            return [Part("link", seconds, me, lanes[-1] if lanes else "", text)]
+        parts, left, phases = list[Part](), seconds, Counter(dict(took.phases))
+
+        def add(name: str, most: float, text: str = "") -> None:
+            nonlocal left
+            parts.append(Part(name, min(left, max(0.0, most)), me, "", text))
+            left -= parts[-1].seconds
+
+        add("fence", 0.0 if update.is_staged else phases["fence"])
+        add("other", phases["room"], "making room in host memory")
+        add("copy", phases["copy"] + phases["unpack"])
         shares = [self._shares(update, rank, link) for link in took.links]
         total = sum(part.seconds for share in shares for part in share)
         scale = min(1.0, left / total) if total else 0.0
-        # of the source that lacked most, the path goes on at its own source
+        # the path goes on at the source that lacked most, and its own source
         upstream = [sum(p.seconds for p in share if p.name == "upstream") for share in shares]
-        place = max(range(len(shares)), key=lambda each: upstream[each])
-        if upstream[place] and hops:
+        if any(upstream) and hops:
+            place = upstream.index(max(upstream))
             shares[place] = self._followed(rank, took.links[place], shares[place], hops)
         parts += [_scaled(part, scale) for share in shares for part in share]
         left -= total * scale
-        late_s = min(left, late_s)
-        messages = max(0.0, took.seconds - update.wall_s(rank, self.at))
-        control_s = min(left - late_s, messages)
-        parts += [Part("coordinator", late_s), Part("control", control_s, rank.worker)]
-        return [*parts, Part("other", max(0.0, left - late_s - control_s), rank.worker)]
+        add("digest", phases["verify"] - sum(link.digest_s for link in took.links))
+        parts.append(Part("coordinator", min(left, late_s)))
+        left -= parts[-1].seconds
+        messages_s = max(0.0, took.seconds - update.wall_s(rank, self.at))
+        add("control", phases["prepare"] + messages_s)
+        return [*parts, Part("other", max(0.0, left), me)]
 
     def _followed(self, rank: Rank, link: LinkTiming, share: list[Part], hops: int) -> list[Part]:
         """The same, with the time in which the source lacked chunks divided as its own read was."""
@@ -286,7 +297,7 @@ class _Path:
         if above is None or source is None or source.leased_at is None:
             return share
         until = source.verified_at or above.ended_at or self.at
-        seconds = max(until - max(source.leased_at, source.fenced_at or 0.0), 1e-9)
+        seconds = max(until - source.leased_at, 1e-9)
         divided = self._divided(above, source, seconds, 0.0, hops - 1)
         followed = list[Part]()
         for part in share:

@@ -103,7 +103,6 @@ class Holdings:
         """The owner says that its fence stands."""
         member = worker.members.get(message.registration)
         if member is not None:
-            self._cluster.observations.fenced(self._cluster.now, member.part)
             self.confirm_withdrawn(member, message.generation)
 
     def confirm_withdrawn(self, member: Member, generation: int) -> None:

@@ -29,6 +29,7 @@ from tensorhub.errors import TensorHubError, VersionUnavailable
 from tensorhub.messages import Fill, Took
 from tensorhub.observed import (
     EVENTS_PAGE_MAX,
+    PHASE_NAMES,
     UPDATES_PAGE_MAX,
     ClusterEvent,
     Explanation,
@@ -51,7 +52,6 @@ LATE_KEPT_MAX = 64
 CLAIMED_S_MAX = 10.0**6  # what a worker may claim that something took
 TRANSPORTS_MAX = 32
 KINDS = ("live", "host copy", "seed", "archive")
-PHASES = ("resolve", "wait", "transfer", "verify", "unpack", "commit")
 RECOVERED = ("recovered", "no holder is known yet")  # why versions become what they were
 SECONDS_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -74,9 +74,9 @@ class Histogram:
 class Counters:
     """Since this coordinator began."""
 
-    # by phase of `FetchReport.phases`, and "total": of ranks' calls, as they say
+    # by `PHASE_NAMES`, and "total": of ranks' calls, as they say
     update_seconds: dict[str, Histogram] = field(
-        default_factory=lambda: {name: Histogram() for name in (*PHASES, "total")}
+        default_factory=lambda: {name: Histogram() for name in (*PHASE_NAMES, "total")}
     )
     # by transport and kind of source
     bytes_total: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -179,12 +179,6 @@ class Observations:
                 fills = upstream.operation.key, upstream.rank
             lane = Lane(source.name, source.incarnation, fills, now)
             rank.lanes[lease.id] = self._lanes[lease.id] = lane
-
-    def fenced(self, now: float, part: RankPart | None) -> None:
-        """The owner says that no reader reads its old version any more."""
-        rank = self._rank(part) if part is not None and part.reads else None
-        if rank is not None and rank.fenced_at is None:
-            rank.fenced_at = now
 
     def read_failed(self, now: float, lease: ReadLease, reason: str, detail: str) -> None:
         """A reader has given a source up."""
@@ -331,7 +325,7 @@ class Observations:
         links = [
             _sane(link, nbytes_max) for link in message.links if rank is None or link.lease in lanes
         ]
-        phases = {name: _claimed(s) for name, s in message.phases if name in PHASES}
+        phases = {name: _claimed(s) for name, s in message.phases if name in PHASE_NAMES}
         seconds, counters = _claimed(message.seconds), self.counters
         is_failed = update.outcome not in ("running", "committed")
         for name, value in () if is_failed else (*phases.items(), ("total", seconds)):
