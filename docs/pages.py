@@ -23,11 +23,12 @@ MOVED = {
     "SECURITY.md": "security.md",
     "benches/README.md": "benches.md",
 }
-# Only in the site. The committed reference has the errors, too; in the site they are a page.
+# Made for the site. The committed reference has the errors, too; in the site they are a page.
 MADE: dict[str, Callable[[], str]] = {
     "reference.md": api.page_without_errors,
     "errors.md": api.errors_page,
     "states.md": generate.states_page,
+    "benchmarks.md": generate.benchmarks_page,
 }
 LINK = re.compile(r"(!?\[[^\]]*\]\()(?!https?:|#)([^)#\s]+)")
 
