@@ -22,6 +22,7 @@ from tensorhub.archives.catalogue import Key, Version, VersionCatalogue
 from tensorhub.archives.store import Store
 from tensorhub.errors import (
     ArchiveUnavailable,
+    IntegrityError,
     InvalidValue,
     LeaseLost,
     OperationTimeout,
@@ -229,6 +230,32 @@ async def test_a_version_that_was_damaged_is_named_and_the_others_are_served(
             assert equal(await fetched(its.trainer, number), at(number))
         assert told
         assert all(named in reason for reason in told)
+
+
+def damage(url: str, version: Version) -> str:
+    """Every byte of what the version is made of; returns the name of one object."""
+    objects = [path for path in version.own_objects if path != version.index]
+    for path in objects:
+        place = Path(url.removeprefix("file://"), "actor", path)
+        if place.suffix != ".json":
+            place.write_bytes(bytes(each ^ 1 for each in place.read_bytes()))
+    return next(path for path in objects if "frames" in path)
+
+
+async def test_a_damaged_object_ends_a_call_at_once_unless_another_worker_has_the_version(
+    url: str,
+) -> None:
+    await archived(url, 2)
+    named = damage(url, in_bucket(url)[Key(0, 2)])
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url, serve=True),
+        tensorhub.connect(its.coordinator.address, options=OPTIONS) as reader,
+    ):
+        for _ in range(2):
+            with pytest.raises(IntegrityError, match=f"no other worker has it.*{url}/actor/{named}"):
+                await reader.fetch("actor", 2, timeout=3600)
+        assert equal(await fetched(reader, 1), at(1))
 
 
 async def test_the_archive_of_another_cluster_is_left_alone_unless_it_is_to_be_served(

@@ -263,6 +263,7 @@ async def test_a_damaged_object_is_named_and_the_call_goes_on_by_tcp(
         name = damage(url)
         report = await at.read(2)
         assert ways(report) == [("archive", "archive", "lost"), ("archive", "tcp", "used")]
+        assert [name in each.fault for each in report.sources] == [True, False]
         assert name in told[0]
         assert "was damaged" in told[0]
         assert ways(await at.read(2)) == [("archive", "tcp", "used")]

@@ -483,7 +483,7 @@ class SourceReport:
     transport: str
     bytes_read: int
     seconds: float  # while it was a source
-    # "used", "dropped", or why the read failed: lost, stalled, refused, starved, corrupt,
+    # "used", "dropped", or why the read failed: lost, stalled, refused, starved, corrupt, damaged,
     # unreachable
     outcome: str
     shard: int | None = None  # of the source's layout, where that is another one than the reader's
@@ -495,6 +495,7 @@ class SourceReport:
     deltas: DeltaUse = DeltaUse.UNDECIDED
     words: int = 0  # to which deltas were applied; of a chain, to which each of them was
     words_changed: int = 0  # by these deltas
+    fault: str = ""  # what is known of why the read failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, strategies as st
 
+from tensorhub.model.accesses import Refusal
 from tensorhub.worker import loading
 from tensorhub.worker.loading import IDLE_S, RETRY_S, TURN_S, Loading
 
 CHUNKS = 20
+NO_BUCKET = Refusal("no bucket")
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +38,10 @@ def load_all(made: Loading, now: float = 0.0) -> list[list[int]]:
 def test_what_is_asked_for_comes_first_and_then_what_follows_the_newest() -> None:
     machine = made()
     assert not machine.has_more(0)
-    assert machine.want([(8, 2)], 0) == ""
-    assert machine.want([(4, 2)], 0) == ""
+    assert machine.want([(8, 2)], 0) is None
+    assert machine.want([(4, 2)], 0) is None
     assert load_all(machine) == [[4, 8, 9], [5], [6, 7, 10]]
-    assert machine.want([(8, 2)], 0) == ""
+    assert machine.want([(8, 2)], 0) is None
     assert load_all(machine) == [[11, 12, 13], [14]]
     assert not machine.has_more(0)
 
@@ -61,16 +63,16 @@ def test_a_chunk_larger_than_a_batch_is_read_alone() -> None:
 def test_what_cannot_be_read_is_told_for_a_while_and_then_tried_again() -> None:
     machine = made()
     machine.want([(0, 2)], 0)
-    machine.failed(machine.take(0), "no bucket", 0)
+    machine.failed(machine.take(0), NO_BUCKET, 0)
     assert not machine.has_more(0)  # nor is anything read ahead
-    assert machine.want([(1, 1)], 1) == "no bucket"
-    assert machine.want([(5, 1)], 1) == ""
+    assert machine.want([(1, 1)], 1) == NO_BUCKET
+    assert machine.want([(5, 1)], 1) is None
     assert machine.take(1) == [5]
-    assert machine.want([(1, 1)], RETRY_S) == ""
+    assert machine.want([(1, 1)], RETRY_S) is None
     batch = machine.take(RETRY_S)
     assert batch == [1]
     machine.arrived(batch, RETRY_S)
-    assert machine.want([(1, 1)], 1) == ""
+    assert machine.want([(1, 1)], 1) is None
 
 
 def test_a_read_for_nothing_is_made_again_when_it_is_asked_for() -> None:
@@ -135,14 +137,14 @@ def test_no_chunk_is_read_twice_and_each_that_is_asked_for_comes(steps: Iterable
                 there.update(on_its_way[0])
                 machine.arrived(on_its_way.pop(0), now)
             case "fail" if on_its_way:
-                machine.failed(on_its_way.pop(0), "no", now)
+                machine.failed(on_its_way.pop(0), Refusal("no"), now)
             case "return" if on_its_way:
                 machine.returned(on_its_way.pop(0))
     for batch in on_its_way:
         machine.arrived(batch, now)
         there.update(batch)
     now += 2 * RETRY_S
-    assert machine.want([(0, CHUNKS)], now) == ""
+    assert machine.want([(0, CHUNKS)], now) is None
     for batch in load_all(machine, now):
         assert there.isdisjoint(batch)
         there.update(batch)

@@ -314,7 +314,7 @@ class Cluster:
 
     def count(self) -> None:
         """Count the holdings that have changed. Where there is more to read from, wake the
-        operations that lack a source.
+        operations that lack a source; where there is less, those that may have none left.
         """
         while self.uncounted:
             version, model = self.uncounted.popitem()
@@ -324,6 +324,7 @@ class Cluster:
                     layout.has_grown = False
                     self.wake_all(version.starving)
                     self.wake_all(model.waiting.unbound_copies)
+            self.wake_all(model.waiting.forlorn)
 
     def reckon_all_of(self, worker: Worker) -> None:
         self.reckon(

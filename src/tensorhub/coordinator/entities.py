@@ -806,6 +806,8 @@ class Attempts:
     spared: set[str] = field(default_factory=set)
     # newest reasons, and their texts in errors
     faults: dict[str, tuple[str, str]] = field(default_factory=dict)
+    # by registration: holdings that cannot bring what it lacks, with the texts in errors
+    damaged: dict[str, str] = field(default_factory=dict)
     # by source incarnation: not tried again before
     retry_at: dict[str, float] = field(default_factory=dict)
     compared_at: float = -inf  # when a faster source was sought last
@@ -1107,6 +1109,8 @@ class Waiting:
     unbound: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for a version
     # of `unbound`, those that may lack one shard only
     unbound_copies: dict[OpKey, Operation] = field(default_factory=dict)
+    # that have a reader who knows of a damaged holding: one holding less may leave none to it
+    forlorn: dict[OpKey, Operation] = field(default_factory=dict)
     # that wait for what anything of the model may bring
     restless: dict[OpKey, Operation] = field(default_factory=dict)
     # as `restless`, for "available": there may be very many

@@ -534,6 +534,8 @@ class Fills:
                 continue
             for grant in self._readers.assign_sources(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
+            if part.attempts.damaged and wants_source(part) and not self._choice.is_left(part):
+                return Blame(refusals.unreadable(operation, part), part.rank)
             alone = wants_source(part) and all(lease.dropping for lease in part.leases.values())
             if alone and operation.is_forsaken and not ways.serve(operation):
                 return refusals.abandoned(operation)

@@ -279,6 +279,8 @@ class Readers:
         attempts.faults[incarnation] = (reason, text[: limits.FAULT_CHARS_MAX])
         if len(attempts.faults) > limits.FAULTS_MAX:
             del attempts.faults[next(iter(attempts.faults))]
+        if reason == "damaged":
+            attempts.damaged[holding.member.registration] = text[: limits.FAULT_CHARS_MAX]
         failures = attempts.failures[incarnation] = attempts.failures.get(incarnation, 0) + 1
         wait_s = min(RETRY_S_FIRST * 2 ** min(failures - 1, 16), RETRY_S_MAX)
         retry_at = attempts.retry_at[incarnation] = self._cluster.now + wait_s

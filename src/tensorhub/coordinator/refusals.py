@@ -176,6 +176,17 @@ def damaged(operation: Operation, part: RankPart) -> IntegrityError:
     )
 
 
+def unreadable(operation: Operation, part: RankPart) -> IntegrityError:
+    """What is left of the version is damaged where it is kept."""
+    there = "; ".join(dict.fromkeys(part.attempts.damaged.values()))
+    return IntegrityError(
+        f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number} "
+        f"cannot be read by rank {part.rank}, and no other worker has it: {there}. Restore that "
+        f"object, or ask for another version",
+        retryable=False,
+    )
+
+
 def named(part: RankPart) -> bytes:
     """The manifest that this rank's `resume` names, if the rank has sent it; else empty."""
     is_named = part.begun is not None and part.begun.manifest_id == part.member.begun_id

@@ -23,7 +23,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, RankPart, ReadLease, Version
 from tensorhub.coordinator.layout_holdings import Holders
 from tensorhub.coordinator.states import LeaseState, WorkerState
-from tensorhub.coordinator.waiting import is_filled_by
+from tensorhub.coordinator.waiting import is_filled_by, lacking
 from tensorhub.coordinator.ways import Source
 from tensorhub.messages import Need
 from tensorhub.scheduler.choice import Wanted, rank
@@ -350,12 +350,25 @@ class SourceChoice:
         return self._feeding.follow(holding)
 
     def _reachable(self, holding: Holding, part: RankPart) -> bool:
-        reader, source = part.member.worker, holding.member.worker
-        if not holding.takes_readers or source.state is not WorkerState.LIVE:
+        source = holding.member.worker
+        if source.state is not WorkerState.LIVE or not _may_bring(holding, part):
             return False
-        if part.attempts.retry_at.get(source.incarnation, 0.0) > self._cluster.now:
-            return False
-        return bool(reader.reaches(source, across=part.bridges))
+        return part.attempts.retry_at.get(source.incarnation, 0.0) <= self._cluster.now
+
+    def is_left(self, part: RankPart) -> bool:
+        """Whether all that the reader lacks may still come: from holdings of which the reader has
+        not heard that they are damaged. Some may be silent now.
+        """
+        below = {} if part.holding is None else self._below(part.holding)
+        needs = lacking(part) if part.bridges else [None]
+        return all(
+            any(
+                _may_bring(each, part) and each.is_fed and each not in below
+                for there in _holders(part, part.operation.bound, need)
+                for each in there
+            )
+            for need in needs
+        )
 
 
 def _holders(part: RankPart, version: Version, need: Need | None) -> list[Holders[Holding]]:
@@ -366,6 +379,13 @@ def _holders(part: RankPart, version: Version, need: Need | None) -> list[Holder
         layout = part.layout if part.bridges else version.holdings
         return [layout.of(part.shard)]
     return [version.holdings.of(shard) for shard in version.holdings.classes[need.shard]]
+
+
+def _may_bring(holding: Holding, part: RankPart) -> bool:
+    """Whether that reader can read there, and has not heard that it is damaged."""
+    if not holding.takes_readers or holding.member.registration in part.attempts.damaged:
+        return False
+    return bool(part.member.worker.reaches(holding.member.worker, across=part.bridges))
 
 
 def _wanted(there: Holders[Holding], need: Need | None) -> Wanted:

@@ -131,6 +131,8 @@ def waits_in(operation: Operation) -> list[dict[OpKey, Operation]]:
             found.append(model.waiting.unbound_copies)
     elif operation.is_starving:
         found.append(version.starving)
+        if any(part.attempts.damaged for part in operation.parts.values()):
+            found.append(model.waiting.forlorn)
     return found
 
 

@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 from tensorhub.errors import StateError
 from tensorhub.memory.regions import FilledMemory, MappedRegions
+from tensorhub.model.accesses import Refusal
 from tensorhub.model.manifest import Manifest
 
 NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux'; Python names it since 3.13
@@ -25,9 +26,9 @@ GIVEN_BACK_BYTES: Final = 16 * 2**20  # by one call, which keeps the GIL
 class Loader(Protocol):
     """Loads chunks of one registration, as readers ask for them."""
 
-    def want(self, chunks: Sequence[tuple[int, int]]) -> str:
+    def want(self, chunks: Sequence[tuple[int, int]]) -> Refusal | None:
         """A reader asks for these (first, count) runs of chunks of the memory's own grid. Returns
-        why they cannot be had now; "": they are there, or will be soon. Any thread; never blocks.
+        why they cannot be had now; None: they are there, or will be soon. Any thread; never blocks.
         """
 
 

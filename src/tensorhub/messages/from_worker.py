@@ -243,7 +243,8 @@ class ReadFailed:
     key: OpKey
     rank: Rank
     lease: Id
-    # "lost" | "stalled" | "refused" | "starved" | "corrupt" | "unreachable" | "dropped"
+    # "lost" | "stalled" | "refused" | "starved" | "corrupt" | "damaged" (what its source loads it
+    # from) | "unreachable" | "dropped"
     reason: Name
     detail: Text
     chunk: U64 | None = None  # that came without its digest, if that is the reason

@@ -177,10 +177,13 @@ class StillWaiting:
 
 @dataclass(frozen=True, slots=True)
 class ReadRefused:
-    """The owner does not hold this under this generation (any more)."""
+    """The owner does not hold this under this generation (any more). `is_damaged`: it does, but
+    what it is loaded from was damaged, which the reason names.
+    """
 
     request: U64
     reason: Text
+    is_damaged: bool = False
 
 
 FromReader = Read | Locate | Select | TransportRequest

@@ -43,6 +43,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """This memory is not held under that right, and never will be again."""
+    """This memory is not held under that right, and never will be again. `is_damaged`: it is, but
+    what it is loaded from was damaged.
+    """
 
     reason: str
+    is_damaged: bool = False

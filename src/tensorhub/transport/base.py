@@ -62,7 +62,7 @@ from tensorhub.types import (
 
 BATCH_BYTES = 64 * 2**20  # of one request
 
-Reason = Literal["lost", "stalled", "refused", "starved", "corrupt", "unreachable"]
+Reason = Literal["lost", "stalled", "refused", "starved", "corrupt", "damaged", "unreachable"]
 
 
 class ReadFailure(Exception):

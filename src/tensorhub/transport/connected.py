@@ -159,12 +159,12 @@ class ReadClient:
 
     def hear(self) -> FromOwner:
         """The owner's next message; call it within `failures`. ReadFailure: "refused" by the owner,
-        or "lost".
+        or "damaged" where it was to be loaded from, or "lost".
         """
         message = self.connection.receive(FROM_OWNER)
         match message:
             case ReadRefused():
-                raise ReadFailure("refused", message.reason)
+                raise ReadFailure("damaged" if message.is_damaged else "refused", message.reason)
             case None:
                 raise ReadFailure("lost", "the source closed the connection")
             case _:

@@ -226,7 +226,7 @@ class ReadServer:
                 self.connection.send(StillWaiting(read.request, has))
                 return
             if isinstance(answer, Refusal):
-                self.connection.send(ReadRefused(read.request, answer.reason))
+                self.connection.send(ReadRefused(read.request, answer.reason, answer.is_damaged))
                 return
 
     def _bytes_max(self, read: Read | Locate, session: OwnerSession) -> int:

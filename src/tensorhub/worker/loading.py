@@ -22,6 +22,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from typing import Final
 
+from tensorhub.model.accesses import Refusal
+
 BATCH_BYTES: Final = 64 * 2**20  # of one read
 AHEAD_BYTES: Final = 128 * 2**20  # behind the newest chunk that was asked for
 RETRY_S: Final = 5.0  # after a read that has failed
@@ -41,7 +43,7 @@ class Loading:
         self._states = bytearray(len(sizes))
         self._wanted: dict[int, None] = {}  # those that were asked for and are absent, in order
         self._next = len(sizes)  # behind the newest chunk that was asked for
-        self._faults: dict[int, tuple[str, float]] = {}  # why, and until when it is not tried again
+        self._faults: dict[int, tuple[Refusal, float]] = {}  # and until when
         self._ahead_from = -inf  # when chunks may be read ahead again
         self._loaded_at = inf  # since when it has any
 
@@ -49,16 +51,16 @@ class Loading:
         counts = [self._states.count(each) for each in (_LOADED, _LOADING)]
         return f"<Loading: {counts[0]} of {len(self._sizes)} loaded, {counts[1]} on their way>"
 
-    def want(self, runs: Iterable[tuple[int, int]], now: float) -> str:
+    def want(self, runs: Iterable[tuple[int, int]], now: float) -> Refusal | None:
         """A reader asks for these (first, count) runs of chunks. Returns why one of them cannot be
-        had now; "": all are there, or will be.
+        had now; None: all are there, or will be.
         """
-        self.used_at, refusal = now, ""
+        self.used_at, refusal = now, None
         for first, count in runs:
             self._next = first + count
             chunk = self._states.find(_ABSENT, first, self._next)
             while chunk >= 0:
-                reason, until = self._faults.get(chunk, ("", -inf))
+                reason, until = self._faults.get(chunk, (None, -inf))
                 if now < until:
                     refusal = reason
                 else:
@@ -105,7 +107,7 @@ class Loading:
         for chunk in chunks:
             self._states[chunk] = _ABSENT
 
-    def failed(self, chunks: Iterable[int], reason: str, now: float) -> None:
+    def failed(self, chunks: Iterable[int], reason: Refusal, now: float) -> None:
         """These could not be read."""
         self._ahead_from = now + RETRY_S
         for chunk in chunks:

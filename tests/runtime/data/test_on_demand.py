@@ -49,7 +49,7 @@ class Archive:
         self.stored = [bytes(array) for array in node.arrays]
         self.digests = node.memory.digests(range(len(node.memory.sizes)))
         self.asked: list[Runs] = []
-        self.refusal = ""
+        self.refusal: Refusal | None = None
         self.loads = loads
         self._threads: list[threading.Thread] = []
         self.empty()
@@ -63,7 +63,7 @@ class Archive:
             loader=self,
         )
 
-    def want(self, chunks: Runs) -> str:
+    def want(self, chunks: Runs) -> Refusal | None:
         self.asked.append(list(chunks))
         there = {first for first, _ in self.node.owner._owner.has(*self.of, 1024)}
         if self.loads and not all(first in there for first, _ in chunks):
@@ -171,7 +171,7 @@ async def test_a_reader_is_told_why_a_chunk_cannot_be_loaded() -> None:
     def fail() -> None:
         while not archive.asked:
             pass
-        archive.refusal = "s3://b/frames was damaged"
+        archive.refusal = Refusal("s3://b/frames was damaged", is_damaged=True)
         a.owner.wake()
 
     async with serving(a, b), b.open(complete=False).runner() as runner:
@@ -179,14 +179,14 @@ async def test_a_reader_is_told_why_a_chunk_cannot_be_loaded() -> None:
         await anyio.to_thread.run_sync(fail)
         event = await next_event(runner)
     assert isinstance(event, SourceFailed)
-    assert (event.reason, event.detail) == ("refused", "s3://b/frames was damaged")
+    assert (event.reason, event.detail) == ("damaged", "s3://b/frames was damaged")
 
 
 async def test_a_chunk_that_is_there_is_served_although_another_one_cannot_be_loaded() -> None:
     a = Node("a", manifest_of(), filled=True)
     archive = Archive(a, loads=False)
     archive.load([(3, 1)])
-    archive.refusal = "no bucket"
+    archive.refusal = Refusal("no bucket")
     with a.owner.access(None, *archive.of, CONTENT, [3, 4], 2**30, 0.0) as answer:
         assert isinstance(answer, tuple)
         assert (answer[0].chunks, answer[0].rest) == ((3,), (4,))

@@ -375,7 +375,7 @@ class Channels:
         is left for the next.
         """
         # the source's own word
-        if failure is not None and failure.reason in ("refused", "starved"):
+        if failure is not None and failure.reason in ("refused", "starved", "damaged"):
             return
         key = name, grant.incarnation
         with self._lock:

@@ -646,7 +646,7 @@ class SharedOwner:
         bytes_max: int,
         selection: str,
         also_written: bool,
-        loads: Callable[[], str],
+        loads: Callable[[], Refusal | None],
     ) -> Access | Wait | Refusal:
         if lane is not None and lane.is_stopped:
             return STOPPED
@@ -657,19 +657,18 @@ class SharedOwner:
         )
         if isinstance(answer, Access):
             self._inside[answer.number] = lane
-        if not isinstance(answer, Refusal) and (fault := loads()) and isinstance(answer, Wait):
-            return Refusal(fault)
-        return answer
+        fault = None if isinstance(answer, Refusal) else loads()
+        return fault if fault is not None and isinstance(answer, Wait) else answer
 
     def _asked_of_loader(
         self, registration: RegistrationId, selection: str, wanted: Sequence[int]
-    ) -> Callable[[], str]:
+    ) -> Callable[[], Refusal | None]:
         """Asks the loader of that memory, if it has one, for what lies under these chunks; see
         `Loader.want`.
         """
         loader = self._loaders.get(registration)
         if loader is None:
-            return str
+            return lambda: None
         runs = runs_of(wanted) if not selection else self._under(registration, selection, wanted)
         return lambda: loader.want(runs)
 

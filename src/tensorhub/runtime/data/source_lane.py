@@ -220,6 +220,7 @@ class SourceLane:
             KINDS[self.grant.purpose],
             self.use,
             *self.counts,
+            "" if self.failure is None else self.failure.detail,
         )
 
     def timing(self, bytes_read: int, now: float, *, on_device: bool) -> LinkTiming:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 import anyio.abc
@@ -34,6 +34,7 @@ from tensorhub.errors import (
 from tensorhub.logs import get_logger
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.on_demand import OnDemandMemory
+from tensorhub.model.accesses import Refusal
 from tensorhub.model.digests import WIDTHS
 from tensorhub.model.manifest import Manifest
 from tensorhub.runtime.data.serving import SharedOwner
@@ -108,7 +109,7 @@ class _Copy:
     def ident(self) -> str:
         return self.handle.member.shard.registration
 
-    def want(self, chunks: Sequence[tuple[int, int]]) -> str:
+    def want(self, chunks: Sequence[tuple[int, int]]) -> Refusal | None:
         """See `Loader`."""
         with self.lock:
             now = time.monotonic()
@@ -297,7 +298,7 @@ class ArchivedCopies:
                 await self._room.make_room(copy.ident, Purpose.ARCHIVE, nbytes)
             except TensorHubError as error:
                 while batch := copy.take():
-                    self._failed(copy, batch, str(error))
+                    self._failed(copy, batch, Refusal(str(error)))
                 return False
             copy.has_room = True
             return True
@@ -313,14 +314,14 @@ class ArchivedCopies:
             copy.shard.load(batch, copy.targets(batch))
         except IntegrityError as error:
             if len(batch) == 1:
-                self._failed(copy, batch, str(error))
+                self._failed(copy, batch, Refusal(str(error), is_damaged=True))
             for chunk in batch if len(batch) > 1 else ():  # the others are as they should be
                 self._read_in(copy, [chunk])
         except TensorHubError as error:
-            self._failed(copy, batch, str(error))
+            self._failed(copy, batch, Refusal(str(error)))
         except Exception as error:
             log.exception("archive_not_read", registration=copy.ident)
-            self._failed(copy, batch, text_of(error))
+            self._failed(copy, batch, Refusal(text_of(error)))
         else:
             self._arrived(copy, batch)
 
@@ -336,12 +337,12 @@ class ArchivedCopies:
             else:
                 copy.loading.returned(batch)
 
-    def _failed(self, copy: _Copy, batch: Sequence[int], reason: str) -> None:
+    def _failed(self, copy: _Copy, batch: Sequence[int], refusal: Refusal) -> None:
         """Tell the readers that wait for these chunks."""
-        version = copy.shard.version
+        version, reason = copy.shard.version, refusal.reason
         said = f"version {version.version} of {version.model!r} in the archive: {reason}"
         with copy.lock:
-            copy.loading.failed(batch, said, time.monotonic())
+            copy.loading.failed(batch, replace(refusal, reason=said), time.monotonic())
             is_news = reason not in copy.told and len(copy.told) < REASONS_TOLD_MAX
             copy.told.add(reason)
         self._owner.wake()

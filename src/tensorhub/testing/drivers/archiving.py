@@ -18,6 +18,7 @@ from tensorhub.archives.catalogue import Key
 from tensorhub.archives.retention import Keep
 from tensorhub.coordinator import Publication
 from tensorhub.messages import Done, Refused, Restore, Restored
+from tensorhub.model.accesses import Refusal
 from tensorhub.model.digests import pack, root_of
 from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.drivers.timeline import Timeline
@@ -98,7 +99,7 @@ class ArchivedCopy:
     def is_there(self) -> bool:
         return self.handle.worker.registered(self.handle.id) is self.handle
 
-    def want(self, chunks: Sequence[tuple[int, int]]) -> str:
+    def want(self, chunks: Sequence[tuple[int, int]]) -> Refusal | None:
         refusal = self.loading.want(chunks, self._archive.now)
         self._begin()
         return refusal
@@ -133,7 +134,7 @@ class ArchivedCopy:
             return
         self._reads = False
         while batch := self.loading.take(self._archive.now):
-            self.loading.failed(batch, str(room.error), self._archive.now)
+            self.loading.failed(batch, Refusal(str(room.error)), self._archive.now)
         self._archive.wake(self.handle)
 
     def _came(self, batch: list[int]) -> None:
@@ -141,7 +142,7 @@ class ArchivedCopy:
         content = handle.member.content
         if self._archive.fails():
             self._archive.took("bucket not read")
-            self.loading.failed(batch, "the bucket cannot be read", now)
+            self.loading.failed(batch, Refusal("the bucket cannot be read"), now)
         elif content is None:
             self.loading.returned(batch)
         else:

@@ -256,7 +256,7 @@ class SimLane:
         if self.source.loader is not None and not isinstance(begun, Refusal):
             own = wanted if self.part is None else range(len(self.source.cells))
             fault = self.source.loader.want(runs_of(own))
-            begun = Refusal(fault) if fault and isinstance(begun, Wait) else begun
+            begun = fault if fault is not None and isinstance(begun, Wait) else begun
         if isinstance(begun, Access):
             self.access, chunks = begun, begun.chunks
             if self.part is not None:
