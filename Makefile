@@ -90,7 +90,7 @@ rdma: venv ## what needs an RDMA device, in a guest that has one, if this machin
 site: venv ## the documentation as a site, in site/; a warning or a link to nowhere is an error
 	$(PIP) -e '.[docs]'
 	$(BIN)/python -m docs.pages
-	$(BIN)/zensical build --strict
+	$(BIN)/python -m zensical build --strict
 	$(BIN)/python -m docs.links
 
 clean: ## remove everything that is not in the repository's history, .venv included
