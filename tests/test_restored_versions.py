@@ -75,7 +75,7 @@ async def test_a_new_coordinator_serves_what_the_archive_has_under_the_same_numb
             shards.append(archived_of(source)[0])
         layout_id = (await hub.describe("m")).versions[0].layout_id
         former = worker_of(hub).router.cluster
-    versions = [Restored(each.version, 0, layout_id, ids(each), each.root) for each in shards]
+    versions = [Restored(each.version, layout_id, ids(each), each.root) for each in shards]
     async with (
         tensorhub.serve(token="", options=OPTIONS, state_dir=tmp_path) as coordinator,
         connect(coordinator.address, "archive", HOSTED) as hub,
@@ -113,7 +113,7 @@ async def test_readers_of_another_layout_read_restored_versions() -> None:
         shards = [archived_of(each)[0] for each in trained]
         layout_id = (await c.hubs[0].describe("m")).versions[0].layout_id
     info = shards[0].version
-    version = Restored(info, 0, layout_id, ids(*shards), b"".join(each.root for each in shards))
+    version = Restored(info, layout_id, ids(*shards), b"".join(each.root for each in shards))
     async with (
         tensorhub.serve(token="", options=OPTIONS) as coordinator,
         connect(coordinator.address, "archive", options) as hub,
@@ -129,7 +129,7 @@ async def test_readers_of_another_layout_read_restored_versions() -> None:
 async def test_a_thousand_versions_come_back_in_pages(tmp_path: Path) -> None:
     versions = [
         Restored(
-            VersionInfo("m", number, f"content {number}", 8, 1), number // 400, "", b"i" * 32, b""
+            VersionInfo("m", number, f"content {number}", 8, 1, number // 400), "", b"i" * 32, b""
         )
         for number in range(1, 1001)
     ]
@@ -154,7 +154,7 @@ async def test_a_thousand_versions_come_back_in_pages(tmp_path: Path) -> None:
 
 def test_pages() -> None:
     info = VersionInfo("m", 1, "c", 8, 1)
-    small, large = (Restored(info, 0, "", b"i" * size, b"") for size in (32, PAGE_BYTES_MAX))
+    small, large = (Restored(info, "", b"i" * size, b"") for size in (32, PAGE_BYTES_MAX))
     assert [len(page) for page in _paged([small] * 130)] == [RESTORED_MAX, RESTORED_MAX, 2]
     assert [len(page) for page in _paged([large, large, small, small])] == [1, 1, 2]
     assert list(_paged([])) == []

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tensorhub.api.archiving import Archive, ArchivedVersion, archive
     from tensorhub.api.embedded import Coordinator, serve
     from tensorhub.api.hub import Fetched, Hub, connect
+    from tensorhub.api.stamping import check_stamp
     from tensorhub.api.weights import Weights
     from tensorhub.errors import (
         ArchiveUnavailable,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     )
     from tensorhub.layouts.views import at, source
     from tensorhub.model.read_plan import PlannedSource, ReadPlan
+    from tensorhub.model.stamps import Stamp
     from tensorhub.protocol.secret import read_only_token
     from tensorhub.runtime.sigterm import leave_on_sigterm
     from tensorhub.transport.segments import shared_empty_like
@@ -84,6 +86,7 @@ __all__ = [
     "RetentionError",
     "SourceReport",
     "StaleWeightsWarning",
+    "Stamp",
     "StateError",
     "TensorHubError",
     "TransportUnavailable",
@@ -93,6 +96,7 @@ __all__ = [
     "Weights",
     "archive",
     "at",
+    "check_stamp",
     "connect",
     "leave_on_sigterm",
     "read_only_token",
@@ -117,10 +121,12 @@ _MODULE_OF = dict.fromkeys(__all__, "errors") | {
     "PlannedSource": "model.read_plan",
     "ReadPlan": "model.read_plan",
     "SourceReport": "types",
+    "Stamp": "model.stamps",
     "VersionInfo": "types",
     "Weights": "api.weights",
     "archive": "api.archiving",
     "at": "layouts.views",
+    "check_stamp": "api.stamping",
     "connect": "api.hub",
     "leave_on_sigterm": "runtime.sigterm",
     "read_only_token": "protocol.secret",

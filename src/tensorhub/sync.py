@@ -34,11 +34,13 @@ from tensorhub.api import (
     archiving as _archiving,
     embedded as _embedded,
     hub as _hub,
+    stamping as _stamping,
     watcher as _watcher,
     weights as _weights,
 )
 from tensorhub.api.opening import AsyncClosable, Opening, Unpicklable, close_after
 from tensorhub.errors import InvalidType
+from tensorhub.model.stamps import Stamp
 from tensorhub.protocol.secret import resolve_token
 from tensorhub.runtime.loop_thread import finish_blocking as _finish
 from tensorhub.types import (
@@ -59,6 +61,7 @@ __all__ = [
     "Watcher",
     "Weights",
     "archive",
+    "check_stamp",
     "connect",
     "register_converted",
     "serve",
@@ -170,6 +173,10 @@ class Weights(_Facade[_weights.Weights]):
     def state(self) -> HandleState:
         """empty, filling, ready, draining, torn, in_doubt or closed."""
         return self._async.state
+
+    def stamp(self) -> Stamp:
+        """Which content is in the memory at this moment; see `tensorhub.Weights.stamp`."""
+        return self._async.stamp()
 
     publish = _blocking(_weights.Weights.publish)
     unpublish = _blocking(_weights.Weights.unpublish)
@@ -313,6 +320,16 @@ def archive(
         take_over=take_over,
     )
     return Archive(opening.finish_blocking())
+
+
+def check_stamp(
+    stamp: Stamp, where: Hub | Archive | str, timeout: float | None = None
+) -> VersionInfo:
+    """The version that a stamp names; see `tensorhub.check_stamp`."""
+    if isinstance(where, Hub):
+        return _finish(_stamping.check_stamp(stamp, where._async, timeout))
+    of = where._async if isinstance(where, Archive) else where
+    return _stamping.check_archived(stamp, of, timeout)
 
 
 class _Block:

@@ -464,6 +464,7 @@ class VersionInfo:
     content_id: Id  # minted by the publication; two publications never share one
     nbytes: U64  # of every shard together; tied tensors count once
     world_size: Annotated[int, Range(1, 2**20)]  # ranks of the group that published it
+    lineage: Annotated[int, Range(0, VERSION_MAX)] = 0  # each rollback begins the next one
 
 
 @dataclass(frozen=True, slots=True)

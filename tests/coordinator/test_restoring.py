@@ -59,9 +59,9 @@ def restored(number: int, *, lineage: int = 0, content: str = "", shards: int = 
     for shard in range(shards):
         last = bytes.fromhex(id_of(cut(shard)[1][-1])) if shards > 1 else bytes(ID_BYTES)
         ids += bytes.fromhex(id_of(MANIFEST)) + last
-    info = VersionInfo("m", number, content or f"content {lineage}-{number}", 12, shards)
+    info = VersionInfo("m", number, content or f"content {lineage}-{number}", 12, shards, lineage)
     layout_id = "ranks/t" if shards > 1 else "world/1"
-    return Restored(info, lineage, layout_id, ids, ROOT * shards)
+    return Restored(info, layout_id, ids, ROOT * shards)
 
 
 def as_recorded(world: World, *numbers: int) -> list[Restored]:
@@ -251,7 +251,7 @@ def test_thousands_of_archived_versions_cost_the_others_nothing() -> None:
 def test_a_live_holder_comes_first() -> None:
     world, _ = published([1])
     assert world.version.manifest_ids
-    version = Restored(world.version.info, 0, "world/1", world.version.manifest_ids, ROOT)
+    version = Restored(world.version.info, "world/1", world.version.manifest_ids, ROOT)
     assert restore(world, version, cluster="c") is None
     assert announce(world, version)
     for number in range(3):

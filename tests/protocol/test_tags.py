@@ -23,8 +23,8 @@ NUMBERS = """
     CheckCoverage=99 Covered=57
     Read=112 Locate=113 ChunksFollow=120 StillWaiting=121 ReadRefused=122 ChunksLie=123 ChunkFollows=126 ChunkDigest=127
     TransportRequest=102 TransportReply=103 NotThisWay=106 GetPart=56 Select=60 Selected=61
-    GetPublication=58 PublicationReply=98 DeltasFollow=59
     Took=37 Served=38 GetEvents=39 Explain=52 GetUpdates=53 Events=82 Explained=83 Updates=92
+    GetPublication=58 PublicationReply=98 CheckStamp=54 VersionReply=100 DeltasFollow=59
 """
 # used once, and never to be used again
 RETIRED = {36, 55, 62, 63, 81, 85, 95, 104, 105, *range(107, 112), *range(114, 120), 124, 125}

@@ -87,7 +87,7 @@ def archive(
 
     async def begin(mode: CallerMode) -> Archive:
         archiver = await hub._thread.call(hub._worker.archive, settings, undo=_end)
-        return Archive(archiver, hub)
+        return Archive(archiver, hub, url)
 
     return Opening(begin, "archive")
 
@@ -99,8 +99,8 @@ def _end(archiver: CallersArchiver) -> None:
 class Archive(Unpicklable):
     """An archive of a model that is written and served. Made by `archive`."""
 
-    def __init__(self, archiver: CallersArchiver, hub: Hub) -> None:
-        self._archiver, self._hub = archiver, hub
+    def __init__(self, archiver: CallersArchiver, hub: Hub, url: str) -> None:
+        self._archiver, self._hub, self.url = archiver, hub, url
 
     def __repr__(self) -> str:
         return f"<Archive of {self._archiver!r}>"

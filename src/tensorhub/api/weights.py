@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import sys
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from functools import partial, wraps
 from itertools import islice
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -30,6 +30,7 @@ from tensorhub.errors import (
     text_of,
 )
 from tensorhub.memory.regions import CallersMemory
+from tensorhub.model.stamps import Stamp
 from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.ports import ThreadPort
 from tensorhub.runtime.worker.registering import CallersWorker
@@ -50,6 +51,16 @@ NAMES_SHOWN_MAX = 5  # in an error
 REFUSAL_S = 5.0  # until the coordinator has been told that this rank makes no call
 # each rank that it concerns is told by itself: none refuses another rank's call for it
 OF_EACH_RANK = (LeaseLost, CoordinatorUnavailable, OperationTimeout)
+
+_NO_STAMP: Mapping[HandleState, str] = {
+    HandleState.EMPTY: "the memory holds no version: publish or update first",
+    HandleState.FILLING: "a call is changing the memory: ask again when it has returned",
+    HandleState.TORN: "the memory is torn, and its bytes are no version's: update() repairs it, "
+    "and what was published is the caller's to write anew after unpublish()",
+    HandleState.IN_DOUBT: "the outcome of the last call is not known yet: the next call waits for "
+    "it",
+    HandleState.CLOSED: "the registration has ended",
+}
 
 BeforeWrite = Callable[[VersionInfo], Awaitable[None]]
 
@@ -124,6 +135,31 @@ class Weights(Unpicklable):
             if state is HandleState.READY and content is not None and content.spoiled
             else state
         )
+
+    def stamp(self) -> Stamp:
+        """Which content is in the memory at this moment: for a sample's metadata, say. No I/O; any
+        thread may call it at any time.
+
+        It never names content of which a byte is missing, or was overwritten by this library or
+        within `mutate`. Bytes that stay the same while something is made: compare the stamp before
+        with the one after.
+
+        Raises StateError while no version is in place: the memory is empty, filling, torn, in
+        doubt, or closed.
+        """
+        member = self._handle.member
+        content = member.in_place
+        if content is None or content.spoiled:
+            raise self._nothing_in_place()
+        info = content.version
+        return Stamp(info.model, info.lineage, info.version, info.content_id, content.root)
+
+    def _nothing_in_place(self) -> StateError:
+        state = self.state
+        if state not in _NO_STAMP:  # it holds a version, since a moment ago
+            state = HandleState.FILLING
+        text = f"stamp() of {self._handle.member.shard.title}: {_NO_STAMP[state]}"
+        return StateError(text, retryable=state in (HandleState.FILLING, HandleState.IN_DOUBT))
 
     @_tells_torn
     async def publish(self, version: int, timeout: float | None = None) -> VersionInfo:

@@ -123,9 +123,8 @@ class Version:
     @property
     def info(self) -> VersionInfo:
         """As callers and the coordinator know it."""
-        return VersionInfo(
-            self.model, self.key.number, self.content_id, self.nbytes, len(self.shards)
-        )
+        place = self.nbytes, len(self.shards), self.key.lineage
+        return VersionInfo(self.model, self.key.number, self.content_id, *place)
 
     @property
     def path(self) -> str:
@@ -394,9 +393,9 @@ class VersionCatalogue:
         self.versions, self.replaced = dict(sorted(versions.items())), replaced
         return self
 
-    def find(self, key: Key) -> None:
-        """Instead of `load`: read the manifests of that version and of those that it is based on,
-        and no others.
+    def find(self, key: Key, *, alone: bool = False) -> None:
+        """Instead of `load`: read the manifests of that version and of those that it is based on
+        (not if `alone`), and no others.
         """
         newest: dict[Key, str] = {}
         for path in self._listed():
@@ -411,7 +410,7 @@ class VersionCatalogue:
                 why = version or "another process has deleted it"
                 raise IntegrityError(f"{self.name(newest[wanted])} is no manifest: {why}")
             found[wanted] = version
-            wanted = version.base
+            wanted = None if alone else version.base
         self.versions = found
 
     def _listed(self) -> dict[str, int]:

@@ -205,6 +205,7 @@ def admitted(
             | messages.Unwatch()
             | messages.Describe()
             | messages.GetManifest()
+            | messages.CheckStamp()
         ):
             pass
         case messages.GetPart() | messages.GetPublication() | messages.Check():

@@ -193,13 +193,9 @@ class Coordinator(Stateful[CoordinatorState]):
                 publication.content_id,
                 publication.nbytes,
                 publication.world_size,
-            )
-            what = (
                 publication.lineage,
-                publication.layout_id,
-                publication.key,
-                publication.manifest_ids,
             )
+            what = publication.layout_id, publication.key, publication.manifest_ids
             self._versions.recover(Version(info, *what), model)
         for record in durable.models:
             lineage = record.lineage, record.mark, record.rollback, record.bounds
@@ -417,6 +413,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._answers.explain(session.number, message)
             case messages.GetUpdates():
                 self._answers.updates(session.number, message)
+            case messages.CheckStamp():
+                self._answers.check_stamp(session.number, message)
             case _:
                 assert_never(message)
 

@@ -258,12 +258,16 @@ class Decisions:
         )
 
     def _recorded(self, model: Model, key: OpKey) -> VersionInfo | None:
-        """The version that an operation has committed to, by the durable entries; it may be
-        forgotten, or rolled back.
+        """The version that an operation has committed to, by the durable entries. It may be
+        forgotten, or rolled back; then its lineage is not known, and its holders are about to give
+        it up.
         """
         decision = self._cluster.decisions.get((key.model, key.group))
         if decision is None or decision.key != key:
             return None
+        version = model.versions.get(decision.number)
+        if version is not None and version.info.content_id == decision.content_id:
+            return version.info
         return VersionInfo(
             model.name, decision.number, decision.content_id, decision.nbytes, decision.world_size
         )

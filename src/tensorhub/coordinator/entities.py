@@ -287,7 +287,6 @@ class Version(_Moving[VersionState]):
     table: ClassVar = states.VERSION_TABLE
     first: ClassVar = VersionState.STAGED
     info: VersionInfo
-    lineage: int
     laid_out_as: InitVar[str]
     publisher: OpKey  # the publish that minted it
     # Of each shard, as it was published: the id of its manifest, and the id of its last part, which
@@ -328,6 +327,10 @@ class Version(_Moving[VersionState]):
     @property
     def number(self) -> int:
         return self.info.version
+
+    @property
+    def lineage(self) -> int:
+        return self.info.lineage
 
     @property
     def visible(self) -> bool:

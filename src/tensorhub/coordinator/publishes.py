@@ -39,7 +39,7 @@ from tensorhub.errors import (
 )
 from tensorhub.messages import Publish, Rollback
 from tensorhub.model.digests import head_of
-from tensorhub.types import Medium, VersionInfo
+from tensorhub.types import Medium
 
 
 @dataclass(eq=False, repr=False)
@@ -87,9 +87,7 @@ class Publishes:
         version.lay_out(operation.group.layout)
         nbytes = sum(part.member.said.nbytes for part in operation.parts.values())
         info = version.info
-        version.info = VersionInfo(
-            info.model, info.version, info.content_id, nbytes, info.world_size
-        )
+        version.info = replace(info, nbytes=nbytes)
         self._cluster.note(version)
         for part in operation.parts.values():
             self._cluster.learn(

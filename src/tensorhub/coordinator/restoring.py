@@ -235,7 +235,7 @@ class Restorations:
         if known is not None:
             self._versions.retire(known, model, "the archive has it")
         publisher = OpKey(model.name, "", 0, 0)
-        version = Version(each.version, each.lineage, each.layout_id, publisher, each.manifest_ids)
+        version = Version(each.version, each.layout_id, publisher, each.manifest_ids)
         self._versions.recover(version, model)
         self._cluster.note(version, model)
         if each.roots:

@@ -84,8 +84,9 @@ class Versions:
         here (R1).
         """
         group = operation.group
-        info = VersionInfo(group.model.name, number, self._cluster.new_id(), 0, group.world_size)
-        version = Version(info, group.model.history.lineage, group.layout_id or "", operation.key)
+        model = group.model
+        place = number, self._cluster.new_id(), 0, group.world_size, model.history.lineage
+        version = Version(VersionInfo(model.name, *place), group.layout_id or "", operation.key)
         group.model.versions[number] = version
         self._cluster.note(version, group.model)
         return version

@@ -1,5 +1,5 @@
 """Answers to questions that every peer may ask, joined or not: Describe, GetManifest, GetPart,
-GetPublication, Check.
+GetPublication, Check, CheckStamp.
 
 The answers change nothing. (The description of a publication is made when it is first asked for,
 and kept with the version.)
@@ -34,9 +34,10 @@ from tensorhub.coordinator.refusals import held_text
 from tensorhub.coordinator.states import OperationState, PartState, ReplicaState, WorkerState
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.waiting import reads_across
-from tensorhub.errors import VersionUnavailable
+from tensorhub.errors import IntegrityError, VersionUnavailable
 from tensorhub.messages import (
     Check,
+    CheckStamp,
     Describe,
     Description,
     Events,
@@ -50,6 +51,7 @@ from tensorhub.messages import (
     ManifestReply,
     PublicationReply,
     Updates,
+    VersionReply,
 )
 from tensorhub.types import (
     AVAILABLE,
@@ -98,7 +100,9 @@ class Answers:
         )
         self._cluster.send(session, Description(message.request, (found,), is_cut=is_cut))
 
-    def _model(self, session: int, message: Describe | GetPublication, name: str) -> Model | None:
+    def _model(
+        self, session: int, message: Describe | GetPublication | CheckStamp, name: str
+    ) -> Model | None:
         """The model of this name; if there is none, the asker hears which ones there are."""
         model = self._cluster.models.get(name)
         if model is None:
@@ -201,6 +205,38 @@ class Answers:
         model = self._cluster.models.get(message.model)
         conflict = self._versions.overtaken(model, message.version) if model is not None else None
         self._cluster.answer(session, message.request, conflict)
+
+    def check_stamp(self, session: int, message: CheckStamp) -> None:
+        """Whether the content of a stamp was published as its version."""
+        model = self._model(session, message, message.model)
+        if model is None:
+            return
+        version = model.versions.get(message.version)
+        name = f"version {message.version} of {message.model!r}"
+        if version is None or not version.visible or version.lineage != message.lineage:
+            its = "" if version is None else f" (it knows one of lineage {version.lineage})"
+            text = (
+                f"{name} in lineage {message.lineage} is not known here{its}: it was never "
+                f"published, is forgotten, or was rolled back; an archive of the model may have it"
+            )
+            self._cluster.answer(session, message.request, VersionUnavailable(text))
+        elif version.info.content_id != message.content_id:
+            text = (
+                f"{name} is another content than the stamp's, which is another cluster's, or was "
+                f"changed"
+            )
+            self._cluster.answer(session, message.request, IntegrityError(text))
+        elif message.root and not self._may_be_root(version, message.root):
+            text = f"no shard of {name} has digests of the stamp's root: the stamp was changed"
+            self._cluster.answer(session, message.request, IntegrityError(text))
+        else:
+            self._cluster.send(session, VersionReply(message.request, version.info))
+
+    @staticmethod
+    def _may_be_root(version: Version, root: bytes) -> bool:
+        """Whether a shard has digests of that root, as far as is known."""
+        known = [each.root for each in version.testimonies.values() if each.root]
+        return root in known or len(known) < version.info.world_size
 
 
 Waiting = tuple[str, str, float, str]  # a call, what it waits for, since when, its caller

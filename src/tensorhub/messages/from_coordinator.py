@@ -337,6 +337,14 @@ class PublicationReply:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionReply:
+    """The version that a CheckStamp asks for: it is that content."""
+
+    request: U64
+    version: VersionInfo
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """The newest visible version; None: there is none. After a rollback it is older than before."""
 
@@ -410,6 +418,7 @@ FromCoordinator = (
     | Compare
     | ManifestReply
     | PublicationReply
+    | VersionReply
     | Announce
     | Description
     | Events

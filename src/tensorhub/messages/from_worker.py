@@ -447,6 +447,21 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckStamp:
+    """Was this content published as that version? Answered by VersionReply, or Refused.
+
+    `root`: of the digests of one shard, as its reader has verified them; empty: not known.
+    """
+
+    request: U64
+    model: Name
+    lineage: Number
+    version: Number
+    content_id: Id
+    root: Root
+
+
+@dataclass(frozen=True, slots=True)
 class Describe:
     """Ask for one model, or for all (None), in pages ordered by name: the models after `after`.
 
@@ -568,6 +583,7 @@ FromAnybody = (
     | GetEvents
     | Explain
     | GetUpdates
+    | CheckStamp
 )
 """What a session may say before a worker has joined over it, too."""
 AboutOperation = (

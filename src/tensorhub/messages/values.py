@@ -218,10 +218,13 @@ class Restored:
     """
 
     version: VersionInfo
-    lineage: Number
     layout_id: Name
     manifest_ids: Annotated[bytes, Length(32 * RESTORED_SHARDS_MAX)]
     roots: Annotated[bytes, Length(32 * RESTORED_SHARDS_MAX)]
+
+    @property
+    def lineage(self) -> int:
+        return self.version.lineage
 
 
 @dataclass(frozen=True, slots=True)

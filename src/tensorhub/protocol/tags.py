@@ -58,6 +58,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.GetEvents: 39,
     m.Explain: 52,
     m.GetUpdates: 53,
+    m.CheckStamp: 54,
     # From the coordinator to a worker.
     m.Welcome: 64,
     m.Dismissed: 65,
@@ -75,6 +76,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.CutReader: 77,
     m.ManifestReply: 78,
     m.PublicationReply: 98,
+    m.VersionReply: 100,
     m.Announce: 79,
     m.Description: 80,
     m.Revoked: 84,  # (85 was MustStay)

@@ -106,6 +106,11 @@ class Member:
         return self._memory.content
 
     @property
+    def in_place(self) -> Content | None:
+        """The content of which every byte is in the memory now. Any thread may ask, at any time."""
+        return self._memory.in_place
+
+    @property
     def staged(self) -> Content | None:
         """The content that was voted for in staging memory, and is not yet in place."""
         return self._memory.staged

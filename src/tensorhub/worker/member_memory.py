@@ -82,6 +82,9 @@ class MemberMemory(Stateful[HandleState]):
         super().__init__(HandleState.EMPTY)
         # READY, DRAINING: held; FILLING: filled with; IN_DOUBT: voted for; else None
         self.content: Content | None = None
+        # What other threads may read at any time: READY, DRAINING: `content`; else None. It is
+        # taken back before an action lets a byte be written, and comes after the last byte.
+        self.in_place: Content | None = None
         # the running call's vote: only the coordinator decides on it
         self.voted: Content | None = None
         self.doubt: OpKey | None = None  # IN_DOUBT: the operation with the unknown outcome
@@ -286,7 +289,9 @@ class MemberMemory(Stateful[HandleState]):
         if whole:
             self.filled()
             assert self.content is not None
-            self.content.retained = staged is not None and staged.retained
+            if staged is not None:
+                its = self.content
+                its.retained, its.root, its.roots = staged.retained, staged.root, staged.roots
             # whether it is to be kept is asked again, now that it can be given up
             if self._restate_pending:
                 self._restate_pending = False
@@ -569,7 +574,10 @@ class MemberMemory(Stateful[HandleState]):
 
     def _become(self, state: HandleState, why: str) -> None:
         self.given_up, self.voted, self.fencing = None, None, False
+        self.in_place = None
         self.become(state, self._context.cause, self._context.now, why)
+        if state in (HandleState.READY, HandleState.DRAINING):
+            self.in_place = self.content
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken if the parts disagree."""
@@ -578,6 +586,8 @@ class MemberMemory(Stateful[HandleState]):
         staged_doubt = self.staged is not None and self.state is HandleState.IN_DOUBT
         if (self.content is not None) != (self.state in needs) and not staged_doubt:
             raise InvariantBroken(f"{self}: content {self.content}. Story:\n{self.story}")
+        if self.in_place is not (self.content if self.version is not None else None):
+            raise InvariantBroken(f"{self}: in place is {self.in_place}. Story:\n{self.story}")
         if not self.applying and (self.doubt is not None) != (self.state is HandleState.IN_DOUBT):
             raise InvariantBroken(f"{self}: doubt {self.doubt}. Story:\n{self.story}")
         if self.fencing and self.state not in (HandleState.READY, HandleState.DRAINING):

@@ -54,6 +54,7 @@ class Answered:
         | messages.Refused
         | messages.ManifestReply
         | messages.PublicationReply
+        | messages.VersionReply
         | messages.Description
         | messages.Events
         | messages.Explained
@@ -221,7 +222,7 @@ class Router(Generic[H]):
                 return self._tell(self._answer(message.request), message)
             case messages.Done() | messages.Refused() | messages.ManifestReply():
                 return self._tell(self._answer(message.request), message) or [Answered(message)]
-            case messages.PublicationReply() | messages.Description():
+            case messages.PublicationReply() | messages.VersionReply() | messages.Description():
                 return [Answered(message)]
             case messages.Events() | messages.Explained() | messages.Updates():
                 return [Answered(message)]

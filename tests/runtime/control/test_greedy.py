@@ -180,7 +180,7 @@ async def test_answers_that_read_only_sessions_do_not_take_are_bounded_together(
         contextlib.AsyncExitStack() as stack,
     ):
         core = server._core.cluster
-        version = Version(VersionInfo("m", 1, "content", 1, 1), 0, "", OpKey("m", "trainer", 1, 1))
+        version = Version(VersionInfo("m", 1, "content", 1, 1), "", OpKey("m", "trainer", 1, 1))
         core.model("m").versions[1] = version
         core.learn(version, version.holdings, 0, part)
         question = GetPart(1, core.manifests.id_of(part))
@@ -218,7 +218,7 @@ async def test_a_read_only_session_asks_one_question_at_a_time(
         await joined(server, 1, read_only=True) as reader,
     ):
         core = server._core.cluster
-        version = Version(VersionInfo("m", 1, "content", 1, 1), 0, "", OpKey("m", "trainer", 1, 1))
+        version = Version(VersionInfo("m", 1, "content", 1, 1), "", OpKey("m", "trainer", 1, 1))
         core.model("m").versions[1] = version
         core.learn(version, version.holdings, 0, part)
         for number in range(5):
@@ -237,7 +237,7 @@ async def test_who_does_not_take_a_long_answer_within_a_lease_is_cut_off() -> No
         serving(Options(lease_s=0.5)) as server,
         await joined(server, 1, read_only=True) as deaf,
     ):
-        version = Version(VersionInfo("m", 1, "content", 1, 1), 0, "", OpKey("m", "trainer", 1, 1))
+        version = Version(VersionInfo("m", 1, "content", 1, 1), "", OpKey("m", "trainer", 1, 1))
         core = server._core.cluster
         core.model("m").versions[1] = version
         core.learn(version, version.holdings, 0, bytes(15 * 2**20))
@@ -262,7 +262,7 @@ async def test_an_answer_that_no_frame_can_carry_is_refused_and_the_session_goes
         model = core.cluster.models["m"]
         for number in range(3000):
             info = VersionInfo("m", number, f"content-{number}", 1, 1)
-            core._versions.recover(Version(info, 0, "", OpKey("m", "trainer", 1, number)), model)
+            core._versions.recover(Version(info, "", OpKey("m", "trainer", 1, number)), model)
         with pytest.raises(
             StateError,
             match=r"the answer cannot be sent: it has \d+ bytes, frames have 65536 at most",

@@ -76,9 +76,7 @@ async def restore(
         ]
         roots = [root_of(digests) for digests, _ in catalogue.tables(version)]
         said_roots = b"".join(roots) if version.digest != "none" else b""
-        return Restored(
-            version.info, version.key.lineage, version.layout_id, b"".join(ids), said_roots
-        )
+        return Restored(version.info, version.layout_id, b"".join(ids), said_roots)
 
     said = await do(partial(_of_whole, restored, versions))
     timeout_s = worker.options.op_timeout_s

@@ -20,6 +20,7 @@ from tensorhub.errors import (
     VersionUnavailable,
     unreachable,
 )
+from tensorhub.model.stamps import Stamp
 from tensorhub.runtime.control.link import RECONNECT_S_FIRST
 from tensorhub.types import ModelInfo, ReplicaView, Selector, VersionInfo, WorkerView
 
@@ -32,6 +33,7 @@ Answer = (
     | messages.Events
     | messages.Explained
     | messages.Updates
+    | messages.VersionReply
 )
 
 PAGE_BYTES_MAX = 2**15  # of the ids and roots in one message of more than one version
@@ -230,6 +232,17 @@ class CoordinatorClient:
             f"version {version} of {model!r}",
             timeout_s,
         )
+
+    async def check_stamp(self, stamp: Stamp, timeout_s: float) -> VersionInfo:
+        """The version of a stamp. VersionUnavailable: it is not known. IntegrityError: it is
+        another content.
+        """
+        said = stamp.model, stamp.lineage, stamp.version, stamp.content_id, stamp.root
+        answer = await self.ask(
+            lambda request: messages.CheckStamp(request, *said), f"stamp {stamp}", timeout_s
+        )
+        assert isinstance(answer, messages.VersionReply)
+        return answer.version
 
     async def nothing_published(self, model: str, timeout_s: float) -> bool:
         """Whether no version of `model` was ever published. Raises as `ask`."""

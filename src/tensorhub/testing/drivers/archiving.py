@@ -69,7 +69,7 @@ class Version:
 
     @property
     def info(self) -> VersionInfo:
-        return self.shards[0].content.version
+        return replace(self.shards[0].content.version, lineage=self.publication.lineage)
 
     @property
     def key(self) -> Key:
@@ -79,7 +79,7 @@ class Version:
     def restored(self) -> Restored:
         known = self.publication
         roots = b"".join(each.content.root for each in self.shards)
-        return Restored(self.info, known.lineage, known.layout_id, known.manifest_ids, roots)
+        return Restored(self.info, known.layout_id, known.manifest_ids, roots)
 
 
 class ArchivedCopy:

@@ -90,7 +90,12 @@ class ArchiveJudge:
         )
         self._contents.restored(publication)
         info = VersionInfo(
-            publication.model, number, content_id, publication.nbytes, publication.world_size
+            publication.model,
+            number,
+            content_id,
+            publication.nbytes,
+            publication.world_size,
+            publication.lineage,
         )
         self._history.models[publication.model].restored(info)
 

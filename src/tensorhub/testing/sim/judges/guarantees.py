@@ -588,9 +588,9 @@ class Guarantees:
         )
 
     def check_content(self, handle: JudgedHandle) -> None:
-        """G1: the holder of a version holds its publisher's bytes."""
-        content = handle.member.content
-        if content is not None and handle.member.state in HOLDING:
+        """G1: the holder of a version, and so each stamp, names its publisher's bytes."""
+        content = handle.member.in_place
+        if content is not None:
             handle.last_held = content.version.content_id
             self.contents.check_cells(handle, content.version)
 
