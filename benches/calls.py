@@ -75,6 +75,12 @@ async def measure(address: str, ranks: list[Remote], tensors: int, rounds: int) 
             for _ in range(NEWEST_CALLS):
                 other.newest("few")
             figures.setdefault("newest", []).append((time.perf_counter() - started) / NEWEST_CALLS)
+            started = time.perf_counter()
+            for _ in range(NEWEST_CALLS):
+                str(reader.stamp())
+            figures.setdefault("stamp, as text", []).append(
+                (time.perf_counter() - started) / NEWEST_CALLS
+            )
     return figures
 
 

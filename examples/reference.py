@@ -11,6 +11,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -125,6 +126,23 @@ async def publish(trainer: tensorhub.Hub) -> None:
     weights = await trainer.register("actor", {"w": torch.ones(4, 2, dtype=torch.bfloat16)})
     info = await weights.publish(1)
     assert (info.model, info.version, info.nbytes, info.world_size) == ("actor", 1, 16, 1)
+
+
+@shows("Weights.stamp", "Stamp", "check_stamp")
+async def stamp(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    await (await trainer.register("actor", {"w": torch.ones(4)})).publish(1)
+    weights = await rollout.register("actor", {"w": torch.empty(4)})
+    await weights.replicate()
+    sample = {"text": "...", "weights": str(weights.stamp())}
+    # later, elsewhere
+    stamp = tensorhub.Stamp.parse(sample["weights"])
+    assert (stamp.model, stamp.lineage, stamp.version) == ("actor", 0, 1)
+    assert (await tensorhub.check_stamp(stamp, rollout)).version == 1
+    forged = replace(stamp, content_id="another")
+    try:
+        await tensorhub.check_stamp(forged, rollout)
+    except tensorhub.IntegrityError as error:
+        assert "another content" in str(error)  # noqa: PT017
 
 
 @shows("Weights.unpublish")
@@ -607,6 +625,14 @@ def archive_blocking(address: str) -> None:
         with sync.archive(hub, "actor", f"file://{bucket}") as there:
             there.wait_for(at_least=1)
             assert [each.version for each in there.versions] == [1]
+
+
+@shows("sync.Weights.stamp", "sync.check_stamp")
+def stamp_blocking(address: str) -> None:
+    with sync.connect(address) as hub:
+        weights = hub.register("actor", {"w": torch.ones(4)})
+        weights.publish(1)
+        assert sync.check_stamp(weights.stamp(), hub).version == 1
 
 
 @shows("sync.Hub.retain", "sync.Hub.pin", "sync.Hub.rollback")

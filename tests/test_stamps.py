@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +25,9 @@ from tensorhub.errors import (
     StateError,
     VersionUnavailable,
 )
-from tensorhub.model.digests import root_of
+from tensorhub.model.digests import pack, root_of
 from tensorhub.model.stamps import STAMP_CHARS_MAX, Stamp
-from tensorhub.types import VersionInfo
+from tensorhub.types import RegistrationId, VersionInfo
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
@@ -72,8 +72,7 @@ async def test_a_stamp_names_the_content_that_is_in_place() -> None:
         assert source.stamp() == Stamp("m", 0, 1, info.content_id, b"")
         weights = await c.hubs[1].register("m", tensors(), group="r")
         await weights.replicate()
-        digests = b"".join([each.to_bytes(8, "big") for each in _digests(weights)])
-        assert weights.stamp() == Stamp("m", 0, 1, info.content_id, root_of(digests))
+        assert weights.stamp() == Stamp("m", 0, 1, info.content_id, root_of(_digests(weights)))
         async with source.mutate(2):
             refused(source, "holds no version")
         assert source.stamp().version == 2
@@ -82,13 +81,12 @@ async def test_a_stamp_names_the_content_that_is_in_place() -> None:
         refused(source, "has ended")
 
 
-def _digests(weights: Weights) -> Sequence[int | None]:
+def _digests(weights: Weights) -> bytes:
     member = weights._handle.member
-    content = member.in_place
-    assert content is not None
-    found = worker_of(weights)._owner.digests(member.shard.registration, content.generation)
-    assert found is not None
-    return found
+    assert member.in_place is not None
+    place = RegistrationId(member.shard.registration), member.in_place.generation
+    made = worker_of(weights)._owner.digests(*place)
+    return pack([each for each in made or () if each is not None], 8)
 
 
 async def test_while_a_call_changes_the_memory_there_is_no_stamp() -> None:

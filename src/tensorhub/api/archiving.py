@@ -100,7 +100,7 @@ class Archive(Unpicklable):
     """An archive of a model that is written and served. Made by `archive`."""
 
     def __init__(self, archiver: CallersArchiver, hub: Hub, url: str) -> None:
-        self._archiver, self._hub, self.url = archiver, hub, url
+        self._archiver, self._hub, self._url = archiver, hub, url
 
     def __repr__(self) -> str:
         return f"<Archive of {self._archiver!r}>"

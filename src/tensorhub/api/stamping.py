@@ -52,7 +52,7 @@ def check_archived(stamp: Stamp, where: Archive | str, timeout: float | None) ->
     from tensorhub.model.digests import root_of
 
     check_is_stamp(stamp)
-    url: object = where.url if isinstance(where, Archive) else where
+    url: object = where._url if isinstance(where, Archive) else where
     if not isinstance(url, str):
         raise InvalidType(f"where={shown(url)}: give a hub, or an archive or its URL")
     timeout_s = as_timeout_s(timeout, Options().op_timeout_s)
