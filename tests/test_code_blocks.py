@@ -9,6 +9,7 @@ compiled; `make frameworks` runs the examples that it is taken from. Blocks of t
 from __future__ import annotations
 
 import ast
+import configparser
 import functools
 import importlib.util
 import inspect
@@ -25,6 +26,7 @@ import torch
 
 import tensorhub
 from tensorhub.cli import app
+from tensorhub.types import SourceReport
 from tests.frameworks.recipes import RECIPES
 from tests.rig import begin_store, nothing_left
 
@@ -152,6 +154,64 @@ def engine_tensors() -> dict[str, torch.Tensor]:
         "embed": torch.empty(128512, 1),
         "experts.w2": torch.empty(8, 2, 1),
     }
+
+
+# --------------------------------------------------------------------------------------------------
+# settings, and names within the text
+
+
+def test_settings_parse_and_name_what_exists() -> None:
+    for block in blocks("toml"):
+        assert tomllib.loads(block.code)
+    for block in blocks("ini"):
+        settings = configparser.ConfigParser(interpolation=None)
+        settings.read_string(block.code)
+        assert fault(shlex.split(settings["Service"]["ExecStart"])) is None
+    settings_of_frameworks = [*blocks("yaml"), *blocks("text")]
+    modules = {
+        name
+        for block in settings_of_frameworks
+        for name in re.findall(r"tensorhub\.integrations\.\w+", block.code)
+    }
+    assert modules
+    assert [name for name in sorted(modules) if importlib.util.find_spec(name) is None] == []
+
+
+NO_PYTHON = {"access", "transports", "py"}  # a logger, a group of entry points, a file
+
+
+def has(owner: object, name: str) -> bool:
+    if name in NO_PYTHON:
+        return True
+    if owner is tensorhub and importlib.util.find_spec(f"tensorhub.{name}") is not None:
+        return True
+    return hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", {})
+
+
+def test_names_in_the_text_exist() -> None:
+    owners = {
+        "tensorhub": tensorhub,
+        "hub": tensorhub.Hub,
+        "Hub": tensorhub.Hub,
+        "weights": tensorhub.Weights,
+        "Options": tensorhub.Options,
+        "Location": tensorhub.Location,
+        "FetchReport": tensorhub.FetchReport,
+        "SourceReport": SourceReport,
+    }
+    pattern = re.compile(rf"(?<![\w./\[])({'|'.join(owners)})(?:\.|\((?=\w+=))([a-z]\w*)(?![\w/-])")
+    lost, found = [], 0
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":  # names what is gone, too
+            continue
+        text = FENCE.sub("", page.read_text(encoding="utf-8"))
+        for code in re.findall(r"`([^`]+)`", text):
+            for owner, name in pattern.findall(code):
+                found += 1
+                if not has(owners[owner], name):
+                    lost.append(f"{page.relative_to(ROOT)}: {owner}.{name}")
+    assert found > 80
+    assert lost == []
 
 
 # --------------------------------------------------------------------------------------------------
