@@ -373,6 +373,9 @@ class Options:
     # coordinator's: connections of workers at a time, and workers; fewer if `ulimit -n` is low
     sessions_max: int = 16_384
     frame_bytes_max: int = 64 * 2**20  # everyone's: a larger control frame is refused unread
+    # each process' own: "HOST:PORT" of an HTTP endpoint for browsers, probes and Prometheus (port 0
+    # takes a free one; needs the extra `http`)
+    http: str | None = None
 
     def __post_init__(self) -> None:
         may_be_zero = ("drain_grace_s", "exit_timeout_s", "coordinator_wait_s")
@@ -416,6 +419,9 @@ class Options:
         if self.advertise is not None and not _can_be_reached(self.advertise):
             advice = "give HOST:PORT, as readers reach the data listener, in at most 512 characters"
             self._refuse("advertise", str, advice + _brackets(self.advertise))
+        if self.http is not None and not _can_be_listened_on(self.http):
+            advice = "give HOST:PORT to listen on, such as '127.0.0.1:8080', or None"
+            self._refuse("http", str, advice + _brackets(self.http))
         if self.rdma_ports is not None and not _RDMA_PORTS.match(str(self.rdma_ports)):
             self._refuse(
                 "rdma_ports",
@@ -843,17 +849,19 @@ def _brackets(address: object) -> str:
 
 def _can_be_reached(advertised: object) -> bool:
     """Whether it is a HOST:PORT of a listener; no wildcard, which is where one listens."""
+    if not _can_be_listened_on(advertised):
+        return False
+    host, port = parse_address(f"tcp://{advertised}")
+    return port > 0 and host not in ("0.0.0.0", "::")
+
+
+def _can_be_listened_on(where: object) -> bool:
+    """Whether it is a HOST:PORT, also a wildcard's."""
     try:
-        host, port = parse_address(f"tcp://{advertised}")
+        parse_address(f"tcp://{where}")
     except StateError:
         return False
-    is_name = (
-        isinstance(advertised, str)
-        and len(advertised) <= 506
-        and advertised.isprintable()
-        and " " not in advertised
-    )
-    return is_name and port > 0 and host not in ("0.0.0.0", "::")
+    return isinstance(where, str) and len(where) <= 506 and where.isprintable() and " " not in where
 
 
 def format_address(host: str, port: int) -> str:

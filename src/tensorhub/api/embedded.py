@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import partial
+from typing import TYPE_CHECKING
 
 from tensorhub.api.arguments import checked_options
 from tensorhub.api.opening import Opening, Unpicklable
@@ -19,19 +21,29 @@ from tensorhub.runtime.control.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import CallerMode, LoopThread
 from tensorhub.types import Options, as_integer, invalid
+from tensorhub.web import open_endpoint
+
+if TYPE_CHECKING:
+    from tensorhub.web.endpoint import Endpoint
 
 
 class Coordinator(Unpicklable):
     """A coordinator embedded in this process, on a thread and loop of its own. Made by `serve`."""
 
-    def __init__(self, server: CoordinatorServer, thread: LoopThread) -> None:
+    def __init__(self, server: CoordinatorServer, thread: LoopThread, http_url: str | None) -> None:
         self._server = server
         self._thread = thread
+        self._http_url = http_url
 
     @property
     def address(self) -> str:
         """What `connect` takes: "tcp://host:port"."""
         return self._server.address
+
+    @property
+    def http_url(self) -> str | None:
+        """Of its HTTP endpoint and dashboard: "http://host:port/"; None without `Options.http`."""
+        return self._http_url
 
     def __repr__(self) -> str:
         return f"<Coordinator at {self.address}>"
@@ -61,8 +73,8 @@ def serve(
     `state_dir`: where versions' marks are kept (SQLite, synced), a directory that this user or root
     owns, and that is not world-writable; without one, a coordinator that restarts is a new cluster.
 
-    Raises StateError (port in use, state_dir in use or unusable), AuthenticationFailed (open access
-    beyond loopback, a token file that cannot be used).
+    Raises StateError (port in use, also that of `Options.http`; state_dir in use or unusable),
+    AuthenticationFailed (open access beyond loopback, a token file that cannot be used).
     """
     secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
     if not isinstance(host, str):
@@ -82,13 +94,31 @@ def serve(
         check_open_access(secrets[0], host)
         store: Store = MemoryStore() if state_dir is None else SqliteStore(state_dir)
         server: list[CoordinatorServer] = []
+        http_url: list[str] = []
 
         async def main(thread: LoopThread) -> None:
-            with contextlib.closing(store):
+            with contextlib.closing(store), contextlib.ExitStack() as stack:
                 server.append(
                     CoordinatorServer(options=checked, secrets_accepted=secrets, store=store)
                 )
-                await server[0].run(host, port, thread.ready)
+                ready = thread.ready
+                if checked.http is not None:
+                    endpoint = stack.enter_context(
+                        await open_endpoint(checked.http, secrets[0], checked.connect_timeout_s)
+                    )
+                    http_url.append(endpoint.url)
+                    ready = partial(show, endpoint, thread)
+                await server[0].run(host, port, ready)
+
+        def show(endpoint: Endpoint, thread: LoopThread) -> None:
+            from tensorhub.web.of_coordinator import CoordinatorPages
+
+            endpoint.start(
+                lambda: CoordinatorPages(
+                    server[0], thread.post, secrets, endpoint.host
+                ).application()
+            )
+            thread.ready()
 
         thread = LoopThread(
             "tensorhub-coordinator", main, mode, exit_s=checked.exit_timeout_s, ends_last=True
@@ -98,6 +128,6 @@ def serve(
         except BaseException:
             store.close()
             raise
-        return Coordinator(server[0], thread)
+        return Coordinator(server[0], thread, http_url[0] if http_url else None)
 
     return Opening(begin, "serve")

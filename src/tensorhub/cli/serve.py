@@ -38,18 +38,25 @@ def serve(
     drain_grace_s: Annotated[
         float, typer.Option(help="How long a leaving source waits for its readers.")
     ] = _DEFAULTS.drain_grace_s,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Also serve HTTP there: a dashboard, /metrics for Prometheus, probes.",
+        ),
+    ] = None,
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
     """Run a coordinator until Ctrl-C or SIGTERM.
 
-    Its address is the first line on stdout ({"address": ...} with --json). The token comes from
-    TENSORHUB_TOKEN or --token-file; without one, access is open, and only on loopback. Its log is
-    on stderr; docs/operating.md explains the log, and what many workers need. SIGTERM is the
-    ordinary way to stop it: exit code 0.
+    Its address is the first line on stdout ({"address": ...} with --json, with "http" if it serves
+    HTTP). The token comes from TENSORHUB_TOKEN or --token-file; without one, access is open, and
+    only on loopback. Its log is on stderr; docs/operating.md explains the log, and what many
+    workers need. SIGTERM is the ordinary way to stop it: exit code 0.
     """
     with common.checking():
-        options = Options(lease_s=lease_s, drain_grace_s=drain_grace_s)
+        options = Options(lease_s=lease_s, drain_grace_s=drain_grace_s, http=http)
     token = common.check_token_file(token_file)
     room = raise_descriptors()
 
@@ -57,10 +64,12 @@ def serve(
         async with tensorhub.serve(
             host, port, token=token, state_dir=state_dir, options=options
         ) as coordinator:
-            print(
-                json.dumps({"address": coordinator.address}) if as_json else coordinator.address,
-                flush=True,
-            )
+            said = {"address": coordinator.address}
+            if coordinator.http_url is not None:
+                said["http"] = coordinator.http_url
+            print(json.dumps(said) if as_json else coordinator.address, flush=True)
+            if coordinator.http_url is not None and not as_json:
+                print(f"the dashboard is at {coordinator.http_url}", file=sys.stderr, flush=True)
             if not quiet and not as_json:
                 print(
                     f"the coordinator is up, with room for {room.room}; Ctrl-C stops it",

@@ -21,7 +21,7 @@ PURE: events in, actions out; time is an argument. Not responsible for sockets, 
     retention, handovers            what must stay, and which worker takes it over
     testimonies                     which digests the bytes must have, and which worker is asked for them
     corruption_checks               which worker is to blame for wrong bytes
-    views                           what can be asked of the coordinator
+    views, overview                 what can be asked of the coordinator; what its HTTP endpoint shows
     limits                          bounds
 """  # noqa: E501 - a table
 

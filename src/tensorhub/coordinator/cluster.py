@@ -148,6 +148,8 @@ class Cluster:
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}
         self.model_names: list[str] = []  # theirs, sorted
+        # those that have published last, the newest at the end; some may be forgotten
+        self.newest_models: dict[str, None] = {}
         # sessions by the name that they watch, whether there is a model or not
         self.watchers: dict[str, set[int]] = {}
         self.watched = 0  # all watches: the sum of the sets' sizes
@@ -608,6 +610,13 @@ class Cluster:
             insort(self.model_names, name)
             self.note(model)
         return model
+
+    def has_news(self, model: Model) -> None:
+        """A version of it has become visible."""
+        self.newest_models.pop(model.name, None)
+        self.newest_models[model.name] = None
+        if len(self.newest_models) > limits.NEWEST_MODELS_MAX:
+            del self.newest_models[next(iter(self.newest_models))]
 
     def models_after(self, name: str | None) -> Iterator[Model]:
         """All models in the order of their names, or only the models after that name."""

@@ -1088,6 +1088,7 @@ class History:
 
     lineage: int = 0
     announced: VersionInfo | None = None  # what the watchers were told last
+    shown_at: float | None = None  # when a version was published last; None: not since the start
     # not decided; the first may be on its way to the store
     rollbacks: deque[PendingWrite] = field(default_factory=deque)
     # numbers retired as old

@@ -33,6 +33,9 @@ NOTED_PER_STEP = 256
 FOLLOWED_PER_STEP = 2**14
 # that a registration or a call has named; a name that is only watched is no model
 MODELS_MAX = 2**16
+NEWEST_MODELS_MAX = 64  # of which it is remembered that they have published last
+OVERVIEW_MODELS_MAX = 256  # that an overview tells of; it counts the others
+OVERVIEW_ROWS_MAX = 4096  # of all models of an overview; then it has counts only
 WATCHED_MAX = 2**19  # of all sessions together, each name once for each
 IDLE_S = 60.0  # of a read-only session or an observer, without a registration, a watch or a call
 RETAINED_MAX = 1024  # versions of one model

@@ -95,6 +95,8 @@ class Versions:
         """Its publication is durable, and its first replica is READY: it is visible from now on."""
         self._cluster.become(version, VersionState.AVAILABLE, "published")
         model.mark = version.number
+        model.history.shown_at = self._cluster.now
+        self._cluster.has_news(model)
         self._cluster.touch(model)
 
     def discard(self, version: Version, model: Model) -> None:
@@ -119,6 +121,7 @@ class Versions:
         self._cluster.become(version, VersionState.UNAVAILABLE, "no holder is known yet")
         model.versions[version.number] = version
         model.mark = max(version.number, -1 if model.mark is None else model.mark)
+        self._cluster.has_news(model)
 
     @staticmethod
     def await_copies(model: Model, message: Restore, incarnation: str) -> None:

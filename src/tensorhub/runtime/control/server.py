@@ -127,9 +127,17 @@ class CoordinatorServer:
             places=anyio.Semaphore(READ_ONLY_HEARD_MAX),
         )
         self._core: Coordinator
+        self.steps = 0  # of the core
+        self.steps_s = 0.0  # that they took, with their actions
 
     def __repr__(self) -> str:
         return f"<CoordinatorServer {self.address} sessions={len(self._sessions)}>"
+
+    def show(self) -> tuple[Coordinator, float, float]:
+        """For observers, in this loop, once it listens: the core, its time now, and how long what
+        comes waits for its turn now.
+        """
+        return self._core, self._now(), self._turn.pulse.behind_s
 
     async def run(self, host: str, port: int, ready: Callable[[], None]) -> None:
         """Listen, call `ready`, and serve. Raises StateError if the address cannot be had."""
@@ -216,6 +224,7 @@ class CoordinatorServer:
         """Feed one event, and do what follows. Never awaits: nothing comes between an event and its
         actions.
         """
+        began = time.perf_counter()
         for action in self._core.step(event, self._now()):
             match action:
                 case Send():
@@ -235,6 +244,8 @@ class CoordinatorServer:
         deadline = self._core.next_deadline()
         if deadline is not None and deadline < self._wakes_at:
             self._is_sooner.set()
+        self.steps += 1
+        self.steps_s += time.perf_counter() - began
 
     def _late(self, late_s: float, is_behind: bool) -> None:
         self._core.observations.late(self._now(), late_s, is_behind=is_behind)

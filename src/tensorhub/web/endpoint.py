@@ -1,0 +1,254 @@
+"""One HTTP listener, and the thread that serves it.
+
+Responsible for the thread's life, and for what one connection may cost: its time, its memory and
+its place. A failure here is logged, and the endpoint begins anew: what it shows goes on. Not
+responsible for what is answered (`pages`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import resource
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from tensorhub.errors import StateError, shortage, shown
+from tensorhub.logs import Tally, get_logger
+from tensorhub.protocol.secret import check_open_access
+from tensorhub.runtime.ending import CLOSE_S
+from tensorhub.transport import sockets
+from tensorhub.transport.forks import close_in_children
+from tensorhub.types import parse_address
+from tensorhub.web.pages import HEAD_BYTES_MAX
+
+CONNECTIONS_MAX = 256  # and an eighth of the process' descriptors at most
+TURN_S = (
+    10.0  # from a connection's begin, or its last answer, to the end of the next request's head
+)
+ANSWER_S = 30.0  # for a client to take an answer
+BACKLOG = 128
+AGAIN_S = 5.0  # after a failure
+
+log = get_logger("tensorhub.http")
+SILENT = logging.getLogger("tensorhub.http.connections")
+SILENT.setLevel(logging.CRITICAL + 1)  # clients can make uvicorn say as much as they like
+
+
+class Endpoint:
+    """One listener. `start` begins to serve, `close` ends it."""
+
+    def __init__(self, where: str, secret: bytes) -> None:
+        """Listen at "host:port". Raises StateError (it cannot be had), AuthenticationFailed (open
+        access beyond loopback). `secret`: empty for open access.
+        """
+        host, port = parse_address(f"tcp://{where}")
+        check_open_access(secret, host)
+        try:
+            self._listener = close_in_children(sockets.listen(host, port))
+        except OSError as error:
+            if (lack := shortage(error)) is not None:
+                raise lack from error
+            raise StateError(
+                f"Options.http: port {port} of {host} {_advice(error)}",
+                retryable=error.errno == errno.EADDRINUSE,
+            ) from error
+        self.host, self.port = self._listener.getsockname()[:2]
+        self._pages: Callable[[], ASGIApp]
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+        self._wake: Callable[[], object] | None = None  # ends the loop, while there is one
+        self._failures = Tally(log.error, "http_request_failed")
+
+    def __repr__(self) -> str:
+        return f"<Endpoint {self.url}>"
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/"
+
+    def start(self, pages: Callable[[], ASGIApp]) -> None:
+        """Serve what `pages` makes, in the thread. It is called in the thread's loop, and again
+        after a failure.
+        """
+        self._pages = pages
+        self._thread = threading.Thread(target=self._run, name="tensorhub-http", daemon=True)
+        self._thread.start()
+        log.info("http_listens", address=self.url)
+
+    def close(self) -> None:
+        """End all connections and the thread. Returns when that is done."""
+        self._is_closing = True
+        self._listener.close()
+        wake = self._wake
+        if wake is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                wake()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        pause = threading.Event()  # which only `close` ends
+        while not self._is_closing:
+            try:
+                with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+                    runner.run(self._serve())
+            except Exception as error:
+                self._wake = pause.set
+                if not self._is_closing:
+                    log.error("http_ended", address=self.url, reason=str(error), again_s=AGAIN_S)
+                    pause.wait(AGAIN_S)
+
+    async def _serve(self) -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        self._wake = partial(loop.call_soon_threadsafe, stop.set)
+        if self._is_closing:
+            return
+        loop.set_exception_handler(self._loop_failed)
+        config = _Config(
+            self._pages(),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=HEAD_BYTES_MAX,
+        )
+        config.load()
+        connections = Connections(self._failures)
+        server = await loop.create_server(
+            lambda: Connection(config, connections),
+            sock=close_in_children(self._listener.dup()),
+            backlog=BACKLOG,
+        )
+        try:
+            await stop.wait()
+        finally:
+            server.close()
+            connections.close()
+            await asyncio.sleep(0)  # so that their sockets are closed
+
+    def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback's exception, or a lack of descriptors when a connection was to be accepted."""
+        self._failures.count(reason=f"{context.get('message')}: {context.get('exception')}")
+
+
+class _Config(uvicorn.Config):
+    def configure_logging(self) -> None:
+        """Leave the loggers alone: the process may run a server of its own."""
+
+
+class Connections:
+    """All connections of an endpoint."""
+
+    def __init__(self, failures: Tally) -> None:
+        self.state = ServerState()
+        self.failures = failures
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.most = min(CONNECTIONS_MAX, CONNECTIONS_MAX if soft < 0 else max(1, soft // 8))
+        # those that have no request under way; which waits longest is first
+        self.idle: dict[Connection, None] = {}
+        self.open: set[Connection] = set()
+
+    def admit(self, connection: Connection) -> bool:
+        """Whether there is a place for one more. If all are taken, it gets that of a connection
+        without a request.
+        """
+        if len(self.open) >= self.most:
+            oldest = next(iter(self.idle), None)
+            if oldest is None:
+                return False
+            oldest.abort()
+        self.open.add(connection)
+        return True
+
+    def close(self) -> None:
+        for connection in list(self.open):
+            connection.abort()
+
+
+class Connection(H11Protocol):
+    """One client's connection. The client has a time for each request, and for taking each
+    answer.
+    """
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config, connections.state, {})
+        self.logger = SILENT
+        self.access_log = False
+        self._pages = self.app
+        self.app = self._answer
+        self._connections = connections
+        self._deadline: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[Any] | None = None  # of the request that is under way
+
+    def abort(self) -> None:
+        """End it at once, whatever lies unsent."""
+        self._leave()
+        if self.transport is not None:
+            self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._connections.admit(self):
+            self._await_request()
+        else:
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._leave()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _leave(self) -> None:
+        self._connections.open.discard(self)
+        self._connections.idle.pop(self, None)
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _await_request(self) -> None:
+        self._connections.idle[self] = None
+        self._deadline = self.loop.call_later(TURN_S, self.abort)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._connections.idle.pop(self, None)
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._task = asyncio.current_task()
+        try:
+            async with asyncio.timeout(ANSWER_S) as deadline:
+                scope["deadline"] = deadline
+                await self._pages(scope, receive, send)
+        except TimeoutError:
+            self.abort()
+        except Exception as error:
+            self._connections.failures.count(reason=f"{type(error).__name__}: {error}")
+        finally:
+            self._task = None
+            if self in self._connections.open:
+                self._await_request()
+
+
+def _advice(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            "is in use: stop the process that listens there, or choose another port (0 takes a "
+            "free one)"
+        )
+    if error.errno == errno.EACCES:
+        return "needs more rights: choose a port above 1023"
+    return f"cannot be listened on: {shown(str(error))}"

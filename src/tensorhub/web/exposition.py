@@ -1,0 +1,146 @@
+"""Figures in the form of Prometheus: text or OpenMetrics, as the scraper asks.
+
+Each label has a bound: kinds, states and phases are of this library's own lists, and models are the
+`MODELS_MAX` that have published last; all others are "other". Names and units are a promise
+(docs/observing.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import (
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from tensorhub.coordinator.overview import ModelOverview, Overview
+
+MODELS_MAX = 64
+LABEL_BYTES_MAX = 128  # of a model's name; a longer one is cut, and tells its hash
+OTHER = "other"
+
+Encode = Callable[[Collector], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one coordinator."""
+
+    overview: Overview
+    models: Sequence[ModelOverview]
+    behind_s: float
+    steps: int
+    steps_s: float
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def exposition(families: Iterable[Metric], encode: Encode) -> bytes:
+    """As `encode` writes them."""
+    return encode(_Families(families))
+
+
+def label_of(name: str) -> str:
+    """A model's name as a label."""
+    encoded = name.encode("utf-8", "backslashreplace")
+    if len(encoded) <= LABEL_BYTES_MAX:
+        return encoded.decode()
+    ident = hashlib.blake2b(encoded, digest_size=4).hexdigest()
+    return f"{encoded[: LABEL_BYTES_MAX - 9].decode('utf-8', 'ignore')}~{ident}"
+
+
+def of_coordinator(figures: Figures) -> Iterator[Metric]:
+    """All families of a coordinator."""
+    seen = figures.overview
+    yield _gauge("tensorhub_workers", "Workers by state", seen.workers, "state")
+    yield _gauge("tensorhub_sessions", "Connections of workers and observers", seen.sessions)
+    yield _gauge("tensorhub_models", "Models that are known", seen.models)
+    serving = int(seen.state == "serving")
+    yield _gauge("tensorhub_serving", "1: the coordinator has its state; else 0", serving)
+    behind_s = round(figures.behind_s, 6)
+    yield _gauge("tensorhub_behind_seconds", "How late the coordinator's loop is", behind_s)
+    margin = "How long the worker that is nearest to being lost still counts"
+    yield _gauge(
+        "tensorhub_lease_margin_seconds",
+        margin,
+        {} if seen.lease_margin_s is None else {"": seen.lease_margin_s},
+    )
+    steps = SummaryMetricFamily(
+        "tensorhub_step_seconds",
+        "Steps of the coordinator",
+        count_value=figures.steps,
+        sum_value=figures.steps_s,
+    )
+    yield steps
+    yield from _of_models(figures.models)
+
+
+def _of_models(models: Sequence[ModelOverview]) -> Iterator[Metric]:
+    age = GaugeMetricFamily(
+        "tensorhub_version_age_seconds", "Since the newest publication", labels=["model"]
+    )
+    newest = GaugeMetricFamily(
+        "tensorhub_newest_version", "The newest number ever published", labels=["model"]
+    )
+    replicas = GaugeMetricFamily(
+        "tensorhub_replicas", "Copies of versions, by state", labels=["model", "state"]
+    )
+    states: dict[str, Counter[str]] = {}
+    calls: Counter[tuple[str, str]] = Counter()
+    longest: dict[tuple[str, str], float] = {}
+    for place, each in enumerate(models):
+        info, label = each.info, label_of(each.info.model) if place < MODELS_MAX else OTHER
+        if place < MODELS_MAX:
+            if each.age_s is not None:
+                age.add_metric([label], round(each.age_s, 3))
+            if info.mark is not None:
+                newest.add_metric([label], info.mark)
+        counted = states.setdefault(label, Counter())
+        for version in info.versions:
+            if version.summary is not None:
+                for state in ("ready", "filling", "draining", "torn"):
+                    counted[state] += getattr(version.summary, state)
+        for row in info.summary.calls if info.summary is not None else ():
+            calls[row.call, row.waits_for] += row.count
+            longest[row.call, row.waits_for] = max(
+                row.longest_s, longest.get((row.call, row.waits_for), 0.0)
+            )
+    for label, counted in states.items():
+        for state, number in counted.items():
+            replicas.add_metric([label, state], number)
+    waiting = GaugeMetricFamily(
+        "tensorhub_calls_waiting",
+        "Calls of groups that are under way, by what they wait for",
+        labels=["call", "waits_for"],
+    )
+    standstill = GaugeMetricFamily(
+        "tensorhub_calls_waiting_longest_seconds",
+        "The longest time without progress of any of these calls",
+        labels=["call", "waits_for"],
+    )
+    for key, number in calls.items():
+        waiting.add_metric(key, number)
+        standstill.add_metric(key, round(longest[key], 3))
+    yield from (age, newest, replicas, waiting, standstill)
+
+
+def _gauge(
+    name: str, text: str, value: float | dict[str, float] | dict[str, int], label: str = ""
+) -> Metric:
+    """With one value, or one for each value of a label."""
+    family = GaugeMetricFamily(name, text, labels=[label] if label else [])
+    for key, number in (value if isinstance(value, dict) else {"": value}).items():
+        family.add_metric([key] if label else [], number)
+    return family

@@ -1,0 +1,281 @@
+"""What a coordinator shows: see docs/observing.md.
+
+Responsible for the questions to the coordinator's loop, and for the form of their answers. Each
+client gets the snapshot that is at most a second old. If the loop does not answer, clients get the
+last snapshot, which then says by how much the coordinator is behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+from prometheus_client.exposition import choose_encoder
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+import tensorhub
+from tensorhub.coordinator import Coordinator, limits
+from tensorhub.coordinator.overview import (
+    ModelOverview,
+    Overview,
+    model_overviews,
+    model_page,
+    models_shown,
+    overview,
+    rows_of,
+)
+from tensorhub.errors import TensorHubError, VersionUnavailable
+from tensorhub.observed import ClusterEvent
+from tensorhub.runtime.control.server import CoordinatorServer
+from tensorhub.web.asking import Post, Questions, Unanswered, ask
+from tensorhub.web.exposition import Figures, exposition, of_coordinator
+from tensorhub.web.news import News
+from tensorhub.web.pages import (
+    STREAMS_MAX,
+    Answer,
+    Stream,
+    application,
+    healthz,
+    json_answer,
+    number_of,
+    static,
+    text_of,
+)
+
+LATE_S = 10.0  # a coordinator whose loop has not answered for so long is not ready
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A coordinator at one moment, and what was made of that for all clients."""
+
+    taken_at: float  # by the endpoint's loop
+    overview: Overview
+    models: tuple[ModelOverview, ...]
+    behind_s: float
+    steps: int
+    steps_s: float
+    last_event: int
+    forms: dict[object, bytes] = field(default_factory=dict)  # by what was asked for
+
+
+class CoordinatorPages:
+    """Lives in the endpoint's loop."""
+
+    def __init__(
+        self, server: CoordinatorServer, post: Post, secrets: Sequence[bytes], host: str
+    ) -> None:
+        """`post`: has a function called in the coordinator's loop."""
+        self._server = server
+        self._post = post
+        self._secrets = secrets
+        self._host = host
+        self._snapshots = Questions()
+        self._questions = Questions()
+        self._last: Snapshot | None = None
+        self._news = News(self._events_after)
+
+    def __repr__(self) -> str:
+        return f"<CoordinatorPages of {self._server!r}>"
+
+    def application(self) -> ASGIApp:
+        routes = {
+            "/healthz": healthz,
+            "/readyz": self.readyz,
+            "/metrics": self.metrics,
+            "/summary": self.summary,
+            "/models/{model:path}": self.model,
+            "/explain": self.explain,
+            "/updates": self.updates,
+            "/events": self.events,
+            "/": static,
+            "/static/{name}": static,
+        }
+        return application(routes, self._secrets, self._host)
+
+    # -- questions to the coordinator's loop
+
+    async def _ask(self, function: Callable[[Coordinator, float], T]) -> T:
+        """`function(core, its time)`, called there."""
+
+        def call() -> T:
+            core, now, _ = self._server.show()
+            return function(core, now)
+
+        return await ask(self._post, call)
+
+    async def _snapshot(self) -> tuple[Snapshot, float]:
+        """The newest snapshot, and how much later than it the coordinator is behind. Raises
+        Unanswered, if there is none yet.
+        """
+        try:
+            return await self._snapshots.ask("snapshot", self._take), 0.0
+        except Unanswered:
+            if self._last is None:
+                raise
+            return self._last, asyncio.get_running_loop().time() - self._last.taken_at
+
+    async def _take(self) -> Snapshot:
+        """In parts, so that other work of the coordinator's loop comes between them."""
+        server = self._server
+
+        def begin() -> tuple[Snapshot, tuple[str, ...]]:
+            core, now, behind_s = server.show()
+            found = Snapshot(
+                0.0,
+                overview(core, now),
+                (),
+                behind_s,
+                server.steps,
+                server.steps_s,
+                core.observations.last_event,
+            )
+            return found, models_shown(core)
+
+        found, names = await ask(self._post, begin)
+        models: list[ModelOverview] = []
+        rows = limits.OVERVIEW_ROWS_MAX
+        while names:
+            part = await self._ask(lambda core, now: list(model_overviews(core, now, names, rows)))  # noqa: B023 - is called before they change
+            names = names[len(part) :]
+            come = [each for _, each in part if each is not None]
+            rows -= sum(rows_of(each.info) for each in come)
+            models += [
+                replace(each, info=replace(each.info, coordinator_behind_s=found.behind_s))
+                for each in come
+            ]
+        self._last = replace(
+            found, taken_at=asyncio.get_running_loop().time(), models=tuple(models)
+        )
+        return self._last
+
+    # -- answers
+
+    async def readyz(self, request: Request) -> Response:
+        """Whether it has its state, and is not late by far; and why not."""
+        snapshot, late_s = await self._snapshot()
+        state, left_s = snapshot.overview.state, snapshot.overview.recovers_in_s
+        why = ""
+        if max(late_s, snapshot.behind_s) > LATE_S:
+            why = f"the coordinator is {max(late_s, snapshot.behind_s):.0f} s behind"
+        elif state != "serving":
+            why = f"workers still say what they hold: about {left_s:.1f} s more"
+        return json_answer({"ready": not why, "state": state, "why": why}, 503 if why else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        """For Prometheus, in the form that it asks for."""
+        snapshot, late_s = await self._snapshot()
+        encode, kind = choose_encoder(request.headers.get("accept", ""))
+        body = None if late_s else snapshot.forms.get(kind)
+        if body is None:
+            figures = Figures(
+                snapshot.overview,
+                snapshot.models,
+                snapshot.behind_s + late_s,
+                snapshot.steps,
+                snapshot.steps_s,
+            )
+            body = snapshot.forms[kind] = exposition(of_coordinator(figures), encode)
+        return Answer(body, headers={"Content-Type": kind})
+
+    async def summary(self, request: Request) -> Response:
+        """The whole cluster, in one document."""
+        snapshot, late_s = await self._snapshot()
+        body = None if late_s else snapshot.forms.get("summary")
+        if body is None:
+            body = snapshot.forms["summary"] = self._summary(snapshot, late_s)
+        return Answer(body, media_type="application/json")
+
+    def _summary(self, snapshot: Snapshot, late_s: float) -> bytes:
+        seen = snapshot.overview
+        about = {
+            "address": self._server.address,
+            "cluster": seen.cluster,
+            "epoch": seen.epoch,
+            "state": seen.state,
+            "behind_s": snapshot.behind_s + late_s,
+            "lease_s": seen.lease_s,
+            "sessions": seen.sessions,
+            "workers": sum(seen.workers.values()),
+            "suspect": seen.workers["suspect"],
+            "models": seen.models,
+            "now": time.time() - late_s,
+            "release": tensorhub.__version__,
+        }
+        document = {
+            "coordinator": about,
+            "models": [asdict(each.info) | {"age_s": each.age_s} for each in snapshot.models],
+            "events_last": snapshot.last_event,
+        }
+        return json.dumps(document).encode()
+
+    async def model(self, request: Request) -> Response:
+        """One model with its next workers. `next`: the parameters of the next page, or null."""
+        name = request.path_params["model"]
+        after, incarnation = text_of(request, "after"), text_of(request, "incarnation")
+        place = None if after is None else (after, incarnation)
+        question = partial(self._ask, lambda core, now: model_page(core, now, name, place))
+        found = await self._questions.ask(("model", name, place), question)
+        if found is None:
+            raise HTTPException(404, f"no model {name[:100]!r} is known here")
+        info, more = found
+        following = None
+        if more:
+            last = info.workers[-1]
+            following = {"after": last.name, "incarnation": last.incarnation}
+        return json_answer({"model": asdict(info), "next": following})
+
+    async def explain(self, request: Request) -> Response:
+        """Where the seconds of a group's update went; of the newest that fits."""
+        model, group = text_of(request, "model"), text_of(request, "group")
+        version = number_of(request, "version")
+        if model is None:
+            raise HTTPException(400, "give model=NAME, and perhaps version=NUMBER and group=NAME")
+        question = partial(
+            self._ask,
+            lambda core, now: core.observations.explanation(now, model, version, group),
+        )
+        try:
+            found = await self._questions.ask(("explain", model, version, group), question)
+        except VersionUnavailable as error:
+            raise HTTPException(404, str(error)) from None
+        except TensorHubError as error:
+            raise HTTPException(400, str(error)) from None
+        return json_answer(asdict(found))
+
+    async def updates(self, request: Request) -> Response:
+        """The newest updates, newest first."""
+        model = text_of(request, "model")
+        question = partial(self._ask, lambda core, now: core.observations.updates(now, model))
+        rows = await self._questions.ask(("updates", model), question)
+        return json_answer({"updates": [asdict(each) for each in rows]})
+
+    async def events(self, request: Request) -> Response:
+        """What happens, as server-sent events. A client that comes back goes on after
+        `Last-Event-ID`; a new one begins with the oldest event that is kept.
+        """
+        last = request.headers.get("last-event-id") or text_of(request, "after") or ""
+        if self._news.followers >= STREAMS_MAX:
+            raise HTTPException(503, f"{STREAMS_MAX} clients follow already", {"Retry-After": "5"})
+        return Stream(self._news.follow(last))
+
+    async def _events_after(self, number: int) -> tuple[str, tuple[ClusterEvent, ...], bool]:
+        """What the ids of this coordinator's events begin with, some events after that number, and
+        whether there are more.
+        """
+        return await self._ask(
+            lambda core, now: (
+                f"{core.cluster.id[:12]}.{core.cluster.epoch}",
+                *core.observations.events_after(number),
+            )
+        )
