@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
 
 from prometheus_client.core import (
+    CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
 
+from tensorhub.coordinator.observing import SECONDS_BOUNDS, Counters, Histogram
 from tensorhub.coordinator.overview import ModelOverview, Overview
 
 MODELS_MAX = 64
 LABEL_BYTES_MAX = 128  # of a model's name; a longer one is cut, and tells its hash
 OTHER = "other"
 
+Label = TypeVar("Label", bound=tuple[str, ...])
 Encode = Callable[[Collector], bytes]
 
 
@@ -37,6 +43,7 @@ class Figures:
     behind_s: float
     steps: int
     steps_s: float
+    counters: Counters
 
 
 class _Families(Collector):
@@ -84,7 +91,42 @@ def of_coordinator(figures: Figures) -> Iterator[Metric]:
         sum_value=figures.steps_s,
     )
     yield steps
+    yield from _of_counters(figures.counters)
     yield from _of_models(figures.models)
+
+
+def _of_counters(counters: Counters) -> Iterator[Metric]:
+    yield histogram(
+        "tensorhub_update_seconds",
+        "Ranks' calls that fill memory, by phase",
+        counters.update_seconds,
+        "phase",
+    )
+    yield counter(
+        "tensorhub_bytes_total",
+        "Bytes that ranks have read, by transport and kind of source",
+        counters.bytes_total,
+        "transport",
+        "kind",
+    )
+    yield counter(
+        "tensorhub_updates_total",
+        "Calls of groups that fill memory, by outcome",
+        {(outcome,): number for outcome, number in counters.updates_total.items()},
+        "outcome",
+    )
+    yield counter(
+        "tensorhub_refusals_total",
+        "Questions and sessions that were refused, by the error's name",
+        {(reason,): number for reason, number in counters.refused_total.items()},
+        "reason",
+    )
+    retries, corrupt = (
+        "Reads that failed, and went on elsewhere",
+        "Of these, because of wrong bytes",
+    )
+    yield counter("tensorhub_retries_total", retries, {(): counters.retries_total})
+    yield counter("tensorhub_corrupt_chunks_total", corrupt, {(): counters.corrupt_total})
 
 
 def _of_models(models: Sequence[ModelOverview]) -> Iterator[Metric]:
@@ -134,6 +176,23 @@ def _of_models(models: Sequence[ModelOverview]) -> Iterator[Metric]:
         waiting.add_metric(key, number)
         standstill.add_metric(key, round(longest[key], 3))
     yield from (age, newest, replicas, waiting, standstill)
+
+
+def counter(name: str, text: str, values: Mapping[Label, float], *labels: str) -> Metric:
+    """What only grows, by the values of its labels."""
+    family = CounterMetricFamily(name, text, labels=labels)
+    for key, number in values.items():
+        family.add_metric(key, number)
+    return family
+
+
+def histogram(name: str, text: str, values: Mapping[str, Histogram], label: str) -> Metric:
+    """How many values were how large, by the values of a label."""
+    family = HistogramMetricFamily(name, text, labels=[label])
+    bounds = [*map(str, SECONDS_BOUNDS), "+Inf"]
+    for key, each in values.items():
+        family.add_metric([key], list(zip(bounds, accumulate(each.counts), strict=True)), each.sum)
+    return family
 
 
 def _gauge(

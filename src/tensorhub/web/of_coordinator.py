@@ -8,7 +8,9 @@ last snapshot, which then says by how much the coordinator is behind.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,8 +23,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-import tensorhub
 from tensorhub.coordinator import Coordinator, limits
+from tensorhub.coordinator.observing import Counters
 from tensorhub.coordinator.overview import (
     ModelOverview,
     Overview,
@@ -66,6 +68,7 @@ class Snapshot:
     steps: int
     steps_s: float
     last_event: int
+    counters: Counters
     forms: dict[object, bytes] = field(default_factory=dict)  # by what was asked for
 
 
@@ -139,6 +142,7 @@ class CoordinatorPages:
                 server.steps,
                 server.steps_s,
                 core.observations.last_event,
+                copy.deepcopy(core.observations.counters),
             )
             return found, models_shown(core)
 
@@ -184,6 +188,7 @@ class CoordinatorPages:
                 snapshot.behind_s + late_s,
                 snapshot.steps,
                 snapshot.steps_s,
+                snapshot.counters,
             )
             body = snapshot.forms[kind] = exposition(of_coordinator(figures), encode)
         return Answer(body, headers={"Content-Type": kind})
@@ -210,7 +215,7 @@ class CoordinatorPages:
             "suspect": seen.workers["suspect"],
             "models": seen.models,
             "now": time.time() - late_s,
-            "release": tensorhub.__version__,
+            "release": vars(sys.modules["tensorhub"])["__version__"],
         }
         document = {
             "coordinator": about,
