@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from tensorhub import sync
+from tensorhub import Stamp, sync
 from tensorhub.integrations.vllm import TrainerInit, register
 
 
@@ -40,10 +40,8 @@ def main(server: str, path: str) -> None:
         for _ in range(3):
             train_one_step(model)
             trainer.send_weights()
-            print(
-                "the server has version",
-                requests.get(f"{server}/weight_info", timeout=10).json()["weight_version"],
-            )
+            said = requests.get(f"{server}/weight_info", timeout=10).json()["weight_version"]
+            print("the server has version", Stamp.parse(said).version)
         trainer.shutdown()
 
 

@@ -253,7 +253,9 @@ async def test_a_damaged_object_ends_a_call_at_once_unless_another_worker_has_th
         tensorhub.connect(its.coordinator.address, options=OPTIONS) as reader,
     ):
         for _ in range(2):
-            with pytest.raises(IntegrityError, match=f"no other worker has it.*{url}/actor/{named}"):
+            with pytest.raises(
+                IntegrityError, match=f"no other worker has it.*{url}/actor/{named}"
+            ):
                 await reader.fetch("actor", 2, timeout=3600)
         assert equal(await fetched(reader, 1), at(1))
 

@@ -195,8 +195,9 @@ class Trainer:
 
     def send_weights(self, version: int | None = None) -> int:
         """Publish the present weights, and have the engines take them; called on every rank. When
-        it returns, or raises, the weights may be written again. Returns the version, which is
-        `weight_version` at SGLang. `version`: above every number before; None: the next one.
+        it returns, or raises, the weights may be written again. Returns the version; SGLang's
+        `weight_version` is its stamp (`tensorhub.Stamp.parse`). `version`: above every number
+        before; None: the next one.
 
         Raises what an engine's ranks have met; of several engines, the first one's error, with a
         note for each other one. An engine is resumed, unless its weights are torn, or may be: then
@@ -285,7 +286,7 @@ class Trainer:
         if not done and said.startswith(PREFIX):  # what a trainer that is gone has not asked for
             done, said = update(tensors, flush_cache=False)
         _done((done, said))
-        _done(update([], flush_cache=self._flush, weight_version=f"{info.version}"))
+        _done(update([], flush_cache=self._flush, weight_version=str(self._weights.stamp())))
 
     def close(self) -> None:
         """Leave the cluster. The engines keep what they serve."""

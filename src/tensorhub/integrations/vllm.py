@@ -280,14 +280,15 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
                 with suppress(Exception):
                     self.client.finish_weight_update()
                 raise
-            self.client.finish_weight_update(weight_version=f"{info.version}")
+            assert self._weights is not None
+            self.client.finish_weight_update(weight_version=str(self._weights.stamp()))
         except BaseException as error:
             self._after_failure(error, controls, is_whole)
             raise
         controls.resume()
 
     def _after_failure(self, error: BaseException, controls: _Controls, is_whole: bool) -> None:
-        """Whatever an engine generates bears the version of its weights, or "torn"."""
+        """Whatever an engine generates bears the stamp of its weights, or "torn"."""
         try:
             if not is_whole:
                 controls.label(TORN_VERSION)
