@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tensorhub.layouts.views import at, source
     from tensorhub.model.read_plan import PlannedSource, ReadPlan
     from tensorhub.model.stamps import Stamp
+    from tensorhub.observed import ClusterEvent, Explanation
     from tensorhub.protocol.secret import read_only_token
     from tensorhub.runtime.sigterm import leave_on_sigterm
     from tensorhub.transport.segments import shared_empty_like
@@ -60,9 +61,11 @@ __all__ = [
     "ArchiveUnavailable",
     "ArchivedVersion",
     "AuthenticationFailed",
+    "ClusterEvent",
     "Coordinator",
     "CoordinatorUnavailable",
     "DrainTimeout",
+    "Explanation",
     "FetchReport",
     "Fetched",
     "GroupAborted",
@@ -110,7 +113,9 @@ _MODULES = ("conversion", "errors", "integrations", "sync", "testing", "types")
 _MODULE_OF = dict.fromkeys(__all__, "errors") | {
     "Archive": "api.archiving",
     "ArchivedVersion": "api.archiving",
+    "ClusterEvent": "observed",
     "Coordinator": "api.embedded",
+    "Explanation": "observed",
     "FetchReport": "types",
     "Fetched": "api.hub",
     "Hub": "api.hub",

@@ -76,7 +76,7 @@ PART_NAMES: Final = {
     "others": "waiting for another rank of the group",
     "store": "the coordinator's store",
     "coordinator": "the coordinator was late",
-    "control": "messages between worker and coordinator",
+    "control": "messages between worker and coordinator, planning, and starting to read",
     "other": "not attributed",
 }
 
@@ -186,6 +186,9 @@ class Explanation:
     unsure_s: Seconds = 0.0
     nbytes: U64 = 0  # of the version
     help: Annotated[tuple[Text, ...], Length(8)] = ()  # what would help, and by how much
+
+    def __str__(self) -> str:
+        return self.sentence
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import (
     TYPE_CHECKING,
@@ -41,6 +41,7 @@ from tensorhub.api import (
 from tensorhub.api.opening import AsyncClosable, Opening, Unpicklable, close_after
 from tensorhub.errors import InvalidType
 from tensorhub.model.stamps import Stamp
+from tensorhub.observed import ClusterEvent
 from tensorhub.protocol.secret import resolve_token
 from tensorhub.runtime.loop_thread import finish_blocking as _finish
 from tensorhub.types import (
@@ -242,6 +243,7 @@ class Hub(_Opened[_hub.Hub]):
     rollback = _blocking(_hub.Hub.rollback)
     fetch = _blocking(_hub.Hub.fetch)
     plan = _blocking(_hub.Hub.plan)
+    explain = _blocking(_hub.Hub.explain)
     close = _blocking(_hub.Hub.close)
 
     def newest(self, model: str) -> VersionInfo | None:
@@ -253,6 +255,18 @@ class Hub(_Opened[_hub.Hub]):
     def watch(self, model: str) -> Watcher:
         """Iterate over newest versions; see `tensorhub.Hub.watch`."""
         return Watcher(self._async.watch(model))
+
+    def events(
+        self, *, follow: bool = False, after: int | None = None, timeout: float | None = None
+    ) -> Iterator[ClusterEvent]:
+        """Iterate over what has happened in the cluster; see `tensorhub.Hub.events`."""
+        events = self._async.events(follow=follow, after=after, timeout=timeout)
+        while True:
+            try:
+                event = _finish(_awaited(events.__anext__()))
+            except StopAsyncIteration:
+                return
+            yield event
 
     def pin(
         self, model: str, version: int, timeout: float | None = None

@@ -94,6 +94,14 @@ def check_part(
     return chosen, most
 
 
+def check_event(number: object) -> int:
+    """The number of an event, or 0: before the first one."""
+    after = as_integer(number)
+    if after is None or not 0 <= after < 2**64:
+        raise invalid(number, int, f"after={shown(number)}: give the number of an event, or None")
+    return after
+
+
 def check_latest(latest: object) -> int:
     number = as_integer(latest)
     if number is None or not 0 <= number <= VERSION_MAX:

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from tensorhub.api.arguments import (
+    check_event,
     check_latest,
     check_part,
     check_ranks,
@@ -44,7 +45,9 @@ from tensorhub.layouts.preview import preview_whole
 from tensorhub.memory.allocated import AllocatedMemory, patterns
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.memory.unallocated import described
+from tensorhub.messages import Events
 from tensorhub.model.read_plan import ReadPlan
+from tensorhub.observed import ClusterEvent, Explanation
 from tensorhub.protocol.secret import resolve_token
 from tensorhub.runtime.control.addresses import check_address
 from tensorhub.runtime.control.keyring import open_keyring
@@ -376,6 +379,59 @@ class Hub(Unpicklable):
         )
         found = await self._thread.call(call, model, self._worker.timeout_s(timeout))
         return found if model is None else found[0]
+
+    async def explain(
+        self,
+        model: str,
+        version: int | None = None,
+        *,
+        group: str | None = None,
+        timeout: float | None = None,
+    ) -> Explanation:
+        """Where the seconds of one update went, over all machines: its critical path.
+
+        An update is any call that fills memory: `update`, `replicate`, `prefetch` or `fetch`. Of
+        several that fit, the newest one is explained: of `version` (None: of the newest version
+        that was updated to), by `group` (None: the group that took longest). It may be running
+        still, or have failed. `parts` are in their order in time, each with its seconds, worker and
+        peer, and add up to `seconds`; what is left over is the part "other". `print(explanation)`
+        is one sentence about the longest part.
+
+        The coordinator keeps the last 32 updates of each model, and forgets them when it restarts.
+        Workers tell their timings after their calls: until then the read is not divided. Raises
+        VersionUnavailable (no such update is known), StateError, OperationTimeout,
+        CoordinatorUnavailable.
+        """
+        check_name("model", model)
+        number = None if version is None else check_version(version)
+        chosen = None if group is None else check_name("group", group)
+        timeout_s = self._worker.timeout_s(timeout)
+        return await self._thread.call(
+            self._worker.coordinator.explain, model, number, chosen, timeout_s
+        )
+
+    async def events(
+        self, *, follow: bool = False, after: int | None = None, timeout: float | None = None
+    ) -> AsyncIterator[ClusterEvent]:
+        """Iterate over what has happened in the cluster, oldest first: `async for event in ...`.
+
+        The coordinator keeps the last 1,024 events. `after`: only those with larger numbers.
+        `follow`: go on with each event that happens, about half a second after it, until the
+        iteration is left. Each coordinator counts from 1 on: after its restart, the iteration goes
+        on with all events of the new one. `timeout`: of each question, in seconds. Raises
+        StateError, OperationTimeout, CoordinatorUnavailable; go on with `after=event.number` of the
+        last one.
+        """
+        number, epoch = 0 if after is None else check_event(after), None
+        timeout_s = self._worker.timeout_s(timeout)
+        while True:
+            ask = partial(self._worker.coordinator.events, waits=follow)
+            page: Events = await self._thread.call(ask, number, epoch, timeout_s)
+            for event in page.events:
+                yield event
+            number, epoch = page.following, page.epoch
+            if not (follow or page.more):
+                return
 
     async def plan(
         self,

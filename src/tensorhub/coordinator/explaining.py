@@ -286,7 +286,9 @@ class _Path:
         parts.append(Part("coordinator", min(left, late_s)))
         left -= parts[-1].seconds
         messages_s = max(0.0, took.seconds - update.wall_s(rank, self.at))
-        add("control", phases["prepare"] + messages_s)
+        read_s = phases["wait"] + phases["transfer"] + phases["verify"]
+        laneless_s = max(0.0, read_s - sum(link.seconds for link in took.links))
+        add("control", phases["prepare"] + messages_s + laneless_s)
         return [*parts, Part("other", max(0.0, left), me)]
 
     def _followed(self, rank: Rank, link: LinkTiming, share: list[Part], hops: int) -> list[Part]:
@@ -366,7 +368,7 @@ def _scaled(part: Part, by: float) -> Part:
 
 def _rate(bytes_per_s: float) -> str:
     mbit = bytes_per_s * 8e-6
-    return f"{mbit / 1000:.1f} Gbit/s" if mbit >= 10_000 else f"{mbit:.3g} Mbit/s"
+    return f"{mbit / 1000:.3g} Gbit/s" if mbit >= 1000 else f"{mbit:.3g} Mbit/s"
 
 
 def _merged(parts: list[Part]) -> tuple[list[Part], float]:

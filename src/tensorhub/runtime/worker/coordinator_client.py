@@ -21,6 +21,7 @@ from tensorhub.errors import (
     unreachable,
 )
 from tensorhub.model.stamps import Stamp
+from tensorhub.observed import Explanation
 from tensorhub.runtime.control.link import RECONNECT_S_FIRST
 from tensorhub.types import ModelInfo, ReplicaView, Selector, VersionInfo, WorkerView
 
@@ -36,6 +37,7 @@ Answer = (
     | messages.VersionReply
 )
 
+EVENTS_EVERY_S = 0.5  # how often it is asked for what happens
 PAGE_BYTES_MAX = 2**15  # of the ids and roots in one message of more than one version
 
 
@@ -224,6 +226,37 @@ class CoordinatorClient:
         )
         assert isinstance(answer, messages.ManifestReply)
         return answer.manifest
+
+    async def explain(
+        self, model: str, version: int | None, group: str | None, timeout_s: float
+    ) -> Explanation:
+        """Where the seconds of an update went. VersionUnavailable if none is known."""
+        answer = await self.ask(
+            lambda request: messages.Explain(request, model, version, group), "explain", timeout_s
+        )
+        assert isinstance(answer, messages.Explained)
+        return answer.explanation
+
+    async def events(
+        self, after: int, epoch: int | None, timeout_s: float, *, waits: bool
+    ) -> messages.Events:
+        """A page of what has happened after that event of the coordinator of that epoch (None: not
+        known); all that is known, if it is another one. `waits`: until there is something.
+        """
+        while True:
+            number = after
+            answer = await self.ask(
+                lambda request: messages.GetEvents(request, number),  # noqa: B023 - called at once
+                "events",
+                timeout_s,
+            )
+            assert isinstance(answer, messages.Events)
+            if after and (epoch not in (None, answer.epoch) or answer.following < after):
+                after, epoch = 0, answer.epoch
+            elif answer.events or not waits:
+                return answer
+            else:
+                await anyio.sleep(EVENTS_EVERY_S)
 
     async def check_number(self, model: str, version: int, timeout_s: float) -> None:
         """Raise VersionConflict if `version` could not be published now."""
