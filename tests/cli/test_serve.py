@@ -4,6 +4,7 @@ import json
 import resource
 import signal
 import socket
+from urllib.request import urlopen
 
 import pytest
 
@@ -63,3 +64,23 @@ def test_what_cannot_be_served(arguments: tuple[str, ...], code: int, text: str)
     assert done.returncode == code, done.stderr
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_it_serves_http_where_it_is_told_to() -> None:
+    pytest.importorskip("uvicorn")
+    with started("serve", "--json", "--http", "127.0.0.1:0") as process:
+        said = json.loads(line_with("address", process.stdout))
+        with urlopen(f"{said['http']}readyz", timeout=WAIT_S) as answer:
+            assert json.load(answer)["ready"]
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+    assert "Traceback" not in err
+
+
+def test_a_port_in_use_for_http() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run_here("serve", "--http", f"127.0.0.1:{port}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"Options.http: port {port} of 127.0.0.1 is in use: " in done.stderr
