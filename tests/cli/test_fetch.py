@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from examples.encoder import model_path
 from tensorhub import sync
 from tensorhub.cli.fetch import _tell
 from tensorhub.types import DeltaUse, FetchReport, SourceReport, VersionInfo
-from tests.cli.processes import PROGRAM, WAIT_S, environment, line_with, run, run_here, started
+from tests.cli.processes import WAIT_S, line_with, run, run_here, started
 from tests.cli.test_publish import OPTIONS, published, zeros_like
 from tests.memory.test_files import listing, sharded, some
 
@@ -213,39 +212,6 @@ def test_force_replaces(address: str, tmp_path: Path) -> None:
         assert fetch(address, tmp_path / "out", "--force").returncode == 0
     assert (tmp_path / "out.safetensors").read_bytes() == path.read_bytes()
     assert listing(tmp_path / "out") == {"old": b"old", path.name: path.read_bytes()}
-
-
-@pytest.mark.parametrize("options", [(), ("--quiet",)])
-def test_progress_is_shown_on_a_terminal_and_to_nobody_who_wants_quiet(
-    address: str, tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    out = tmp_path / "out.safetensors"
-    with trainer(address, {"w": torch.ones(2**20)}):
-        ours, theirs = pty.openpty()
-        with open(ours, "rb", buffering=0) as screen:
-            with open(theirs, "wb", buffering=0) as terminal:
-                command = [
-                    *PROGRAM,
-                    "fetch",
-                    "m",
-                    "--out",
-                    str(out),
-                    "--address",
-                    address,
-                    *options,
-                ]
-                environ = {**environment(), "TERM": "xterm"}
-                done = subprocess.run(
-                    command, stdout=subprocess.PIPE, stderr=terminal, timeout=WAIT_S, env=environ
-                )
-            shown = b""
-            with contextlib.suppress(OSError):  # nobody has the other end any more
-                while part := screen.read(65_536):
-                    shown += part
-    assert done.returncode == 0
-    assert done.stdout.startswith(b"fetched m version 1: ")
-    assert (b"fetching m" in shown) == (not options)
-    assert bool(shown) == (not options)
 
 
 def test_a_name_that_nobody_knows(address: str, tmp_path: Path) -> None:

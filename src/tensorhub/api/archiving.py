@@ -5,6 +5,7 @@ Responsible for arguments and results. `runtime.worker.archiver` does the work.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,13 @@ def archive(
         return Archive(archiver, hub, url)
 
     return Opening(begin, "archive")
+
+
+def show_archiving(archive: Archive, tell: Callable[[int, int, int], None]) -> None:
+    """Have `tell(version, bytes done, bytes in all)` called as a version is written, by the thread
+    that writes; internal, and may change.
+    """
+    archive._archiver.on_writing = tell
 
 
 def _end(archiver: CallersArchiver) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -262,6 +262,14 @@ async def seed_shard(
     check_full(hub._worker, "seed")
     timeout_s = hub._worker.timeout_s(timeout)
     return await hub._thread.call(hub._worker.copies.seed, info, shard, timeout_s)
+
+
+def show_seeding(hub: Joined, tell: Callable[[str, int, int, int], None]) -> None:
+    """Have `tell(model, shard, bytes verified, bytes wanted)` called, in the library's thread, a
+    few times a second while seeds of this worker are filled that are made from now on; internal,
+    and may change. It must return at once.
+    """
+    hub._worker.copies.on_seeding = tell
 
 
 def check_full(worker: CallersWorker, call: str) -> None:

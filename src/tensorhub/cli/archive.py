@@ -12,8 +12,10 @@ from typing import Annotated
 import typer
 
 import tensorhub
+from tensorhub.api.archiving import show_archiving
+from tensorhub.api.tools import show_seeding
 from tensorhub.archives.store import checked_url
-from tensorhub.cli import common
+from tensorhub.cli import common, progress
 from tensorhub.transport.segments import available_bytes
 from tensorhub.types import Location, Options, check_name
 
@@ -112,9 +114,13 @@ class Archiving:
 
     async def run(self) -> int:
         options = Options(host_memory_bytes=self.host_memory_bytes)
-        async with (
-            self.connect(location=self.location, options=options) as hub,
-            tensorhub.archive(
+        with progress.BytesBar(shown=not (self.quiet or self.as_json)) as bar:
+            return await self._follow(options, bar)
+
+    async def _follow(self, options: Options, bar: progress.BytesBar) -> int:
+        async with self.connect(location=self.location, options=options) as hub:
+            show_seeding(hub, progress.seeding(bar))
+            async with tensorhub.archive(
                 hub,
                 self.model,
                 self.url,
@@ -123,22 +129,33 @@ class Archiving:
                 keep_every=self.keep_every,
                 serve=self.serve,
                 take_over=self.take_over,
-            ) as there,
-        ):
-            self.has_begun = True
-            last = there.versions[-1].version if there.versions else -1
-            if not self.quiet:
-                has = f"has {len(there.versions)} versions" if there.versions else "is empty"
-                text = f"{self.url} {has} of {self.model!r}; following it, Ctrl-C stops"
-                print(text, file=sys.stderr, flush=True)
-                if not there.versions:
-                    await common.tell_if_unpublished(hub, self.model, "until it is")
-            while True:
-                await there.wait_for(at_least=last + 1, timeout=math.inf)
-                for each in there.versions:
-                    if each.version > last:
-                        self._tell(each)
-                last = there.versions[-1].version
+            ) as there:
+                show_archiving(
+                    there,
+                    lambda version, done, nbytes: bar.tell(
+                        f"archiving {self.model} version {version}", done, nbytes
+                    ),
+                )
+                return await self._tell_of_each(hub, there, bar)
+
+    async def _tell_of_each(
+        self, hub: tensorhub.Hub, there: tensorhub.Archive, bar: progress.BytesBar
+    ) -> int:
+        self.has_begun = True
+        last = there.versions[-1].version if there.versions else -1
+        if not self.quiet:
+            has = f"has {len(there.versions)} versions" if there.versions else "is empty"
+            text = f"{self.url} {has} of {self.model!r}; following it, Ctrl-C stops"
+            print(text, file=sys.stderr, flush=True)
+            if not there.versions:
+                await common.tell_if_unpublished(hub, self.model, "until it is")
+        while True:
+            await there.wait_for(at_least=last + 1, timeout=math.inf)
+            bar.end()
+            for each in there.versions:
+                if each.version > last:
+                    self._tell(each)
+            last = there.versions[-1].version
 
     def _tell(self, archived: tensorhub.ArchivedVersion) -> None:
         if self.as_json:

@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, error lines, signals, options, tables and bars.
+"""What all commands share: exit codes, error lines, signals, options and tables.
 
 Exit codes: 0 it worked; 1 the operation failed; 2 the arguments or files cannot be used; 128 + n
 signal n ended it (130 is Ctrl-C). An error is one line on stderr, `error: <kind>: <what happened,
@@ -39,7 +39,6 @@ from tensorhub.errors import (
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
     from rich.console import RenderableType
-    from rich.progress import Progress, ProgressColumn
 
     from tensorhub.api.hub import Hub
     from tensorhub.api.opening import Opening
@@ -389,37 +388,6 @@ def print_table(table: RenderableType) -> None:
     with (wide := Console(width=WIDE)).capture() as text:
         wide.print(table)
     print("\n".join(line.rstrip() for line in text.get().splitlines()), flush=True)
-
-
-def progress_bars(*columns: ProgressColumn | str, quiet: bool) -> Progress:
-    """Bars on stderr; disabled if stderr is no terminal, or by `quiet`."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, disable=quiet or not console.is_terminal)
-
-
-@contextlib.contextmanager
-def bytes_bar(title: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr. It is told (bytes done, bytes in all), from any thread."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with progress_bars(*columns, TimeRemainingColumn(), quiet=quiet) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def import_shipped(name: str) -> Any:

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,13 +24,14 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 import tensorhub
-from tensorhub.cli import common
+from tensorhub.cli import common, progress
 from tensorhub.cli.child_processes import AsyncChildProcess, ChildEnded, Line, closing_all
 from tensorhub.cli.demo_results import TRAINER, Results
 from tensorhub.cli.demo_worker import WorkerSettings
 from tensorhub.memory.safetensors import read_header
 
 LEAVE_S = 20.0  # for processes that were told to stop
+LINES_AT_ONCE = 200  # of progress; then one a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ def demo(
 
     One trainer and several rollouts, each a process, with TCP between them. Every rollout proves by
     a digest and a forward pass that it holds the trainer's bytes. The exit code is 1 if one does
-    not. Progress goes to stderr, the tables (with --json, one JSON object) to stdout.
+    not. Progress goes to stderr, the tables to stdout; with --json, one JSON object, and no
+    progress.
     """
     names = tuple(f"rollout-{number}" for number in range(1, rollouts + 1))
     if weights is not None:
@@ -188,24 +191,24 @@ def _print_results(settings: Settings, results: Results) -> None:
 @contextlib.contextmanager
 def _view(settings: Settings) -> Iterator[Callable[..., None]]:
     """Live progress on stderr: a bar for each process, or a line for each event where there is no
-    terminal.
+    terminal; of a long run, a line a second.
     """
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     news_column = TextColumn("{task.fields[news]}", markup=False)
-    with common.progress_bars(
-        "{task.description}", *columns, news_column, quiet=settings.quiet
-    ) as progress:
+    shown = not (settings.quiet or settings.as_json)
+    lines, lined_at = 0, 0.0
+    with progress.bars("{task.description}", *columns, news_column, shown=shown) as bars:
         names = (TRAINER, *settings.rollouts)
-        bars = {
-            name: progress.add_task(name, total=settings.versions, news="starting")
-            for name in names
+        tasks = {
+            name: bars.add_task(name, total=settings.versions, news="starting") for name in names
         }
 
         def tell(name: str, news: str, completed: int | None = None) -> None:
-            progress.update(bars[name], completed=completed, news=news)
-            if progress.disable and not settings.quiet:
-                progress.console.print(
-                    f"{name}: {news}", markup=False, highlight=False, soft_wrap=True
-                )
+            nonlocal lines, lined_at
+            bars.update(tasks[name], completed=completed, news=news)
+            now = time.monotonic()
+            if bars.disable and shown and (lines < LINES_AT_ONCE or now - lined_at >= 1):
+                lines, lined_at = lines + 1, now
+                print(f"{name}: {news}", file=sys.stderr, flush=True)
 
         yield tell

@@ -16,7 +16,7 @@ import anyio.to_thread
 import typer
 
 from tensorhub.api.tools import fetch_into
-from tensorhub.cli import common
+from tensorhub.cli import common, progress
 from tensorhub.memory.file_target import FileTarget
 from tensorhub.types import FetchReport, Options, VersionInfo, check_name, check_selector, printable
 
@@ -76,7 +76,8 @@ def fetch(
             ) as hub:
                 if not quiet and not isinstance(selector, int):
                     await common.tell_if_unpublished(hub, model, _until(timeout))
-                with common.bytes_bar(f"fetching {model}", quiet) as bar:
+                shown = not (quiet or as_json)
+                with progress.bytes_bar(f"fetching {model}", shown=shown) as bar:
                     info, report = await fetch_into(
                         hub, model, selector, target, rank=rank, timeout=timeout, progress=bar
                     )

@@ -17,7 +17,7 @@ import typer
 import tensorhub
 from tensorhub.api.tools import register_memory
 from tensorhub.archives.checkpoints import CheckpointMemory
-from tensorhub.cli import common
+from tensorhub.cli import common, progress
 from tensorhub.errors import MutabilityViolation, VersionConflict, VersionUnavailable
 from tensorhub.memory.files import FileMemory
 from tensorhub.transport.segments import Segment
@@ -83,7 +83,8 @@ class Publisher:
                 weights = await register_memory(hub, self.model, memory)
                 number = self._number((await hub.describe(self.model, limit=0)).mark)
                 name = self.path.rstrip("/").rpartition("/")[2]
-                with common.bytes_bar(f"reading {name}", self.quiet) as memory.progress:
+                shown = not (self.quiet or self.as_json)
+                with progress.bytes_bar(f"reading {name}", shown=shown) as memory.progress:
                     info = await weights.publish(number)
                 self._tell(info, memory)
                 await self._watch(memory, weights)

@@ -15,8 +15,8 @@ import anyio
 import typer
 
 import tensorhub
-from tensorhub.api.tools import seed_shard
-from tensorhub.cli import common
+from tensorhub.api.tools import seed_shard, show_seeding
+from tensorhub.cli import common, progress
 from tensorhub.errors import LeaseLost, TensorHubError, VersionUnavailable
 from tensorhub.types import FetchReport, Location, Options, VersionInfo, check_name, printable
 
@@ -93,7 +93,12 @@ class Seeder:
 
     async def run(self) -> int:
         options = Options(host_memory_bytes=self.host_memory_bytes)
+        with progress.BytesBar(shown=not (self.quiet or self.as_json)) as bar:
+            return await self._follow(options, bar)
+
+    async def _follow(self, options: Options, bar: progress.BytesBar) -> int:
         async with self.connect(location=self.location, options=options) as hub:
+            show_seeding(hub, progress.seeding(bar))
             if not self.quiet:
                 await common.tell_if_unpublished(hub, self.model, "until it is")
             watcher = hub.watch(self.model)
@@ -104,7 +109,7 @@ class Seeder:
                     # The coordinator has no state_dir. What the new cluster publishes is seeded.
                     print(f"begins anew: {printable(str(error))}", file=sys.stderr, flush=True)
                     continue
-                while not await self._hold(hub, info):
+                while not await self._hold(hub, info, bar):
                     await anyio.sleep(RETRY_S)
                     info = self._newest(hub) or info
 
@@ -113,7 +118,7 @@ class Seeder:
             return hub.newest(self.model)
         return hub.newest(self.model)
 
-    async def _hold(self, hub: tensorhub.Hub, info: VersionInfo) -> bool:
+    async def _hold(self, hub: tensorhub.Hub, info: VersionInfo, bar: progress.BytesBar) -> bool:
         """Have every shard that is wanted of the newest version. False: not now; try again."""
         ranks = self.ranks if self.ranks is not None else tuple(range(info.world_size))
         if ranks[-1] >= info.world_size:
@@ -134,6 +139,7 @@ class Seeder:
         async with anyio.create_task_group() as tasks:
             for rank in ranks:
                 tasks.start_soon(hold, rank)
+        bar.end()
         for error in refusals:
             if not error.retryable:
                 raise error

@@ -29,7 +29,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from tensorhub.cli import common
+from tensorhub.cli import common, progress
 from tensorhub.cli.child_processes import AsyncChildProcess, ChildEnded, closing_all
 from tensorhub.cli.simulate_results import COMPLETE_FROM, LEAST, Results, SeedResult, lacking
 
@@ -189,7 +189,7 @@ async def _simulate(
 
     kinds = plan.faults if plan.faults is not None else [str(fault) for fault in search.Fault]
     results = Results(kinds, wanted(), search.RECOVERY_PATHS)
-    with _bar(plan, quiet) as show:
+    with _bar(plan, shown=not (quiet or as_json)) as show:
         await _run(plan, results, show, as_json)
     never = results.never() if results.seeds >= COMPLETE_FROM and plan.faults is None else []
     if as_json:
@@ -309,7 +309,7 @@ async def _run_seed(plan: Plan, seed: int, child: AsyncChildProcess) -> tuple[Se
 
 
 @contextlib.contextmanager
-def _bar(plan: Plan, quiet: bool) -> Iterator[Callable[[Results], None]]:
+def _bar(plan: Plan, *, shown: bool) -> Iterator[Callable[[Results], None]]:
     """A bar on stderr."""
     columns = (
         TextColumn("seeds"),
@@ -317,16 +317,14 @@ def _bar(plan: Plan, quiet: bool) -> Iterator[Callable[[Results], None]]:
         MofNCompleteColumn(),
         TextColumn("{task.description}", markup=False),
     )
-    with common.progress_bars(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), quiet=quiet
-    ) as progress:
-        task = progress.add_task("", total=len(plan.seeds))
+    with progress.bars(*columns, TimeElapsedColumn(), TimeRemainingColumn(), shown=shown) as bars:
+        task = bars.add_task("", total=len(plan.seeds))
 
         def show(results: Results) -> None:
             failed = f", {len(results.failures)} failed" if results.failures else ""
             again = f", {results.repeated} run twice" if results.repeated else ""
             description = f"{results.speed:,.0f} events/s{failed}{again}"
-            progress.update(
+            bars.update(
                 task, completed=results.seeds + len(results.failures), description=description
             )
 

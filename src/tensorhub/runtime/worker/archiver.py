@@ -22,7 +22,7 @@ runtime's loop; what blocks runs in threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -36,8 +36,8 @@ from tensorhub.archives.catalogue import Key, Version, VersionCatalogue
 from tensorhub.archives.chains import base_for
 from tensorhub.archives.claim import Writer, newest_writer
 from tensorhub.archives.reading import Readers, Views
-from tensorhub.archives.store import Store
-from tensorhub.archives.writing import Archive, Content
+from tensorhub.archives.store import Buffer, Store
+from tensorhub.archives.writing import Archive, Content, View
 from tensorhub.errors import (
     InvalidValue,
     LeaseLost,
@@ -347,12 +347,14 @@ class Archiver(CallersArchiver):
         else:
             there = None
         named = [each.manifest_id for each in manifests]
+        written = _Written(content, self.on_writing or (lambda version, done, nbytes: None))
         if there is None or [each.manifest for each in there.shards] != named:
-            return self._archive.add_anchor(content, Views(held, len(manifests)))
+            view = partial(written.pieces, Views(held, len(manifests)))
+            return self._archive.add_anchor(content, view)
         key, tables = there.key, catalogue.tables(there)
         before = _Base(key, self._copied(key), self._announced.readers)
         made = [
-            frames(shard, held, digests, before, tables[shard][0])
+            written.chunks(manifests[shard], frames(shard, held, digests, before, tables[shard][0]))
             for shard, digests in enumerate(content.digests)
         ]
         return self._archive.add_delta(content, key, made)
@@ -410,6 +412,32 @@ class Archiver(CallersArchiver):
             f"version {at_least} of {self.settings.model!r} was not archived within "
             f"{timeout_s:g} s; the newest that is archived: {newest}"
         )
+
+
+class _Written:
+    """Tells how much of a version has been written."""
+
+    def __init__(self, content: Content, tell: Callable[[int, int, int], None]) -> None:
+        self._version, self._nbytes, self._tell = content.key.number, content.nbytes, tell
+        self._done = 0
+
+    def pieces(
+        self, view: View, rank: int, region: int, offset: int, nbytes: int
+    ) -> Iterator[Buffer]:
+        for piece in view(rank, region, offset, nbytes):
+            yield piece
+            self._add(len(piece))
+
+    def chunks(
+        self, manifest: Manifest, frames: Iterable[Buffer | None]
+    ) -> Iterator[Buffer | None]:
+        for frame, nbytes in zip(frames, manifest.sizes, strict=True):
+            yield frame
+            self._add(nbytes)
+
+    def _add(self, nbytes: int) -> None:
+        self._done = min(self._done + nbytes, self._nbytes)
+        self._tell(self._version, self._done, self._nbytes)
 
 
 class _Base:

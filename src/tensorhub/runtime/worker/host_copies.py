@@ -243,9 +243,11 @@ class HostCopyRunner(CallersCopies):
             if handle.memory.device is not None
         ]
         reserve = partial(self.machine.take, shard.registration, shard.purpose)
-        self._worker.start_handle(
+        handle = self._worker.start_handle(
             shard, HostMemory(reserve, pinning(devices[0] if devices else None))
         )
+        if shard.purpose is Purpose.SEED and self.on_seeding is not None:
+            handle.show_progress(partial(self.on_seeding, shard.model, shard.number))
 
     def _begin(self, action: BeginCall) -> None:
         handle = self._worker.router.handles.get(action.registration)

@@ -28,6 +28,9 @@ class CallersCopies(ABC):
     """A worker's copies in host memory, as its callers use them."""
 
     machine: HostCopies
+    # told of seeds that are being filled: model, shard, bytes verified, bytes wanted; it must
+    # return at once
+    on_seeding: Callable[[str, int, int, int], None] | None = None
 
     @abstractmethod
     async def _ask(self, steps: Steps[Any]) -> FetchReport | None:
@@ -72,6 +75,10 @@ class ArchiveSettings:
 
 class CallersArchiver(ABC):
     """The archive of a model, as its callers use it."""
+
+    # told of a version that is being written: its number, bytes done, bytes in all; by the thread
+    # that writes
+    on_writing: Callable[[int, int, int], None] | None = None
 
     @property
     @abstractmethod
