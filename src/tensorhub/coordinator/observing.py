@@ -372,8 +372,8 @@ class Observations:
         else:
             found = [*self._running.values()]
             found += [each for kept in self._finished.values() for each in kept.values()]
-        found.sort(key=lambda update: -update.began_at)
-        return tuple([self._row(now, update) for update in found[:UPDATES_PAGE_MAX]])
+        found.sort(key=lambda update: update.began_at)
+        return tuple([self._row(now, update) for update in found[: -UPDATES_PAGE_MAX - 1 : -1]])
 
     def _row(self, now: float, update: Update) -> UpdateRow:
         found = self._explained(now, update)
@@ -415,7 +415,7 @@ class Observations:
             )
             raise VersionUnavailable(text)
         if group is None:
-            newest = max(found, key=lambda each: (each.info is not None, each.began_at)).info
+            newest = max(found[::-1], key=lambda each: (each.info is not None, each.began_at)).info
             found = [each for each in found if each.info == newest]
             each_s = [self._explained(now, each).seconds for each in found]
             return self._explained(now, found[each_s.index(max(each_s))])
