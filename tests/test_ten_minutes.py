@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,15 +29,18 @@ class Terminals:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = str(free.getsockname()[1])
+        with (
+            socket.create_server(("127.0.0.1", 0)) as one,
+            socket.create_server(("127.0.0.1", 0)) as other,
+        ):
+            self.port, self.http = (str(free.getsockname()[1]) for free in (one, other))
         self._env = environment() | {
             "TENSORHUB_ADDRESS": f"tcp://127.0.0.1:{self.port}",
             "PYTHONUNBUFFERED": "1",
         }
 
     def words(self, command: str) -> list[str]:
-        first, *rest = shlex.split(command.replace("17337", self.port))
+        first, *rest = shlex.split(command.replace("17337", self.port).replace("8080", self.http))
         return [*PROGRAMS.get(first, (first,)), *rest]
 
     def run(self, command: str) -> str:
@@ -109,7 +113,7 @@ def steps() -> tuple[list[str], list[str]]:
 def test_what_the_readme_says_happens(terminals: Terminals) -> None:
     commands, (make_a_file, loop) = steps()
     serve, publish, fetch, compare, *training = commands
-    trainer, quick, slow, late = training
+    trainer, quick, slow, explain, late = training
 
     terminals.start(serve)
     terminals.until(serve, "Ctrl-C stops it")
@@ -127,8 +131,22 @@ def test_what_the_readme_says_happens(terminals: Terminals) -> None:
     for command in (quick, slow):
         terminals.until(command, r"(?s)version \d+: .* from (trainer|quick|slow)\n.*version \d+: ")
 
+    watch(terminals, explain)
     kill(terminals, trainer, late)
     restart(terminals, serve, [quick, slow, late])
+
+
+def watch(terminals: Terminals, explain: str) -> None:
+    page = f"http://127.0.0.1:{terminals.http}/"
+    with urllib.request.urlopen(page, timeout=WAIT_S) as answer:
+        assert b"<title>TensorHub</title>" in answer.read()
+
+    def named() -> bool:
+        longest, *parts = terminals.run(explain).splitlines()
+        shares = [line for line in parts if " before_write " in line]
+        return longest.endswith(": before_write on slow") and len(shares) == 1
+
+    assert eventually(named)
 
 
 def kill(terminals: Terminals, trainer: str, late: str) -> None:
