@@ -33,7 +33,7 @@ from tensorhub.layouts.whole import whole_manifest
 from tensorhub.memory.claims import Claim
 from tensorhub.memory.regions import CallersMemory, Memory
 from tensorhub.memory.unallocated import Described
-from tensorhub.messages import PublicationReply
+from tensorhub.messages import Events, PublicationReply
 from tensorhub.model.manifest import TensorDescription
 from tensorhub.model.read_plan import ReadPlan
 from tensorhub.runtime.worker import ports
@@ -262,6 +262,17 @@ async def seed_shard(
     check_full(hub._worker, "seed")
     timeout_s = hub._worker.timeout_s(timeout)
     return await hub._thread.call(hub._worker.copies.seed, info, shard, timeout_s)
+
+
+async def events_page(
+    hub: Joined, after: int, epoch: int | None, timeout: float | None = None
+) -> Events:
+    """What has happened after that event of the coordinator of that epoch (None: not known); all
+    that is known, if the coordinator is another one by now. Internal, and may change. Raises
+    OperationTimeout, CoordinatorUnavailable.
+    """
+    ask = partial(hub._worker.coordinator.events, waits=False)
+    return await hub._thread.call(ask, after, epoch, hub._worker.timeout_s(timeout))
 
 
 def show_seeding(hub: Joined, tell: Callable[[str, int, int, int], None]) -> None:

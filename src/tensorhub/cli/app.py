@@ -76,6 +76,7 @@ COMMANDS = {
     "serve": "Run a coordinator.",
     "demo": "Train a small model here, with rollouts that follow.",
     "status": "Show versions, replicas, running reads and workers.",
+    "events": "List what has happened in a cluster.",
     "explain": "Say where the seconds of an update went.",
     "publish": "Publish safetensors files, and serve them.",
     "fetch": "Fetch a version into safetensors files.",
