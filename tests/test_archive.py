@@ -300,6 +300,26 @@ async def test_one_archiver_writes_at_a_time(url: str) -> None:
                     await first.close()
 
 
+async def test_an_archiver_that_cannot_begin_leaves_the_archive_to_others(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: AnnouncedVersions) -> None:
+        raise ArchiveUnavailable("503", retryable=True)
+
+    async with cluster() as its:
+        await its.archiver.register("actor", tensors())  # its worker is known
+        with monkeypatch.context() as patched:
+            patched.setattr(AnnouncedVersions, "announce_all", fail)
+            with pytest.raises(ArchiveUnavailable, match="503"):
+                await tensorhub.archive(its.archiver, "actor", url)
+        async with (
+            tensorhub.connect(its.coordinator.address, options=HOSTED) as other,
+            tensorhub.archive(other, "actor", url) as there,
+        ):
+            await its.publish(1)
+            await there.wait_for(at_least=1)
+
+
 async def test_an_archiver_that_is_gone_is_replaced(url: str) -> None:
     async with cluster() as its:
         await tensorhub.archive(its.archiver, "actor", url)
@@ -360,6 +380,23 @@ async def test_what_the_cluster_retains_stays(url: str) -> None:
                 await its.publish(version)
                 await there.wait_for(at_least=version)
             assert equal(await fetched(its.trainer, 1), at(1))
+
+
+async def test_only_what_the_cluster_retains_stays_beside_what_is_kept(url: str) -> None:
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url, keep=1) as there,
+    ):
+        for version in (1, 2):
+            await its.publish(version)
+            await there.wait_for(at_least=version)
+        async with its.trainer.pin("actor", 2):
+            for version in range(3, 8):
+                await its.publish(version)
+                await there.wait_for(at_least=version)
+            bases = {each.version: each.base for each in there.versions}
+            assert bases == {1: None, 2: 1, 5: 1, 6: 5, 7: 6}  # since 6 was archived
+            assert equal(await fetched(its.trainer, 2), at(2))
 
 
 async def test_a_retained_version_may_be_overwritten_once_it_is_archived(url: str) -> None:

@@ -5,12 +5,16 @@ waits until it is over.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import anyio
 import pytest
 
+import tensorhub
 from tensorhub.errors import StateError, VersionUnavailable
-from tests.rig import cluster, tensors, until
+from tests.rig import OPTIONS, begin_store, cluster, tensors, until
 
 HINT = "nothing is published under this name yet"
 
@@ -55,6 +59,24 @@ async def test_who_waits_for_a_version_that_is_there_is_told_nothing(
         await c.hubs[1].wait_for("m", at_least=1)
         await c.hubs[1].fetch("m")
         assert HINT not in caplog.text
+
+
+async def test_an_archiver_of_an_empty_model_waits_on_purpose(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    pytest.importorskip("obstore", reason="the extra archive is not installed")
+    begin_store()
+    options = replace(OPTIONS, host_memory_bytes=2**20)
+    async with (
+        cluster("archiver", options=options) as c,
+        tensorhub.archive(c.hubs[0], "acctor", f"file://{tmp_path}"),
+    ):
+        await c.hubs[0].describe()  # answered after the model's newest
+        assert HINT not in caplog.text
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(c.hubs[0].wait_for, "acctor", at_least=1))
+            await until(lambda: HINT in caplog.text)
+            tasks.cancel_scope.cancel()
 
 
 async def test_to_ask_for_a_name_does_not_make_it_known() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from tensorhub.archives import catalogue as catalogues
 from tensorhub.archives.catalogue import (
     CHAIN_MAX,
     MANIFEST_BYTES_MAX,
@@ -293,6 +294,17 @@ def test_a_writer_that_was_replaced_writes_no_more(open_store: Open) -> None:
             call()
     assert second.catalogue.load().versions.keys() == {Key(0, 1)}
     assert second.claim.writer.archive == first.claim.writer.archive
+
+
+def test_a_writer_that_cannot_begin_leaves_the_archive_to_others(
+    local: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(local, anchor(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(catalogues, "VERSIONS_MAX", 0)
+        with pytest.raises(IntegrityError, match="has more than 0 objects"):
+            Archive(local, "actor", "cluster", "host-1")
+    Archive(local, "actor", "cluster", "host-2")
 
 
 def test_after_a_crash_the_same_owner_goes_on(local: Store) -> None:

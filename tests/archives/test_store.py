@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.archives.store import PART_BYTES_MIN, MissingObject, Store
+from tensorhub.archives import store as stores
+from tensorhub.archives.store import PART_BYTES_MIN, Store
+from tensorhub.archives.store_faults import MissingObject
 from tensorhub.errors import ArchiveUnavailable, IntegrityError, InvalidValue
 from tests.archives.servers import S3, SECRET, SLOW_DOWN, Answer, answering
 
@@ -170,6 +172,10 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
         Store(f"file://{tmp_path}/a/b", writable=True)
     Store(f"file://{tmp_path}/a", writable=True)
     Store(f"file://{tmp_path}/a")
+    tmp_path.joinpath("file").touch()
+    for writable in (False, True):
+        with pytest.raises(ArchiveUnavailable, match="/file is a file: give a directory"):
+            Store(f"file://{tmp_path}/file", writable=writable)
 
 
 def test_without_obstore(tmp_path: Path) -> None:
@@ -280,8 +286,10 @@ def test_a_server_that_throttles_forever(answer: Answer) -> None:
             assert caught.value.retryable
 
 
-def test_a_server_that_does_not_answer() -> None:
-    over = threading.Event()
+def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, told = threading.Event(), list[tuple[str, dict[str, object]]]()
+    monkeypatch.setattr(stores, "SILENT_S", 0.01)
+    monkeypatch.setattr(stores.log, "warning", lambda event, **said: told.append((event, said)))
 
     def wait(method: str, path: str) -> Answer:
         over.wait(60)
@@ -294,8 +302,34 @@ def test_a_server_that_does_not_answer() -> None:
                 with pytest.raises(ArchiveUnavailable) as caught:
                     call()
                 assert caught.value.retryable
+                assert told
         finally:
             over.set()
+    ((event, said),) = told  # once
+    assert (event, said["url"], said["trying"]) == ("archive_silent", server.url, "to read a")
+    assert said["endpoint"] == server.options["endpoint"]
+    assert said["gives_up_after_s"] == 1
+
+
+def test_a_store_that_answers_is_not_watched(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    [*store.objects("")]
+    monkeypatch.setattr(stores, "Timer", None)
+    store.put("a", [b"1"])
+    assert store.read("a") == b"1"
+    with pytest.raises(MissingObject):
+        store.read("gone")
+    assert [each.path for each in store.objects("")] == ["a"]
+
+
+def test_the_endpoint_is_named_without_what_may_be_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    assert stores._endpoint("s3", {}) == "the usual one of s3://"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://u:hunter2@h:1/?sig=hunter2")
+    assert stores._endpoint("s3", {"region": "r"}) == "http:h:1/"
+    assert stores._endpoint("s3", {"endpoint": "http://g"}) == "http://g"
+    assert stores._endpoint("file", {}) == "this machine"
 
 
 def test_a_clock_that_is_wrong() -> None:

@@ -73,6 +73,9 @@ def test_what_cannot_be_read_is_told_for_a_while_and_then_tried_again() -> None:
     assert batch == [1]
     machine.arrived(batch, RETRY_S)
     assert machine.want([(1, 1)], 1) is None
+    machine.emptied()
+    machine.want([(0, 1)], RETRY_S)
+    assert load_all(machine, RETRY_S) == [[0], [1, 2, 3], [4, 5]]  # it is read ahead again
 
 
 def test_a_read_for_nothing_is_made_again_when_it_is_asked_for() -> None:
@@ -103,6 +106,7 @@ def test_a_version_keeps_its_room_as_long_as_it_is_used_but_for_one_turn_at_most
     assert left_s(200) == 0
     machine.want([(0, 1)], 200)
     assert machine.take(200) == [0]
+    assert left_s(300) > 0  # it has nothing again
 
 
 Step = tuple[str, int, int]

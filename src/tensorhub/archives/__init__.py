@@ -1,6 +1,6 @@
 """Versions in object storage: kept there, and read from there without a worker that holds them.
 
-    store       a bucket or a directory, by its URL
+    store       a bucket or a directory, by its URL; store_faults: its errors
     catalogue   which versions there are: a small manifest for each
     claim       the right to write, which one process has at a time
     anchors     a version as an ordinary Hugging Face checkpoint

@@ -26,7 +26,8 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any, Final, NamedTuple, NoReturn, get_args
 
-from tensorhub.archives.store import MissingObject, Store
+from tensorhub.archives.store import Store
+from tensorhub.archives.store_faults import MissingObject
 from tensorhub.errors import (
     IntegrityError,
     ProtocolError,

@@ -19,7 +19,8 @@ from itertools import islice
 from typing import Final, Self
 from urllib.parse import unquote
 
-from tensorhub.archives.store import TIMEOUT_S, MissingObject, Store, Stored
+from tensorhub.archives.store import TIMEOUT_S, Store, Stored
+from tensorhub.archives.store_faults import MissingObject
 from tensorhub.errors import ArchiveUnavailable, ManifestMismatch
 from tensorhub.memory.checkpoint import (
     FILES_MAX,

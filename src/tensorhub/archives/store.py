@@ -14,13 +14,12 @@ and without their first word. Profiles in `~/.aws` are not read.
 All calls block, and are made from any thread. The store's client retries a request that was
 throttled (429, 503, SlowDown), failed (5xx) or found no connection, with growing pauses, and a call
 ends within about `timeout_s` in each of its requests. A filesystem has no deadlines: a call for a
-mount that hangs hangs, like every access to it.
+mount that hangs hangs, like every access to it. A store that has not answered yet, or failed last,
+is named in the log after `SILENT_S`.
 
-Every fault is a TensorHubError that names the URL and says what to do. It never repeats a secret:
-only codes and messages of the server are quoted, without the queries of URLs.
+Every fault is a TensorHubError that names the URL and says what to do (`store_faults`).
 
-Responsible for bytes under paths, and for what can go wrong with them. Not responsible for what the
-bytes mean.
+Responsible for bytes under paths. Not responsible for what the bytes mean.
 """
 
 from __future__ import annotations
@@ -28,23 +27,31 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
+from threading import Timer
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
+from tensorhub.archives.store_faults import (
+    MissingObject,
+    checked_url,
+    fault_of,
+    name_of,
+    quoted,
+    too_short,
+)
 from tensorhub.errors import (
     ArchiveUnavailable,
     IntegrityError,
-    InvalidValue,
     StateError,
     install,
 )
-from tensorhub.types import printable
+from tensorhub.logs import get_logger
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -53,6 +60,7 @@ T = TypeVar("T")
 Buffer = Any  # bytes, a memoryview, or the client's own buffer (the protocol is Python 3.12's)
 
 TIMEOUT_S: Final = 120.0
+SILENT_S: Final = 5.0
 PART_BYTES_MIN: Final = 8 * 2**20  # of a stream: one request
 PARTS_MAX: Final = 9000  # of one object; S3 takes 10,000
 PARTS_AT_ONCE: Final = 4
@@ -61,28 +69,12 @@ OBJECTS_MAX: Final = 10**7  # of one list
 SMALL_BYTES_MAX: Final = 64 * 2**20
 _STAGED: Final = re.compile(r".*#\d+")  # what the client calls a file that is not whole yet
 
-_CREDENTIALS: Final = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (profiles in ~/.aws are not read)",
-    "gs": "GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    "file": "the user of this process",
+log = get_logger("tensorhub.archive")
+
+_ENDPOINTS: Final = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
-_BAD_CREDENTIALS: Final = re.compile(
-    r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken|TokenRefreshRequired"
-    r"|AuthenticationFailed|InvalidAuthenticationInfo|169\.254\.169\.254|[Cc]redential"
-    r"|Account must be specified"
-)
-_NO_BUCKET: Final = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
-_NOT_ALLOWED: Final = re.compile(r"AccessDenied|AuthorizationPermissionMismatch|AllAccessDisabled")
-_FULL: Final = re.compile(r"QuotaExceeded|StorageFull|InsufficientStorage|AccountLimit")
-_BEYOND: Final = re.compile(r"range was invalid|Out of range")
-_IN_PASSING: Final = re.compile(
-    r"SlowDown|InternalError|kind: (Connect|Timeout|Interrupted|Request|Decode)|timed out"
-)
-
-
-class MissingObject(IntegrityError):
-    """An object is not there: it never was, or it was deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +108,19 @@ class Store:
         parts = checked_url(url)
         self.url = url.rstrip("/")
         self._kind, self._api = parts.scheme, obstore
+        self._endpoint, self._timeout_s = _endpoint(parts.scheme, options or {}), timeout_s
+        self._is_answering = self._is_told = False  # that it is silent
         self._directory = Path(unquote(parts.path)) if parts.scheme == "file" else None
+        if self._directory is not None and os.path.isfile(self._directory):
+            raise ArchiveUnavailable(f"{self.url} is a file: give a directory")
         if self._directory is not None and writable:
             try:
                 self._directory.mkdir(exist_ok=True)
             except OSError as error:
                 raise ArchiveUnavailable(f"{self.url} cannot be made: {error.strerror}") from None
-        self._store = self._called("open", "", lambda: self._opened(options or {}, timeout_s))
+        self._store = self._called(
+            "open", "", lambda: self._opened(options or {}, timeout_s), is_watched=False
+        )
 
     def __repr__(self) -> str:
         return f"<Store {self.url}>"
@@ -135,10 +133,6 @@ class Store:
         # Half for the retries, half for the last try.
         seconds = timedelta(seconds=timeout_s / 2)
         first, longest = timedelta(seconds=timeout_s / 500), timedelta(seconds=timeout_s / 20)
-        endpoints = [
-            os.environ.get(name, "")
-            for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-        ]
         opened: ObjectStore = from_url(
             self.url,
             config=dict(options) or None,  # type: ignore[call-overload]  # of each kind of store
@@ -147,7 +141,7 @@ class Store:
                 "connect_timeout": min(seconds, timedelta(seconds=5)),
                 # Asked for by an address without TLS.
                 "allow_http": any(
-                    each.startswith("http://") for each in [*options.values(), *endpoints]
+                    each.startswith("http://") for each in [*options.values(), self._endpoint]
                 ),
             },
             retry_config={
@@ -189,7 +183,7 @@ class Store:
                 lambda: self._api.get_ranges(self._store, path, starts=starts, lengths=lengths),
             )
             if [len(each) for each in got] != list(lengths):
-                raise self._too_short(path)
+                raise too_short(self.name(path))
             found = iter(got)
         return [next(found) if nbytes else b"" for _, nbytes in ranges]
 
@@ -211,7 +205,7 @@ class Store:
         now, data = self._called("read", of.path, got)
         self.check_same(of, now)
         if len(data) != nbytes:
-            raise self._too_short(of.path)
+            raise too_short(self.name(of.path))
         return data
 
     def check_same(self, of: Stored, now: Stored) -> None:
@@ -295,6 +289,7 @@ class Store:
                     chunk_size=part_bytes,
                     max_concurrency=PARTS_AT_ONCE,
                 ),
+                is_watched=False,
             )
         except BaseException:
             if raised:
@@ -372,70 +367,47 @@ class Store:
 
     def name(self, path: str) -> str:
         """How errors name an object."""
-        return f"{self.url}/{path}" if path else self.url
+        return name_of(self.url, path)
 
-    def _too_short(self, path: str) -> IntegrityError:
-        return IntegrityError(
-            f"{self.name(path)} is shorter than it should be: another process has changed it"
-        )
-
-    def _called(self, doing: str, path: str, call: Callable[[], T]) -> T:
+    def _called(
+        self, doing: str, path: str, call: Callable[[], T], *, is_watched: bool = True
+    ) -> T:
         errors = (self._api.exceptions.BaseError, OSError, ValueError, NotImplementedError)
         try:
-            return call()
+            with self._telling(doing, path) if is_watched else nullcontext():
+                return call()
         except errors as error:
-            fault = self._fault(doing, path, error)
+            fault = fault_of(error, doing, path, url=self.url, kinds=self._api.exceptions)
+        self._is_answering = not (isinstance(fault, ArchiveUnavailable) and fault.retryable)
         raise fault  # outside, so that the client's own error is not part of it
 
-    def _fault(self, doing: str, path: str, error: Exception) -> Exception:
-        kinds, text, name = self._api.exceptions, str(error), self.name(path)
-        found = re.search(r"status code: (\d{3})", text)
-        status = int(found[1]) if found else 0
-        found = re.search(r"(?:os error|Os \{\s*code:) (\d+)", text)
-        number = int(found[1]) if found else getattr(error, "errno", None) or 0
-        if isinstance(error, kinds.AlreadyExistsError):
-            return FileExistsError(name)
-        if _NO_BUCKET.search(text) or (doing == "open" and number == 2):
-            what = "is no directory" if self._kind == "file" else "has no such bucket"
-            return ArchiveUnavailable(
-                f"{self.url} {what}: make it first, or correct the URL (or the endpoint, such as "
-                f"AWS_ENDPOINT_URL)"
+    @contextmanager
+    def _telling(self, doing: str, path: str) -> Iterator[None]:
+        """Say once that the store does not answer, if it did not before either."""
+        if self._is_answering:
+            yield
+            return
+        timer = Timer(SILENT_S, self._tell, (doing, path))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+            self._is_answering, self._is_told = True, False
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def _tell(self, doing: str, path: str) -> None:
+        if not self._is_told:
+            self._is_told = True
+            log.warning(
+                "archive_silent",
+                url=self.url,
+                endpoint=self._endpoint,
+                trying=f"to {doing} {path}".strip(),
+                since_s=SILENT_S,
+                gives_up_after_s=self._timeout_s if self._directory is None else None,
             )
-        if "RequestTimeTooSkewed" in text:
-            return ArchiveUnavailable(
-                f"{self.url} refuses to {doing}, because this machine's clock is wrong by many "
-                f"minutes: set it"
-            )
-        said = _quoted(text)
-        if isinstance(error, kinds.UnauthenticatedError) or _BAD_CREDENTIALS.search(text):
-            because = f" ({said})" if path else ""  # before that, it may quote a key
-            return ArchiveUnavailable(
-                f"{self.url} does not accept these credentials, or there are none{because}: set "
-                f"{_CREDENTIALS[self._kind]}"
-            )
-        if isinstance(error, FileNotFoundError):
-            return MissingObject(
-                f"{name} is not there: another process has deleted it, or it never was"
-            )
-        if number in (1, 13, 30) or status == 403 or _NOT_ALLOWED.search(text):
-            return ArchiveUnavailable(
-                f"{self.url} does not let this process {doing} {path} ({said}): give it the right "
-                f"to, or credentials that have it ({_CREDENTIALS[self._kind]})"
-            )
-        if number in (28, 122) or status == 507 or _FULL.search(text):
-            return ArchiveUnavailable(
-                f"{self.url} is full ({said}): make room there, or keep fewer versions. What was "
-                f"archived before is intact",
-                retryable=True,
-            )
-        if status == 416 or _BEYOND.search(text):
-            return self._too_short(path)
-        if status in (408, 429) or status >= 500 or _IN_PASSING.search(text):
-            return ArchiveUnavailable(
-                f"{self.url} does not answer as it should ({said}), after retries: try again later",
-                retryable=True,
-            )
-        return ArchiveUnavailable(f"cannot {doing} {name}: {said}")
 
 
 def _stored(path: str, meta: Mapping[str, Any]) -> Stored:
@@ -443,33 +415,9 @@ def _stored(path: str, meta: Mapping[str, Any]) -> Stored:
     return Stored(path, meta["size"], modified, meta["e_tag"] or modified.isoformat())
 
 
-def checked_url(url: str) -> Any:
-    """The parts of the URL. An error does not repeat what may hold a secret."""
-    try:
-        parts = urlsplit(url)
-        place = parts.path.startswith("/") if parts.scheme == "file" else bool(parts.netloc)
-    except ValueError:
-        raise InvalidValue("this is not a URL") from None
-    if parts.scheme not in _CREDENTIALS or not place or (parts.scheme == "file" and parts.netloc):
-        raise InvalidValue(
-            f"{printable(url.partition('?')[0].rpartition('@')[2])[:200]} is not where an archive "
-            f"can be: give s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX "
-            f"or file:///DIRECTORY"
-        )
-    if parts.query or parts.fragment or "@" in parts.netloc:
-        raise InvalidValue(
-            f"the URL of an archive has no user, query or fragment: set "
-            f"{_CREDENTIALS[parts.scheme]} instead"
-        )
-    return parts
-
-
-def _quoted(text: str) -> str:
-    """What the server, or else the client, says of it: no addresses with queries, no secrets."""
-    code, message = (re.search(rf"<{what}>([^<]*)</{what}>", text) for what in ("Code", "Message"))
-    if code is not None:
-        said = f"{code[1]}: {message[1]}" if message is not None else code[1]
-    else:
-        said = text.partition("\n\nDebug source")[0]
-    said = re.sub(r"\?[^\s)\"']*|//[^/\s@]*@", "", said)
-    return printable(" ".join(said.split()))[:300]
+def _endpoint(kind: str, options: Mapping[str, str]) -> str:
+    """The address that is asked, as it was given."""
+    given = [value for name, value in options.items() if "endpoint" in name]
+    given += [os.environ.get(name, "") for name in _ENDPOINTS.get(kind, ())]
+    usual = "this machine" if kind == "file" else f"the usual one of {kind}://"
+    return quoted(next(filter(None, given), usual))

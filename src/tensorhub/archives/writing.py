@@ -95,7 +95,12 @@ class Archive:
         """
         self.catalogue = VersionCatalogue(store, model)
         self.claim = Claim(self.catalogue, cluster, owner, take_over=take_over, former=former)
-        self.catalogue.load()
+        try:
+            self.catalogue.load()
+        except BaseException:
+            with suppress(TensorHubError):
+                self.claim.release()
+            raise
         self._store = store
         self._there = set[str]()  # the ids of parts that are in the store
         self._began = list[str]()  # objects of a version that is not visible yet

@@ -14,7 +14,7 @@ import typer
 import tensorhub
 from tensorhub.api.archiving import show_archiving
 from tensorhub.api.tools import show_seeding
-from tensorhub.archives.store import checked_url
+from tensorhub.archives.store_faults import checked_url
 from tensorhub.cli import common, progress
 from tensorhub.transport.segments import available_bytes
 from tensorhub.types import Location, Options, check_name

@@ -113,7 +113,7 @@ def versions(
                 print(f"and {more} more faults: --json lists all", file=sys.stderr, flush=True)
         return common.FAILED if faults else 0
 
-    common.run(run, logs=logging.ERROR)
+    common.run(run, logs=logging.WARNING)
 
 
 async def _described(connect: common.Connect, model: str, at: str | None) -> ModelInfo | None:

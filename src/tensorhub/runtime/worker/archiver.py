@@ -114,7 +114,7 @@ class Archiver(CallersArchiver):
             with anyio.CancelScope(shield=True), suppress(TensorHubError):
                 await self._do(self._archive.close)
             raise
-        watches.listen(settings.model, self._heard, self._lost_state)
+        watches.listen(settings.model, self._heard, self._lost_state, on_purpose=True)
         self._tasks.start_soon(self._run)
 
     async def _claim(self, store: Store) -> None:

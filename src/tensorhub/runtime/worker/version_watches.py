@@ -50,6 +50,7 @@ class VersionWatches:
         self._heard_of: set[str] = set()  # models of which this worker was told a version otherwise
         # watched models of which there is no version; whether the log says so
         self._unpublished: dict[str, bool] = {}
+        self._patient: set[NewestListener] = set()  # that wait for the first version on purpose
         # models whose history is lost, of which no caller that asked was told yet
         self._lost: set[str] = set()
 
@@ -142,13 +143,22 @@ class VersionWatches:
             listener(message.newest)
 
     def listen(
-        self, model: str, listener: NewestListener, lost: LossListener | None = None
+        self,
+        model: str,
+        listener: NewestListener,
+        lost: LossListener | None = None,
+        *,
+        on_purpose: bool = False,
     ) -> None:
-        """Call `listener` with each newest version from now on; at once with the known one."""
+        """Call `listener` with each newest version from now on; at once with the known one.
+        `on_purpose`: it is no surprise that there is none yet.
+        """
         self.watch(model)
         self._listeners.setdefault(model, []).append(listener)
         if lost is not None:
             self._loss_listeners.setdefault(model, []).append(lost)
+        if on_purpose:
+            self._patient.add(listener)
         self._idle.pop(model, None)
         known = self._newest.get(model)
         if known is not None:
@@ -159,7 +169,8 @@ class VersionWatches:
         """Warn, once, if a caller waits for a version of a name that has none, perhaps a mistyped
         name.
         """
-        if model in self._listeners and not self._unpublished.get(model, True):
+        waits = any(each not in self._patient for each in self._listeners.get(model, ()))
+        if waits and not self._unpublished.get(model, True):
             self._unpublished[model] = True
             hint = f"{NO_NEWEST}: it waits for the next version. Is the name right?"
             log.warning("call_waits", model=model, call="wait_for or watch", hint=hint)
@@ -168,6 +179,7 @@ class VersionWatches:
         self, model: str, listener: NewestListener, lost: LossListener | None = None
     ) -> None:
         _remove(self._listeners, model, listener)
+        self._patient.discard(listener)
         if lost is not None:
             _remove(self._loss_listeners, model, lost)
         self._rest(model)
