@@ -155,6 +155,11 @@ class Coordinator(_Opened[_embedded.Coordinator]):
         """What `connect` takes: "tcp://host:port"."""
         return self._async.address
 
+    @property
+    def http_url(self) -> str | None:
+        """Of its HTTP endpoint and dashboard; None without `Options.http`."""
+        return self._async.http_url
+
     close = _blocking(_embedded.Coordinator.close)
 
 
@@ -236,6 +241,11 @@ class Hub(_Opened[_hub.Hub]):
     def name(self) -> str:
         """This worker's name."""
         return self._async.name
+
+    @property
+    def http_url(self) -> str | None:
+        """Of this worker's HTTP endpoint; None without `Options.http`."""
+        return self._async.http_url
 
     register = _making(_hub.Hub.register, Weights)
     wait_for = _blocking(_hub.Hub.wait_for)

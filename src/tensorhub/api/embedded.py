@@ -111,13 +111,9 @@ def serve(
                 await server[0].run(host, port, ready)
 
         def show(endpoint: Endpoint, thread: LoopThread) -> None:
-            from tensorhub.web.of_coordinator import CoordinatorPages
+            from tensorhub.web.of_coordinator import show_coordinator
 
-            endpoint.start(
-                lambda: CoordinatorPages(
-                    server[0], thread.post, secrets, endpoint.host
-                ).application()
-            )
+            show_coordinator(endpoint, server[0], thread.post, secrets)
             thread.ready()
 
         thread = LoopThread(

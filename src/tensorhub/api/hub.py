@@ -70,10 +70,13 @@ from tensorhub.types import (
     check_selector,
     check_version,
 )
+from tensorhub.web import open_endpoint
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from tensorhub.web.endpoint import Endpoint
 
 
 def connect(
@@ -110,7 +113,7 @@ def connect(
     Raises CoordinatorUnavailable, AuthenticationFailed (another token, a token file that cannot be
     used), ProtocolError (not a TensorHub coordinator, or of another version), TransportUnavailable,
     StateError (an address that is none, `prefetch` without host memory, a lack of file
-    descriptors).
+    descriptors, the port of `Options.http` in use).
     """
     secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
     if not isinstance(address, str) and not is_list(address):
@@ -156,10 +159,25 @@ def connect(
     async def join(mode: CallerMode) -> Hub:
         secrets = open_keyring(secret)
         worker: list[Worker] = []
+        http_url: list[str] = []
 
         async def main(thread: LoopThread) -> None:
             worker.append(make(secrets_accepted=secrets))
-            await worker[0].run(thread.ready)
+            with contextlib.ExitStack() as stack:
+                ready = thread.ready
+                if checked.http is not None:
+                    endpoint = stack.enter_context(
+                        await open_endpoint(checked.http, secrets[0], checked.connect_timeout_s)
+                    )
+                    http_url.append(endpoint.url)
+                    ready = partial(show, endpoint, thread)
+                await worker[0].run(ready)
+
+        def show(endpoint: Endpoint, thread: LoopThread) -> None:
+            from tensorhub.web.of_worker import show_worker
+
+            show_worker(endpoint, worker[0], thread.post, secrets)
+            thread.ready()
 
         async def farewell(parting: Parting) -> None:
             for each in worker:
@@ -169,7 +187,7 @@ def connect(
             f"tensorhub-{called}", main, mode, farewell=farewell, exit_s=checked.exit_timeout_s
         )
         await thread.start()
-        return Hub(worker[0], thread)
+        return Hub(worker[0], thread, *http_url)
 
     return Opening(join, "connect")
 
@@ -177,9 +195,12 @@ def connect(
 class Hub(Unpicklable):
     """A worker's view of its cluster. Made by `connect`. `async with hub:` closes it at the end."""
 
-    def __init__(self, worker: CallersWorker, thread: ports.ThreadPort) -> None:
+    def __init__(
+        self, worker: CallersWorker, thread: ports.ThreadPort, http_url: str | None = None
+    ) -> None:
         self._worker = worker
         self._thread = thread
+        self._http_url = http_url
         weakref.finalize(self, thread.dropped).atexit = False
 
     def __repr__(self) -> str:
@@ -200,6 +221,11 @@ class Hub(Unpicklable):
     def name(self) -> str:
         """This worker's name, as `describe` and reports show it."""
         return self._worker.name
+
+    @property
+    def http_url(self) -> str | None:
+        """Of this worker's HTTP endpoint: "http://host:port/"; None without `Options.http`."""
+        return self._http_url
 
     async def register(
         self,

@@ -21,10 +21,13 @@ from prometheus_client.core import (
     Metric,
     SummaryMetricFamily,
 )
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from starlette.requests import Request
 
 from tensorhub.coordinator.observing import SECONDS_BOUNDS, Counters, Histogram
 from tensorhub.coordinator.overview import ModelOverview, Overview
+from tensorhub.web.pages import Answer
 
 MODELS_MAX = 64
 LABEL_BYTES_MAX = 128  # of a model's name; a longer one is cut, and tells its hash
@@ -59,6 +62,12 @@ def exposition(families: Iterable[Metric], encode: Encode) -> bytes:
     return encode(_Families(families))
 
 
+def metrics_answer(request: Request, families: Iterable[Metric]) -> Answer:
+    """In the form that the request asks for."""
+    encode, kind = choose_encoder(request.headers.get("accept", ""))
+    return Answer(exposition(families, encode), headers={"Content-Type": kind})
+
+
 def label_of(name: str) -> str:
     """A model's name as a label."""
     encoded = name.encode("utf-8", "backslashreplace")
@@ -71,15 +80,15 @@ def label_of(name: str) -> str:
 def of_coordinator(figures: Figures) -> Iterator[Metric]:
     """All families of a coordinator."""
     seen = figures.overview
-    yield _gauge("tensorhub_workers", "Workers by state", seen.workers, "state")
-    yield _gauge("tensorhub_sessions", "Connections of workers and observers", seen.sessions)
-    yield _gauge("tensorhub_models", "Models that are known", seen.models)
+    yield gauge("tensorhub_workers", "Workers by state", seen.workers, "state")
+    yield gauge("tensorhub_sessions", "Connections of workers and observers", seen.sessions)
+    yield gauge("tensorhub_models", "Models that are known", seen.models)
     serving = int(seen.state == "serving")
-    yield _gauge("tensorhub_serving", "1: the coordinator has its state; else 0", serving)
+    yield gauge("tensorhub_serving", "1: the coordinator has its state; else 0", serving)
     behind_s = round(figures.behind_s, 6)
-    yield _gauge("tensorhub_behind_seconds", "How late the coordinator's loop is", behind_s)
+    yield gauge("tensorhub_behind_seconds", "How late the coordinator's loop is", behind_s)
     margin = "How long the worker that is nearest to being lost still counts"
-    yield _gauge(
+    yield gauge(
         "tensorhub_lease_margin_seconds",
         margin,
         {} if seen.lease_margin_s is None else {"": seen.lease_margin_s},
@@ -195,11 +204,9 @@ def histogram(name: str, text: str, values: Mapping[str, Histogram], label: str)
     return family
 
 
-def _gauge(
-    name: str, text: str, value: float | dict[str, float] | dict[str, int], label: str = ""
-) -> Metric:
+def gauge(name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
     """With one value, or one for each value of a label."""
     family = GaugeMetricFamily(name, text, labels=[label] if label else [])
-    for key, number in (value if isinstance(value, dict) else {"": value}).items():
+    for key, number in (value if isinstance(value, Mapping) else {"": value}).items():
         family.add_metric([key] if label else [], number)
     return family

@@ -38,6 +38,7 @@ from tensorhub.errors import TensorHubError, VersionUnavailable
 from tensorhub.observed import ClusterEvent
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.web.asking import Post, Questions, Unanswered, ask
+from tensorhub.web.endpoint import Endpoint
 from tensorhub.web.exposition import Figures, exposition, of_coordinator
 from tensorhub.web.news import News
 from tensorhub.web.pages import (
@@ -284,3 +285,10 @@ class CoordinatorPages:
                 *core.observations.events_after(number),
             )
         )
+
+
+def show_coordinator(
+    endpoint: Endpoint, server: CoordinatorServer, post: Post, secrets: Sequence[bytes]
+) -> None:
+    """Begin to serve it, once it listens."""
+    endpoint.start(lambda: CoordinatorPages(server, post, secrets, endpoint.host).application())

@@ -125,7 +125,9 @@ class Handle(CallersHandle):
         self.beside = anyio.CapacityLimiter(1)  # of early digests, which may all wait
         self.deadline_moved: Callable[[], None] = lambda: None
         # a call has ended; what makes the message about its time is called once that hurries less
-        self.call_took: Callable[[Callable[[], Took | None]], None] = lambda told: None
+        self.call_took: Callable[[Callable[[], Took | None], int], None] = lambda told, retries: (
+            None
+        )
         self.first_fill_begins: Callable[[Handle, OpKind, float], None] = (
             lambda handle, kind, timeout_s: None
         )
@@ -505,8 +507,9 @@ class Handle(CallersHandle):
             self._call.result = finish
             self._call.ended.set()
             self.call_ended()
-            rank = self.member.shard.rank
-            self.call_took(partial(self._call.times.told, rank, self._call.started, clock.now()))
+            rank, times = self.member.shard.rank, self._call.times
+            told = partial(times.told, rank, self._call.started, clock.now())
+            self.call_took(told, times.pull.retries if times.pull is not None else 0)
 
     def receive(self, message: ToRank) -> None:
         """The coordinator has said this of it."""

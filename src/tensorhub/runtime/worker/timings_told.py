@@ -26,16 +26,21 @@ class TimingsTold:
 
     def __init__(self, link: MessageSink) -> None:
         self._link = link
-        self._calls: deque[Callable[[], Took | None]] = deque()  # one per handle at a time
+        # one per handle at a time
+        self._calls: deque[tuple[Callable[[], Took | None], int]] = deque()
         self._readers: deque[ServedTiming] = deque(maxlen=WAITING_MAX)
         self._wakeup: Wakeup | None = None
+        # also hears what is told, in the loop's thread: of a call with how many chunks it had to
+        # ask for again
+        self.on_call: Callable[[Took, int], None] = lambda took, retries: None
+        self.on_reader: Callable[[ServedTiming], None] = lambda timing: None
 
     def __repr__(self) -> str:
         return f"<TimingsTold: {len(self._calls)} calls, {len(self._readers)} readers to tell of>"
 
-    def call_took(self, told: Callable[[], Took | None]) -> None:
+    def call_took(self, told: Callable[[], Took | None], retries: int) -> None:
         """A call has ended. From the loop's thread."""
-        self._calls.append(told)
+        self._calls.append((told, retries))
         self._wake()
 
     def reader_served(self, timing: ServedTiming) -> None:
@@ -53,13 +58,17 @@ class TimingsTold:
         readers_from = 0.0
         while True:
             while self._calls:
-                took = self._calls.popleft()()
+                told, retries = self._calls.popleft()
+                took = told()
                 if took is not None:
                     self._link.say(took)
+                    self.on_call(took, retries)
             now = anyio.current_time()
             if self._readers and now >= readers_from:
                 readers_from = now + EVERY_S
                 while self._readers:
-                    self._link.say(Served(self._readers.popleft()))
+                    timing = self._readers.popleft()
+                    self._link.say(Served(timing))
+                    self.on_reader(timing)
             with anyio.move_on_after(readers_from - now if self._readers else None):
                 await self._wakeup.wait()

@@ -127,7 +127,7 @@ class Worker(CallersWorker):
         self._notice: Wakeup | None = None
         if options.deltas != "off":
             self._owner.deltas.on_wanted = self._note
-        self._timings = TimingsTold(self.link)
+        self.timings = TimingsTold(self.link)
         self.router: Router[Handle] = Router(self._numbers)
         self._manifests: dict[str, Manifest] = {}
         self._parts = KnownParts()
@@ -184,7 +184,7 @@ class Worker(CallersWorker):
                 self._tasks.start_soon(self.archived.run)
                 self._tasks.start_soon(self._digest_reporter.run)
                 self._tasks.start_soon(self._act_on_notices)
-                self._tasks.start_soon(self._timings.run)
+                self._tasks.start_soon(self.timings.run)
                 self._tasks.start_soon(self.channels.keep_swept)
                 self._tasks.start_soon(self.link.keep, received, ready)
                 with anyio.move_on_after(self.options.connect_timeout_s):
@@ -492,7 +492,7 @@ class Worker(CallersWorker):
         handle.beside = self._beside
         handle.deadline_moved = lambda: self._time_moved.set()
         handle.first_fill_begins = self._first_fill_begins
-        handle.call_took = self._timings.call_took
+        handle.call_took = self.timings.call_took
         return handle
 
     def _first_fill_begins(self, handle: Handle, kind: OpKind, timeout_s: float) -> None:
