@@ -42,9 +42,10 @@ async def test_what_it_holds_reads_and_serves() -> None:
         taken = found["tensorhub_worker_update_seconds_sum", "total"]
         assert taken == pytest.approx(report.seconds, abs=0.5)
         assert found["tensorhub_worker_retries_total",] == 0
-        assert isinstance(source._worker, Worker)
-        source._worker.timings.reader_served(ServedTiming("lease", 1000, 0.1))
-        await until(lambda: not source._worker.timings._readers)
+        worker = source._worker
+        assert isinstance(worker, Worker)
+        worker.timings.reader_served(ServedTiming("lease", 1000, 0.1))
+        await until(lambda: not worker.timings._readers)
         found = samples(await fresh(source.http_url, "/metrics"))
         assert found["tensorhub_worker_readers_total",] >= 1
         assert found["tensorhub_worker_served_bytes_total",] >= 1000
