@@ -118,6 +118,7 @@ async def test_python_runs(block: Block, tmp_path: Path) -> None:
         published = await trainer.register("actor", policy)
         await published.publish(1)
         weights = await hub.register("actor", torch.nn.Linear(4, 4))
+        await weights.replicate()
 
         async def train() -> None:
             async with published.mutate(90):
@@ -130,6 +131,7 @@ async def test_python_runs(block: Block, tmp_path: Path) -> None:
         names: dict[str, Any] = {
             "__name__": "page",
             "address": coordinator.address,
+            "app": nothing,
             "hub": hub,
             "model": model,
             "rank": 0,
@@ -145,6 +147,10 @@ async def test_python_runs(block: Block, tmp_path: Path) -> None:
         if names["hub"] is not hub:
             await names["hub"].close()
         names.clear()
+
+
+async def nothing(*_: object) -> None:
+    """An ASGI application."""
 
 
 def engine_tensors() -> dict[str, torch.Tensor]:

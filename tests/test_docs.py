@@ -13,6 +13,7 @@ import pytest
 
 from docs import api, links, pages
 from tensorhub import errors
+from tensorhub.observed import PART_NAMES
 from tensorhub.transport.built_in import TRANSPORTS
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -89,6 +90,13 @@ def test_each_error_says_what_to_do() -> None:
     assert [
         s for s in sections if not re.search(r"\*\*What to do:\*\* \w.*\.\n", s, re.DOTALL)
     ] == []
+
+
+def test_each_part_of_an_explanation_has_a_remedy() -> None:
+    page = (DOCS / "observing.md").read_text(encoding="utf-8").partition("## Where the seconds")[2]
+    rows = re.findall(r"^\| (`.*`) \|", page, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([\w ]+)`", row)}
+    assert named == PART_NAMES.keys() - {"other"}
 
 
 def test_a_built_page_may_not_lead_nowhere_or_load_from_another_host(tmp_path: Path) -> None:
