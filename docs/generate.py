@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from docs import api
+from tensorhub.log_events import EVENTS
 from tensorhub.testing.coverage import MACHINES
 
 DOCS = Path(__file__).parent
@@ -102,7 +103,28 @@ def benchmarks_page() -> str:
     return page.replace(mark, comparison_table())
 
 
-PAGES = {"reference.md": api.page}
+def event_tables(page: str) -> str:
+    """The page with its tables of log events: rows of one meaning and remedy are one row."""
+    for told_by, title in (("coordinator", "the coordinator logs"), ("worker", "a worker logs")):
+        rows: dict[tuple[str, str], list[str]] = {}
+        for name, event in EVENTS.items():
+            if event.told_by == told_by:
+                rows.setdefault((event.meaning, event.remedy), []).append(f"`{name}`")
+        head = f"| {title} | meaning | remedy |\n|---|---|---|\n"
+        cells = [(", ".join(names), *texts) for texts, names in rows.items()]
+        table = head + "".join(f"| {' | '.join(each)} |\n".replace("|  |", "| |") for each in cells)
+        found = re.search(re.escape(head) + r"(\|.*\n)+", page)
+        if found is None:
+            raise SystemExit(f"docs/operating.md lacks {head}")
+        page = page.replace(found[0], table)
+    return page
+
+
+def operating_page() -> str:
+    return event_tables((DOCS / "operating.md").read_text(encoding="utf-8"))
+
+
+PAGES = {"reference.md": api.page, "operating.md": operating_page}
 
 if __name__ == "__main__":
     for name, make in PAGES.items():

@@ -29,7 +29,7 @@ def _generator() -> dict[str, str]:
     return {name: make() for name, make in module.PAGES.items()}
 
 
-@pytest.mark.parametrize("name", ["reference.md"])
+@pytest.mark.parametrize("name", ["reference.md", "operating.md"])
 def test_generated_pages_are_current(name: str) -> None:
     page = (DOCS / name).read_text(encoding="utf-8")
     assert page == _generator()[name], "run: python docs/generate.py"

@@ -8,6 +8,7 @@ serve` has its own way).
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, cast
 
 import structlog
@@ -81,12 +83,48 @@ class _Said:
     times: int = 0  # since it was said last
 
 
+class Said:
+    """An event with its fields, as the message of a record of the standard library. Its text is
+    `event='worker_lost' reason=...`.
+    """
+
+    __slots__ = ("fields",)
+
+    def __init__(self, fields: EventDict) -> None:
+        self.fields = fields
+
+    def __str__(self) -> str:
+        return str(_AS_TEXT(None, "", dict(self.fields)))
+
+
+_AS_TEXT = structlog.processors.KeyValueRenderer(key_order=["event"])
+
+
+def _as_message(_: object, __: str, fields: EventDict) -> tuple[tuple[Said], dict[str, object]]:
+    return (Said(fields),), {}
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line, ASCII only: "time" (ISO 8601, UTC), "level", "logger", "event" and
+    the event's fields. A record of another library has its text as "event".
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        said: object = record.msg
+        fields = said.fields if isinstance(said, Said) else {"event": record.getMessage()}
+        if record.exc_info:
+            fields = {**fields, "exception": self.formatException(record.exc_info)}
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        about = {"time": time, "level": record.levelname.lower(), "logger": record.name}
+        return json.dumps({**about, **fields, **about}, default=str)
+
+
 repeats = Repeats()
 PROCESSORS = (
     structlog.stdlib.filter_by_level,
     repeats,
     structlog.processors.format_exc_info,
-    structlog.processors.KeyValueRenderer(key_order=["event"]),
+    _as_message,
 )
 
 

@@ -84,3 +84,18 @@ def test_a_port_in_use_for_http() -> None:
         done = run_here("serve", "--http", f"127.0.0.1:{port}")
     assert (done.returncode, done.stdout) == (1, "")
     assert f"Options.http: port {port} of 127.0.0.1 is in use: " in done.stderr
+
+
+def test_its_log_as_lines_of_json() -> None:
+    with started("serve", "--log", "json") as process:
+        address = line_with("tcp://", process.stdout).strip()
+        host, port = address.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as peer:
+            peer.sendall(b"GET / HTTP/1.1\r\n\r\n")  # another program
+            line_with("peer_refused", process.stderr)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=WAIT_S)
+    assert all(json.loads(line)["time"].endswith("+00:00") for line in err.splitlines())
+    done = run_here("serve", "--log", "xml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "xml" in done.stderr

@@ -277,11 +277,18 @@ async def tell_if_unpublished(hub: Hub, model: str, until: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def logs_to_stderr(level: int) -> None:
-    """The library's events of this level and above go to stderr: stdout is for results."""
+def logs_to_stderr(level: int, form: str = "console") -> None:
+    """The library's events of this level and above go to stderr, in that form of `LogOption`:
+    stdout is for results.
+    """
+    from tensorhub.logs import JsonLines
+
     logging.basicConfig(
         stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s", force=True
     )
+    if form == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonLines())
 
 
 def reporting(command: Callable[..., None]) -> Callable[..., None]:
@@ -301,16 +308,18 @@ def run(
     body: Callable[[], Awaitable[int]],
     *,
     logs: int = logging.ERROR,
+    log_form: str = "console",
     sigterm_is_ordinary: Callable[[], bool] = lambda: False,
 ) -> NoReturn:
     """Run `body` until it returns its exit code, fails, or gets SIGINT or SIGTERM; then leave the
     command.
 
-    `sigterm_is_ordinary`: asked when SIGTERM has come; True makes the exit code 0.
+    `logs`, `log_form`: see `logs_to_stderr`. `sigterm_is_ordinary`: asked when SIGTERM has come;
+    True makes the exit code 0.
     """
     import anyio
 
-    logs_to_stderr(logs)
+    logs_to_stderr(logs, log_form)
     try:
         code = anyio.run(_until_signal, body)
     except KeyboardInterrupt:  # before the signal handlers were there

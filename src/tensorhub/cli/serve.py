@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import anyio
 import typer
@@ -45,6 +45,10 @@ def serve(
             help="Also serve HTTP there: a dashboard, /metrics for Prometheus, probes.",
         ),
     ] = None,
+    log: Annotated[
+        Literal["console", "json"],
+        typer.Option(help="The form of the log: text, or a JSON object a line, with times in UTC."),
+    ] = "console",
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
@@ -68,9 +72,10 @@ def serve(
             if coordinator.http_url is not None:
                 said["http"] = coordinator.http_url
             print(json.dumps(said) if as_json else coordinator.address, flush=True)
-            if coordinator.http_url is not None and not as_json:
+            tells = not as_json and log == "console"
+            if coordinator.http_url is not None and tells:
                 print(f"the dashboard is at {coordinator.http_url}", file=sys.stderr, flush=True)
-            if not quiet and not as_json:
+            if not quiet and tells:
                 print(
                     f"the coordinator is up, with room for {room.room}; Ctrl-C stops it",
                     file=sys.stderr,
@@ -79,6 +84,5 @@ def serve(
             await anyio.sleep_forever()
         return 0
 
-    common.run(
-        body, logs=logging.WARNING if quiet else logging.INFO, sigterm_is_ordinary=lambda: True
-    )
+    level = logging.WARNING if quiet else logging.INFO
+    common.run(body, logs=level, log_form=log, sigterm_is_ordinary=lambda: True)
