@@ -23,6 +23,7 @@ NUMBERS = """
     CheckCoverage=99 Covered=57
     Read=112 Locate=113 ChunksFollow=120 StillWaiting=121 ReadRefused=122 ChunksLie=123 ChunkFollows=126 ChunkDigest=127
     TransportRequest=102 TransportReply=103 NotThisWay=106 GetPart=56 Select=60 Selected=61
+    DoneReading=101
     Took=37 Served=38 GetEvents=39 Explain=52 GetUpdates=53 Events=82 Explained=83 Updates=92
     GetPublication=58 PublicationReply=98 CheckStamp=54 VersionReply=100 DeltasFollow=59
 """

@@ -20,7 +20,7 @@ from tensorhub.messages.from_worker import FromWorker
 from tensorhub.messages.handshake import *
 from tensorhub.messages.handshake import Handshake
 from tensorhub.messages.reading import *
-from tensorhub.messages.reading import FromOwner, FromReader
+from tensorhub.messages.reading import FromOwner, FromReader, Request as Request
 from tensorhub.messages.values import *
 
 Message = Handshake | FromWorker | FromCoordinator | FromReader | FromOwner

@@ -186,7 +186,17 @@ class ReadRefused:
     is_damaged: bool = False
 
 
-FromReader = Read | Locate | Select | TransportRequest
+@dataclass(frozen=True, slots=True)
+class DoneReading:
+    """The reader asks for nothing more under the lease of its last request, and keeps the
+    connection. Not answered.
+    """
+
+    request: U64
+
+
+Request = Read | Locate | Select | TransportRequest
+FromReader = Request | DoneReading
 FromOwner = (
     ChunksFollow
     | DeltasFollow

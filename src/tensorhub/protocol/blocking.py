@@ -32,6 +32,7 @@ from tensorhub.protocol.codec import Vocabulary
 from tensorhub.protocol.frames import FrameDecoder, FrameEncoder
 from tensorhub.protocol.handshake import Handshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.tcp_info import TcpCounts, counts_of
 
 M = TypeVar("M")
 PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
@@ -53,7 +54,7 @@ class BlockingConnection:
         self._encoder, self._decoder = FrameEncoder(frame_bytes_max), FrameDecoder(frame_bytes_max)
         # that `receive_into` has taken in, also where it failed in the midst of it
         self.payload_bytes = 0
-        self.sent_bytes = 0
+        self.sent_bytes = 0  # of payload
         self.calls = 0  # of the kernel, that move bytes
         # so that `shutdown` never meets a descriptor that `close` gave back
         self._ending = threading.Lock()
@@ -154,6 +155,10 @@ class BlockingConnection:
             self._limit_waits(deadline - time.monotonic())
             self._send([memoryview(data)])
 
+    def tcp_counts(self) -> TcpCounts | None:
+        """What the kernel counts of sending; None: nothing."""
+        return counts_of(self._socket)
+
     @property
     def is_inside_message(self) -> bool:
         """Whether a part of a message has been received, and the rest has not."""
@@ -235,10 +240,12 @@ class BlockingConnection:
         if it is gone; the connection is of no more use then.
         """
         self._send([memoryview(self._encoder.frames(codec.encode(message))), *buffers])
+        self.sent_bytes += sum([buffer.nbytes for buffer in buffers])
 
     def send_payload(self, buffers: Sequence[memoryview]) -> None:
         """Send more of the bytes that follow the last message. Errors as of `send_with_payload`."""
         self._send(buffers)
+        self.sent_bytes += sum([buffer.nbytes for buffer in buffers])
 
     def _send(self, buffers: Sequence[memoryview]) -> None:
         left, pace = _Left(buffers), _Pace(self.stall_timeout_s)
@@ -248,7 +255,6 @@ class BlockingConnection:
                 count = self._socket.sendmsg(left.next_buffers(), (), socket.MSG_NOSIGNAL)
             except OSError as error:
                 raise self._failed(error, "took nothing") from error
-            self.sent_bytes += count
             left.advance(count)
             if left:
                 pace.check(count, "took")

@@ -96,6 +96,7 @@ TAGS: Final[Mapping[type, int]] = {
     # messages of transports, which have dialects of their own since version 4.)
     m.Read: 112,
     m.Locate: 113,
+    m.DoneReading: 101,
     m.Select: 60,
     m.Selected: 61,
     # (62 and 63 were ListChunks and Listed)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from tensorhub.layouts.reading import Selection
 from tensorhub.logs import Tally, get_logger
 from tensorhub.messages import (
     TRANSPORT_BYTES_MAX,
+    DoneReading,
     FromOwner,
     Locate,
     NotThisWay,
@@ -80,7 +82,15 @@ class ReadClient:
         """Give the connection back. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
+            self._say_done()
             self._peers.give_back(self.peer, self.cutter, is_answered=self.is_answered)
+
+    def _say_done(self) -> None:
+        """So that the owner knows what the read has cost it, although the connection is kept."""
+        is_kept = self.is_answered and self.peer.is_sound and not self.cutter.is_cut
+        if self._next_request and is_kept:
+            with suppress(ReadFailure), self.failures():
+                self.connection.send(DoneReading(self._next_request))
 
     @property
     def is_answered(self) -> bool:

@@ -54,6 +54,8 @@ class Lane:
     __slots__ = (
         "address",
         "connection",
+        "empty_s",
+        "given_bytes",
         "is_local",
         "is_stopped",
         "lease",
@@ -83,6 +85,8 @@ class Lane:
         # since when the reader asks for nothing; None: it is being answered
         self.rests_from: float | None = None
         self.is_stopped = False  # it must begin nothing new
+        self.given_bytes = 0  # of chunks that the reader was told how to fetch
+        self.empty_s = 0.0  # that its thread has waited for chunks of its own worker
 
     def __repr__(self) -> str:
         return f"<Lane to {self.reader or 'nobody yet'}{', stopped' if self.is_stopped else ''}>"

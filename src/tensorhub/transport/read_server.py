@@ -22,6 +22,7 @@ from tensorhub.messages import (
     NotThisWay,
     Read,
     ReadRefused,
+    Request,
     Select,
     Selected,
     StillWaiting,
@@ -79,7 +80,7 @@ class ReadServer:
         self._gil = GilWatch()
         self._pending: deque[FromReader] = deque()  # requests that were put aside
 
-    def answer(self, asked: FromReader) -> None:
+    def answer(self, asked: Request) -> None:
         """Answer this request in full. Errors as of `BlockingConnection`; ProtocolError."""
         if isinstance(asked, Read):
             self._serve(asked, self._sender, strides=True)
@@ -220,6 +221,8 @@ class ReadServer:
                         access = self._sender.serve_deltas(read.request, access, memory, base)
                     if access.chunks:
                         session.serve(read.request, access, memory)
+                        if session is not self._sender:
+                            self.lane.given_bytes += sum([memory.sizes[c] for c in access.chunks])
                     wanted = access.rest
             if isinstance(answer, Wait):
                 has = self.memory.has(registration, read.generation, HAS_RUNS_MAX, read.selection)

@@ -21,13 +21,14 @@ import anyio.to_thread
 
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, StateError, TensorHubError
 from tensorhub.logs import Tally, get_logger
-from tensorhub.messages import FromReader, ReadRefused
+from tensorhub.messages import DoneReading, FromReader, Locate, Read, ReadRefused
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.frames import NotAuthentic
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.control.accepting import AcceptLoop, pending_readers_max
+from tensorhub.runtime.data.served_times import LaneTimes
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.transport import sockets, unix
 from tensorhub.transport.owner import Lane
@@ -224,9 +225,12 @@ def _serve_lane(
             return
         reader, readers_max = Incarnation(handshake.client_incarnation), settings.readers_max
         refusal = owner.admit(lane, reader, readers_max, max(1, readers_max // 2))
-        with contextlib.closing(
-            ReadServer(lane, connection, owner, owner.sides, settings.patience_s)
-        ) as server:
+        with (
+            contextlib.closing(LaneTimes(lane, owner.served_times)) as times,
+            contextlib.closing(
+                ReadServer(lane, connection, owner, owner.sides, settings.patience_s)
+            ) as server,
+        ):
             while (read := server.pending() or _next_read(lane, connection)) is not None:
                 if handshake.secret not in settings.secrets:
                     raise AuthenticationFailed("its token is not accepted any more")
@@ -234,8 +238,14 @@ def _serve_lane(
                     _unserved.count(reader=handshake.client_incarnation, reason=refusal)
                     connection.send(ReadRefused(read.request, refusal))
                     return
+                if isinstance(read, DoneReading):
+                    times.done()
+                    continue
                 lane.rests_from = None
+                if isinstance(read, Read | Locate):
+                    times.asked(read.lease)
                 server.answer(read)
+                times.answered()
                 lane.rests_from = time.monotonic()
     except ConnectionLost:
         pass

@@ -37,6 +37,7 @@ from tensorhub.runtime.data.bases import Bases
 from tensorhub.runtime.data.deltas import Deltas
 from tensorhub.runtime.data.selections import Selections
 from tensorhub.runtime.data.served_lanes import ServedLanes
+from tensorhub.runtime.data.served_times import ServedTimes
 from tensorhub.runtime.data.vote_budget import VoteBudget
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.transport.base import NotShared
@@ -119,6 +120,7 @@ class SharedOwner:
         self._broken: dict[RegistrationId, int] = {}
         self._selections = Selections()
         self._lanes = ServedLanes(self._changed)
+        self.served_times = ServedTimes()
         self.deltas = Deltas()
         self._bases = Bases(self._owner, self.access)
         self._inside: dict[int, Lane | None] = {}  # access number -> its lane; None: a local copy
@@ -556,7 +558,8 @@ class SharedOwner:
         Memory that was seen to be written is refused (unless `also_written`), and so is memory that
         was replaced or freed.
         """
-        until = time.monotonic() + patience_s
+        began = time.monotonic()
+        until = began + patience_s
         loads = self._asked_of_loader(registration, selection, wanted)
         terms = (
             lane,
@@ -571,9 +574,12 @@ class SharedOwner:
         )
         with self._changed:
             answer = self._begin(*terms)
+            is_waiting = isinstance(answer, Wait)
             while isinstance(answer, Wait) and (left_s := until - time.monotonic()) > 0:
                 self._changed.wait(left_s)
                 answer = self._begin(*terms)
+            if is_waiting and lane is not None:
+                lane.empty_s += time.monotonic() - began
             memory = (
                 self._in_chunks_of(registration, selection) if isinstance(answer, Access) else None
             )

@@ -2,10 +2,12 @@
 and the rest, in which it was blocked.
 
 The kernel counts the first two. A lane that waits for the GIL is blocked as one that waits for a
-network is, so a rare probe tells them apart: it gives the GIL away, takes it again, and looks how
-long that took beyond the core's part. Beside a thread that computes in Python that is 4 ms; beside
-twenty busy processes on two cores, and beside nothing, 0.05 ms (what the kernel takes to wake a
-thread). Each blocking call of the thread is taken to have cost the same.
+network is, so a rare probe tells them apart: it sleeps for a moment, and looks how much longer than
+that it took until it had a core and the GIL, without the wait for the core. Beside a thread that
+computes in Python that is 3 to 5 ms; beside twenty busy processes on two cores, or beside nothing,
+less than 0.1 ms. Each call of the thread that may block is taken to have cost the same. (A probe
+that does not sleep mostly has the GIL back before another thread has woken up to take it. Where
+cores are short as well, that happens here, too: then the estimate is too low.)
 
 Not responsible for what the seconds are told for (`lane_times`, `served_times`).
 """
@@ -16,10 +18,12 @@ import os
 import time
 from typing import NamedTuple
 
-PROBE_AFTER_S = 0.01  # of the thread's work: shorter ones are not worth a probe
-PROBES_APART = 100  # times what the last probe took
-PROBE_EVERY_S = 0.05
-WAKING_S = 0.0002  # a probe takes up to that while no thread holds the GIL
+PROBE_S = 0.0005  # that a probe sleeps
+PROBE_AFTER_S = 0.01  # of the thread's work: shorter work is not worth a probe
+# between two: a socket's buffer has work for that long, so that nothing waits for a probe
+PROBE_EVERY_S = 0.1
+PROBES_APART = 20  # times what the last probe took
+WAKING_S = 0.0002  # the kernel takes up to that to wake a thread
 
 
 class Spent(NamedTuple):
@@ -69,11 +73,11 @@ class ThreadTime:
         if now < self._next:
             return
         delay_s, cpu_s, began = run_delay_s(), time.thread_time(), time.perf_counter()
-        time.sleep(0)
+        time.sleep(PROBE_S)
         took_s = time.perf_counter() - began
         waited_s = took_s - (time.thread_time() - cpu_s) - (run_delay_s() - delay_s)
         self._probes += 1
-        self._probed_s += max(0.0, waited_s - WAKING_S)
+        self._probed_s += max(0.0, waited_s - PROBE_S - WAKING_S)
         ended = time.perf_counter()
         self._next = ended + max(PROBE_EVERY_S, PROBES_APART * (ended - now))
 

@@ -17,8 +17,8 @@ from tensorhub.observed import ServedTiming
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.runtime.worker.coordinator_client import MessageSink
 
-WAITING_MAX = 256  # readers of which is told; of more in EVERY_S, of the newest
-EVERY_S = 0.1
+WAITING_MAX = 64  # readers of which is told; of more in EVERY_S, of the newest
+EVERY_S = 0.25
 
 
 class TimingsTold:

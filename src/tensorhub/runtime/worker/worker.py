@@ -128,6 +128,7 @@ class Worker(CallersWorker):
         if options.deltas != "off":
             self._owner.deltas.on_wanted = self._note
         self.timings = TimingsTold(self.link)
+        self._owner.served_times.on_served = self.timings.reader_served
         self.router: Router[Handle] = Router(self._numbers)
         self._manifests: dict[str, Manifest] = {}
         self._parts = KnownParts()
