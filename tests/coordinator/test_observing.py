@@ -61,9 +61,16 @@ def parts(found: Explanation) -> dict[str, float]:
     return by_name
 
 
+def stepwise(**more: Any) -> StepwiseCluster:
+    """A cluster whose ranks say what their calls took as the tests have them say it."""
+    cluster = StepwiseCluster(**more)
+    cluster.explained.tells = False
+    return cluster
+
+
 def pair(*readers: str) -> tuple[StepwiseCluster, list[SimHandle]]:
     """A trainer that has published version 1, and these readers."""
-    cluster = StepwiseCluster()
+    cluster = stepwise()
     handles = [cluster.handle(name) for name in ("trainer", *readers)]
     cluster.run()
     handles[0].publish(1)
@@ -94,7 +101,7 @@ def read(cluster: StepwiseCluster, reader: SimHandle, seconds: float = READ_S) -
 
 def two_ranks() -> tuple[StepwiseCluster, list[SimHandle], list[SimHandle]]:
     """Trainers that have published version 1, and the ranks of a group."""
-    cluster = StepwiseCluster()
+    cluster = stepwise()
     trainers, ranks = cluster.group("trainer", 2), cluster.group("group", 2)
     cluster.run()
     for trainer in trainers:
@@ -194,7 +201,7 @@ def test_a_hook_and_the_steps_around_it() -> None:
 
 
 def test_digests_that_come_late() -> None:
-    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    cluster = stepwise(manifest=make_manifest(CHUNKS, "xxh3-64"))
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -411,7 +418,7 @@ def test_a_long_chain_is_followed_for_a_few_hops() -> None:
 
 
 def test_what_is_staged_is_put_in_place_after_the_decision() -> None:
-    cluster = StepwiseCluster(host_bytes=2 * SIZE)
+    cluster = stepwise(host_bytes=2 * SIZE)
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -498,7 +505,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_many_ranks_the_slowest_and_the_decisive_ones_are_kept() -> None:
-    cluster = StepwiseCluster()
+    cluster = stepwise()
     trainers, ranks = cluster.group("trainer", 12), cluster.group("group", 12)
     cluster.run()
     for trainer in trainers:
@@ -573,8 +580,8 @@ def test_hostile_timings_change_the_row_of_their_sender_only() -> None:
         observations(cluster)._find(key).ranks[0].took = None  # type: ignore[union-attr]
         cluster.step(Received(session_of(cluster, liar), message))
         cluster.step(Received(session_of(cluster, liar), Took(key_of(cluster, honest), 0, 99.0)))
-        about = explained(cluster, group=liar.member.shard.group)
-        assert about.seconds <= 1e6 + READ_S
+        found = explained(cluster, group=liar.member.shard.group)
+        assert found.seconds <= 1e6 + READ_S
         ask_all(cluster, liar)
     for wrong in WRONG:
         for name in [each.name for each in fields(ServedTiming) if each.type == "Seconds"]:
@@ -623,7 +630,7 @@ def kinds(cluster: StepwiseCluster) -> list[str]:
 
 
 def test_there_is_an_event_of_each_kind() -> None:
-    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    cluster = stepwise(manifest=make_manifest(CHUNKS, "xxh3-64"))
     trainer = cluster.handle("trainer")
     reader = cluster.worker("reader", Location(host="far")).register("reader")
     cluster.run()

@@ -258,7 +258,7 @@ class _Path:
     ) -> list[Part]:
         """Parts of so many seconds in which this rank has read."""
         took, me = rank.took, rank.worker
-        if took is None:
+        if took is None or not (took.phases or took.links):
             lanes = [lane.source for lane in rank.lanes.values()]
             text = "not divided: its worker has not said what took how long"
             return [Part("link", seconds, me, lanes[-1] if lanes else "", text)]

@@ -44,6 +44,7 @@ from tensorhub.messages import (
 from tensorhub.model.manifest import Manifest
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
 from tensorhub.testing.sim.handle import BrokenHook, CallRecord, HandleShell
+from tensorhub.testing.sim.judges.explained import Explained
 from tensorhub.testing.sim.judges.guarantees import Guarantees
 from tensorhub.testing.sim.judges.losses import Losses
 from tensorhub.testing.sim.judges.ports import JudgedHandle
@@ -120,6 +121,7 @@ class World(Driver):
         self.guarantees = Guarantees(self)
         self.losses = Losses(self)
         self.verified = VerifiedChunks()
+        self.explained = Explained()
         self.start_coordinator()
 
     # -- making things
@@ -432,4 +434,8 @@ class World(Driver):
             f"{handle.name} {type(record.what).__name__.removesuffix('Call').lower()} ends: {what}"
         )
         self.guarantees.ended(handle, record)
+        if record.key is not None:
+            who = handle.worker.incarnation, record.key, handle.shard.rank
+            seconds, is_committed = self.now - record.began, record.error is None
+            self.explained.ended(self.coordinator, self.now, *who, seconds, committed=is_committed)
         self.users.ended(handle, record)

@@ -1,0 +1,66 @@
+"""Where the coordinator says the seconds of a call went, beside how long its caller saw it take."""
+
+from __future__ import annotations
+
+import math
+
+from tensorhub.coordinator import Coordinator
+from tensorhub.errors import VersionUnavailable
+from tensorhub.messages import Took
+from tensorhub.observed import PART_NAMES
+from tensorhub.testing.sim.assertion import demand
+from tensorhub.types import OpKey
+
+EPSILON_S = 1e-6
+
+
+class Explained:
+    """The explanations of one cluster. Each rank's timing is told to the coordinator by this judge,
+    when its call ends: it is no message, so that no run depends on it.
+    """
+
+    def __init__(self) -> None:
+        self.tells = True  # False: ranks say it themselves
+        self.judged = 0  # explanations
+        # of the last operation of each group: the longest call of those that have ended
+        self._walls: dict[tuple[str, str], tuple[OpKey, float]] = {}
+
+    def ended(
+        self,
+        core: Coordinator,
+        now: float,
+        incarnation: str,
+        key: OpKey,
+        rank: int,
+        seconds: float,
+        *,
+        committed: bool,
+    ) -> None:
+        """A rank's call has taken so long. Parts add up; and of a commit the explanation is as long
+        as the call of some rank that has ended.
+        """
+        worker = core.cluster.workers.get(incarnation)
+        if worker is None or not self.tells:
+            return
+        before, longest_s = self._walls.get((key.model, key.group), (key, 0.0))
+        longest_s = max(seconds, longest_s if before == key else 0.0)
+        self._walls[key.model, key.group] = key, longest_s
+        core.observations.took(worker, Took(key, rank, seconds), is_its=True)
+        try:
+            found = core.observations.explanation(now, key.model, None, key.group)
+        except VersionUnavailable:
+            return
+        if found.key != key:
+            return  # its group has called again, or the coordinator is a new one
+        total = sum(part.seconds for part in found.parts)
+        wrong = [p for p in found.parts if p.seconds < 0 or p.name not in PART_NAMES]
+        demand(not wrong, f"seconds: {found} has {wrong}")
+        demand(
+            math.isclose(total, found.seconds, abs_tol=EPSILON_S),
+            f"seconds: the parts of {found} add up to {total}",
+        )
+        demand(
+            not committed or math.isclose(found.seconds, longest_s, abs_tol=EPSILON_S),
+            f"seconds: {found} does not take the {longest_s} s of its longest call",
+        )
+        self.judged += 1
