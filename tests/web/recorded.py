@@ -58,7 +58,8 @@ class Recording:
             "behind_s": 0.004,
             "lease_s": 10.0,
             "sessions": len(workers),
-            "workers": {state: states.count(state) for state in ("live", "suspect")},
+            "workers": len(states),
+            "suspect": states.count("suspect"),
             "models": len(self.models),
             "now": NOW,
             "release": "0.0",
@@ -281,9 +282,7 @@ def events(groups: Sequence[str]) -> list[ClusterEvent]:
     made = [ClusterEvent(1, NOW - 300, "serving", text="the coordinator has its state")]
     for group in groups[:40]:
         made.append(
-            ClusterEvent(
-                len(made) + 1, NOW - 290, "joined", worker=group, text=f"{group} has joined"
-            )
+            ClusterEvent(len(made) + 1, NOW - 290, "joined", worker=group, text="a spot worker")
         )
     for version in range(1, 8):
         made.append(
@@ -294,12 +293,12 @@ def events(groups: Sequence[str]) -> list[ClusterEvent]:
                 MODEL,
                 version,
                 "trainer",
-                f"version {version} of {MODEL} became visible: 16.1 GB from trainer",
+                "16.1 GB in 1 shard",
             )
         )
     made.append(
         ClusterEvent(
-            len(made) + 1, NOW - 4, "suspect", worker=groups[-1], text=f"{groups[-1]} is silent"
+            len(made) + 1, NOW - 4, "suspect", worker=groups[-1], text="not heard for 4.2 s"
         )
     )
     return made

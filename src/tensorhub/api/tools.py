@@ -36,6 +36,7 @@ from tensorhub.memory.unallocated import Described
 from tensorhub.messages import Events, PublicationReply
 from tensorhub.model.manifest import TensorDescription
 from tensorhub.model.read_plan import ReadPlan
+from tensorhub.observed import UpdateRow
 from tensorhub.runtime.worker import ports
 from tensorhub.runtime.worker.calling import CallersHandle, ProgressListener
 from tensorhub.runtime.worker.registering import CallersWorker
@@ -281,6 +282,13 @@ def show_seeding(hub: Joined, tell: Callable[[str, int, int, int], None]) -> Non
     and may change. It must return at once.
     """
     hub._worker.copies.on_seeding = tell
+
+
+async def recent_updates(hub: Joined, model: str) -> tuple[UpdateRow, ...]:
+    """The updates of a model that the coordinator knows, the newest first."""
+    worker = hub._worker
+    call = worker.coordinator.updates
+    return await hub._thread.call(call, model, worker.timeout_s(None))
 
 
 def check_full(worker: CallersWorker, call: str) -> None:

@@ -78,6 +78,7 @@ COMMANDS = {
     "status": "Show versions, replicas, running reads and workers.",
     "events": "List what has happened in a cluster.",
     "explain": "Say where the seconds of an update went.",
+    "report": "Save a run as one page that opens without a cluster.",
     "publish": "Publish safetensors files, and serve them.",
     "fetch": "Fetch a version into safetensors files.",
     "plan": "Show what a reader would read from whom.",

@@ -21,7 +21,7 @@ from tensorhub.errors import (
     unreachable,
 )
 from tensorhub.model.stamps import Stamp
-from tensorhub.observed import Explanation
+from tensorhub.observed import Explanation, UpdateRow
 from tensorhub.runtime.control.link import RECONNECT_S_FIRST
 from tensorhub.types import ModelInfo, ReplicaView, Selector, VersionInfo, WorkerView
 
@@ -257,6 +257,14 @@ class CoordinatorClient:
                 return answer
             else:
                 await anyio.sleep(EVENTS_EVERY_S)
+
+    async def updates(self, model: str, timeout_s: float) -> tuple[UpdateRow, ...]:
+        """The recent updates of a model, the newest first."""
+        answer = await self.ask(
+            lambda request: messages.GetUpdates(request, model), "updates", timeout_s
+        )
+        assert isinstance(answer, messages.Updates)
+        return answer.rows
 
     async def check_number(self, model: str, version: int, timeout_s: float) -> None:
         """Raise VersionConflict if `version` could not be published now."""

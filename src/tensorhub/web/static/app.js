@@ -6,6 +6,7 @@ const LARGE_EVERY_S = 3; // descriptions of more workers than are drawn one by o
 const AWAY_MOST_S = 5; // between two attempts
 const EVENTS_AGAIN_S = 2;
 const THROUGHPUT_KEPT = 120;
+const SOURCES_ASKED = 4; // each time
 
 /** All that is known; the views read it. */
 const known = {
@@ -26,7 +27,7 @@ const known = {
 
   /** Now, by the coordinator's clock; of a saved run the time of saving. */
   now() {
-    return known.source.saved ? known.summary.coordinator.now : performance.now() / 1000 + known.clockAhead;
+    return known.source.saved ? known.source.run.summary.coordinator.now : performance.now() / 1000 + known.clockAhead;
   },
   unfold(key) {
     known.unfolded.add(key);
@@ -114,7 +115,7 @@ async function askFor(place) {
   }
   await Promise.all(asks);
   if (page.place === place) known.asked = true;
-  if (place.view === "model") await askForSource(place.model);
+  if (place.view === "model") await askForSources(place.model);
 }
 
 async function askForExplanation(place, version, group) {
@@ -135,18 +136,19 @@ async function askForUpdates(place) {
   else known.explanation = null;
 }
 
-/** Whom one more worker read the newest version from, if that was before this page looked. */
-async function askForSource(model) {
+/** Whom a few more workers read the newest version from, if that was before this page looked. */
+async function askForSources(model) {
   const mark = known.models.get(model)?.mark ?? null;
   if (mark === null) return;
   const past = known.pastOf(model, mark);
-  const row = (known.updates.get(model) ?? []).find(
+  const unknown = (known.updates.get(model) ?? []).filter(
     (each) => each.version === mark && each.outcome === "committed" && each.worker && !past.has(each.worker),
   );
-  if (!row) return;
-  const found = await known.source.explain(model, mark, row.group);
-  const links = [...(found?.links ?? [])].sort((some, other) => other.nbytes - some.nbytes);
-  heardSource(model, mark, row.worker, links[0]?.source ?? null);
+  for (const row of unknown.slice(0, SOURCES_ASKED)) {
+    const found = await known.source.explain(model, mark, row.group);
+    const links = [...(found?.links ?? [])].sort((some, other) => other.nbytes - some.nbytes);
+    heardSource(model, mark, row.worker, links[0]?.source ?? null);
+  }
 }
 
 function heardSource(model, version, reader, source) {

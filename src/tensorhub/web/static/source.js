@@ -121,11 +121,11 @@ class SavedSource {
   }
 
   async model(model) {
-    return this.run.models[model] ?? null;
+    return Object.hasOwn(this.run.models, model) ? this.run.models[model] : null;
   }
 
   async updates(model) {
-    return this.run.updates[model] ?? [];
+    return Object.hasOwn(this.run.updates, model) ? this.run.updates[model] : [];
   }
 
   async explain(model, version, group) {

@@ -97,15 +97,18 @@ function eventRows(known, events) {
         { key: String(event.number) },
         h("time", {}, clock(event.at)),
         tag(Object.hasOwn(EVENTS, event.kind) ? EVENTS[event.kind] : "plain", event.kind.replace("_", " ")),
-        h("span", { class: "event-text" }, h("bdi", {}, event.text || sentenceOf(event))),
+        h("span", { class: "event-text" }, aboutEvent(event)),
       ),
     ),
   );
 }
 
-function sentenceOf(event) {
+/** Of whom, of which version, and what was said of it. */
+function aboutEvent(event) {
   const version = event.version === null ? "" : ` version ${event.version}`;
-  return [event.worker, event.model + version].filter((each) => each.trim()).join(": ");
+  const model = event.model && [h("a", { href: to("model", event.model) }, name(event.model)), version];
+  const said = [event.worker && name(event.worker), model, event.text && h("bdi", {}, event.text)];
+  return said.filter(Boolean).map((each, index) => [index ? " · " : "", each]);
 }
 
 function newestOf(info) {
@@ -150,14 +153,14 @@ function overview(known) {
   const calls = models.flatMap((info) => info.summary?.calls ?? []);
   const longest = Math.max(0, ...calls.map((each) => each.longest_s));
   const reads = models.reduce((sum, info) => sum + (info.summary?.reads ?? info.leases.length), 0);
-  const { live, suspect } = coordinator.workers;
+  const { workers, suspect } = coordinator;
   const waiting = calls.reduce((sum, each) => sum + each.count, 0);
   const rate = known.throughput.at(-1);
   return [
     h(
       "div",
       { class: "tiles", key: "tiles" },
-      tile("workers", whole(live + suspect), suspect ? `${whole(suspect)} not heard` : "all heard", suspect > 0 && "warn"),
+      tile("workers", whole(workers), suspect ? `${whole(suspect)} not heard` : "all heard", suspect > 0 && "warn"),
       tile("reads now", whole(reads), rate === undefined ? "" : `${inBytes(rate)}/s`, "", sparkPicture(known.throughput)),
       tile("calls under way", whole(waiting), longest ? `longest without progress: ${inSeconds(longest)}` : "nothing waits", longest > 10 && "warn"),
       tile(
@@ -337,8 +340,9 @@ const UPDATE_COLUMNS = (known, model) => [
 function phaseBar(row) {
   if (row.phases.length === 0) return h("span", { class: "faint" }, "–");
   const text = row.phases.map(([phase, seconds]) => `${phase} ${inSeconds(seconds)}`).join(", ");
+  const sum = row.phases.reduce((total, [, seconds]) => total + seconds, 0) || 1;
   return h("span", { class: "mini", title: text, role: "img", "aria-label": text },
-    row.phases.map(([phase, seconds]) => h("span", { class: `phase-${phaseKind(phase)}`, style: { flex: `${seconds} 0 0px` } }))); // prettier-ignore
+    row.phases.map(([phase, seconds]) => h("span", { class: `phase-${phaseKind(phase)}`, style: { flex: `${seconds / sum} 0 0px` } }))); // prettier-ignore
 }
 
 const WORKER_COLUMNS = (info) => [

@@ -23,7 +23,7 @@ const PARTS = {
   others: ["waits", "waiting for another rank of the group"],
   store: ["control", "the coordinator's store"],
   coordinator: ["control", "the coordinator was late"],
-  control: ["control", "messages between worker and coordinator"],
+  control: ["control", "messages between worker and coordinator, planning, and starting to read"],
   other: ["rest", "not attributed"],
 };
 
