@@ -37,6 +37,7 @@ from tensorhub.api.tools import (
     register_memory,
     tell_left_out,
 )
+from tensorhub.api.tracing import traced
 from tensorhub.api.watcher import Watcher
 from tensorhub.api.weights import Weights
 from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, shown
@@ -606,7 +607,10 @@ class Hub(Unpicklable):
         no memory), OperationTimeout, GroupAborted, CoordinatorUnavailable, LeaseLost (as `newest`).
         """
         memory = AllocatedMemory(names, device)
-        info, report = await fetch_into(self, model, selector, memory, rank=rank, timeout=timeout)
+        with traced("fetch", model) as its:
+            said = await fetch_into(self, model, selector, memory, rank=rank, timeout=timeout)
+            info, report = said
+            its.ended(report)
         return Fetched(memory.tensors(), info, report)
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tensorhub.api.opening import Block, Unpicklable
+from tensorhub.api.tracing import traced, tracing
 from tensorhub.errors import (
     CoordinatorUnavailable,
     GroupAborted,
@@ -161,6 +162,7 @@ class Weights(Unpicklable):
         text = f"stamp() of {self._handle.member.shard.title}: {_NO_STAMP[state]}"
         return StateError(text, retryable=state in (HandleState.FILLING, HandleState.IN_DOUBT))
 
+    @tracing
     @_tells_torn
     async def publish(self, version: int, timeout: float | None = None) -> VersionInfo:
         """Promise that the memory is immutable, as `version`; returns when it is visible (all ranks
@@ -280,7 +282,7 @@ class Weights(Unpicklable):
     @contextlib.asynccontextmanager
     async def _mutate(self, version: int, timeout: float | None) -> AsyncIterator[None]:
         call = f"mutate({shown(version)})"
-        with self._telling_torn():
+        with self._telling_torn(), traced("mutate", self.model) as its:
             async with self._of_all_ranks(call):
                 version = check_version(version)
                 self._check_publishable()
@@ -294,11 +296,13 @@ class Weights(Unpicklable):
             where = "unpublish() in"
             try:
                 await self._thread.call(self._handle.begin_mutate, timeout_s)
+                its.phase("unpublish")
                 where = "the body of"
                 is_unwritten = (
                     self._memory.watch() if self._worker.options.stale_weights != "ignore" else None
                 )
                 yield
+                its.phase("body")
                 where = "after its body,"
                 self._memory.check_current()
                 if is_unwritten is not None and is_unwritten():
@@ -311,7 +315,8 @@ class Weights(Unpicklable):
                     await self._refuse(f"{where} {call} raised {text_of(error)}", timeout_s)
                 raise
             async with self._of_all_ranks(call):
-                await self._publish(version, timeout)
+                its.ended(await self._publish(version, timeout))
+            its.phase("publish")
 
     def _tell_stale(self) -> None:
         # Without the number: Python says an equal warning once for each place.
@@ -327,6 +332,7 @@ class Weights(Unpicklable):
             raise StateError(text)
         warnings.warn(text, StaleWeightsWarning, stacklevel=callers_level())
 
+    @tracing
     @_tells_torn
     async def replicate(
         self, selector: Selector = LATEST, timeout: float | None = None
@@ -359,6 +365,7 @@ class Weights(Unpicklable):
             self._handle.stream_sync.note()
             return await self._thread.call(self._handle.fill, call, self._worker.timeout_s(timeout))
 
+    @tracing
     @_tells_torn
     async def update(
         self,
@@ -434,6 +441,7 @@ class Weights(Unpicklable):
             problem = error
         self._thread.post(partial(self._handle.hook_returned, problem))
 
+    @tracing
     @_tells_torn
     async def prefetch(
         self, selector: Selector = LATEST, timeout: float | None = None
