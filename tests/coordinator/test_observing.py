@@ -250,6 +250,28 @@ def test_a_late_coordinator() -> None:
     assert explained(cluster).unsure_s == pytest.approx(0.5)
 
 
+def test_what_a_late_coordinator_says_late() -> None:
+    cluster, (_, reader) = pair("reader")
+    lease = begin(cluster, reader)
+    cluster.advance(1.0, run=False)
+    observations(cluster).late(cluster.now, 0.75, is_behind=False)
+    cluster.advance(READ_S - 1.0, run=False)
+    cluster.run()
+    tell(
+        cluster,
+        reader,
+        READ_S + 0.5,
+        {"wait": 2.0},
+        replace(timing(lease, link_s=2.0), seconds=2.0),
+    )
+    assert parts(explained(cluster)) == {
+        "link": 2.0,
+        "coordinator": 0.75,
+        "control": 1.0,
+        "other": 0.75,
+    }
+
+
 def test_what_a_call_took_beyond_what_the_coordinator_saw() -> None:
     cluster, (_, reader) = pair("reader")
     lease = read(cluster, reader)
@@ -406,14 +428,14 @@ def test_a_long_chain_is_followed_for_a_few_hops() -> None:
         update.bound_at = update.written_at = 0.0
         update.prepared_at = update.ended_at = 4.0
         update.info = VersionInfo("m", 1, "c", 1, 1)
-    found = explanation(update, 4.0, 0.0, updates.get, lambda at: 0.0, lambda *about: [])
+    found = explanation(update, 4.0, 0.0, updates.get, (), lambda *about: [])
     assert [(part.name, part.worker, part.seconds) for part in found.parts] == [
         ("upstream", "w3", 4.0)
     ]
     # two that wait for each other are no way out, either
     first, second = updates[OpKey("m", "g0", 1, 1)], updates[OpKey("m", "g1", 1, 1)]
     first.ranks[0].lanes["l"].fills = second.key, 0
-    found = explanation(first, 4.0, 0.0, updates.get, lambda at: 0.0, lambda *about: [])
+    found = explanation(first, 4.0, 0.0, updates.get, (), lambda *about: [])
     assert sum(part.seconds for part in found.parts) == 4.0
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tensorhub.messages import Took
@@ -88,9 +88,15 @@ class Update:
     waits: list[tuple[float, str]] = field(default_factory=list)  # all ranks, from then on
     bytes_read: int = 0  # of all ranks, as they say
 
-    def wall_s(self, rank: Rank, now: float) -> float:
-        """How long the rank's call took for the coordinator, up to now."""
+    def seen_s(self, rank: Rank, now: float) -> float:
+        """How long the coordinator has seen the rank's call run, up to now."""
         return (now if self.ended_at is None else self.ended_at) - rank.called_at
+
+    def wall_s(self, now: float) -> float:
+        """How long it took by the rank that took longest, up to now."""
+        first = subject(self)
+        told_s = first.took.seconds if first.took is not None else 0.0
+        return max(told_s, self.seen_s(first, now))
 
 
 def subject(update: Update) -> Rank:
@@ -104,14 +110,15 @@ def explanation(
     now: float,
     wall_offset_s: float,
     find: Callable[[OpKey], Update | None],
-    lateness: Callable[[float], float],
+    late: Sequence[tuple[float, float]],
     rates_beside: Callable[[Update, Lane], list[float]],
 ) -> Explanation:
-    """Of this update. `find`: another one. `lateness`: how long what was handled then had waited.
-    `rates_beside`: of other readers of a lane's source, in bytes per second.
+    """Of this update. `find`: another one. `late`: from when to when the coordinator came to
+    nothing of what waited for it. `rates_beside`: of other readers of a lane's source, in bytes per
+    second.
     """
     first, end = subject(update), now if update.ended_at is None else update.ended_at
-    path = _Path(first.called_at, find, lateness, rates_beside)
+    path = _Path(first.called_at, find, late, rates_beside)
     for key in first.former:
         before = find(key)
         rank = before.ranks.get(first.rank) if before is not None else None
@@ -147,13 +154,13 @@ class _Path:
         self,
         at: float,
         find: Callable[[OpKey], Update | None],
-        lateness: Callable[[float], float],
+        late: Sequence[tuple[float, float]],
         rates_beside: Callable[[Update, Lane], list[float]],
     ) -> None:
         self.parts: list[Part] = []
         self.at = self.began_at = at
         self.critical: Rank | None = None  # whose vote came last
-        self._find, self._lateness, self._rates_beside = find, lateness, rates_beside
+        self._find, self._late, self._rates_beside = find, late, rates_beside
 
     def to(self, until: float, name: str, worker: str = "", text: str = "") -> None:
         """Up to then it was one thing, but for the time that the message which ended it waited for
@@ -161,10 +168,17 @@ class _Path:
         """
         seconds = until - self.at
         if seconds > 0.0:
-            late_s = min(seconds, self._lateness(until))
+            waited = [until - max(a, self.at) for a, b in self._late if a <= until <= b]
+            late_s = max(waited, default=0.0)
             self.parts += [Part(name, seconds - late_s, worker, "", text)]
             self.parts += [Part("coordinator", late_s)]
             self.at = until
+
+    def _late_s(self, since: float, until: float) -> float:
+        """For how long it was late then: whatever it said, or should have heard, may have waited
+        so long.
+        """
+        return sum(max(0.0, min(b, until) - max(a, since)) for a, b in self._late)
 
     def _wait(self, update: Update, until: float, name: str) -> None:
         """Up to then all ranks waited, as noted; for `name`, if nothing is noted."""
@@ -233,7 +247,9 @@ class _Path:
             open_s = 0.0 if rank.sourceless_at is None else max(0.0, until - rank.sourceless_at)
             alone_s = min(seconds, rank.sourceless_s + open_s)
             self.parts += [Part("source", alone_s, rank.worker)]
-            self.parts += self._divided(update, rank, seconds - alone_s, self._lateness(until))
+            self.parts += self._divided(
+                update, rank, seconds - alone_s, self._late_s(self.at, until)
+            )
             self.at = until
 
     def finish(self, update: Update, first: Rank, took: Took) -> None:
@@ -241,7 +257,8 @@ class _Path:
         after the decision.
         """
         left = max(0.0, took.seconds - (self.at - self.began_at))
-        late_s = min(left, self._lateness(self.began_at))
+        before_s = self._late_s(self.began_at - left, self.began_at)
+        late_s = min(left, before_s + self._late_s(self.at, self.at + left))
         self.parts.append(Part("coordinator", late_s))
         left -= late_s
         if update.is_staged:  # it is put in place after the decision
@@ -285,7 +302,7 @@ class _Path:
         add("digest", phases["verify"] - sum(link.digest_s for link in took.links))
         parts.append(Part("coordinator", min(left, late_s)))
         left -= parts[-1].seconds
-        messages_s = max(0.0, took.seconds - update.wall_s(rank, self.at))
+        messages_s = max(0.0, took.seconds - update.seen_s(rank, self.at))
         read_s = phases["wait"] + phases["transfer"] + phases["verify"]
         laneless_s = max(0.0, read_s - sum(link.seconds for link in took.links))
         add("control", phases["prepare"] + messages_s + laneless_s)
@@ -320,6 +337,8 @@ class _Path:
         }
         threads_s = sum(own.values()) + link.link_s + link.empty_s
         parts = [Part(name, seconds, me) for name, seconds in own.items()]
+        if link.delay_s > link.cpu_s:
+            parts[0] = replace(parts[0], text="mostly waiting for a core")
         parts += [Part("upstream", link.empty_s, me, source)]
         parts += self._waits_for_bytes(update, me, link, lane, max(0.0, link.seconds - threads_s))
         scale = min(1.0, link.seconds / threads_s) if threads_s else 0.0

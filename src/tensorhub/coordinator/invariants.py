@@ -753,6 +753,12 @@ def check_counts(cluster: Cluster) -> None:
         "manifests are counted",
         cluster.manifests,
     )
+    undecided = {operation.key for operation in cluster.operations()}
+    demand(
+        cluster.observations.running <= undecided,
+        "no update is observed that is over",
+        cluster.observations,
+    )
     list_bytes = sum(testimony.nbytes for testimony in cluster.testimonies)
     demand(cluster.list_bytes == list_bytes, "lists of digests are counted", cluster.list_bytes)
     versions = [version for model in cluster.models.values() for version in model.versions.values()]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -48,7 +49,7 @@ LANES_OF_RANK_MAX = 64
 LANES_KEPT_MAX = 2**14  # of all finished updates
 WAITS_MAX = 32  # of one update
 LATE_S = 0.02  # less than that is no lateness
-LATE_KEPT_MAX = 64
+LATE_KEPT_MAX = 256
 CLAIMED_S_MAX = 10.0**6  # what a worker may claim that something took
 TRANSPORTS_MAX = 32
 KINDS = ("live", "host copy", "seed", "archive")
@@ -107,6 +108,11 @@ class Observations:
     def __repr__(self) -> str:
         finished = sum(map(len, self._finished.values()))
         return f"<Observations: {self.last_event} events, {finished} updates>"
+
+    @property
+    def running(self) -> Set[OpKey]:
+        """The updates that have not ended."""
+        return self._running.keys()
 
     # ----------------------------------------------------------------------------------------------
     # events
@@ -358,10 +364,6 @@ class Observations:
         if late_s > LATE_S:
             self._late.append((now - late_s, now))
 
-    def lateness(self, at: float) -> float:
-        """How long what was handled at that time may have waited for its turn."""
-        return max((at - since for since, until in self._late if since <= at <= until), default=0.0)
-
     # ----------------------------------------------------------------------------------------------
     # answers
 
@@ -417,13 +419,12 @@ class Observations:
         if group is None:
             newest = max(found[::-1], key=lambda each: (each.info is not None, each.began_at)).info
             found = [each for each in found if each.info == newest]
-            each_s = [self._explained(now, each).seconds for each in found]
-            return self._explained(now, found[each_s.index(max(each_s))])
+            return self._explained(now, max(found, key=lambda each: each.wall_s(now)))
         return self._explained(now, found[-1])
 
     def _explained(self, now: float, update: Update) -> Explanation:
         return explaining.explanation(
-            update, now, self.wall_offset_s, self._find, self.lateness, self._rates_beside
+            update, now, self.wall_offset_s, self._find, self._late, self._rates_beside
         )
 
     def _find(self, key: OpKey) -> Update | None:
@@ -431,12 +432,14 @@ class Observations:
         return found or self._finished[False].get(key) or self._finished[True].get(key)
 
     def _rates_beside(self, update: Update, lane: Lane) -> list[float]:
-        """Of other readers of the model that read from the same source at the same time, in bytes
-        per second.
+        """Of other readers of the model that have read from the same source at the same time, in
+        bytes per second.
         """
         return [
             link.nbytes / link.seconds
-            for other in self._of_model.get(update.key.model, {}).values()
+            for finished in self._finished.values()
+            for other in finished.values()
+            if other.key.model == update.key.model
             for rank in other.ranks.values()
             for link in (rank.took.links if rank.took is not None else ())
             if link.seconds and rank.lanes[link.lease].is_beside(lane)

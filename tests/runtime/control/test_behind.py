@@ -17,6 +17,7 @@ import pytest
 
 from tensorhub.coordinator import Action, Coordinator, Event, Received
 from tensorhub.messages import (
+    Fill,
     Heartbeat,
     Join,
     ReaderCut,
@@ -77,10 +78,34 @@ async def test_a_coordinator_that_is_behind_says_so_and_so_do_those_who_wait_for
             await until(lambda: told("tensorhub.worker", "event='coordinator_behind'"))
             while (await hub.describe("m")).coordinator_behind_s < LEASE_S / 8:
                 pass
+        assert "behind" in [event.kind async for event in hub.events()]
         await until(lambda: told("tensorhub.coordinator", "event='coordinator_caught_up'"))
         while (await hub.describe("m")).coordinator_behind_s > LEASE_S / 8:
             pass
         assert not told("tensorhub.worker", "worker_dismissed")
+
+
+async def test_an_update_that_a_late_coordinator_holds_up_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pulse, "PULSE_S", 0.02)
+    async with (
+        nothing_left(),
+        serving(Options(lease_s=LEASE_S)) as server,
+        connect(server.address, name="trainer") as trainer,
+        connect(server.address, name="reader") as reader,
+    ):
+        await (await trainer.register("m", tensors(1))).publish(1)
+        weights = await reader.register("m", tensors())
+        with monkeypatch.context() as slowed:
+            takes_long(slowed, Fill, 2 * STEP_S)
+            await weights.replicate()
+        found = await reader.explain("m")
+        while not found.links:
+            found = await reader.explain("m")
+        late_s = sum(part.seconds for part in found.parts if part.name == "coordinator")
+        assert late_s >= STEP_S
+        assert late_s <= found.unsure_s
 
 
 @pytest.mark.parametrize(("works", "reason"), [(True, pulse.TOO_MUCH), (False, pulse.STOPPED)])

@@ -17,7 +17,7 @@ import anyio
 from tensorhub.logs import get_logger
 from tensorhub.runtime import clock
 
-PULSE_S = 0.5  # between two looks
+PULSE_S = 0.1  # between two looks: what is shorter is not seen
 LATE = 1 / 8  # of a lease: a coordinator that is so late says so
 BUSY = 1 / 2  # of a core: a process that has used so much of it since the last look was not stopped
 TOO_MUCH = "it has more to do than it comes to"
