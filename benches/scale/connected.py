@@ -10,6 +10,7 @@ import resource
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
@@ -73,13 +74,27 @@ def coordinator_main(
 async def _coordinate(pipe: Connection, options: Options, port: int, state_dir: str | None) -> None:
     async with tensorhub.serve(port=port, state_dir=state_dir, options=options) as coordinator:
         pipe.send((True, coordinator.address))
-        await obey(pipe, {"usage": _usage})
+        await obey(pipe, {"usage": _usage, "threads": _threads})
 
 
 async def _usage() -> tuple[float, int]:
     """CPU seconds of this process, and its resident bytes."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime, _resident_bytes()
+
+
+async def _threads() -> dict[str, float]:
+    """CPU seconds of the library's threads of this process, by name."""
+    return {
+        thread.name: _cpu_s(thread.native_id)
+        for thread in threading.enumerate()
+        if thread.name.startswith("tensorhub-")
+    }
+
+
+def _cpu_s(thread: int | None) -> float:
+    schedstat = Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="ascii")
+    return int(schedstat.split()[0]) / 1e9
 
 
 def _resident_bytes() -> int:
@@ -285,6 +300,11 @@ class Cluster:
     async def usage(self) -> tuple[float, int]:
         """CPU seconds of the coordinator, and its resident bytes."""
         found: tuple[float, int] = await anyio.to_thread.run_sync(self._remote.ask, "usage")
+        return found
+
+    async def threads(self) -> dict[str, float]:
+        """CPU seconds of the coordinator's threads, by name."""
+        found: dict[str, float] = await anyio.to_thread.run_sync(self._remote.ask, "threads")
         return found
 
     async def join(self, workers: int) -> list[Connected]:

@@ -17,6 +17,7 @@ from tensorhub.layouts import plan as planned
 QUICK = [
     "files --rounds 1 --mib 1",
     "imports --rounds 1",
+    "observing --workers 8 --seconds 0.5 --rounds 1",
     "one_sided --transport cma --rounds 1 --mib 2 --tensors 6 --tiny 3",
     "scale.core --workers 8 --ranks 1 --manifest 1000",
     "strided --transport shm --rounds 1 --mib 2 --runs 176 65536",

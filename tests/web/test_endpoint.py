@@ -168,7 +168,7 @@ async def test_different_questions_come_one_at_a_time_and_too_many_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tensorhub.web.asking.WAITING_MAX", 2)
-    monkeypatch.setattr("tensorhub.web.asking.PACE_S", 0.5)
+    monkeypatch.setattr("tensorhub.web.asking.SHARE", 1e-4)
     found: list[int] = []
 
     async def one(number: int) -> None:

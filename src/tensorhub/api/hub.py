@@ -163,7 +163,6 @@ def connect(
         http_url: list[str] = []
 
         async def main(thread: LoopThread) -> None:
-            worker.append(make(secrets_accepted=secrets))
             with contextlib.ExitStack() as stack:
                 ready = thread.ready
                 if checked.http is not None:
@@ -172,6 +171,7 @@ def connect(
                     )
                     http_url.append(endpoint.url)
                     ready = partial(show, endpoint, thread)
+                worker.append(make(secrets_accepted=secrets))
                 await worker[0].run(ready)
 
         def show(endpoint: Endpoint, thread: LoopThread) -> None:

@@ -19,7 +19,7 @@ from tensorhub.types import ModelInfo
 
 DETAILED_WORKERS_MAX = 64  # of a model of which single workers are told
 COUNTED_PER_PART = 2048  # groups, shards and rows; one model is never cut
-PAGE_WORKERS = 100
+PAGE_WORKERS = 50
 
 
 @dataclass(frozen=True, slots=True)

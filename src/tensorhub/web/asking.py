@@ -1,14 +1,15 @@
 """Questions to the loop that an endpoint shows.
 
-However many clients ask, that loop answers at most one question per `PACE_S`, and a question that
-was answered less than `FRESH_S` ago not again. Responsible for the crossing between the loops and
-for these bounds. Lives in the endpoint's loop.
+However many clients ask, what they choose to ask takes at most `SHARE` of that loop's time, and a
+question that was answered less than `FRESH_S` ago is not asked again. Responsible for the crossing
+between the loops and for these bounds. Lives in the endpoint's loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ T = TypeVar("T")
 Post = Callable[[Callable[[], None]], bool]  # see `LoopThread.post`
 
 FRESH_S = 1.0  # an answer is given again for so long
-PACE_S = 0.1  # between two questions that clients choose
+SHARE = 0.01
 ANSWER_S = 3.0  # a loop that has not answered by then is behind
 WAITING_MAX = 32  # questions
 ANSWERS_MAX = 64  # that are kept
@@ -27,36 +28,47 @@ class Unanswered(Exception):
     """The loop has not answered in time, has ended, or is asked too much. Says which."""
 
 
-async def ask(post: Post, function: Callable[[], T]) -> T:
-    """`function()`, called in the other loop. Raises what that raises, and Unanswered."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
+class OtherLoop:
+    """The loop that is asked."""
 
-    def settle(setter: Callable[[Any], None], value: object) -> None:
-        if not answer.done():
-            setter(value)
+    def __init__(self, post: Post) -> None:
+        """`post`: has a function called there."""
+        self._post = post
+        self.used_s = 0.0  # of its thread's processor time, by questions
 
-    def call() -> None:
+    async def ask(self, function: Callable[[], T]) -> T:
+        """`function()`, called there. Raises what that raises, and Unanswered."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def settle(setter: Callable[[Any], None], value: object, used_s: float) -> None:
+            self.used_s += used_s
+            if not answer.done():
+                setter(value)
+
+        def call() -> None:
+            began = time.thread_time()
+            try:
+                told = partial(settle, answer.set_result, function())
+            except Exception as error:
+                told = partial(settle, answer.set_exception, error)
+            with contextlib.suppress(RuntimeError):  # the endpoint has ended
+                loop.call_soon_threadsafe(told, time.thread_time() - began)
+
+        if not self._post(call):
+            raise Unanswered("it is ending")
         try:
-            told = partial(settle, answer.set_result, function())
-        except Exception as error:
-            told = partial(settle, answer.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the endpoint has ended
-            loop.call_soon_threadsafe(told)
-
-    if not post(call):
-        raise Unanswered("it is ending")
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            return await answer
-    except TimeoutError:
-        raise Unanswered(f"it is behind: it has not answered for {ANSWER_S:g} s") from None
+            async with asyncio.timeout(ANSWER_S):
+                return await answer
+        except TimeoutError:
+            raise Unanswered(f"it is behind: it has not answered for {ANSWER_S:g} s") from None
 
 
 class Questions:
     """Of clients, which choose what they ask. Equal questions are asked once."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: OtherLoop) -> None:
+        self._asked = asked
         self._answers: dict[object, asyncio.Task[Any]] = {}  # oldest first
         self._waiting = 0
         self._turn = asyncio.Lock()
@@ -80,8 +92,12 @@ class Questions:
         loop = asyncio.get_running_loop()
         async with self._turn:
             await asyncio.sleep(max(0.0, self._not_before - loop.time()))
-            self._not_before = loop.time() + PACE_S
-            return await question()
+            before_s = self._asked.used_s
+            try:
+                return await question()
+            finally:
+                used_s = self._asked.used_s - before_s
+                self._not_before = loop.time() + used_s / SHARE
 
     def _done(self, key: object, task: asyncio.Task[Any]) -> None:
         self._waiting -= 1

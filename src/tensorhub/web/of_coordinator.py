@@ -37,7 +37,7 @@ from tensorhub.coordinator.overview import (
 from tensorhub.errors import TensorHubError, VersionUnavailable
 from tensorhub.observed import ClusterEvent
 from tensorhub.runtime.control.server import CoordinatorServer
-from tensorhub.web.asking import Post, Questions, Unanswered, ask
+from tensorhub.web.asking import OtherLoop, Post, Questions, Unanswered
 from tensorhub.web.endpoint import Endpoint
 from tensorhub.web.exposition import Figures, exposition, of_coordinator
 from tensorhub.web.news import News
@@ -81,11 +81,11 @@ class CoordinatorPages:
     ) -> None:
         """`post`: has a function called in the coordinator's loop."""
         self._server = server
-        self._post = post
+        self._loop = OtherLoop(post)
         self._secrets = secrets
         self._host = host
-        self._snapshots = Questions()
-        self._questions = Questions()
+        self._snapshots = Questions(self._loop)
+        self._questions = Questions(self._loop)
         self._last: Snapshot | None = None
         self._news = News(self._events_after)
 
@@ -116,7 +116,7 @@ class CoordinatorPages:
             core, now, _ = self._server.show()
             return function(core, now)
 
-        return await ask(self._post, call)
+        return await self._loop.ask(call)
 
     async def _snapshot(self) -> tuple[Snapshot, float]:
         """The newest snapshot, and how much later than it the coordinator is behind. Raises
@@ -147,7 +147,7 @@ class CoordinatorPages:
             )
             return found, models_shown(core)
 
-        found, names = await ask(self._post, begin)
+        found, names = await self._loop.ask(begin)
         models: list[ModelOverview] = []
         rows = limits.OVERVIEW_ROWS_MAX
         while names:

@@ -24,7 +24,7 @@ from tensorhub.coordinator.observing import Histogram
 from tensorhub.messages import Took
 from tensorhub.observed import PHASE_NAMES, ServedTiming
 from tensorhub.runtime.worker.worker import Worker
-from tensorhub.web.asking import Post, Questions, ask
+from tensorhub.web.asking import OtherLoop, Post, Questions
 from tensorhub.web.endpoint import Endpoint
 from tensorhub.web.exposition import MODELS_MAX, counter, gauge, histogram, label_of, metrics_answer
 from tensorhub.web.pages import Answer, application, healthz, json_answer
@@ -92,10 +92,10 @@ class WorkerPages:
         """`post`: has a function called in the worker's loop."""
         self._worker = worker
         self._counts = counts
-        self._post = post
+        self._loop = OtherLoop(post)
         self._secrets = secrets
         self._host = host
-        self._questions = Questions()
+        self._questions = Questions(self._loop)
 
     def __repr__(self) -> str:
         return f"<WorkerPages of {self._worker!r}>"
@@ -137,7 +137,7 @@ class WorkerPages:
         )
 
     async def _shown(self) -> Shown:
-        return await self._questions.ask("shown", lambda: ask(self._post, self._show))
+        return await self._questions.ask("shown", lambda: self._loop.ask(self._show))
 
     async def readyz(self, request: Request) -> Response:
         """Whether the coordinator knows it."""
