@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tensorhub.coordinator import CloseSession, Connected, Disconnected, Received, Send
+from tensorhub.coordinator import CloseSession, Connected, Disconnected, Received, Send, observing
 from tensorhub.coordinator.corruption_checks import INQUIRY_S
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import AuthenticationFailed
@@ -61,6 +61,7 @@ from tensorhub.messages import (
     RetainedAck,
     Rollback,
     Start,
+    Took,
     Unpin,
     Updates,
     Watch,
@@ -190,6 +191,27 @@ def test_it_fetches_and_looks() -> None:
     assert reader.say(Unpin(9, "no pin", "actor")) == [Done(9)]
     assert not cluster.coordinator.cluster.leases
     assert not reader.closed
+
+
+def test_its_timings_count_for_itself_and_its_updates_push_out_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(observing, "UPDATES_MAX", {False: (1, 1), True: (1, 1)})
+    cluster, reader, _ = world()
+    worker = cluster.handle("worker")
+    cluster.run()
+    worker.replicate()
+    cluster.run()
+    kept, before = cluster.coordinator.observations, cluster.coordinator.observations.last_event
+    mine = kept.updates(cluster.now, None)[0]
+    for number in range(3):
+        reader.fetch(name=f"{MINE}{number}")
+        reader.say(Took(reader.key, 0, 5.0))
+        reader.say(Took(mine.key, 0, 99.0))
+        reader.say(Abandon(reader.key, 0, ErrorInfo("StateError", "enough", False)))
+    rows = {row.key.group: (row.outcome, row.seconds) for row in kept.updates(cluster.now, None)}
+    assert rows == {"worker": ("committed", mine.seconds), f"{MINE}2": ("StateError", 5.0)}
+    assert kept.last_event == before
 
 
 def refused_messages(cluster: StepwiseCluster) -> dict[str, list[FromWorker]]:

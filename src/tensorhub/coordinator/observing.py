@@ -222,7 +222,8 @@ class Observations:
                 pass
 
     def _part_became(self, now: float, part: RankPart) -> None:
-        rank, update = self._rank(part), self._running.get(part.operation.key)
+        update = self._running.get(part.operation.key)
+        rank = update.ranks.get(part.rank) if update is not None else None
         if rank is None or update is None:
             return
         match part.state:
