@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 from dataclasses import asdict
@@ -250,9 +251,9 @@ async def test_metrics_are_prometheus_text_or_openmetrics() -> None:
         assert found["tensorhub_sessions"] == 1
         assert found["tensorhub_step_seconds_count"] > 3
         assert found["tensorhub_lease_margin_seconds"] <= Options().lease_s
-        asked = "application/openmetrics-text; version=1.0.0"
+        asked = "application/openmetrics-text; version=x<y>;q=0.5, text/plain;version=0.0.4;q=0.2"
         other = await get(serving.http_url, "/metrics", Accept=asked)
-        assert other.headers["content-type"].startswith("application/openmetrics-text")
+        assert other.headers["content-type"].startswith("application/openmetrics-text; version=1")
         assert {
             family.name
             for family in openmetrics.text_string_to_metric_families(other.text)  # type: ignore[no-untyped-call]
@@ -301,3 +302,18 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(StateError, match=r"\[http\]"):
         sync.serve(token="", options=HTTP)
+
+
+async def test_the_grafana_dashboard_and_the_page_name_metrics_that_exist() -> None:
+    async with coordinator() as serving, connect(serving.address, options=HTTP) as hub:
+        exist = set[str]()
+        for url in (serving.http_url, hub.http_url):
+            text = (await get(url, "/metrics")).text
+            exist |= set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
+    root = Path(__file__).parents[2]
+    for file in ("deploy/grafana/tensorhub.json", "docs/observing.md"):
+        named = set(re.findall(r"\btensorhub_\w+", (root / file).read_text(encoding="utf-8")))
+        assert named
+        assert {re.sub("_(sum|count|bucket)$", "", name) for name in named} <= exist
+    panels = json.loads((root / "deploy/grafana/tensorhub.json").read_text(encoding="utf-8"))
+    assert len({panel["id"] for panel in panels["panels"]}) == len(panels["panels"])

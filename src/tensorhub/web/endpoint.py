@@ -203,9 +203,15 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self._connections.admit(self):
+            close_in_children(self)
             self._await_request()
         else:
             transport.abort()
+
+    def close(self) -> None:
+        """See `close_in_children`: the child's copy of the socket."""
+        socket: Any = self.transport.get_extra_info("socket")
+        socket._sock.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -21,7 +21,8 @@ from prometheus_client.core import (
     Metric,
     SummaryMetricFamily,
 )
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 
@@ -62,9 +63,19 @@ def exposition(families: Iterable[Metric], encode: Encode) -> bytes:
     return encode(_Families(families))
 
 
+def form_for(request: Request) -> tuple[Encode, str]:
+    """OpenMetrics where the scraper takes it, else Prometheus' text; with its content type. (The
+    client library's choice lets a scraper name versions as it likes.)
+    """
+    accepted = request.headers.get("accept", "").split(",")
+    if any(each.partition(";")[0].strip() == "application/openmetrics-text" for each in accepted):
+        return openmetrics.generate_latest, openmetrics.CONTENT_TYPE_LATEST
+    return generate_latest, CONTENT_TYPE_PLAIN_0_0_4
+
+
 def metrics_answer(request: Request, families: Iterable[Metric]) -> Answer:
     """In the form that the request asks for."""
-    encode, kind = choose_encoder(request.headers.get("accept", ""))
+    encode, kind = form_for(request)
     return Answer(exposition(families, encode), headers={"Content-Type": kind})
 
 

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -39,7 +38,7 @@ from tensorhub.observed import ClusterEvent
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.web.asking import OtherLoop, Post, Questions, Unanswered
 from tensorhub.web.endpoint import Endpoint
-from tensorhub.web.exposition import Figures, exposition, of_coordinator
+from tensorhub.web.exposition import Figures, exposition, form_for, of_coordinator
 from tensorhub.web.news import News
 from tensorhub.web.pages import (
     STREAMS_MAX,
@@ -180,7 +179,7 @@ class CoordinatorPages:
     async def metrics(self, request: Request) -> Response:
         """For Prometheus, in the form that it asks for."""
         snapshot, late_s = await self._snapshot()
-        encode, kind = choose_encoder(request.headers.get("accept", ""))
+        encode, kind = form_for(request)
         body = None if late_s else snapshot.forms.get(kind)
         if body is None:
             figures = Figures(
