@@ -43,7 +43,7 @@ from tensorhub.coordinator.states import (
 )
 from tensorhub.coordinator.waiting import is_filled_by, lasts, waits_in, yields
 from tensorhub.machine import demand
-from tensorhub.messages import Rollback
+from tensorhub.messages import Restore, Rollback
 from tensorhub.model.manifest import id_of
 from tensorhub.types import OpKind, Purpose
 
@@ -800,7 +800,9 @@ def check_counts(cluster: Cluster) -> None:
         *cluster.pending_writes.values(),
         *(write for model in cluster.models.values() for write in model.notices.unanswered),
     ]
-    writes = Counter(write.session for write in waiting if not isinstance(write.message, Rollback))
+    writes = Counter(
+        write.session for write in waiting if not isinstance(write.message, Rollback | Restore)
+    )
     for session in cluster.sessions.values():
         demand(
             session.pending_writes == writes[session.number],
