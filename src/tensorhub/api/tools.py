@@ -276,6 +276,16 @@ async def events_page(
     return await hub._thread.call(ask, after, epoch, hub._worker.timeout_s(timeout))
 
 
+async def recent_updates(
+    hub: Joined, model: str, timeout: float | None = None
+) -> tuple[UpdateRow, ...]:
+    """The model's recent updates, the newest first. Internal, and may change. Raises
+    OperationTimeout, CoordinatorUnavailable.
+    """
+    timeout_s = hub._worker.timeout_s(timeout)
+    return await hub._thread.call(hub._worker.coordinator.updates, model, timeout_s)
+
+
 def show_seeding(hub: Joined, tell: Callable[[str, int, int, int], None]) -> None:
     """Have `tell(model, shard, bytes verified, bytes wanted)` called, in the library's thread, a
     few times a second while seeds of this worker are filled that are made from now on; internal,

@@ -76,6 +76,7 @@ COMMANDS = {
     "serve": "Run a coordinator.",
     "demo": "Train a small model here, with rollouts that follow.",
     "status": "Show versions, replicas, running reads and workers.",
+    "top": "Watch a cluster on a terminal.",
     "events": "List what has happened in a cluster.",
     "explain": "Say where the seconds of an update went.",
     "report": "Save a run as one page that opens without a cluster.",
