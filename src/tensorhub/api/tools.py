@@ -276,16 +276,6 @@ async def events_page(
     return await hub._thread.call(ask, after, epoch, hub._worker.timeout_s(timeout))
 
 
-async def recent_updates(
-    hub: Joined, model: str, timeout: float | None = None
-) -> tuple[UpdateRow, ...]:
-    """The model's recent updates, the newest first. Internal, and may change. Raises
-    OperationTimeout, CoordinatorUnavailable.
-    """
-    timeout_s = hub._worker.timeout_s(timeout)
-    return await hub._thread.call(hub._worker.coordinator.updates, model, timeout_s)
-
-
 def show_seeding(hub: Joined, tell: Callable[[str, int, int, int], None]) -> None:
     """Have `tell(model, shard, bytes verified, bytes wanted)` called, in the library's thread, a
     few times a second while seeds of this worker are filled that are made from now on; internal,
@@ -294,11 +284,12 @@ def show_seeding(hub: Joined, tell: Callable[[str, int, int, int], None]) -> Non
     hub._worker.copies.on_seeding = tell
 
 
-async def recent_updates(hub: Joined, model: str) -> tuple[UpdateRow, ...]:
+async def recent_updates(
+    hub: Joined, model: str, timeout: float | None = None
+) -> tuple[UpdateRow, ...]:
     """The updates of a model that the coordinator knows, the newest first."""
-    worker = hub._worker
-    call = worker.coordinator.updates
-    return await hub._thread.call(call, model, worker.timeout_s(None))
+    timeout_s = hub._worker.timeout_s(timeout)
+    return await hub._thread.call(hub._worker.coordinator.updates, model, timeout_s)
 
 
 def check_full(worker: CallersWorker, call: str) -> None:

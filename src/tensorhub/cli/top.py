@@ -46,8 +46,8 @@ def top(
     is_screen = not (once or as_json) and _is_terminal()
     if is_screen and importlib.util.find_spec("textual") is None:
         raise common.usage(
-            "top draws on a terminal with textual, which is not installed: pip install "
-            "'tensorhub[top]'; --once prints plain lines without it"
+            "on a terminal top needs textual, which is not installed: install the extra "
+            "tensorhub[top]; --once prints plain lines without it"
         )
     connect = common.connecting(address, token_file)
 

@@ -39,7 +39,7 @@ filling   groups that read it now
 waits for what the call that has stood still longest waits for
 suspect   a worker that is silent: it may be dead
 stalled   a reader that has got no byte for some seconds
-slow      a reader with a fourth of the others' rate, or less
+slow      a reader with a fourth of the median rate, or less
 
 tensorhub explain MODEL says where the seconds of an update went.
 """

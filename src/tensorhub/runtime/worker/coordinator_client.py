@@ -237,14 +237,6 @@ class CoordinatorClient:
         assert isinstance(answer, messages.Explained)
         return answer.explanation
 
-    async def updates(self, model: str, timeout_s: float) -> tuple[UpdateRow, ...]:
-        """The model's recent updates, the newest first."""
-        answer = await self.ask(
-            lambda request: messages.GetUpdates(request, model), "updates", timeout_s
-        )
-        assert isinstance(answer, messages.Updates)
-        return answer.rows
-
     async def events(
         self, after: int, epoch: int | None, timeout_s: float, *, waits: bool
     ) -> messages.Events:
