@@ -1,0 +1,22 @@
+"""The example of bounded staleness: it checks each sample's stamp itself."""
+
+import asyncio
+import re
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the extra http is not installed")
+
+
+def test_no_sample_is_too_old() -> None:
+    from examples.bounded_staleness import BATCH, BOUND, STEPS, main
+
+    told: list[str] = []
+    asyncio.run(main(told.append))
+    found = re.fullmatch(
+        r"(\d+) samples, none older than (\d) versions, each as its stamp says", told[-1]
+    )
+    assert found is not None
+    assert STEPS <= int(found[1]) <= STEPS * BATCH
+    assert int(found[2]) <= BOUND
+    assert len(told) == STEPS + 1
