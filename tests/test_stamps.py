@@ -275,6 +275,26 @@ async def test_a_coordinator_verifies_stamps() -> None:
         assert (await tensorhub.check_stamp(stamp, hub)).lineage == 0
 
 
+async def test_versions_that_no_worker_holds_any_more_are_remembered() -> None:
+    async with cluster("trainer") as c:
+        memory, stamps = tensors(0), list[Stamp]()
+        source = await c.hubs[0].register("m", memory)
+        for version in range(1, 9):
+            async with source.mutate(version):
+                write(memory, version)
+            stamps.append(source.stamp())
+        described = [each.version for each in (await c.hubs[0].describe("m")).versions]
+        assert 1 not in described
+        for stamp in stamps:
+            assert (await tensorhub.check_stamp(stamp, c.hubs[0])).content_id == stamp.content_id
+        with pytest.raises(IntegrityError, match="another content"):
+            await tensorhub.check_stamp(replace(stamps[0], content_id="forged"), c.hubs[0])
+        await c.hubs[0].rollback("m", to=2)
+        assert (await tensorhub.check_stamp(stamps[0], c.hubs[0])).version == 1
+        with pytest.raises(VersionUnavailable):
+            await tensorhub.check_stamp(stamps[3], c.hubs[0])
+
+
 async def test_a_read_only_token_is_enough() -> None:
     secret = "s" * 32
     async with cluster("trainer", token=secret) as c:

@@ -26,7 +26,8 @@ async def check_stamp(
 
     `where`: a hub, whose coordinator is asked (the read-only token is enough); or an archive: what
     `archive` returns, or its URL. The root is compared where the stamp has one and the digests of
-    the version are known.
+    the version are known. A coordinator remembers the last 4,096 versions that no worker holds any
+    more, without their digests, until it restarts; an archive knows what it keeps.
 
     Raises VersionUnavailable (the version was never published there, is forgotten, or was rolled
     back), IntegrityError (it is another content), OperationTimeout, CoordinatorUnavailable,

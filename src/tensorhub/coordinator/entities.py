@@ -1091,18 +1091,23 @@ class History:
     shown_at: float | None = None  # when a version was published last; None: not since the start
     # not decided; the first may be on its way to the store
     rollbacks: deque[PendingWrite] = field(default_factory=deque)
-    # numbers retired as old
-    forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=FORGOTTEN_KEPT_MAX))
+    # retired as old, by number, oldest first; None: of a number that may have been published
+    forgotten: dict[int, VersionInfo | None] = field(default_factory=dict)
     lost: tuple[int, ...] = ()  # those of them that a rollback has made the newest, two at most
     rolled_back_by: str = ""  # the idents of the newest decided ones; see `actions.rolled_back_by`
     bounds: Bounds = ()  # of earlier lineages
     # the cluster whose versions, up to a number, were restored into it when it was new
     origin: tuple[str, int] = "", 0
 
+    def forget(self, info: VersionInfo) -> None:
+        """It is old, and no worker holds it."""
+        self.forgotten[info.version] = info
+        if len(self.forgotten) > FORGOTTEN_KEPT_MAX:
+            del self.forgotten[next(iter(self.forgotten))]
+
     def remember(self, number: int) -> None:
         """A forgotten version is known again."""
-        if number in self.forgotten:
-            self.forgotten.remove(number)
+        self.forgotten.pop(number, None)
         self.lost = tuple([lost for lost in self.lost if lost != number])
 
 

@@ -250,12 +250,12 @@ class Lineages:
             before.origin,
         )
         self._operations.rolled_back(model, message.to)
-        forgotten = [number for number in model.history.forgotten if number <= message.to]
-        if len(model.history.forgotten) == FORGOTTEN_KEPT_MAX and not forgotten:
+        known = model.history.forgotten
+        forgotten = {number: known[number] for number in known if number <= message.to}
+        if len(known) == FORGOTTEN_KEPT_MAX and not forgotten:
             # so long ago that the decision is forgotten: it may have been published
-            forgotten = [message.to]
-        model.history.forgotten.clear()
-        model.history.forgotten.extend(forgotten)
+            forgotten = {message.to: None}
+        model.history.forgotten = forgotten
         model.history.lost = tuple(sorted(forgotten)[-2:])
         reason = f"{model.name!r} was rolled back to {message.to}"
         self._cluster.happened("rolled_back", model.name, message.to, "", reason)

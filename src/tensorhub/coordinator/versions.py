@@ -356,7 +356,7 @@ class Versions:
                 self._cluster.unlearn(version)
                 if self._is_old(model, version):
                     self.retire(version, model, "old, not retained, without a holder")
-                    model.history.forgotten.append(version.number)
+                    model.history.forget(version.info)
         newest = model.newest_visible()
         info = newest.info if newest is not None else None
         if (

@@ -212,31 +212,34 @@ class Answers:
         if model is None:
             return
         version = model.versions.get(message.version)
+        info = model.history.forgotten.get(message.version)
+        if version is not None:
+            info = version.info if version.visible else None
         name = f"version {message.version} of {message.model!r}"
-        if version is None or not version.visible or version.lineage != message.lineage:
-            its = "" if version is None else f" (it knows one of lineage {version.lineage})"
+        if info is None or info.lineage != message.lineage:
+            its = "" if info is None else f" (it knows one of lineage {info.lineage})"
             text = (
                 f"{name} in lineage {message.lineage} is not known here{its}: it was never "
                 f"published, is forgotten, or was rolled back; an archive of the model may have it"
             )
             self._cluster.answer(session, message.request, VersionUnavailable(text))
-        elif version.info.content_id != message.content_id:
+        elif info.content_id != message.content_id:
             text = (
                 f"{name} is another content than the stamp's, which is another cluster's, or was "
                 f"changed"
             )
             self._cluster.answer(session, message.request, IntegrityError(text))
-        elif message.root and not self._may_be_root(version, message.root):
+        elif version is not None and not self._may_be_root(version, message.root):
             text = f"no shard of {name} has digests of the stamp's root: the stamp was changed"
             self._cluster.answer(session, message.request, IntegrityError(text))
         else:
-            self._cluster.send(session, VersionReply(message.request, version.info))
+            self._cluster.send(session, VersionReply(message.request, info))
 
     @staticmethod
     def _may_be_root(version: Version, root: bytes) -> bool:
-        """Whether a shard has digests of that root, as far as is known."""
+        """Whether a shard has digests of that root, as far as is known. Empty: it is not said."""
         known = [each.root for each in version.testimonies.values() if each.root]
-        return root in known or len(known) < version.info.world_size
+        return not root or root in known or len(known) < version.info.world_size
 
 
 Waiting = tuple[str, str, float, str]  # a call, what it waits for, since when, its caller
