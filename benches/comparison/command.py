@@ -45,9 +45,13 @@ class Wanted:
     environments: Path | None
     install: bool
     quiet: bool
+    as_json: bool = False
 
 
-def list_backends() -> None:
+def list_backends(*, as_json: bool = False) -> None:
+    if as_json:
+        print(json.dumps([{"name": each.name, "title": each.title} for each in BACKENDS]))
+        return
     for backend in BACKENDS:
         print(f"{backend.name:22} {backend.title}")
 
@@ -66,7 +70,7 @@ def compare(wanted: Wanted) -> None:
         _install(directory, backends)
     known = facts()
     with own_network() as network:  # of this thread, in which every process is started
-        run(partial(_bench, plan, known, network, wanted.results, wanted.picture, wanted.quiet))
+        run(partial(_bench, plan, known, network, wanted))
 
 
 def _chosen(only: str | None, skip: str | None) -> list[Backend]:
@@ -126,48 +130,47 @@ async def _bench(
     plan: Plan,
     known: dict[str, object],
     network: Network,
-    results: Path | None,
-    picture: Path | None,
-    quiet: bool,
+    wanted: Wanted,
 ) -> int:
     visits: list[Visit] = []
 
     def tell(visit: Visit) -> None:
         visits.append(visit)
-        if not quiet:
+        if not (wanted.quiet or wanted.as_json):
             _show(visit)
 
     try:
         await suite.run(plan, tell)
     except anyio.get_cancelled_exc_class():
         if visits:
-            _report(plan, known, network, results, picture, visits)
+            _report(plan, known, network, wanted, visits)
         raise
-    return _report(plan, known, network, results, picture, visits)
+    return _report(plan, known, network, wanted, visits)
 
 
 def _report(
     plan: Plan,
     known: dict[str, object],
     network: Network,
-    results: Path | None,
-    picture: Path | None,
+    wanted: Wanted,
     visits: Sequence[Visit],
 ) -> int:
     """Print and write what is known, also of a run that was broken off; the exit code."""
     found = report.rows(plan, visits, network)
     conditions = _conditions(plan, known, network)
-    if results is not None:
-        results.write_text(
-            json.dumps(_document(plan, known, network, found, visits), indent=1) + "\n"
-        )
-    if picture is not None:
-        picture.write_text(
+    document = _document(plan, known, network, found, visits)
+    if wanted.results is not None:
+        wanted.results.write_text(json.dumps(document, indent=1) + "\n")
+    if wanted.picture is not None:
+        wanted.picture.write_text(
             draw(found, "From one source into each receiver's own tensors", conditions)
         )
-    print_table(report.table(found))
-    for line in (*conditions, *report.complaints(found)):
-        print(line, flush=True)
+    if wanted.as_json:
+        print(json.dumps(document), flush=True)
+    else:
+        print_table(report.table(found))
+        for line in (*conditions, *report.complaints(found)):
+            print(line, flush=True)
     return FAILED if all(row.seconds is None for row in found) else 0
 
 

@@ -67,6 +67,11 @@ def test_help(command: tuple[str, ...]) -> None:
         assert not after or not line or len(line) + 1 + len(after.split()[0]) > 78, line
 
 
+def test_every_command_that_prints_data_can_print_json() -> None:
+    for name in COMMANDS.keys() - {"report", "token"}:  # a page, and secrets
+        assert "--json" in CliRunner().invoke(app, [name, "--help"]).output, name
+
+
 def test_a_wrong_command_is_told_a_right_one_and_imports_none() -> None:
     program = (
         "import sys; from tensorhub.cli.app import app; app(['stauts'], standalone_mode=False)"

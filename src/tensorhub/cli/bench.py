@@ -62,6 +62,7 @@ def bench(
     list_backends: Annotated[
         bool, typer.Option("--list", help="Name the backends, and end.")
     ] = False,
+    as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
     """Compare TensorHub with this machine's ceilings and with its peers: equal bytes, one source to
@@ -73,7 +74,7 @@ def bench(
     """
     comparison = common.import_shipped("benches.comparison.command")
     if list_backends:
-        comparison.list_backends()
+        comparison.list_backends(as_json=as_json)
         return
     comparison.compare(
         comparison.Wanted(
@@ -89,5 +90,6 @@ def bench(
             environments=environments_at,
             install=install,
             quiet=quiet,
+            as_json=as_json,
         )
     )

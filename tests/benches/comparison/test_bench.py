@@ -78,6 +78,16 @@ def test_a_run(tmp_path: Path, prepared_with_torch: None) -> None:
     assert found["rows"][1]["offered_s"]["median"] > 0
     assert "TensorHub tcp" in picture.read_text()
     assert "TensorHub tcp" in done.stdout
+    names = json.loads(run_here("bench", "--list", "--json").stdout)
+    assert "bare" in [each["name"] for each in names]
+
+
+def test_json_is_the_document_and_nothing_else(prepared_with_torch: None) -> None:
+    plan = "--mib 4 --rounds 1 --copies 1 --receivers 1 --only bare --json".split()
+    done = run_here("bench", *plan)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["backend"], done.stderr) == ("bare", "")
 
 
 def test_a_backend_that_delivers_other_bytes_is_found_out(
