@@ -424,7 +424,7 @@ def test_a_long_chain_is_followed_for_a_few_hops() -> None:
         rank.lanes["l"] = Lane(f"w{place - 1}", f"i{place - 1}", fills, 0.0)
         link = LinkTiming("l", f"w{place - 1}", "tcp", "live", 1, 4.0, empty_s=4.0)
         rank.took = Took(key, 0, 4.0, (), (link,))
-        update.ranks[0] = rank
+        update.ranks[0], update.calls = rank, 1
         update.bound_at = update.written_at = 0.0
         update.prepared_at = update.ended_at = 4.0
         update.info = VersionInfo("m", 1, "c", 1, 1)
@@ -451,15 +451,17 @@ def test_what_is_staged_is_put_in_place_after_the_decision() -> None:
     cluster.run()
     trainer.publish(2)
     cluster.run()
-    reader.stage()
+    reader.stage(hold=True)
+    cluster.run("hook")
+    cluster.advance(1.0, run=False)
     cluster.run()
     assert explained(cluster).version == 2
-    tell(cluster, reader, 4.0, {"apply": 1.0, "hook": 2.0, "fence": 0.5})
+    tell(cluster, reader, 4.0, {"apply": 1.0, "hook": 1.0, "fence": 0.5})
     assert parts(explained(cluster)) == {
-        "copy": 1.0,
-        "before_write": 2.0,
+        "before_write": 1.0,
         "fence": 0.5,
-        "control": 0.5,
+        "copy": 1.0,
+        "control": 1.5,
     }
 
 
@@ -524,6 +526,20 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.version for row in kept.updates(cluster.now, None)] == [4, 4, 3]
     assert len(kept._finished[False]) == len(kept._of_model["actor"]) == len(kept._lanes) == 3
     assert not kept._running
+
+
+def test_of_many_ranks_it_is_known_that_one_has_not_called() -> None:
+    cluster = stepwise()
+    trainers, ranks = cluster.group("trainer", 12), cluster.group("group", 12)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    for rank in ranks[:-1]:
+        rank.replicate(timeout_s=3.0)
+    cluster.run()
+    cluster.advance(3.0)
+    found = explained(cluster)
+    assert (parts(found), found.parts[0].text) == ({"ranks": 3.0}, "no call of 1 ranks")
 
 
 def test_of_many_ranks_the_slowest_and_the_decisive_ones_are_kept() -> None:

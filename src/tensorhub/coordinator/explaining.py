@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from tensorhub.messages import Took
 from tensorhub.observed import PARTS_MAX, Explanation, LinkTiming, Part, ServedTiming
@@ -82,7 +83,7 @@ class Update:
     prepared_at: float | None = None
     ended_at: float | None = None
     outcome: str = "running"  # or "committed", or the name of the error
-    text: str = ""  # of the error
+    calls: int = 0  # ranks that have called
     ranks: dict[int, Rank] = field(default_factory=dict)
     others: int = 0  # ranks that were dropped, and have not said yet how long they took
     waits: list[tuple[float, str]] = field(default_factory=list)  # all ranks, from then on
@@ -180,8 +181,9 @@ class _Path:
         """
         return sum(max(0.0, min(b, until) - max(a, since)) for a, b in self._late)
 
-    def _wait(self, update: Update, until: float, name: str) -> None:
-        """Up to then all ranks waited, as noted; for `name`, if nothing is noted."""
+    def _wait(self, update: Update, until: float) -> None:
+        """Up to then all ranks waited, as noted."""
+        name = "version"
         for since, other in update.waits:
             if since > self.at:
                 self.to(min(since, until), name)
@@ -195,20 +197,17 @@ class _Path:
             self.began_at = self.at
         ranks = list(update.ranks.values())
         last = max(ranks, key=lambda rank: rank.called_at)
-        if update.bound_at is None and len(ranks) < update.world_size and not update.others:
-            missing = [str(r) for r in range(update.world_size) if r not in update.ranks]
-            named = ", ".join(missing[:RANKS_NAMED_MAX])
-            more = ", ..." if len(missing) > RANKS_NAMED_MAX else ""
-            self.to(end, "ranks", "", f"no call of rank {named}{more}")
+        if update.calls < update.world_size:
+            self.to(end, "ranks", "", _missing(update))
             return
         self.to(last.called_at, "ranks", last.worker)
-        self._wait(update, end if update.bound_at is None else update.bound_at, "version")
+        self._wait(update, end if update.bound_at is None else update.bound_at)
         if update.bound_at is None:
             return
         self._until_written(update, ranks, end)
         readers = [rank for rank in ranks if rank.leased_at is not None]
         if update.written_at is None or not readers:
-            self._wait(update, end, "source")
+            self._wait(update, end)
             return
         self.critical = slow = max(readers, key=lambda rank: rank.agreed_at or math.inf)
         if slow.leased_at is not None:
@@ -216,7 +215,7 @@ class _Path:
         self._read(update, slow, end if slow.verified_at is None else slow.verified_at)
         self.to(end if slow.agreed_at is None else slow.agreed_at, "digests", slow.worker)
         decided_at = end if update.prepared_at is None else update.prepared_at
-        self._wait(update, decided_at, "fence" if update.is_staged else "others")
+        self.to(decided_at, "fence" if update.is_staged else "others")
         self.to(end, "store")
 
     def _until_written(self, update: Update, ranks: list[Rank], end: float) -> None:
@@ -230,7 +229,7 @@ class _Path:
         if ready:
             last = max(ready, key=lambda rank: rank.ready_at or 0.0)
             self._get_ready(last, min(last.ready_at or 0.0, update.written_at or end))
-        self._wait(update, end if update.written_at is None else update.written_at, "source")
+        self._wait(update, end if update.written_at is None else update.written_at)
 
     def _get_ready(self, rank: Rank, until: float) -> None:
         """The rank plans, and runs its caller's hook."""
@@ -262,7 +261,7 @@ class _Path:
         self.parts.append(Part("coordinator", late_s))
         left -= late_s
         if update.is_staged:  # it is put in place after the decision
-            for name, phase in (("copy", "apply"), ("before_write", "hook"), ("fence", "fence")):
+            for name, phase in (("fence", "fence"), ("copy", "apply")):
                 seconds = min(left, dict(took.phases).get(phase, 0.0))
                 self.parts.append(Part(name, seconds, first.worker))
                 left -= seconds
@@ -286,7 +285,10 @@ class _Path:
             parts.append(Part(name, min(left, max(0.0, most)), me, "", text))
             left -= parts[-1].seconds
 
-        add("fence", 0.0 if update.is_staged else phases["fence"])
+        if update.is_staged:
+            add("before_write", phases["hook"])
+        else:
+            add("fence", phases["fence"])
         add("other", phases["room"], "making room in host memory")
         add("copy", phases["copy"] + phases["unpack"])
         shares = [self._shares(update, rank, link) for link in took.links]
@@ -320,10 +322,10 @@ class _Path:
         divided = self._divided(above, source, seconds, 0.0, hops - 1)
         followed = list[Part]()
         for part in share:
-            is_followed = part.name == "upstream"
-            followed += (
-                [_scaled(p, part.seconds / seconds) for p in divided] if is_followed else [part]
-            )
+            if part.name == "upstream":
+                followed += [_scaled(each, part.seconds / seconds) for each in divided]
+            else:
+                followed.append(part)
         return followed
 
     def _shares(self, update: Update, rank: Rank, link: LinkTiming) -> list[Part]:
@@ -366,10 +368,8 @@ class _Path:
         yield Part("reader", reader_s + idle_s, me, link.source)
         on_way_s -= reader_s
         if served.segments and served.resent / served.segments >= LOST_SHARE:
-            text = (
-                f"{served.resent / served.segments:.1%} of the segments sent again, {_rate(rate)}"
-            )
-            yield Part("loss", on_way_s, me, link.source, text)
+            lost = f"{served.resent / served.segments:.1%} of the segments sent again"
+            yield Part("loss", on_way_s, me, link.source, f"{lost}, {_rate(rate)}")
             return
         beside = self._rates_beside(update, lane) if served.readers else []
         others_s = 0.0
@@ -379,6 +379,16 @@ class _Path:
         yield Part("source busy", others_s, me, link.source, text)
         where = f", from {link.site}" if link.site else ""
         yield Part("link", on_way_s - others_s, me, link.source, f"{_rate(rate)}{where}")
+
+
+def _missing(update: Update) -> str:
+    """The ranks that have not called."""
+    if len(update.ranks) < update.calls:
+        return f"no call of {update.world_size - update.calls} ranks"
+    missing = (str(rank) for rank in range(update.world_size) if rank not in update.ranks)
+    named = list(islice(missing, RANKS_NAMED_MAX))
+    more = ", ..." if update.world_size - update.calls > len(named) else ""
+    return f"no call of rank {', '.join(named)}{more}"
 
 
 def _scaled(part: Part, by: float) -> Part:
@@ -398,12 +408,13 @@ def _merged(parts: list[Part]) -> tuple[list[Part], float]:
     for part in parts:
         if part.seconds > 0.0:
             key = part.name, part.worker, part.peer
-            before = found.get(key)
-            both = part.seconds + (before.seconds if before is not None else 0.0)
-            found[key] = replace(before or part, seconds=both)
-    kept = sorted(found.values(), key=lambda part: -part.seconds)[: PARTS_MAX - 1]
-    merged = [part for part in found.values() if part in kept]
-    rest = [part.seconds for part in found.values() if part not in kept]
+            before = found.get(key, part)
+            both = part.seconds + (before.seconds if before is not part else 0.0)
+            longer = before if before.seconds >= part.seconds else part
+            found[key] = replace(longer, seconds=both)
+    kept = set(sorted(found, key=lambda key: -found[key].seconds)[: PARTS_MAX - 1])
+    merged = [part for key, part in found.items() if key in kept]
+    rest = [part.seconds for key, part in found.items() if key not in kept]
     if rest:
         merged.append(Part("other", sum(rest)))
     return merged, sum(part.seconds for part in merged)

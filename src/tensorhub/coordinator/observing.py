@@ -157,6 +157,7 @@ class Observations:
             self._of_model.setdefault(operation.key.model, {})[operation.key] = update
         worker = part.member.worker
         former = tuple(key for key in call.former if key != operation.key)
+        update.calls += 1
         update.ranks[part.rank] = Rank(
             part.rank, worker.name, worker.incarnation, now, call.hold, former
         )
@@ -244,10 +245,11 @@ class Observations:
             return
         if operation.state is OperationState.RUNNING:
             update.bound_at, update.info = now, operation.bound.info
+            update.waits.append((now, "source"))
         elif operation.state is OperationState.PREPARED:
             update.prepared_at = now
         elif operation.state is OperationState.COMMITTED:
-            self._end(now, operation, "unchanged" if operation.unchanged else "committed", "")
+            self._end(now, operation, "unchanged" if operation.unchanged else "committed")
 
     def failed(
         self, now: float, operation: Operation, error: TensorHubError, *, again: bool
@@ -258,14 +260,14 @@ class Observations:
             number = bound.number if bound is not None else None
             text = f"{operation.kind}: {type(error).__name__}: {error}"
             self.happened(now, "failed", key.model, number, key.group, text)
-        self._end(now, operation, "again" if again else type(error).__name__, str(error))
+        self._end(now, operation, "again" if again else type(error).__name__)
 
-    def _end(self, now: float, operation: Operation, outcome: str, text: str) -> None:
+    def _end(self, now: float, operation: Operation, outcome: str) -> None:
         update = self._running.pop(operation.key, None)
         if update is None:
             return
         self.counters.updates_total[outcome] += 1
-        update.ended_at, update.outcome, update.text = now, outcome, text[:EVENT_CHARS_MAX]
+        update.ended_at, update.outcome = now, outcome
         if outcome == "unchanged":
             self._forget(update)
             return
