@@ -107,10 +107,14 @@ class Recording:
 
 
 def cluster(
-    rollouts: int = 9, *, sites: Sequence[str] = ("default", "paris"), ranks: int = 1
+    rollouts: int = 9,
+    *,
+    sites: Sequence[str] = ("default", "paris"),
+    ranks: int = 1,
+    prefix: str = "rollout-",
 ) -> Recording:
     """A trainer and rollouts, of `ranks` ranks each, in the middle of an update to version 7."""
-    groups = [f"rollout-{number}" for number in range(rollouts)]
+    groups = [f"{prefix}{number}" for number in range(rollouts)]
     names = {
         group: [f"{group}-rank-{rank}" for rank in range(ranks)] if ranks > 1 else [group]
         for group in groups
@@ -161,8 +165,10 @@ def cluster(
         for number in (6, 7)
     )
     calls = (
-        CallsSummary("update", "chunks", states_filling(replicas), 0.4, "rollout-4"),
-        CallsSummary("update", "source", 1, 2.7, "rollout-6"),
+        CallsSummary(
+            "update", "chunks", states_filling(replicas), 0.4, groups[min(4, len(groups) - 1)]
+        ),
+        CallsSummary("update", "source", 1, 2.7, groups[min(6, len(groups) - 1)]),
     )
     silent = tuple(
         SilentWorker(each.name, each.incarnation, 4.2)
@@ -190,16 +196,16 @@ def cluster(
         if version < 7 or place < 2
     ]
     if rollouts > 6:
-        key = OpKey(MODEL, "rollout-6", 1, 9)
+        key = OpKey(MODEL, groups[6], 1, 9)
         rows.append(UpdateRow(key, 7, "update", "running", NOW, 3.1, longest="source"))
     explained = [explanation(group) for group in groups[:2]]
     parts = (
-        Part("link", 0.4, "rollout-6", "trainer"),
-        Part("source", 2.7, "rollout-6", "", "its source was lost"),
+        Part("link", 0.4, groups[6], "trainer"),
+        Part("source", 2.7, groups[6], "", "its source was lost"),
     )
     explained.append(
         replace(
-            explained[0], group="rollout-6", parts=parts, links=(), sentence="2.7 of 3.1 s so far"
+            explained[0], group=groups[6], parts=parts, links=(), sentence="2.7 of 3.1 s so far"
         )
     )
     return Recording({MODEL: info}, {MODEL: rows[::-1]}, explained, events(groups), bytes_total=1e9)

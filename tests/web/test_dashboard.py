@@ -216,14 +216,21 @@ def test_nothing_is_asked_of_another_origin(place: str, tab: Browser, server: Se
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_phone_scrolls_in_one_direction(
-    dark: bool, place: str, tab: Browser, server: Server
-) -> None:
-    tab.look(width=360, height=760, dark=dark)
-    tab.open(server.url + place)
-    tab.see("trainer")
-    assert tab.overflow() <= 0
+@pytest.mark.parametrize("width", [360, 700, 970, 1280])
+def test_no_screen_scrolls_sideways(width: int, place: str, tab: Browser) -> None:
+    """Nor is anything cut: names of 512 characters neither."""
+    long = "a-name-of-a-rollout-" * 25
+    with served(cluster(prefix=long)) as server:
+        tab.look(width=width, height=760)
+        tab.open(server.url + place.replace("rollout-", long))
+        tab.see("trainer")
+        assert tab.overflow() <= 0
+        outside = """
+            return [...document.querySelectorAll("main td, main th, main p, main li, main h1")]
+              .filter((each) => each.getBoundingClientRect().right > innerWidth + 1)
+              .map((each) => each.textContent.slice(0, 60));
+        """
+        assert tab.run(outside) == []
 
 
 def test_texts_have_contrast_in_light_and_dark(tab: Browser, server: Server) -> None:

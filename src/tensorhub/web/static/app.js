@@ -62,7 +62,7 @@ const seen = {
   bytes: null, // [time, bytes in all]
 };
 
-const page = { heardAt: null, failures: 0, refused: false, wrongToken: false, place: null, due: 0, timer: 0, turn: 0 };
+const page = { heardAt: null, failures: 0, refused: false, wrongToken: false, place: null, due: 0, timer: 0, turn: 0, late: false };
 
 // -------------------------------------------------------------------------------------------------
 // asking
@@ -83,11 +83,10 @@ async function ask() {
     if (!page.events && !known.source.saved) page.events = follow();
   } catch (error) {
     page.failures += 1;
+    page.late = error instanceof Late;
     if (error instanceof Refused) {
       page.refused = true;
       page.wrongToken = Boolean(sessionStorage.getItem(TOKEN));
-    } else if (error instanceof TypeError && page.heardAt === null && page.failures > 3) {
-      console.info(String(error));
     }
   }
   if (turn !== page.turn) return;
@@ -312,7 +311,9 @@ function isAway() {
 function banner() {
   if (!isAway()) return h("div", { key: "banner", class: "banner", role: "status" });
   const silent = page.heardAt === null ? "" : ` for ${inSeconds((performance.now() - page.heardAt) / 1000)}`;
-  return h("div", { key: "banner", class: "banner away", role: "status" }, `The coordinator has not been heard${silent}; trying again.`);
+  return h("div", { key: "banner", class: "banner away", role: "status" }, page.late
+    ? `The coordinator is behind: it has not answered${silent}; trying again.`
+    : `The coordinator has not been heard${silent}; trying again.`);
 }
 
 function tokenForm() {

@@ -34,7 +34,15 @@ function h(tag, props, ...children) {
 
 /** A name that somebody chose: text of its own direction. */
 function name(text) {
-  return h("bdi", { class: "name" }, text);
+  return h("bdi", { class: "name", title: text.length > 24 ? text : null }, text);
+}
+
+/** A text with its middle left out, so that names that differ at their ends differ here. */
+function shortened(text, charactersMost) {
+  const whole = [...shown(text)];
+  if (whole.length <= charactersMost) return text;
+  const ends = Math.floor((charactersMost - 1) / 2);
+  return `${whole.slice(0, charactersMost - 1 - ends).join("")}…${whole.slice(-ends).join("")}`;
 }
 
 /** Make the children of `parent` what `wanted` describes. */
@@ -134,6 +142,7 @@ function inBytes(count) {
 }
 
 function inSeconds(seconds) {
+  if (seconds < 0.000005) return seconds > 0 ? "< 0.01 ms" : "0 ms";
   if (seconds < 0.0095) return `${(seconds * 1000).toFixed(seconds < 0.00095 ? 2 : 1)} ms`;
   if (seconds < 1) return `${(seconds * 1000).toFixed(0)} ms`;
   if (seconds < 9.95) return `${seconds.toFixed(1)} s`;

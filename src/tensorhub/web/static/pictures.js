@@ -102,13 +102,13 @@ function withDepths(nodes) {
 // -------------------------------------------------------------------------------------------------
 // the transfer tree: its places
 
-const NODE = { width: 168, least: 84, height: 46, gapX: 44, gapY: 10, pad: 14, head: 30 };
+const NODE = { width: 168, least: 74, height: 46, gapX: 44, gapY: 10, pad: 14, head: 30 };
 
 /** Sites above one another; within a site a reader stands right of its source. */
 function placed(nodes, width) {
   const depths = 1 + Math.max(0, ...nodes.map((node) => node.depth));
   const room = Math.max(240, width - 2 * NODE.pad);
-  const gapLeast = room < 480 ? 18 : NODE.gapX;
+  const gapLeast = room < 480 ? 16 : NODE.gapX;
   const most = Math.max(depths, Math.floor((room + NODE.gapX) / (NODE.width + NODE.gapX)));
   const sites = [...new Set(nodes.map((node) => node.site))];
   const first = (site) =>
@@ -130,7 +130,7 @@ function placed(nodes, width) {
   const all = columns.reduce((sum, each) => sum + each, 0);
   const fitting = (room - (all - 1) * gapLeast) / all;
   const nodeWidth = Math.max(NODE.least, Math.min(NODE.width * 1.25, fitting));
-  const gapX = Math.max(18, Math.min(NODE.gapX * 2, (room - all * nodeWidth) / Math.max(1, all - 1)));
+  const gapX = Math.max(16, Math.min(NODE.gapX * 2, (room - all * nodeWidth) / Math.max(1, all - 1)));
   const leftOf = (column) => NODE.pad + column * (nodeWidth + gapX);
   let top = 0;
   const boxes = [];
@@ -235,7 +235,7 @@ function nodeCard(node, width, rate, href) {
       title: `${node.id}: ${node.state}, ${node.done} of ${node.total} chunks${from}`,
       style: { left: `${node.x}px`, top: `${node.y}px`, width: `${width}px` },
     },
-    h("span", { class: "node-name" }, name(node.id)),
+    h("span", { class: "node-name" }, name(shortened(node.id, Math.floor((width - 14) / 7)))),
     h("span", { class: "node-state" }, text),
     h("span", { class: "node-bar" }, h("span", { style: { width: `${share * 100}%` } })),
   );
@@ -352,6 +352,8 @@ function legend(names, prefix, words) {
 // -------------------------------------------------------------------------------------------------
 // bars and lines
 
+const PART_LEAST = 0.004; // of the whole: less is not drawn
+
 /** The critical path of an explanation, part by part. */
 function pathPicture(explanation) {
   const all = explanation.seconds || 1;
@@ -359,7 +361,7 @@ function pathPicture(explanation) {
     "ol",
     { class: "path", "aria-label": "critical path" },
     explanation.parts
-      .filter((part) => part.seconds > 0)
+      .filter((part) => part.seconds >= PART_LEAST * all)
       .map((part) => {
         const share = part.seconds / all;
         const text = `${part.name} ${inSeconds(part.seconds)}`;

@@ -8,6 +8,7 @@ const ANSWER_S = 10;
 const PAGES_MAX = 64;
 
 class Refused extends Error {}
+class Late extends Error {}
 
 /** JSON in which integers that a double cannot hold stay whole, as text. */
 function parsed(text) {
@@ -24,7 +25,7 @@ function query(path, fields) {
   return given.length ? `${path}?${new URLSearchParams(given)}` : path;
 }
 
-/** A coordinator. Each call raises Refused (a token is needed), or Error: it is away. */
+/** A coordinator. Each call raises Refused (a token is needed), Late (it is behind), or Error (it is away). */
 class LiveSource {
   saved = false;
   leftOut = [];
@@ -35,6 +36,7 @@ class LiveSource {
     if (token) headers.Authorization = `Bearer ${token}`;
     const answer = await fetch(path, { headers, signal, cache: "no-store" });
     if (answer.status === 401 || answer.status === 403) throw new Refused();
+    if (answer.status === 503) throw new Late();
     return answer;
   }
 

@@ -105,7 +105,9 @@ function eventRows(known, events) {
 
 /** Of whom, of which version, and what was said of it. */
 function aboutEvent(event) {
-  const version = event.version === null ? "" : ` version ${event.version}`;
+  let version = event.version === null ? "" : ` version ${event.version}`;
+  if (version && event.kind === "updated" && event.worker)
+    version = [" ", h("a", { href: to("model", event.model, "update", event.version, event.worker) }, version.trim())];
   const model = event.model && [h("a", { href: to("model", event.model) }, name(event.model)), version];
   const said = [event.worker && name(event.worker), model, event.text && h("bdi", {}, event.text)];
   return said.filter(Boolean).map((each, index) => [index ? " · " : "", each]);
@@ -287,7 +289,8 @@ function treeCard(known, info) {
         many ? `${whole(nodes.length)} workers, gathered` : counted(nodes.length, "worker"),
         others ? `; ${counted(others, "other")} without it` : "",
         live ? "" : "; no read is running")),
-    treePicture(drawn, known.width, known.ratesOf(info.model, version.version), (node) => (node.states ? null : to("model", info.model, "worker", node.id))),
+    // of each version anew: no progress goes back
+    h("div", { key: `tree ${version.version}` }, treePicture(drawn, known.width, known.ratesOf(info.model, version.version), (node) => (node.states ? null : to("model", info.model, "worker", node.id)))),
     h("ul", { class: "legend" },
       h("li", {}, h("span", { class: "line live" }), "is read now"),
       h("li", {}, h("span", { class: "line past" }), "was read from"),
@@ -296,13 +299,13 @@ function treeCard(known, info) {
 
 const WINDOWS = [60, 300, 1800, 7200, 86_400];
 
-function timelineCard(known, info, rows) {
+function timelineCard(known, info, rows, title = "What each group did") {
   if (rows.length === 0) return null;
   const now = known.now();
   const groups = new Set(rows.map((row) => row.group)).size;
   const inWindow = (span) => rows.filter((row) => (row.ended_at ?? now) > now - span).length;
   const span = known.span ?? WINDOWS.find((each) => inWindow(each) >= Math.min(rows.length, groups)) ?? WINDOWS.at(-1);
-  return card("What each group did",
+  return card(title,
     h("div", { class: "toolbar", role: "group", "aria-label": "time shown" },
       WINDOWS.map((each) => h("button", { type: "button", "aria-pressed": String(each === span), onclick: () => known.setSpan(each) }, inSeconds(each)))),
     timelinePicture(rows, now - span, now, (row) => (row.version === null ? null : to("model", info.model, "update", row.version, row.group))),
@@ -362,6 +365,8 @@ function updateView(known, place) {
   if (!found) {
     return [back, ...nothing(known, "explanation of version " + place.version + " in the group", place.group)];
   }
+  const isSmall = (part) => part.seconds < PART_LEAST * found.seconds;
+  const [large, small] = [found.parts.filter((part) => !isSmall(part)), found.parts.filter(isSmall)];
   const rate = found.seconds ? ` · ${inBytes(found.nbytes / found.seconds)}/s` : "";
   return [
     back,
@@ -379,7 +384,10 @@ function updateView(known, place) {
         ["on", (part) => (part.worker ? workerLink(place.model, part.worker) : "–")],
         ["for", (part) => (part.peer ? workerLink(place.model, part.peer) : "–")],
         ["what", (part) => [part.text ? [h("bdi", {}, part.text), h("br")] : null, h("span", { class: "faint" }, Object.hasOwn(PARTS, part.name) ? PARTS[part.name][1] : "")], "wide"],
-      ], found.parts),
+      ], known.unfolded.has("parts") ? found.parts : large),
+      small.length && !known.unfolded.has("parts")
+        ? h("button", { type: "button", class: "more", onclick: () => known.unfold("parts") }, `show ${counted(small.length, "part")} of less than ${percent(PART_LEAST)} each, ${inSeconds(small.reduce((sum, part) => sum + part.seconds, 0))} together`)
+        : null,
       h("p", { class: "faint" }, `The parts add up to ${inSeconds(found.parts.reduce((sum, part) => sum + part.seconds, 0))} of ${inSeconds(found.seconds)}. Between machines a part may be off by ${inSeconds(found.unsure_s)}: the messages' own time.`)),
     found.help.length ? card("What would help", h("ul", { class: "help" }, found.help.map((each) => h("li", {}, h("bdi", {}, each))))) : null,
     card("Sources", table(LINK_COLUMNS(place.model), found.links, (each) => each.lease, "No bytes came from a source.")),
@@ -447,7 +455,7 @@ function workerView(known, place) {
       ["memory", ({ replica }) => (replica.purpose === "use" ? replica.medium : `${replica.medium}, ${replica.purpose}`)],
       ["group", ({ replica }) => name(replica.group)],
     ], held, ({ replica, shard }) => `${replica.replica}/${shard.rank}`, "It holds no version.")),
-    timelineCard(known, info, rows),
+    timelineCard(known, info, rows, "What it did"),
     card("Last updates", table(UPDATE_COLUMNS(known, info.model), rows.slice(0, 32), rowKey, "No update of it has ended yet.")),
     card("Events", events.length ? eventRows(known, events.slice(-30).reverse()) : h("p", { class: "none" }, "None.")),
     card("Reached at", table([
