@@ -44,6 +44,7 @@ from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.runtime.worker.archived_copies import ArchivedCopies
 from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
+from tensorhub.runtime.worker.deadlines import Deadlines
 from tensorhub.runtime.worker.digest_reporter import DigestReporter
 from tensorhub.runtime.worker.handle import Handle
 from tensorhub.runtime.worker.host_copies import HostCopyRunner
@@ -140,7 +141,7 @@ class Worker(CallersWorker):
         self._generations = itertools.count(1)
         self._endpoints: tuple[Endpoint, ...] = ()
         self._closed = anyio.Event()
-        self._time_moved = anyio.Event()
+        self._deadlines = Deadlines(self.router.handles, lambda: self.link.fault)
         self._tasks: anyio.abc.TaskGroup
         self._digesting: anyio.CapacityLimiter  # of second digests: one at a time
         self._beside: anyio.CapacityLimiter  # of early digests
@@ -180,7 +181,7 @@ class Worker(CallersWorker):
             async with anyio.create_task_group() as self._tasks:
                 self.pins.tasks = self.copies.tasks = self._tasks
                 self._tasks.start_soon(self._serve_readers, listeners)
-                self._tasks.start_soon(self._keep_time)
+                self._tasks.start_soon(self._deadlines.keep)
                 self._tasks.start_soon(self.copies.keep_time)
                 self._tasks.start_soon(self.archived.run)
                 self._tasks.start_soon(self._digest_reporter.run)
@@ -410,28 +411,6 @@ class Worker(CallersWorker):
         await anyio.to_thread.run_sync(self._owner.cut, Incarnation(message.reader))
         self.link.say(messages.ReaderCut(message.lease))
 
-    async def _keep_time(self) -> None:
-        """Wake the members at their deadlines."""
-        while True:
-            self._time_moved = anyio.Event()
-            deadlines = [
-                d
-                for h in self.router.handles.values()
-                if (d := h.member.next_deadline()) is not None
-            ]
-            if not deadlines:
-                await self._time_moved.wait()
-                continue
-            with anyio.move_on_after(max(0.0, min(deadlines) - clock.now())):
-                await self._time_moved.wait()
-            self._tick()
-
-    def _tick(self) -> None:
-        for handle in list(self.router.handles.values()):
-            actions = handle.member.tick(clock.now(), self.link.fault)
-            if actions:
-                handle.apply(actions)
-
     # ---------------------------------------------------------------------------------------------
     # registering
 
@@ -491,7 +470,7 @@ class Worker(CallersWorker):
             member, memory, self._owner, self.link, self.channels, self.copies, page_bytes
         )
         handle.beside = self._beside
-        handle.deadline_moved = lambda: self._time_moved.set()
+        handle.deadline_moved = partial(self._deadlines.moved, shard.registration)
         handle.first_fill_begins = self._first_fill_begins
         handle.call_took = self.timings.call_took
         return handle
