@@ -2,7 +2,8 @@
 
 Prints the time of a bare copy (recv_into and sendall of whole tensors, same congestion control, no
 digests) and of the lanes, interleaved in one run, and their ratio (1 = as fast as the bare socket).
-Memory is touched on both sides.
+Memory is touched on both sides. The CPU seconds of "again" and "untimed" are what measuring for
+observers costs.
 
     python -m benches.one_to_one --mib 1024 --tensors 300 --tiny 150 --rounds 7
     python -m benches.one_to_one --mib 256 --model Qwen2.5-7B
@@ -11,6 +12,7 @@ Memory is touched on both sides.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -23,7 +25,6 @@ from multiprocessing.connection import Connection
 import anyio
 
 from benches.pulls import (
-    HUB_MODES,
     Puller,
     cpu_s,
     memory_of,
@@ -31,11 +32,13 @@ from benches.pulls import (
     serving,
     sizes_of,
     spoil,
+    untimed,
 )
 from benches.size_profiles import SizeProfile
 from tensorhub.transport import sockets
 
-MODES = ("bare", *HUB_MODES)
+UNTIMED = "untimed"  # as again, and nothing is measured for observers
+MODES = ("bare", "first", "again", UNTIMED, "none")
 
 
 def spin(stop: threading.Event) -> None:
@@ -64,8 +67,9 @@ async def _serve(pipe: Connection, args: argparse.Namespace, regions: list[memor
                 pipe.send(0)
                 await anyio.to_thread.run_sync(_bare_send, bare, regions)
             else:
-                pipe.send(await offers.offer(mode))
-                await anyio.to_thread.run_sync(pipe.recv)
+                with untimed() if mode == UNTIMED else contextlib.nullcontext():
+                    pipe.send(await offers.offer("again" if mode == UNTIMED else mode))
+                    await anyio.to_thread.run_sync(pipe.recv)
             pipe.send(cpu_s() - before)
 
 
@@ -110,7 +114,8 @@ def rounds(
                 _bare_receive(bare, regions)
                 seconds = time.perf_counter() - started
             else:
-                pulled = puller.pull(mode, generation)
+                with untimed() if mode == UNTIMED else contextlib.nullcontext():
+                    pulled = puller.pull("again" if mode == UNTIMED else mode, generation)
                 seconds = pulled.ended - pulled.started
                 phases = " ".join(f"{name} {value:.3f}" for name, value in pulled.phases.items())
                 pipe.send("done")
@@ -137,11 +142,12 @@ def main() -> None:
     )
     print(f"{args.mib} MiB, {tensors}, chunks of {args.chunk}, {os.cpu_count()} cores")
     for mode, found in results.items():
+        cpu = statistics.median([reads + serves for _, reads, serves, _ in found])
         seconds, reads, serves, phases = sorted(found)[len(found) // 2]
         print(
             f"{mode:6} {seconds:.3f} s ({min(f[0] for f in found):.3f} to "
             f"{max(f[0] for f in found):.3f})  "
-            f"ratio {bare / seconds:.2f}  cpu s: reader {reads:.2f} source {serves:.2f}  {phases}"
+            f"ratio {bare / seconds:.2f}  cpu s: reader {reads:.2f} source {serves:.2f} both, median {cpu:.4f}  {phases}"
         )
 
 

@@ -9,9 +9,10 @@ import random
 import resource
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import NamedTuple
+from unittest.mock import patch
 
 import anyio
 
@@ -21,11 +22,14 @@ from tensorhub.messages import Grant
 from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.lanes import AllVerified, PullRunner
+from tensorhub.runtime.data.served_times import LaneTimes
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.data.source_lane import Opened
+from tensorhub.runtime.data.thread_time import Spent
 from tensorhub.transport import built_in, sockets, unix
 from tensorhub.transport.base import Cutter, Destination, ReadRight, Transport
 from tensorhub.transport.cma import CmaTransport
+from tensorhub.transport.connected import ReadClient
 from tensorhub.transport.generation_words import GenerationWords
 from tensorhub.transport.nixl.transport import NixlOwner, NixlTransport
 from tensorhub.transport.rdma.reader import RdmaTransport
@@ -96,6 +100,34 @@ def memory_of(sizes: Sequence[int], fill: bool, shared: bool = False) -> list[me
         view[:] = (pattern * (size // len(pattern) + 1))[:size] if fill else b"\1" * size
         made.append(view)
     return made
+
+
+class _Untimed:
+    """In place of a `ThreadTime`."""
+
+    def __init__(self) -> None:
+        self.calls, self.idle_s, self.empty_s = 0, 0.0, 0.0
+
+    def probe(self, now: float) -> None:
+        """It costs nothing."""
+
+    def spent(self) -> Spent:
+        """Nothing is known."""
+        return Spent()
+
+
+@contextmanager
+def untimed() -> Iterator[None]:
+    """Nothing is measured for observers in this process."""
+    with ExitStack() as stack:
+        stack.enter_context(patch("tensorhub.runtime.data.lanes.ThreadTime", _Untimed))
+        for kind, names in (
+            (LaneTimes, ("asked", "answered", "done")),
+            (ReadClient, ("_say_done",)),
+        ):
+            for name in names:
+                stack.enter_context(patch.object(kind, name, lambda *given: None))
+        yield
 
 
 def cpu_s() -> float:

@@ -231,12 +231,7 @@ class TcpChannel:
             self._client.read(list(group), base.content_id if is_there else "")
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
-        before = self._connection.calls
-        answer = self._receive(bytes_max)
-        return answer._replace(calls=self._connection.calls - before)
-
-    def _receive(self, bytes_max: int) -> Arrival | Lacking:
-        started = time.perf_counter()
+        started, calls = time.perf_counter(), self._connection.calls
         with self._turn, self._client.failures():
             if not self._coming and not self._coming_deltas:
                 if self._client.is_answered:
@@ -259,13 +254,13 @@ class TcpChannel:
                         raise ProtocolError(f"a read is answered with {type(message).__name__}")
             first_byte = time.perf_counter()
             if self._coming_deltas:
-                return self._receive_deltas(bytes_max, first_byte - started)
+                return self._receive_deltas(bytes_max, first_byte - started, calls)
             group = self._next_group(bytes_max)
             if (base := self._client.right.base) is not None:
                 for chunk, _ in group:
                     base.spoil(chunk)
             if self._destination.is_strided:
-                return self._receive_strided(group, first_byte - started)
+                return self._receive_strided(group, first_byte - started, calls)
             destination = self._destination
             is_on_host = destination.device is None
             views = [destination.buffer(chunk) for chunk, _ in group] if is_on_host else []
@@ -289,9 +284,9 @@ class TcpChannel:
         self._paces.came(
             self._client.right.incarnation, sum(view.nbytes for view in views), seconds
         )
-        return Arrival(
-            group, first_byte - started, seconds, digests.made, digests.seconds, use=self._use
-        )
+        calls = self._connection.calls - calls
+        what = group, first_byte - started, seconds, digests.made, digests.seconds
+        return Arrival(*what, use=self._use, calls=calls)
 
     # -- deltas
 
@@ -306,7 +301,7 @@ class TcpChannel:
                 raise ProtocolError(f"a delta of chunk {chunk} is longer than the chunk")
         self._coming_deltas.extend(message.chunks)
 
-    def _receive_deltas(self, bytes_max: int, wait_s: float) -> Arrival:
+    def _receive_deltas(self, bytes_max: int, wait_s: float, calls: int) -> Arrival:
         """Receive deltas, and apply each to its chunk. A delta that cannot be applied leaves a
         chunk that does not have its digest, as a wrong one does.
         """
@@ -337,9 +332,12 @@ class TcpChannel:
             codec_s=codec_s,
             counts=counts,
             use=DeltaUse.USED,
+            calls=self._connection.calls - calls,
         )
 
-    def _receive_strided(self, group: list[tuple[int, int | None]], wait_s: float) -> Arrival:
+    def _receive_strided(
+        self, group: list[tuple[int, int | None]], wait_s: float, calls: int
+    ) -> Arrival:
         """Receive chunks of several pieces. Their digests are made while the bytes are still
         together.
         """
@@ -354,8 +352,8 @@ class TcpChannel:
                 made |= self._receive_scattered(chunk, destination.device)
                 continue
             digest = PiecewiseDigest()
-            with closing(destination.incoming(chunk)) as calls:
-                for views in calls:
+            with closing(destination.incoming(chunk)) as places:
+                for views in places:
                     self._connection.receive_into(views)
                     if destination.is_digested:
                         digest.go_on(views)
@@ -364,7 +362,8 @@ class TcpChannel:
                 made[chunk] = digest.made
         if group[0][1] is None:
             group = [(group[0][0], self._digest_behind())]
-        return Arrival(group, wait_s, time.perf_counter() - began - digest_s, made, digest_s)
+        seconds, calls = time.perf_counter() - began - digest_s, self._connection.calls - calls
+        return Arrival(group, wait_s, seconds, made, digest_s, calls=calls)
 
     def _receive_scattered(self, chunk: int, device: Device) -> Mapping[int, int]:
         """Receive a chunk of several pieces for a GPU, which digests it where it is in one piece,

@@ -19,7 +19,7 @@ import time
 from typing import NamedTuple
 
 PROBE_S = 0.0005  # that a probe sleeps
-PROBE_AFTER_S = 0.01  # of the thread's work: shorter work is not worth a probe
+PROBE_AFTER_S = 0.05  # of the thread's work: shorter work is not worth a probe
 # between two: a socket's buffer has work for that long, so that nothing waits for a probe
 PROBE_EVERY_S = 0.1
 PROBES_APART = 20  # times what the last probe took
