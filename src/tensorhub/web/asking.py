@@ -1,7 +1,7 @@
 """Questions to the loop that an endpoint shows.
 
-However many clients ask, what they choose to ask takes at most `SHARE` of that loop's time, and a
-question that was answered less than `FRESH_S` ago is not asked again. Responsible for the crossing
+However many clients ask, each kind of question takes at most `SHARE` of that loop's time, and an
+answer is given again for `FRESH_S`, or until the next question may be asked. Responsible for the crossing
 between the loops and for these bounds. Lives in the endpoint's loop.
 """
 
@@ -75,8 +75,8 @@ class Questions:
         self._not_before = 0.0
 
     async def ask(self, key: object, question: Callable[[], Awaitable[T]]) -> T:
-        """The answer to the question that `key` names, at most `FRESH_S` old. Raises what the
-        question raises, and Unanswered.
+        """The answer to the question that `key` names: a fresh one, or that of a moment ago. Raises
+        what the question raises, and Unanswered.
         """
         task = self._answers.get(key)
         if task is None:
@@ -104,7 +104,9 @@ class Questions:
         if not task.cancelled():
             task.exception()  # was told, unless every client has gone
         self._answers = dict(list(self._answers.items())[-ANSWERS_MAX:])
-        asyncio.get_running_loop().call_later(FRESH_S, self._forget, key, task)
+        loop = asyncio.get_running_loop()
+        fresh_s = max(FRESH_S, self._not_before - loop.time())
+        loop.call_later(fresh_s, self._forget, key, task)
 
     def _forget(self, key: object, task: asyncio.Task[Any]) -> None:
         if self._answers.get(key) is task:

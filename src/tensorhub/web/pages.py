@@ -64,6 +64,8 @@ class Answer(Response):
             end = begin + SENT_AT_ONCE
             more = end < len(body)
             await send({"type": "http.response.body", "body": body[begin:end], "more_body": more})
+            if more:
+                await asyncio.sleep(0)  # others have a turn, and the end of the connection is seen
 
 
 class Stream(Response):
