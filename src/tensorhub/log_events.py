@@ -171,6 +171,7 @@ EVENTS: Final[Mapping[str, Told]] = {
     "coordinator_listens": E("info", "address cluster epoch sessions_max", "It takes workers."),
     "coordinator_too_slow": E("warning", "messages", "Too many messages wait; it connects anew."),
     "frame_not_authentic": E("warning", "address reader reason source", "Bytes were changed."),
+    "http_client_refused": E("warning", "advice", "A request had a token that is not accepted."),
     "http_ended": E("error", "address again_s reason", "The HTTP endpoint ended; it starts anew."),
     "http_listens": E("info", "address", "The HTTP endpoint takes requests."),
     "http_request_failed": E("error", "reason", "A defect ended a request, or a connection."),

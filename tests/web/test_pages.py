@@ -61,7 +61,7 @@ async def test_health_and_the_page_itself_need_no_token(path: str) -> None:
     ],
 )
 async def test_what_is_told_needs_a_token_and_the_read_only_one_is_enough(
-    token: str | None, may_read: bool
+    token: str | None, may_read: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with coordinator(TOKEN) as serving:
         for path in DATA if not may_read else DATA[:3]:
@@ -72,6 +72,8 @@ async def test_what_is_told_needs_a_token_and_the_read_only_one_is_enough(
                 assert got.headers["www-authenticate"] == "Bearer"
                 assert "read-only" in got.json["error"]
                 assert TOKEN not in got.text
+    assert ("http_client_refused" in caplog.text) is (bool(token) and not may_read)
+    assert TOKEN not in caplog.text
 
 
 @pytest.mark.parametrize("scheme", ["Basic", "bearer x", "Token"])

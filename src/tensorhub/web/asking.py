@@ -1,8 +1,8 @@
 """Questions to the loop that an endpoint shows.
 
 However many clients ask, each kind of question takes at most `SHARE` of that loop's time, and an
-answer is given again for `FRESH_S`, or until the next question may be asked. Responsible for the crossing
-between the loops and for these bounds. Lives in the endpoint's loop.
+answer is given again for `FRESH_S`, or until the next question may be asked. Responsible for the
+crossing between the loops and for these bounds. Lives in the endpoint's loop.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tensorhub.logs import Tally, get_logger
 from tensorhub.protocol.secret import is_loopback, read_only_secret
 from tensorhub.web.asking import Unanswered
 
@@ -45,6 +46,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 
+log = get_logger("tensorhub.http")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -151,6 +153,7 @@ class _Guard:
         self._inner = inner
         self._secrets = secrets
         self._host = host
+        self._refusals = Tally(log.warning, "http_client_refused")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -195,6 +198,8 @@ class _Guard:
             else "give a token of the cluster, the read-only one is enough: "
             "'Authorization: Bearer TOKEN'"
         )
+        if token:
+            self._refusals.count(advice="a client has another token than this cluster")
         answer = json_answer({"error": text}, 401)
         answer.headers["WWW-Authenticate"] = "Bearer"
         return answer
