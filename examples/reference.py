@@ -655,7 +655,12 @@ def keep_blocking(address: str) -> None:
 
 
 @shows(
-    "register_converted", "cast", "ConvertedWeights", "ConvertedWeights.publish", "ConversionReport"
+    "register_converted",
+    "cast",
+    "ConvertedWeights",
+    "ConvertedWeights.publish",
+    "ConvertedWeights.stamp",
+    "ConversionReport",
 )
 async def convert(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
     masters = torch.nn.Linear(8, 4)  # fp32
@@ -663,6 +668,7 @@ async def convert(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
         trainer, "actor", cast(masters, torch.bfloat16), group="trainer"
     )
     report = await weights.publish(1)
+    assert weights.stamp().version == report.version == 1
     print(f"{report.nbytes} bytes converted in {report.convert_s:.3f} s")
     engine = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
     await (await rollout.register("actor", engine)).replicate()
@@ -673,6 +679,7 @@ async def convert(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
     "sync.register_converted",
     "sync.ConvertedWeights",
     "sync.ConvertedWeights.publish",
+    "sync.ConvertedWeights.stamp",
     "sync.ConvertedWeights.version",
     "sync.ConvertedWeights.close",
 )
@@ -683,7 +690,7 @@ def convert_without_a_loop(address: str) -> None:
             hub, "actor", cast(masters, torch.bfloat16), group="trainer"
         )
         weights.publish(1)
-        assert weights.version == 1
+        assert weights.version == weights.stamp().version == 1
         weights.close()
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
@@ -34,6 +35,7 @@ from tests.rig import (
     OPTIONS,
     Restartable,
     Tensors,
+    all_of,
     begin_store,
     cluster,
     connect,
@@ -41,6 +43,7 @@ from tests.rig import (
     holds,
     nothing_left,
     published,
+    ranks_of,
     tensors,
     until,
     worker_of,
@@ -171,6 +174,52 @@ async def test_in_doubt_there_is_no_stamp(tmp_path: Path) -> None:
             await coordinator.start()
             await until(lambda: weights.state == "ready")
             assert weights.stamp().version == 1
+        await coordinator.stop()
+
+
+async def test_each_rank_stamps_its_own_shard() -> None:
+    async with cluster("one", "two") as c:
+        trained = await ranks_of(c.hubs, [tensors(1), tensors(2)], "trainer")
+        await all_of(*(each.publish(1) for each in trained))
+        mine = await ranks_of(c.hubs, [tensors(), tensors()], "rollout")
+        await all_of(*(each.replicate() for each in mine))
+        first, second = (each.stamp() for each in mine)
+        assert first.root != second.root
+        assert replace(first, root=b"") == replace(second, root=b"") == trained[1].stamp()
+        for stamp in (first, second):
+            assert (await tensorhub.check_stamp(stamp, c.hubs[0])).world_size == 2
+
+
+async def test_what_is_read_in_another_layout_has_no_root() -> None:
+    async with cluster("trainer", "reader") as c:
+        source = await c.hubs[0].register("m", {"w": np.arange(8, dtype=np.float32)})
+        await source.publish(1)
+        engine = {"half": np.zeros(4, np.float32)}
+        places = {"half": [tensorhub.source("w", shape=(8,))[4:8]]}
+        weights = await c.hubs[1].register("m", engine, group="r", sources=places, partial=True)
+        await weights.replicate()
+        assert engine["half"].tolist() == [4, 5, 6, 7]
+        assert weights.stamp() == source.stamp()
+        assert (await tensorhub.check_stamp(weights.stamp(), c.hubs[1])).version == 1
+
+
+async def test_the_lineage_outlives_the_coordinator(tmp_path: Path) -> None:
+    coordinator = Restartable(tmp_path)
+    async with nothing_left():
+        await coordinator.start()
+        async with connect(coordinator.address, "trainer") as trainer:
+            source = await published(trainer)
+            await trainer.rollback("m", to=1)
+            async with source.mutate(2):
+                write(_memory(source), 2)
+            stamp = source.stamp()
+            assert (stamp.lineage, stamp.version) == (1, 2)
+            await coordinator.restart(trainer)
+            assert source.stamp() == stamp
+            assert (await tensorhub.check_stamp(stamp, trainer)).lineage == 1
+            weights = await trainer.register("m", tensors(), group="r")
+            await weights.replicate()
+            assert replace(weights.stamp(), root=b"") == stamp
         await coordinator.stop()
 
 

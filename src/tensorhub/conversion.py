@@ -31,11 +31,19 @@ from tensorhub.api.hub import Hub
 from tensorhub.api.opening import Unpicklable
 from tensorhub.api.tools import tell_left_out
 from tensorhub.api.weights import Weights
-from tensorhub.errors import InvalidType, InvalidValue, RegistrationError, TensorHubError, shown
+from tensorhub.errors import (
+    InvalidType,
+    InvalidValue,
+    RegistrationError,
+    StateError,
+    TensorHubError,
+    shown,
+)
 from tensorhub.layouts.views import Sources
 from tensorhub.memory.describing import local_of
 from tensorhub.memory.module_state import PLAIN
 from tensorhub.memory.resolving import resolve, resolve_all
+from tensorhub.model.stamps import Stamp
 from tensorhub.runtime.loop_thread import CallerMode
 from tensorhub.types import as_integer
 
@@ -205,6 +213,18 @@ class ConvertedWeights(Unpicklable):
             (v for buffer in self._buffers if (v := buffer.weights.version) is not None),
             default=None,
         )
+
+    def stamp(self) -> Stamp:
+        """The stamp of the newest version that a buffer holds; see `Weights.stamp`. Raises
+        StateError if none holds one.
+        """
+        found: list[Stamp] = []
+        for buffer in self._buffers:
+            with contextlib.suppress(StateError):
+                found.append(buffer.weights.stamp())
+        if not found:
+            return self._buffers[0].weights.stamp()  # raises why
+        return max(found, key=lambda each: (each.lineage, each.version))
 
     async def publish(self, version: int, timeout: float | None = None) -> ConversionReport:
         """Convert the present weights into the buffer of the oldest version, and publish that. All

@@ -405,6 +405,10 @@ class ConvertedWeights(_Facade[_conversion.ConvertedWeights]):
         """The newest version that a buffer holds."""
         return self._async.version
 
+    def stamp(self) -> Stamp:
+        """The stamp of the newest version that a buffer holds."""
+        return self._async.stamp()
+
     publish = _blocking(_conversion.ConvertedWeights.publish)
     close = _blocking(_conversion.ConvertedWeights.close)
 

@@ -651,6 +651,31 @@ def spoiled_memory_announced() -> Iterator[None]:
         yield
 
 
+@bug("G1: a stamp names a version as soon as its bytes begin to come", faults=(Fault.DELAY,))
+def stamped_while_it_comes() -> Iterator[None]:
+    fill = MemberMemory.fill
+
+    def broken(self: MemberMemory, content: Any) -> None:
+        fill(self, content)
+        self.in_place = content
+
+    with replaced(MemberMemory, "fill", broken):
+        yield
+
+
+@bug("G1: a stamp names memory that was taken back", faults=(Fault.DELAY,))
+def stamped_after_it_was_taken_back() -> Iterator[None]:
+    forget = MemberMemory.forget
+
+    def broken(self: MemberMemory, why: str) -> None:
+        content = self.content
+        forget(self, why)
+        self.in_place = content
+
+    with replaced(MemberMemory, "forget", broken):
+        yield
+
+
 @bug(
     "R12: a last source that crashes is taken for one that left on "
     "purpose: its readers fail at once",
