@@ -254,13 +254,13 @@ class TcpChannel:
                         raise ProtocolError(f"a read is answered with {type(message).__name__}")
             first_byte = time.perf_counter()
             if self._coming_deltas:
-                return self._receive_deltas(bytes_max, first_byte - started, calls)
+                return self._receive_deltas(bytes_max, first_byte - started)
             group = self._next_group(bytes_max)
             if (base := self._client.right.base) is not None:
                 for chunk, _ in group:
                     base.spoil(chunk)
             if self._destination.is_strided:
-                return self._receive_strided(group, first_byte - started, calls)
+                return self._receive_strided(group, first_byte - started)
             destination = self._destination
             is_on_host = destination.device is None
             views = [destination.buffer(chunk) for chunk, _ in group] if is_on_host else []
@@ -301,11 +301,12 @@ class TcpChannel:
                 raise ProtocolError(f"a delta of chunk {chunk} is longer than the chunk")
         self._coming_deltas.extend(message.chunks)
 
-    def _receive_deltas(self, bytes_max: int, wait_s: float, calls: int) -> Arrival:
+    def _receive_deltas(self, bytes_max: int, wait_s: float) -> Arrival:
         """Receive deltas, and apply each to its chunk. A delta that cannot be applied leaves a
         chunk that does not have its digest, as a wrong one does.
         """
         base, began, codec_s = self._client.right.base, time.perf_counter(), 0.0
+        calls = self._connection.calls
         counts = Counts()
         assert base is not None
         group, brought = list[tuple[int, int | None]](), dict[int, tuple[bytes, ...]]()
@@ -335,9 +336,7 @@ class TcpChannel:
             calls=self._connection.calls - calls,
         )
 
-    def _receive_strided(
-        self, group: list[tuple[int, int | None]], wait_s: float, calls: int
-    ) -> Arrival:
+    def _receive_strided(self, group: list[tuple[int, int | None]], wait_s: float) -> Arrival:
         """Receive chunks of several pieces. Their digests are made while the bytes are still
         together.
         """
@@ -347,6 +346,7 @@ class TcpChannel:
             dict[int, int](),
             0.0,
         )
+        calls = self._connection.calls
         for chunk, _ in group:
             if destination.device is not None:
                 made |= self._receive_scattered(chunk, destination.device)

@@ -151,7 +151,8 @@ class LaneTimes:
             tcp = after.since(self._tcp)
             if _major_faults() > self._faults:
                 # while nothing is on its way, a socket does not keep its sender waiting
-                disk_s = max(0.0, spent.blocked_s - tcp.busy_s)
+                served_s = spent.seconds - spent.idle_s - spent.empty_s
+                disk_s = spent.blocked_s * (1 - min(1.0, tcp.busy_s / max(served_s, 1e-9)))
         given_bytes = self._lane.given_bytes - self._given_before
         return ServedTiming(
             lease,
