@@ -56,6 +56,15 @@ def test_nothing_tells_anybody_to_install_an_unknown_package() -> None:
     assert not wrong, wrong
 
 
+def test_each_extra_is_in_the_first_page() -> None:
+    config = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    table = (DOCS.parent / "README.md").read_text(encoding="utf-8").partition("## Install")[2]
+    named = {
+        extra for found in re.findall(r"'\.\[([\w,]+)\]'", table) for extra in found.split(",")
+    }
+    assert named == config["project"]["optional-dependencies"].keys() - {"dev", "docs", "fuzz"}
+
+
 def test_each_transport_has_a_section_and_a_row_in_the_overview() -> None:
     built_in = list(TRANSPORTS.built_in)
     page = (DOCS / "transports.md").read_text(encoding="utf-8")

@@ -113,7 +113,7 @@ def steps() -> tuple[list[str], list[str]]:
 def test_what_the_readme_says_happens(terminals: Terminals) -> None:
     commands, (make_a_file, loop) = steps()
     serve, publish, fetch, compare, *training = commands
-    trainer, quick, slow, explain, late = training
+    trainer, quick, slow, top, explain, late = training
 
     terminals.start(serve)
     terminals.until(serve, "Ctrl-C stops it")
@@ -131,12 +131,15 @@ def test_what_the_readme_says_happens(terminals: Terminals) -> None:
     for command in (quick, slow):
         terminals.until(command, r"(?s)version \d+: .* from (trainer|quick|slow)\n.*version \d+: ")
 
-    watch(terminals, explain)
+    watch(terminals, top, explain)
     kill(terminals, trainer, late)
     restart(terminals, serve, [quick, slow, late])
 
 
-def watch(terminals: Terminals, explain: str) -> None:
+def watch(terminals: Terminals, top: str, explain: str) -> None:
+    terminals.start(top)  # plain lines, without a terminal
+    terminals.until(top, r"actor(?s:.*)slow")
+    terminals.stop(top, signal.SIGINT)
     page = f"http://127.0.0.1:{terminals.http}/"
     with urllib.request.urlopen(page, timeout=WAIT_S) as answer:
         assert b"<title>TensorHub</title>" in answer.read()
