@@ -249,8 +249,10 @@ def test_a_token_is_asked_for_and_kept_in_this_tab_only(tab: Browser) -> None:
     with served(recording) as server:
         tab.open(server.url)
         tab.see("asks for a token")
-        tab.type_into("input", "wrong\ue007")
-        tab.see("It did not accept that one.")
+        for wrong in ("\u05e9\u05dc\u05d5\u05dd", "wrong"):
+            tab.run("document.querySelector('input').value = ''")
+            tab.type_into("input", f"{wrong}\ue007")
+            tab.see("It did not accept that one.")
         tab.run("document.querySelector('input').value = ''")
         tab.type_into("input", "right\ue007")
         tab.see("trainer · actor version 7 · 16.1 GB in 1 shard")

@@ -319,7 +319,10 @@ function banner() {
 function tokenForm() {
   const enter = (event) => {
     event.preventDefault();
-    sessionStorage.setItem(TOKEN, new FormData(event.target).get("token").trim());
+    const token = new FormData(event.target).get("token").trim();
+    page.wrongToken = !/^[\x21-\x7e]+$/.test(token); // no header could carry it
+    if (page.wrongToken) return draw();
+    sessionStorage.setItem(TOKEN, token);
     ask();
   };
   return h("form", { class: "card token", key: "token", onsubmit: enter },

@@ -230,8 +230,14 @@ function modelView(known, place) {
     timelineCard(known, info, rows),
     card("Versions", versionsTable(known, info)),
     card("Updates", longTable(known, "updates", UPDATE_COLUMNS(known, info.model), newestFirst(rows), rowKey, "No update has ended yet.")),
-    card(`Workers (${whole(info.workers.length)})`, longTable(known, "workers", WORKER_COLUMNS(info), byName(info.workers), (each) => each.incarnation)),
+    card(`Workers (${workersOf(info)})`, longTable(known, "workers", WORKER_COLUMNS(info), byName(info.workers), (each) => each.incarnation)),
   ]; // prettier-ignore
+}
+
+/** How many are known one by one, and how many there are. */
+function workersOf({ workers, summary }) {
+  const more = summary && summary.workers > workers.length;
+  return `${whole(workers.length)}${more ? ` of ${whole(summary.workers)}` : ""}`;
 }
 
 function rowKey(row) {
