@@ -109,11 +109,12 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{name}: {value}")
     print(_expected(variants.values(), ways, given.rounds), file=sys.stderr, flush=True)
     imported = _IMPORTED_WITH_TORCH if any(way.module == "gloo" for way in ways) else _IMPORTED
-    with _sigterm_ends(), mock.patch.object(subprocess, "Popen", popen(*imported)):
-        measured = {
-            value: _measure(each, ways, given.rounds, given.keep)
-            for value, each in variants.items()
-        }
+    with _sigterm_ends(), _scratch(None) as scratch:
+        file = _trained(given, first, scratch)
+        with mock.patch.object(subprocess, "Popen", popen(*imported)):
+            measured = {
+                value: _measure(file, each, ways, given) for value, each in variants.items()
+            }
     if given.json is not None:
         told = {
             str(value): [row.as_json() for row in rows] for value, (rows, _) in measured.items()
@@ -191,6 +192,12 @@ def _parser() -> argparse.ArgumentParser:
         help="draw it over how many times slower one rollout's link is",
     )
     parser.add_argument(
+        "--lr",
+        type=_number(float),
+        help="publish all-MiniLM-L6-v2 in bf16, trained at this rate, as `python -m benches deltas` "
+        "does; --mb: of its first bytes (it has 45.4)",
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write facts, rows and all events"
     )
     parser.add_argument(
@@ -254,22 +261,33 @@ def _expected(variants: Collection[Scenario], ways: Sequence[Way], rounds: int) 
     )
 
 
+def _trained(given: argparse.Namespace, scenario: Scenario, scratch: Path) -> Path | None:
+    """A file with the versions of a real model, by a process of its own: torch's threads would not
+    be in the processes that are forked from this one.
+    """
+    if given.lr is None:
+        return None
+    file = scratch / "versions"
+    what = (given.lr, scenario.versions, scenario.rank_bytes, file)
+    subprocess.run([sys.executable, "-m", "benches.testbed.trained", *map(str, what)], check=True)
+    return file
+
+
 def _measure(
-    scenario: Scenario, ways: Sequence[Way], rounds: int, keep: Path | None
+    file: Path | None, scenario: Scenario, ways: Sequence[Way], given: argparse.Namespace
 ) -> tuple[list[report.Row], list[Result]]:
-    """All systems in all rounds; the table is printed."""
     results: dict[str, list[Result]] = {way.name: [] for way in ways}
     failures = {
         way.name: failure for way in ways if (failure := _why_not(scenario, way)) is not None
     }
-    for number in range(rounds):
+    for number in range(given.rounds):
         for way in ways if number % 2 == 0 else reversed(ways):
             if way.name in failures:
                 continue
             began_s = time.monotonic()
             print(f"round {number + 1}: {way.title} ...", file=sys.stderr, flush=True)
             try:
-                results[way.name].append(_run(scenario, way, keep))
+                results[way.name].append(_run(scenario, way, given.keep, file))
             except Exception as error:
                 failures[way.name] = f"failed: {type(error).__name__}: {error}"
             said = failures.get(way.name, f"{time.monotonic() - began_s:.0f} s")
@@ -295,6 +313,11 @@ def _measure(
     print("\nUntil who joins or updates has the newest version (broken-off ones are censored):\n")
     print(*report.waits_table(rows), sep="\n")
     every = [result for each in results.values() for result in each]
+    if len(scenario.sites) > 1:
+        print("\nMB over the WAN, and seconds until all that updated had it, by version:\n")
+        for each in every:
+            told = [f"{v}: {mb:.3f} MB, {s:.1f} s" for v, mb, s in report.crossings(scenario, each)]
+            print(f"{WAYS[each.way].title:<44}{'; '.join(told)}")
     print("\nThe same scenario in the flow model (means of those that were done):\n")
     print(*prediction.table(scenario, rows, every), sep="\n", flush=True)
     return rows, every
@@ -314,9 +337,9 @@ def _why_not(scenario: Scenario, way: Way) -> str | None:
     return way.lacks()
 
 
-def _run(scenario: Scenario, way: Way, keep: Path | None) -> Result:
+def _run(scenario: Scenario, way: Way, keep: Path | None, file: Path | None) -> Result:
     with _ended_after(RUN_S), _scratch(keep) as scratch:
-        return Run(scenario, way, scratch).run()
+        return Run(scenario, way, scratch, file).run()
 
 
 @contextlib.contextmanager

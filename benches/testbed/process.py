@@ -20,13 +20,14 @@ import threading
 import time
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import anyio
 import anyio.to_thread
 
 from benches.commands import obey
-from benches.testbed.shares import Share
+from benches.testbed.shares import Real, Share
 from benches.testbed.systems.base import Got, Setting, System, connect, receive_into
 
 AGAIN_S = 0.05  # before a call that failed is made again
@@ -53,9 +54,16 @@ class BenchProcess:
         its = Setting(**setting)
         self._who = its.host
         self._log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        nbytes = its.nbytes if its.role in ("trainer", "rollout") else 0
-        self._share = Share(
-            nbytes, its.group_rank, its.group_size, its.options.get(f"{its.role} cut", "rows")
+        nbytes, file = (
+            its.nbytes if its.role in ("trainer", "rollout") else 0,
+            its.options.get("file"),
+        )
+        self._share = (
+            Real(nbytes, Path(file))
+            if nbytes and file
+            else Share(
+                nbytes, its.group_rank, its.group_size, its.options.get(f"{its.role} cut", "rows")
+            )
         )
         module = importlib.import_module(f"benches.testbed.systems.{system}")
         self._system = module.System(its, self._share, self._stack)

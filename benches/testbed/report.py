@@ -77,6 +77,26 @@ def row(scenario: Scenario, way: Way, results: Sequence[Result]) -> Row:
     )
 
 
+def crossings(scenario: Scenario, result: Result) -> list[tuple[int, float, float]]:
+    """Of each version but the first: MB that rollouts have read from another site, and seconds from
+    its publication until all that updated to it had it.
+    """
+    sites = {name: hosts.site for name, hosts in timetable.rollouts(scenario)}
+    published = {e["version"]: e["ended_s"] for e in result.events if e["kind"] == "publish"}
+    found = []
+    for version in sorted(published)[1:]:
+        its = [e for e in attempts(result.events) if e.version == version]
+        far = [
+            nbytes
+            for each in its
+            for source, nbytes in each.sources.items()
+            if sites.get(source.partition("+")[0], scenario.sites[0]) != sites[each.who]
+        ]
+        last_s = max((each.ended_s for each in its), default=float("nan"))
+        found.append((version, sum(far) / 1e6, last_s - published[version]))
+    return found
+
+
 def floors(scenario: Scenario, way: Way, result: Result) -> Mapping[str, float]:
     """Seconds in which one copy can be in each rollout: over its own link, or over the WAN if
     nothing in its site has it.

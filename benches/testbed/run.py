@@ -56,8 +56,11 @@ class Result:
 
 
 class Run:
-    def __init__(self, scenario: Scenario, way: Way, scratch: Path) -> None:
-        self.way, self._scratch = way, scratch
+    def __init__(
+        self, scenario: Scenario, way: Way, scratch: Path, file: Path | None = None
+    ) -> None:
+        """`file`: with the versions' bytes, one after the other; else they are made up."""
+        self.way, self._scratch, self._file = way, scratch, file
         self._group_size = int(way.options.get("ranks", 1))
         scenario = self.scenario = in_groups(scenario, self._group_size)
         self._stack = ExitStack()
@@ -146,7 +149,11 @@ class Run:
             wan_s=self._wan_s,
             addresses={name: self._network.address(name) for name in self._hosts},
             scratch=str(scratch),
-            options={**self.way.options, "spot": host in self._spot},
+            options={
+                **self.way.options,
+                "spot": host in self._spot,
+                "file": "" if self._file is None else str(self._file),
+            },
         )
         return process.begin(
             "join", system=self.way.module, setting=asdict(setting), log=str(self._log), opens=opens

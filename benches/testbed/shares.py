@@ -2,12 +2,13 @@
 in the whole model it is.
 
 So one look proves all bytes, whatever the layout. Nothing of the library is used here: it is what
-checks the library.
+checks the library. `Real` has what a model that is trained has, instead: deltas need that.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -69,3 +70,24 @@ class Share:
                 word >> _VERSION_BITS if not word % 2**_VERSION_BITS else -1 for word in seen
             )
         return sorted(found)
+
+
+class Real(Share):
+    """One rank's: two tensors of 2-byte words, with the versions of a file one after the other."""
+
+    def __init__(self, nbytes: int, file: Path) -> None:
+        self._stored = np.memmap(file, np.float16, "r").reshape(-1, len(TENSORS), nbytes // 4)
+        self.whole = (self._stored.shape[2],)
+        self.part = (slice(0, self._stored.shape[2]),)
+        self.tensors: dict[str, Any] = {name: np.zeros(self.whole, np.float16) for name in TENSORS}
+
+    def write(self, version: int) -> None:
+        for tensor, stored in zip(self.tensors.values(), self._stored[version - 1], strict=True):
+            tensor[:] = stored
+
+    def versions(self) -> list[int]:
+        here = [tensor.view(np.uint16) for tensor in self.tensors.values()]
+        for number, stored in enumerate(self._stored.view(np.uint16), 1):
+            if all(map(np.array_equal, here, stored)):
+                return [number]
+        return [-1]

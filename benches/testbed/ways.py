@@ -86,6 +86,7 @@ WAYS: Final[Mapping[str, Way]] = {
             {"seeds": True, "prefetch": True},
             roles=_SEEDED,
         ),
+        Way("tensorhub+deltas", "TensorHub, deltas", "hub", {"deltas": True}, roles=_COORDINATED),
         Way("tensorhub+groups", "TensorHub, groups of 2", "hub", {"ranks": 2}, roles=_COORDINATED),
         Way(
             "tensorhub+resharded",

@@ -2,7 +2,7 @@
 has the version.
 
 `options`: "prefetch" has a rollout update once the version is in its host memory; "seeds", once the
-seed of its site has it.
+seed of its site has it; "deltas" gives trainer and rollouts memory for deltas.
 """
 
 from __future__ import annotations
@@ -42,8 +42,13 @@ class System(Base):
             await self._seed(address)
             return
         # lines
-        room = 2 * setting.nbytes if setting.options.get("prefetch") else 0
-        options = tensorhub.Options(chunk_bytes=setting.chunk_bytes, host_memory_bytes=room)
+        deltas = bool(setting.options.get("deltas"))
+        room = 2 * setting.nbytes if setting.options.get("prefetch") or deltas else 0
+        options = tensorhub.Options(
+            chunk_bytes=setting.chunk_bytes,
+            host_memory_bytes=room,
+            deltas="auto" if deltas else "off",
+        )
         connecting = tensorhub.connect(
             address, name=setting.name, location=self._place, options=options
         )
