@@ -16,8 +16,8 @@ HUGE = 2**38  # far more than there is
 
 
 class Nothing:
-    def want(self, chunks: object) -> str:
-        return ""
+    def want(self, chunks: object) -> None:
+        return None
 
 
 def manifest_of(*sizes: int) -> Manifest:
