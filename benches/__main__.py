@@ -6,6 +6,7 @@ import sys
 
 from benches import (
     archive,
+    bottlenecks,
     busy,
     calls,
     capped,
@@ -30,6 +31,7 @@ SUBJECTS = {
     "archive": archive.main,
     "busy": busy.main,
     "calls": calls.main,
+    "bottlenecks": bottlenecks.main,
     "capped": capped.main,
     "delta_reads": delta_reads.main,
     "deltas": deltas.main,
