@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from benches.child_processes import Process
+from benches.child_processes import Pending, Process
 from benches.comparison.facts import facts
 from benches.testbed.network import Host, Network, Wan, why_not
 
@@ -166,13 +166,13 @@ def still(process: Process) -> Iterator[None]:
 
 @contextlib.contextmanager
 def throttled(cluster: Cluster) -> Iterator[None]:
-    """The reader runs for a short while out of each 50 ms."""
+    """The reader runs for 10 ms out of each 110."""
     pid, over = cluster.readers[0].pid, threading.Event()
 
     def throttle() -> None:
-        while not over.wait(0.004):
+        while not over.wait(0.01):
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.05)
+            time.sleep(0.1)
             os.kill(pid, signal.SIGCONT)
 
     thread = threading.Thread(target=throttle)
@@ -296,7 +296,7 @@ def _round(bottleneck: Bottleneck, cluster: Cluster, observer: Process, number: 
 def _updated(
     ranks: list[Process], version: int, hook_s: float = 0.0, late_s: float = 0.0
 ) -> list[float]:
-    reading = []
+    reading = list[Pending]()
     for reader in ranks:
         if reading:
             time.sleep(late_s)
@@ -307,8 +307,8 @@ def _updated(
 def _worker(
     cluster: Cluster, bottleneck: Bottleneck, name: str, site: str, host: str = ""
 ) -> Process:
-    process = cluster.start(name, host or name)
     is_local = "cma" in bottleneck.transports
+    process = cluster.start(name, "trainer" if is_local else host or name)
     how = {
         "transports": list(bottleneck.transports),
         "digest": bottleneck.digest,

@@ -73,11 +73,13 @@ class ThreadTime:
         if now < self._next:
             return
         delay_s, cpu_s, began = run_delay_s(), time.thread_time(), time.perf_counter()
+        process_s = time.process_time()
         time.sleep(PROBE_S)
-        took_s = time.perf_counter() - began
-        waited_s = took_s - (time.thread_time() - cpu_s) - (run_delay_s() - delay_s)
+        took_s, own_s = time.perf_counter() - began, time.thread_time() - cpu_s
+        others_s = time.process_time() - process_s - own_s
+        waited_s = took_s - own_s - (run_delay_s() - delay_s)
         self._probes += 1
-        self._probed_s += max(0.0, waited_s - PROBE_S - WAKING_S)
+        self._probed_s += max(0.0, min(waited_s - PROBE_S - WAKING_S, others_s))
         ended = time.perf_counter()
         self._next = ended + max(PROBE_EVERY_S, PROBES_APART * (ended - now))
 
