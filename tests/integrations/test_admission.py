@@ -310,3 +310,14 @@ def test_arguments() -> None:
     for wrong in (-1, float("inf"), float("nan")):
         with pytest.raises(InvalidValue, match="retry_after_s"):
             VersionGate(engine, engine.stamp, retry_after_s=wrong)
+
+
+def test_a_request_with_a_body_is_refused_before_its_body_is_read() -> None:
+    engine = Engine(11)
+    with served(VersionGate(engine, engine.stamp)) as connection:
+        headers = {"TensorHub-Version": "=1"}
+        connection.request("POST", "/whole", body=b"x" * 2**20, headers=headers)
+        answer = connection.getresponse()
+        assert (answer.status, engine.calls) == (409, 0)
+        answer.read()
+        assert get(connection, "/whole")[0] == 200  # over the same connection, or a new one
