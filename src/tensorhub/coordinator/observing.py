@@ -100,6 +100,8 @@ class Observations:
         self._running: dict[OpKey, Update] = {}
         # the oldest first; by whether a read-only worker has called
         self._finished: dict[bool, dict[OpKey, Update]] = {False: {}, True: {}}
+        # of which model so many are kept
+        self._kept: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
         self._of_model: dict[str, dict[OpKey, Update]] = {}  # all of these, the oldest call first
         self._lanes: dict[str, Lane] = {}  # theirs, by lease
         self._is_behind = False
@@ -200,44 +202,48 @@ class Observations:
 
     def became(self, now: float, entity: Entity, before: object, why: str) -> None:
         """An entity has another state than `before`."""
-        match entity:
-            case RankPart():
-                self._part_became(now, entity)
-            case ReadLease(state=LeaseState.RELEASED | LeaseState.FENCING):
-                rank, lane = self._rank(entity.part), self._lanes.get(entity.id)
-                if lane is not None and lane.until is None:
-                    lane.until = now
-                is_last = entity.part.reads and [*entity.part.leases] == [entity.id]
-                if rank is not None and is_last:
-                    rank.sourceless_at = now
-            case Operation():
-                self._operation_became(now, entity)
-            case Version() if why not in RECOVERED:
-                info = entity.info
-                if entity.state is VersionState.AVAILABLE:
-                    text = "" if before is VersionState.STAGED else "it can be read again"
-                    self.happened(now, "published", info.model, info.version, "", text)
-                elif before is VersionState.AVAILABLE and entity.state is VersionState.UNAVAILABLE:
-                    self.happened(now, "unpublished", info.model, info.version, "", why)
-            case _:
-                pass
+        # `match` would take longer, and this is called very often
+        if type(entity) is RankPart:
+            self._part_became(now, entity)
+        elif type(entity) is ReadLease:
+            self._lease_became(now, entity)
+        elif type(entity) is Operation:
+            self._operation_became(now, entity)
+        elif type(entity) is Version and why not in RECOVERED:
+            self._version_became(now, entity, before, why)
 
     def _part_became(self, now: float, part: RankPart) -> None:
         update = self._running.get(part.operation.key)
         rank = update.ranks.get(part.rank) if update is not None else None
         if rank is None or update is None:
             return
-        match part.state:
-            case PartState.READY:
-                rank.ready_at = now
-            case PartState.READING:
-                update.written_at = now if update.written_at is None else update.written_at
-            case PartState.CLAIMING:
-                rank.verified_at = now
-            case PartState.VOTED:
-                rank.agreed_at = now
-            case PartState.CALLED:
-                pass
+        state = part.state
+        if state is PartState.VOTED:
+            rank.agreed_at = now
+        elif state is PartState.CLAIMING:
+            rank.verified_at = now
+        elif state is PartState.READY:
+            rank.ready_at = now
+        elif update.written_at is None:
+            update.written_at = now
+
+    def _lease_became(self, now: float, lease: ReadLease) -> None:
+        if lease.state not in (LeaseState.RELEASED, LeaseState.FENCING):
+            return
+        lane, part = self._lanes.get(lease.id), lease.part
+        if lane is not None and lane.until is None:
+            lane.until = now
+        rank = self._rank(part) if part.reads and [*part.leases] == [lease.id] else None
+        if rank is not None:
+            rank.sourceless_at = now
+
+    def _version_became(self, now: float, version: Version, before: object, why: str) -> None:
+        info = version.info
+        if version.state is VersionState.AVAILABLE:
+            text = "" if before is VersionState.STAGED else "it can be read again"
+            self.happened(now, "published", info.model, info.version, "", text)
+        elif before is VersionState.AVAILABLE and version.state is VersionState.UNAVAILABLE:
+            self.happened(now, "unpublished", info.model, info.version, "", why)
 
     def _operation_became(self, now: float, operation: Operation) -> None:
         update = self._running.get(operation.key)
@@ -249,7 +255,7 @@ class Observations:
         elif operation.state is OperationState.PREPARED:
             update.prepared_at = now
         elif operation.state is OperationState.COMMITTED:
-            self._end(now, operation, "unchanged" if operation.unchanged else "committed")
+            self._end(now, operation, "unchanged" if update.written_at is None else "committed")
 
     def failed(
         self, now: float, operation: Operation, error: TensorHubError, *, again: bool
@@ -269,26 +275,28 @@ class Observations:
         self.counters.updates_total[outcome] += 1
         update.ended_at, update.outcome = now, outcome
         if outcome == "unchanged":
-            self._forget(update)
+            self._drop(update)
             return
-        if outcome == "committed" and update.info is not None and not operation.is_read_only:
+        read_only = operation.is_read_only
+        if outcome == "committed" and update.info is not None and not read_only:
             worker, kind = operation.key.group, f"{operation.kind}"
             self.happened(now, "updated", operation.key.model, update.info.version, worker, kind)
         self._keep_slowest(update)
-        finished = self._finished[operation.is_read_only]
+        finished, kept, model = self._finished[read_only], self._kept[read_only], update.key.model
         finished[update.key] = update
-        of_model, of_all = UPDATES_MAX[operation.is_read_only]
-        same = [each for each in finished if each.model == update.key.model]
-        if len(same) > of_model:
-            self._forget(finished.pop(same[0]))
+        kept[model] += 1
+        of_model, of_all = UPDATES_MAX[read_only]
+        if kept[model] > of_model:
+            oldest = next(key for key in finished if key.model == model)
+            self._forget(oldest, read_only=read_only)
         while len(finished) > of_all or (len(self._lanes) > LANES_KEPT_MAX and len(finished) > 1):
-            self._forget(finished.pop(next(iter(finished))))
+            self._forget(next(iter(finished)), read_only=read_only)
 
     def _keep_slowest(self, update: Update) -> None:
         """Keep the ranks that the critical path may pass, and the slowest ones."""
-        ranks = list(update.ranks.values())
-        if len(ranks) <= RANKS_KEPT_MAX:
+        if len(update.ranks) <= RANKS_KEPT_MAX:
             return
+        ranks = list(update.ranks.values())
         decisive = (
             min(ranks, key=lambda rank: rank.called_at),
             max(ranks, key=lambda rank: rank.called_at),
@@ -302,7 +310,15 @@ class Observations:
                 self._lanes.pop(lease, None)
             update.others += 1
 
-    def _forget(self, update: Update) -> None:
+    def _forget(self, key: OpKey, *, read_only: bool) -> None:
+        """Forget a finished update."""
+        kept = self._kept[read_only]
+        kept[key.model] -= 1
+        if not kept[key.model]:
+            del kept[key.model]
+        self._drop(self._finished[read_only].pop(key))
+
+    def _drop(self, update: Update) -> None:
         for lease in [lease for rank in update.ranks.values() for lease in rank.lanes]:
             self._lanes.pop(lease, None)
         of_model = self._of_model[update.key.model]
