@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 
@@ -229,6 +230,15 @@ def test_the_time_since_an_answer_is_said_and_all_else_stays() -> None:
     assert replace(gone, fault="").gone_s == 0
 
 
+def test_in_a_pipe_an_answer_that_is_missing_is_said_on_stderr(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    top._print(replace(SEEN, at=NOW + 7, fault="it is\x1b[2J gone"))
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == "the coordinator is away for 7.0 s, and asked again: it is\\x1b[2J gone\n"
+
+
 def test_a_clock_that_differs_is_said() -> None:
     assert "its clock is +3600 s" in lines(replace(SEEN, ahead_s=3600.0))[0]
 
@@ -445,6 +455,15 @@ def test_once_and_in_a_pipe_it_prints_plain_lines(address: str) -> None:
             assert b"\x1b" not in terminal.written
 
 
+def document(stream: Iterator[str] | None, *, is_gone: bool) -> dict[str, object]:
+    """The first one that says so."""
+    for _ in range(200):
+        said: dict[str, object] = json.loads(line_with("{", stream))
+        if bool(said["gone_s"]) == is_gone:
+            return said
+    raise AssertionError("no document says so")
+
+
 def test_json_is_a_document_a_line_and_goes_on_across_a_restart() -> None:
     with started("serve", "--quiet") as coordinator:
         address = line_with("tcp://", coordinator.stdout).strip()
@@ -456,12 +475,10 @@ def test_json_is_a_document_a_line_and_goes_on_across_a_restart() -> None:
             assert json.loads(line_with("{", process.stdout))["events"] == []
             coordinator.kill()
             coordinator.wait(WAIT_S)
-            while json.loads(line_with("{", process.stdout))["gone_s"] == 0:
-                pass
+            assert document(process.stdout, is_gone=True)["models"] == []
             with started("serve", "--quiet", "--port", address.rpartition(":")[2]) as again:
                 assert line_with(address, again.stdout)
-                while json.loads(line_with("{", process.stdout))["gone_s"] > 0:
-                    pass
+                assert document(process.stdout, is_gone=False)["fault"] == ""
     done = run_here("top", "--json", "--once", "--address", "tcp://127.0.0.1:1")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: CoordinatorUnavailable: ")
