@@ -116,6 +116,17 @@ def test_a_worker_says_why_it_waits(tab: Browser, server: Server) -> None:
     tab.see("No call of it is under way")
 
 
+def test_a_worker_that_holds_nothing_yet_says_why_it_waits(tab: Browser, server: Server) -> None:
+    info = server.recording.models[MODEL]
+    others = tuple(each for each in info.replicas if each.group != "rollout-6")
+    server.recording.models[MODEL] = replace(info, replicas=others, leases=info.leases[:1])
+    rows = server.recording.updates[MODEL]
+    rows[0] = replace(rows[0], version=None, worker="rollout-6")
+    tab.open(f"{server.url}#/model/{MODEL}/worker/rollout-6")
+    tab.see("Its update has run for 3.1 s: now waiting for a worker to read from.")
+    tab.see("It holds no version.", "It reads from no worker now.")
+
+
 @pytest.mark.parametrize(
     "place", ["#/model/none", "#/model/actor/worker/none", "#/%E0%A4%A", "#/x"]
 )

@@ -29,6 +29,10 @@ const known = {
   now() {
     return known.source.saved ? known.source.run.summary.coordinator.now : performance.now() / 1000 + known.clockAhead;
   },
+  /** What the summary has of a model: of a large one counts only. */
+  told(model) {
+    return known.summary.models.find((each) => each.model === model);
+  },
   unfold(key) {
     known.unfolded.add(key);
     draw();
@@ -76,6 +80,9 @@ async function ask() {
     if (!summary) throw new Error("no summary");
     known.summary = summary;
     known.clockAhead = summary.coordinator.now - performance.now() / 1000;
+    // of small models it has all rows
+    for (const info of summary.models) if (isWhole(info)) heardModel(info.model, info);
+    if (place.view !== "overview" && !known.asked) draw(); // what is known so far
     await askFor(place);
     page.heardAt = performance.now();
     page.failures = 0;
@@ -108,13 +115,20 @@ async function askFor(place) {
     asks.push(askForExplanation(place, place.version, place.group));
   } else {
     asks.push(askForUpdates(place));
-    if (performance.now() >= page.due) {
+    const told = known.told(place.model);
+    if (!(told && isWhole(told)) && performance.now() >= page.due) {
+      page.due = performance.now() + LARGE_EVERY_S * 1000 - 100;
       asks.push(known.source.model(place.model).then((info) => heardModel(place.model, info)));
     }
   }
   await Promise.all(asks);
   if (page.place === place) known.asked = true;
   if (place.view === "model") await askForSources(place.model);
+}
+
+/** Whether a description has its rows, and not only counts. */
+function isWhole({ workers, summary }) {
+  return Boolean(summary) && workers.length >= summary.workers;
 }
 
 async function askForExplanation(place, version, group) {
@@ -130,7 +144,9 @@ async function askForUpdates(place) {
   const replicas = known.models.get(place.model)?.replicas ?? [];
   const groups = replicas.filter((each) => each.shards.some((shard) => shard.worker === place.worker));
   const names = new Set(groups.map((each) => each.group));
-  const running = rows.find((row) => row.outcome === "running" && names.has(row.group));
+  const running = rows.find(
+    (row) => row.outcome === "running" && (names.has(row.group) || row.worker === place.worker),
+  );
   if (running) await askForExplanation(place, running.version ?? undefined, running.group);
   else known.explanation = null;
 }
@@ -162,15 +178,13 @@ function heardModel(model, info) {
     return;
   }
   // a page of a model has no counts
-  const counts = known.summary.models.find((each) => each.model === model);
+  const counts = known.told(model);
   if (counts && !info.summary) {
     const summaries = new Map(counts.versions.map((each) => [`${each.lineage}/${each.version}`, each.summary]));
     info.summary = counts.summary;
     for (const each of info.versions) each.summary ??= summaries.get(`${each.lineage}/${each.version}`);
   }
   known.models.set(model, info);
-  const large = info.workers.length > DRAWN_MAX;
-  page.due = performance.now() + (large ? LARGE_EVERY_S * 1000 : 0) - 100;
   const now = performance.now() / 1000;
   const kept = new Set(info.versions.map((each) => `${each.version} ${model}`));
   for (const map of [seen.sources, seen.chunks, seen.rates])

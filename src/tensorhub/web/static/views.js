@@ -139,7 +139,7 @@ function sharesOf(info) {
 
 /** Seconds since a version of a model was published; null: not known. */
 function ageOf(known, model, version) {
-  const info = known.summary.models.find((each) => each.model === model);
+  const info = known.told(model);
   if (info && String(info.mark) === String(version) && typeof info.age_s === "number") return info.age_s;
   const at = known.publishedAt.get(model)?.get(String(version));
   return at === undefined ? null : Math.max(0, known.now() - at);
@@ -211,7 +211,8 @@ function callsOf({ count, call }) {
 // one model
 
 function modelView(known, place) {
-  const info = known.models.get(place.model);
+  const rowsCome = !known.models.has(place.model); // until then the summary's counts are shown
+  const info = known.models.get(place.model) ?? known.told(place.model);
   if (!info) return nothing(known, "model", place.model);
   const rows = known.updates.get(place.model) ?? [];
   const newest = newestOf(info);
@@ -226,7 +227,7 @@ function modelView(known, place) {
         ` · lineage ${info.lineage} · retains ${info.retain}`),
       sharesPicture(sharesOf(info))),
     callsCard(info),
-    treeCard(known, info),
+    rowsCome ? card("Who reads from whom", h("p", { class: "none" }, "Asking the coordinator …")) : treeCard(known, info),
     timelineCard(known, info, rows),
     card("Versions", versionsTable(known, info)),
     card("Updates", longTable(known, "updates", UPDATE_COLUMNS(known, info.model), newestFirst(rows), rowKey, "No update has ended yet.")),
