@@ -21,6 +21,7 @@ from tensorhub.messages import (
     ChunkFollows,
     ChunksFollow,
     ChunksLie,
+    DoneReading,
     FromOwner,
     FromReader,
     Grant,
@@ -421,6 +422,8 @@ def _serve(
         read = _next_read(lane, connection)
         if read is None:
             return False
+        if isinstance(read, DoneReading):  # is not answered
+            return True
         # so that some chunks go with their digest behind
         first_send_bytes = 8 if read.request % 2 else FIRST_SEND_BYTES
         with (
