@@ -65,6 +65,20 @@ def test_a_model_shows_who_reads_from_whom(tab: Browser, server: Server) -> None
     assert tab.run("return document.querySelectorAll('.site').length") == 2
 
 
+def test_of_a_node_that_is_pointed_at_only_its_reads_are_shown(
+    tab: Browser, server: Server
+) -> None:
+    tab.open(f"{server.url}#/model/{MODEL}")
+    tab.see("site paris")
+    lit = "return document.querySelectorAll('.tree[data-lit] .edge[data-lit]').length"
+    for worker, reads in (("rollout-5", 1), ("rollout-1", 2)):
+        tab.until(lambda: tab.run("return document.querySelectorAll('.edge').length == 7"))
+        tab.run(f"document.querySelector(`.node[title^='{worker}:']`).focus()")
+        assert tab.run(lit) == reads
+    tab.run("document.activeElement.blur()")
+    assert tab.run(lit) == 0
+
+
 def test_a_tree_is_drawn_again_when_reads_go_on(tab: Browser, server: Server) -> None:
     tab.open(f"{server.url}#/model/{MODEL}")
     tab.see("71 %")

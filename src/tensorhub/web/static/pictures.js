@@ -104,6 +104,8 @@ function withDepths(nodes) {
 
 const NODE = { width: 168, least: 74, height: 46, gapX: 44, gapY: 10, pad: 14, head: 30 };
 
+const ROWS_MOST = 12; // in one column of a site, while there is room beside it
+
 /** Sites above one another; within a site a reader stands right of its source. */
 function placed(nodes, width) {
   const depths = 1 + Math.max(0, ...nodes.map((node) => node.depth));
@@ -124,7 +126,7 @@ function placed(nodes, width) {
     Math.max(...sites.map((site) => cell(site, depth).length)) / columns[depth];
   for (let used = depths; used < most; used++) {
     const order = columns.map((_, depth) => depth).sort((a, b) => longest(b) - longest(a));
-    if (longest(order[0]) <= 4) break;
+    if (longest(order[0]) <= ROWS_MOST) break;
     columns[order[0]] += 1;
   }
   const all = columns.reduce((sum, each) => sum + each, 0);
@@ -216,7 +218,17 @@ function treePicture(nodes, width, rates, link) {
   );
 }
 
+/** Show the reads of one node only, or all again. */
+function light(target, id) {
+  const tree = target.closest(".tree");
+  tree.toggleAttribute("data-lit", id !== null);
+  for (const edge of tree.querySelectorAll(".edge"))
+    edge.toggleAttribute("data-lit", edge.vkey.split("\n").includes(id));
+}
+
 function nodeCard(node, width, rate, href) {
+  const lit = (event) => light(event.currentTarget, node.id);
+  const unlit = (event) => light(event.currentTarget, null);
   const share = node.total ? node.done / node.total : node.state === "ready" ? 1 : 0;
   const reads = [...node.parents].filter(([, live]) => live).map(([id]) => id);
   const progress = `${percent(share)}${rate > 1000 ? ` · ${inBytes(rate)}/s` : ""}`;
@@ -234,6 +246,10 @@ function nodeCard(node, width, rate, href) {
       href,
       title: `${node.id}: ${node.state}, ${node.done} of ${node.total} chunks${from}`,
       style: { left: `${node.x}px`, top: `${node.y}px`, width: `${width}px` },
+      onmouseenter: lit,
+      onmouseleave: unlit,
+      onfocus: lit,
+      onblur: unlit,
     },
     h("span", { class: "node-name" }, name(shortened(node.id, Math.floor((width - 14) / 7)))),
     h("span", { class: "node-state" }, text),
