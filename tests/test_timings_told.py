@@ -12,9 +12,9 @@ from tensorhub.coordinator.entities import Worker
 from tensorhub.coordinator.observing import Observations
 from tensorhub.errors import TensorHubError
 from tensorhub.messages import Took
-from tensorhub.observed import LINKS_MAX, PHASE_NAMES, PHASES_MAX, LinkTiming
+from tensorhub.observed import LINKS_MAX, PHASE_NAMES, PHASES_MAX, LinkTiming, ServedTiming
 from tensorhub.types import VersionInfo
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, cluster, published, tensors, until
+from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, cluster, published, tensors, until, worker_of
 
 HOOK_S = 0.3
 
@@ -107,6 +107,29 @@ async def test_a_hook_is_named_before_the_reads_and_behind_them(told: list[Took]
             assert HOOK_S <= phases["hook"] <= took.seconds
         assert {"room", "apply"} <= dict(told[1].phases).keys()
         assert report.phases["wait"] >= HOOK_S
+
+
+async def test_a_source_tells_what_each_of_these_lanes_cost_it(
+    told: list[Took], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[tuple[str, ServedTiming]] = []
+    monkeypatch.setattr(
+        Observations, "served", lambda self, worker, timing: served.append((worker, timing))
+    )
+    async with cluster("trainer", "reader") as c:
+        source = await published(c.hubs[0])
+        weights = await c.hubs[1].register("m", tensors())
+        for version in (2, 3):
+            await weights.update()
+            await source.unpublish()
+            await source.publish(version)
+        # the connection is kept meanwhile: it is not its end that tells
+        await until(lambda: len(told) == len(served) == 2)
+        worker = worker_of(c.hubs[0])
+        assert {name for name, _ in served} == {worker.incarnation}
+        leases = [link.lease for took in told for link in took.links]
+        assert [timing.lease for _, timing in served] == leases
+        assert all(timing.nbytes == CHUNKS * CHUNK_BYTES for _, timing in served)
 
 
 def test_there_is_room_for_the_longest_lanes_only() -> None:

@@ -32,7 +32,7 @@ from tensorhub.protocol.codec import Vocabulary
 from tensorhub.protocol.frames import FrameDecoder, FrameEncoder
 from tensorhub.protocol.handshake import Handshake
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.protocol.tcp_info import TcpCounts, counts_of
+from tensorhub.protocol.tcp_info import TcpCounts, counts_of, has_room
 
 M = TypeVar("M")
 PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
@@ -158,6 +158,13 @@ class BlockingConnection:
     def tcp_counts(self) -> TcpCounts | None:
         """What the kernel counts of sending; None: nothing."""
         return counts_of(self._socket)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the socket's buffer, which is TCP's, is emptier than while it keeps its sender
+        waiting.
+        """
+        return has_room(self._socket)
 
     @property
     def is_inside_message(self) -> bool:

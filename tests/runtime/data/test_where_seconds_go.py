@@ -6,6 +6,7 @@ Shares of one run are compared: how long it takes, and how busy the machine is, 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import multiprocessing
 import os
 import socket
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.observed import LinkTiming, ServedTiming
 from tensorhub.runtime.data.acceptor import serve_readers
 from tensorhub.transport import sockets
@@ -42,6 +44,7 @@ from tests.runtime.data_rig import (
 MIB = 2**20
 PACING = 47  # SO_MAX_PACING_RATE
 SLOW_BYTES_PER_S = 8 * MIB
+SourceMain = Callable[[Connection, int, str], None]
 SPAWN = multiprocessing.get_context("spawn")
 
 counts_delay = pytest.mark.skipif(
@@ -95,6 +98,24 @@ def quiet() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+THROTTLE = Path("/sys/fs/cgroup/blkio/blkio.throttle.read_bps_device")
+
+
+@contextlib.contextmanager
+def throttled(device: int) -> Iterator[None]:
+    """This process reads that device slowly."""
+    group = THROTTLE.parent / f"tensorhub-test-{os.getpid()}"
+    group.mkdir()
+    limit = f"{os.major(device)}:{os.minor(device)} {SLOW_BYTES_PER_S}"
+    (group / THROTTLE.name).write_text(limit)
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    try:
+        yield
+    finally:
+        (THROTTLE.parent / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
 WAYS = {"quiet": quiet, "spinning": spinning, "crowded": crowded}
 
 
@@ -107,6 +128,23 @@ def source_main(pipe: Connection, mib: int, way: str) -> None:
         anyio.run(_serve, pipe, node("source", mib, filled=True).open(complete=True))
 
 
+def file_main(pipe: Connection, mib: int, path: str) -> None:
+    """A source whose memory is a file's, and not in the cache; its digests are known."""
+    source = node("source", mib, filled=True)
+    digests = [source.memory.digest(chunk) for chunk in range(mib)]
+    Path(path).write_bytes(source.arrays[0])
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    mapped = memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
+    source.memory = ChunkMemory(source.manifest, [mapped])
+    what = source.registration, source.generation, CONTENT, source.memory
+    source.owner.open(*what, complete=True, digests=digests)
+    with throttled(os.fstat(descriptor).st_dev):
+        anyio.run(_serve, pipe, source)
+    os.close(descriptor)
+
+
 async def _serve(pipe: Connection, source: Node) -> None:
     source.owner.served_times.on_served = pipe.send
     async with anyio.create_task_group() as tasks:
@@ -116,13 +154,13 @@ async def _serve(pipe: Connection, source: Node) -> None:
         tasks.cancel_scope.cancel()
 
 
-async def read(address: str, mib: int) -> LinkTiming:
+async def read(address: str, mib: int, batch_mib: int = 16) -> LinkTiming:
     """Read such a source."""
     reader = node("reader", mib, filled=False).open(complete=False)
     source = node("source", mib, filled=False)  # as it is there
     source.listener.close()
     try:
-        async with reader.runner(batch_bytes=16 * MIB) as runner:
+        async with reader.runner(batch_bytes=batch_mib * MIB) as runner:
             runner.add_source(source.grant(address=address))
             await finish(runner)
     finally:
@@ -139,17 +177,22 @@ def hear(pipe: Connection) -> object:
 
 
 def seconds_of(
-    mib: int, *, source: str = "quiet", reader: str = "quiet"
+    mib: int,
+    *,
+    source: str = "quiet",
+    reader: str = "quiet",
+    main: SourceMain = source_main,
+    batch_mib: int = 16,
 ) -> tuple[LinkTiming, ServedTiming]:
     """What both ends say of one read."""
     here, there = SPAWN.Pipe()
-    process = SPAWN.Process(target=source_main, args=(there, mib, source))
+    process = SPAWN.Process(target=main, args=(there, mib, source))
     process.start()
     try:
         address = hear(here)
         assert isinstance(address, str)
         with WAYS[reader]():
-            link = anyio.run(read, address, mib)
+            link = anyio.run(read, address, mib, batch_mib)
         served = hear(here)
         here.send("stop")
         process.join(WAIT_S)
@@ -259,6 +302,13 @@ async def test_a_source_that_has_nothing_yet_says_so_and_its_reader_too() -> Non
             link, served = await both(source, reader, complete=False)
     assert longest(link) == "empty_s"
     assert served.empty_s > served.seconds / 3, "the rest it waited for its reader's next request"
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not THROTTLE.exists(), reason="no disk can be throttled here (cgroup v1)")
+def test_a_slow_disk_of_the_source_is_told_from_the_link(tmp_path: Path) -> None:
+    link, served = seconds_of(32, source=str(tmp_path / "file"), main=file_main, batch_mib=2)
+    assert (longest(link), longest(served)) == ("link_s", "disk_s")
 
 
 # where cores are short, too, a thread waits for a core and seldom for the GIL: then a read shows

@@ -21,6 +21,8 @@ from tensorhub.protocol.tcp_info import TcpCounts
 from tensorhub.runtime.data.thread_time import ThreadTime
 from tensorhub.transport.owner import Lane
 
+OFTEN = 4  # once in so many answers
+
 
 @dataclass(slots=True)
 class _Lease:
@@ -103,6 +105,7 @@ class LaneTimes:
         self._tcp: TcpCounts | None = None
         self._bytes = self._calls = self._faults = 0
         self._given_before, self._empty_before_s = 0, 0.0
+        self._answers = self._roomy = 0  # behind so many of these the socket had room
 
     def asked(self, lease: str) -> None:
         """A request under that lease is answered next."""
@@ -115,6 +118,9 @@ class LaneTimes:
     def answered(self) -> None:
         """It is."""
         self._answered = time.perf_counter()
+        if self._lease:
+            self._answers += 1
+            self._roomy += self._lane.connection.has_room
         self._thread.probe(self._answered)
 
     def _idle(self) -> None:
@@ -137,6 +143,7 @@ class LaneTimes:
         self._tcp, self._faults = connection.tcp_counts(), _major_faults()
         self._bytes, self._calls = connection.sent_bytes, connection.calls
         self._given_before, self._empty_before_s = self._lane.given_bytes, self._lane.empty_s
+        self._answers = self._roomy = 0
         self._all.begin(self._lane.reader, lease)
         self._thread = ThreadTime()
 
@@ -149,10 +156,10 @@ class LaneTimes:
         after = connection.tcp_counts()
         if after is not None and self._tcp is not None:
             tcp = after.since(self._tcp)
-            if _major_faults() > self._faults:
-                # while nothing is on its way, a socket does not keep its sender waiting
-                served_s = spent.seconds - spent.idle_s - spent.empty_s
-                disk_s = spent.blocked_s * (1 - min(1.0, tcp.busy_s / max(served_s, 1e-9)))
+        if _major_faults() > self._faults:
+            # memory of a file was waited for, too: that limits, if the socket often had room. (Not
+            # always: a disk brings megabytes at a time.)
+            disk_s = spent.blocked_s * min(1.0, OFTEN * self._roomy / max(1, self._answers))
         given_bytes = self._lane.given_bytes - self._given_before
         return ServedTiming(
             lease,
