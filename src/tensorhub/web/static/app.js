@@ -27,7 +27,9 @@ const known = {
 
   /** Now, by the coordinator's clock; of a saved run the time of saving. */
   now() {
-    return known.source.saved ? known.source.run.summary.coordinator.now : performance.now() / 1000 + known.clockAhead;
+    return known.source.saved
+      ? known.source.run.summary.coordinator.now
+      : performance.now() / 1000 + known.clockAhead;
   },
   /** What the summary has of a model: of a large one counts only. */
   told(model) {
@@ -53,7 +55,14 @@ const known = {
   },
   slices() {
     return known.source.leftOut.length
-      ? card("What this report leaves out", h("ul", {}, known.source.leftOut.map((each) => h("li", {}, each))))
+      ? card(
+          "What this report leaves out",
+          h(
+            "ul",
+            {},
+            known.source.leftOut.map((each) => h("li", {}, each)),
+          ),
+        )
       : null;
   },
 };
@@ -66,7 +75,17 @@ const seen = {
   bytes: null, // [time, bytes in all]
 };
 
-const page = { heardAt: null, failures: 0, refused: false, wrongToken: false, place: null, due: 0, timer: 0, turn: 0, late: false };
+const page = {
+  heardAt: null,
+  failures: 0,
+  refused: false,
+  wrongToken: false,
+  place: null,
+  due: 0,
+  timer: 0,
+  turn: 0,
+  late: false,
+};
 
 // -------------------------------------------------------------------------------------------------
 // asking
@@ -142,7 +161,9 @@ async function askForUpdates(place) {
   if (place.view !== "worker") return;
   // what its call has waited for until now
   const replicas = known.models.get(place.model)?.replicas ?? [];
-  const groups = replicas.filter((each) => each.shards.some((shard) => shard.worker === place.worker));
+  const groups = replicas.filter((each) =>
+    each.shards.some((shard) => shard.worker === place.worker),
+  );
   const names = new Set(groups.map((each) => each.group));
   const running = rows.find(
     (row) => row.outcome === "running" && (names.has(row.group) || row.worker === place.worker),
@@ -157,7 +178,11 @@ async function askForSources(model) {
   if (mark === null) return;
   const past = known.pastOf(model, mark);
   const unknown = (known.updates.get(model) ?? []).filter(
-    (each) => each.version === mark && each.outcome === "committed" && each.worker && !past.has(each.worker),
+    (each) =>
+      each.version === mark &&
+      each.outcome === "committed" &&
+      each.worker &&
+      !past.has(each.worker),
   );
   for (const row of unknown.slice(0, SOURCES_ASKED)) {
     const found = await known.source.explain(model, mark, row.group);
@@ -180,9 +205,12 @@ function heardModel(model, info) {
   // a page of a model has no counts
   const counts = known.told(model);
   if (counts && !info.summary) {
-    const summaries = new Map(counts.versions.map((each) => [`${each.lineage}/${each.version}`, each.summary]));
+    const summaries = new Map(
+      counts.versions.map((each) => [`${each.lineage}/${each.version}`, each.summary]),
+    );
     info.summary = counts.summary;
-    for (const each of info.versions) each.summary ??= summaries.get(`${each.lineage}/${each.version}`);
+    for (const each of info.versions)
+      each.summary ??= summaries.get(`${each.lineage}/${each.version}`);
   }
   known.models.set(model, info);
   const now = performance.now() / 1000;
@@ -195,7 +223,9 @@ function heardModel(model, info) {
 
 /** What each worker's verified chunks grow by, as bytes/s over the last few answers. */
 function heardProgress(model, info, version, now) {
-  const replicas = info.replicas.filter((each) => each.version === version.version && each.state === "filling");
+  const replicas = info.replicas.filter(
+    (each) => each.version === version.version && each.state === "filling",
+  );
   const key = `${version.version} ${model}`;
   const before = seen.chunks.get(key);
   if (replicas.length === 0) {
@@ -275,12 +305,17 @@ const VIEWS = { overview, model: modelView, update: updateView, worker: workerVi
 function draw() {
   show();
   const inside = document.querySelector(".card"); // less its padding: see style.css
-  const width = inside ? Math.max(240, inside.clientWidth - (innerWidth <= 640 ? 24 : 40)) : known.width;
+  const width = inside
+    ? Math.max(240, inside.clientWidth - (innerWidth <= 640 ? 24 : 40))
+    : known.width;
   if (width !== known.width) {
     known.width = width;
     show();
   }
-  document.title = page.place.view === "overview" ? "TensorHub" : `${shown(page.place.worker ?? page.place.model)} · TensorHub`;
+  document.title =
+    page.place.view === "overview"
+      ? "TensorHub"
+      : `${shown(page.place.worker ?? page.place.model)} · TensorHub`;
 }
 
 function show() {
@@ -297,12 +332,33 @@ function content() {
 function header() {
   const coordinator = known.summary?.coordinator;
   const away = isAway();
-  const state = known.source.saved ? "saved" : page.refused ? "locked" : away ? "away" : coordinator ? "live" : "…";
-  return h("header", { key: "header" },
+  const state = known.source.saved
+    ? "saved"
+    : page.refused
+      ? "locked"
+      : away
+        ? "away"
+        : coordinator
+          ? "live"
+          : "…";
+  return h(
+    "header",
+    { key: "header" },
     h("a", { href: "#main", class: "skip", onclick: skip }, "to the content"),
-    h("a", { href: "#/", class: "home", "aria-label": "overview" }, mark(), h("span", {}, "TensorHub")),
+    h(
+      "a",
+      { href: "#/", class: "home", "aria-label": "overview" },
+      mark(),
+      h("span", {}, "TensorHub"),
+    ),
     h("span", { class: "where" }, coordinator ? name(coordinator.address) : ""),
-    h("span", { class: `pulse ${state}` }, h("i"), known.source.saved ? `saved ${new Date(known.now() * 1000).toLocaleString("en-GB")}` : state)); // prettier-ignore
+    h(
+      "span",
+      { class: `pulse ${state}` },
+      h("i"),
+      known.source.saved ? `saved ${new Date(known.now() * 1000).toLocaleString("en-GB")}` : state,
+    ),
+  );
 }
 
 function skip(event) {
@@ -311,11 +367,14 @@ function skip(event) {
 }
 
 function mark() {
-  return h("svg", { viewBox: "0 0 32 32", width: 28, height: 28, "aria-hidden": "true" },
+  return h(
+    "svg",
+    { viewBox: "0 0 32 32", width: 28, height: 28, "aria-hidden": "true" },
     h("rect", { width: 32, height: 32, rx: 7, class: "mark-ground" }),
     h("path", { d: "M9 16C15 16 15 8 22 8M9 16h13M9 16c6 0 6 8 13 8", class: "mark-line" }),
     h("circle", { cx: 9, cy: 16, r: 4, class: "mark-source" }),
-    [8, 16, 24].map((y) => h("circle", { cx: 23, cy: y, r: 3, class: "mark-reader" }))); // prettier-ignore
+    [8, 16, 24].map((y) => h("circle", { cx: 23, cy: y, r: 3, class: "mark-reader" })),
+  );
 }
 
 function isAway() {
@@ -324,10 +383,15 @@ function isAway() {
 
 function banner() {
   if (!isAway()) return h("div", { key: "banner", class: "banner", role: "status" });
-  const silent = page.heardAt === null ? "" : ` for ${inSeconds((performance.now() - page.heardAt) / 1000)}`;
-  return h("div", { key: "banner", class: "banner away", role: "status" }, page.late
-    ? `The coordinator is behind: it has not answered${silent}; trying again.`
-    : `The coordinator has not been heard${silent}; trying again.`);
+  const silent =
+    page.heardAt === null ? "" : ` for ${inSeconds((performance.now() - page.heardAt) / 1000)}`;
+  return h(
+    "div",
+    { key: "banner", class: "banner away", role: "status" },
+    page.late
+      ? `The coordinator is behind: it has not answered${silent}; trying again.`
+      : `The coordinator has not been heard${silent}; trying again.`,
+  );
 }
 
 function tokenForm() {
@@ -339,13 +403,28 @@ function tokenForm() {
     sessionStorage.setItem(TOKEN, token);
     ask();
   };
-  return h("form", { class: "card token", key: "token", onsubmit: enter },
+  return h(
+    "form",
+    { class: "card token", key: "token", onsubmit: enter },
     h("h2", {}, "This coordinator asks for a token"),
-    page.wrongToken ? h("p", { class: "wrong", role: "alert" }, "It did not accept that one.") : null,
-    h("label", {}, "The cluster's token; the read-only one is enough",
-      h("input", { name: "token", type: "password", required: true, autocomplete: "off", spellcheck: "false" })),
+    page.wrongToken
+      ? h("p", { class: "wrong", role: "alert" }, "It did not accept that one.")
+      : null,
+    h(
+      "label",
+      {},
+      "The cluster's token; the read-only one is enough",
+      h("input", {
+        name: "token",
+        type: "password",
+        required: true,
+        autocomplete: "off",
+        spellcheck: "false",
+      }),
+    ),
     h("button", { type: "submit" }, "Show the cluster"),
-    h("p", { class: "faint" }, "This tab keeps it until it is closed, and nothing else does.")); // prettier-ignore
+    h("p", { class: "faint" }, "This tab keeps it until it is closed, and nothing else does."),
+  );
 }
 
 // -------------------------------------------------------------------------------------------------

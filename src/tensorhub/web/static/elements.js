@@ -4,7 +4,17 @@
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";
-const SVG_TAGS = new Set(["svg", "path", "rect", "circle", "line", "text", "g", "polyline", "title"]);
+const SVG_TAGS = new Set([
+  "svg",
+  "path",
+  "rect",
+  "circle",
+  "line",
+  "text",
+  "g",
+  "polyline",
+  "title",
+]);
 
 // control characters, and marks that show nothing or turn the direction of what follows
 const UNPRINTABLE =
@@ -153,7 +163,9 @@ function inSeconds(seconds) {
 }
 
 function ago(seconds) {
-  return seconds < 1 ? "now" : `${seconds < 100 ? Math.floor(seconds) + " s" : inSeconds(seconds)} ago`;
+  return seconds < 1
+    ? "now"
+    : `${seconds < 100 ? Math.floor(seconds) + " s" : inSeconds(seconds)} ago`;
 }
 
 /** The time of day, in the browser's zone. */

@@ -60,13 +60,23 @@ const LEVELS = ["holders", "readers", "their readers", "further readers"];
 function gathered(nodes) {
   const byGroup = new Set(nodes.map((node) => node.group || node.id)).size <= DRAWN_MAX;
   const idOf = (node) =>
-    byGroup ? node.group || node.id : `${node.site}: ${LEVELS[Math.min(node.depth, LEVELS.length - 1)]}`;
+    byGroup
+      ? node.group || node.id
+      : `${node.site}: ${LEVELS[Math.min(node.depth, LEVELS.length - 1)]}`;
   const ids = new Map(nodes.map((node) => [node.id, idOf(node)]));
   const made = new Map();
   for (const node of nodes) {
     const id = ids.get(node.id);
     if (!made.has(id))
-      made.set(id, { ...node, id, workers: 0, done: 0, total: 0, parents: new Map(), states: new Map() });
+      made.set(id, {
+        ...node,
+        id,
+        workers: 0,
+        done: 0,
+        total: 0,
+        parents: new Map(),
+        states: new Map(),
+      });
     const one = made.get(id);
     one.workers += 1;
     one.done += node.done;
@@ -132,7 +142,10 @@ function placed(nodes, width) {
   const all = columns.reduce((sum, each) => sum + each, 0);
   const fitting = (room - (all - 1) * gapLeast) / all;
   const nodeWidth = Math.max(NODE.least, Math.min(NODE.width * 1.25, fitting));
-  const gapX = Math.max(16, Math.min(NODE.gapX * 2, (room - all * nodeWidth) / Math.max(1, all - 1)));
+  const gapX = Math.max(
+    16,
+    Math.min(NODE.gapX * 2, (room - all * nodeWidth) / Math.max(1, all - 1)),
+  );
   const leftOf = (column) => NODE.pad + column * (nodeWidth + gapX);
   let top = 0;
   const boxes = [];
@@ -232,7 +245,8 @@ function nodeCard(node, width, rate, href) {
   const share = node.total ? node.done / node.total : node.state === "ready" ? 1 : 0;
   const reads = [...node.parents].filter(([, live]) => live).map(([id]) => id);
   const progress = `${percent(share)}${rate > 1000 ? ` · ${inBytes(rate)}/s` : ""}`;
-  const state = node.state === "filling" ? progress : node.state === "suspect" ? "not heard" : node.state;
+  const state =
+    node.state === "filling" ? progress : node.state === "suspect" ? "not heard" : node.state;
   const silent = node.states?.get("suspect");
   const text = node.states
     ? `${counted(node.workers, "worker")} · ${share < 1 ? progress : state}${silent ? ` · ${silent} not heard` : ""}`
@@ -288,7 +302,9 @@ function timelinePicture(rows, from, to, link) {
   return h(
     "div",
     { class: "timeline" },
-    many ? h("p", { class: "none" }, `the ${LANES_MAX} slowest of ${whole(lanes.size)} groups`) : null,
+    many
+      ? h("p", { class: "none" }, `the ${LANES_MAX} slowest of ${whole(lanes.size)} groups`)
+      : null,
     shownLanes.map(([group, its]) =>
       h(
         "div",
@@ -412,7 +428,11 @@ function sharesPicture(shares) {
         h("span", { class: `state-${kind}`, style: { flex: `${count} 0 3px` } }),
       ),
     ),
-    h("span", { class: "shares-text" }, there.map(([, count, word]) => `${whole(count)} ${word}`).join(", ")),
+    h(
+      "span",
+      { class: "shares-text" },
+      there.map(([, count, word]) => `${whole(count)} ${word}`).join(", "),
+    ),
   );
 }
 

@@ -106,7 +106,9 @@ class LiveSource {
 /** A field of an event of a stream; null if it has none. */
 function fieldOf(block, field) {
   const lines = block.split(/\r?\n/).filter((line) => line.startsWith(`${field}:`));
-  return lines.length ? lines.map((line) => line.slice(field.length + 1).trimStart()).join("\n") : null;
+  return lines.length
+    ? lines.map((line) => line.slice(field.length + 1).trimStart()).join("\n")
+    : null;
 }
 
 /** A run that was saved: the same calls, and answers that do not change. */
