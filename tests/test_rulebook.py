@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "tensorhub"
 PAGE = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-CODES = [*(f"G{n}" for n in range(1, 12)), *(f"R{n}" for n in range(1, 16))]
+CODES = [*(f"G{n}" for n in range(1, 13)), *(f"R{n}" for n in range(1, 16))]
 CODE = re.compile(r"\b[GR]\d+\b")
 ANCHOR = r'<a id="(\w+)"></a>'
 STATED = re.findall(

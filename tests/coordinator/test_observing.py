@@ -1,4 +1,4 @@
-"""What observers are told: events, and where the seconds of an update went."""
+"""What observers are told: events, and where the seconds of an update went (G12)."""
 
 from __future__ import annotations
 

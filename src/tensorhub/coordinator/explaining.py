@@ -5,7 +5,7 @@ passes from rank to rank: through the one that called last, the one that was rea
 whose vote came last, by the coordinator's clock. Only the read of that rank is divided by its own
 worker's timings, and by those of its sources; where a source waited for its own source, the path
 goes on there. Durations of one machine are never compared with times of another one, but for what
-is left of the wall time: messages, and the coordinator's own lateness.
+is left of the wall time: messages, and the coordinator's own lateness. So the parts add up (G12).
 """
 
 from __future__ import annotations
