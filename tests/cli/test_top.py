@@ -8,17 +8,19 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 
+import anyio
 import pytest
 from rich.cells import cell_len
 
 from tensorhub import sync
-from tensorhub.cli import top
+from tensorhub.cli import top, top_data
 from tensorhub.cli.top_data import Seen, Watch
 from tensorhub.cli.top_rows import HELP, View, ago, cut, screen
 from tensorhub.observed import ClusterEvent, UpdateRow
@@ -37,7 +39,7 @@ from tensorhub.types import (
 from tests.cli.processes import WAIT_S, line_with, run_here, started
 from tests.cli.terminals import on_terminal
 from tests.cli.test_status import HOSTILE
-from tests.rig import OPTIONS, cluster, tensors, worker_of
+from tests.rig import OPTIONS, cluster, gated, tensors, until, worker_of
 
 NOW = 1_790_000_000.0
 SUMMARY = VersionSummary(4, 4, 3, 0, 1, 0, 0, 3)
@@ -291,6 +293,28 @@ async def test_it_chooses_the_newest_model_and_says_who_reads_from_whom_and_how_
         assert (seen.chosen, seen.updates) == ("first", ())
         assert (await watch.look("none", 10.0)).model is None
         assert worker_of(c.hubs[2]).name == "watcher"
+
+
+async def test_a_running_read_is_shown_with_its_source_and_a_large_model_in_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with gated(2) as gate:
+        async with cluster("trainer", "reader", "watcher") as c:
+            weights = await c.hubs[0].register("m", tensors(1))
+            await weights.publish(3)
+            mine = await c.hubs[1].register("m", tensors())
+            watch = Watch(c.hubs[2], "here")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(mine.replicate)
+                await until(lambda: gate.holds)
+                seen = await watch.look("m", 10.0)
+                monkeypatch.setattr(top_data, "WORKERS_MAX", 1)
+                counted = await watch.look("m", 10.0)
+                gate.open()
+    shown = lines(seen, View("model"), 100, 60)
+    assert any(re.fullmatch(r"reader 3 \d+ % - trainer", line) for line in shown), shown
+    assert counted.rows is None
+    assert "rows are left out: it has more than 64 workers" in lines(counted, View("model"))
 
 
 async def test_a_rate_is_that_of_the_last_seconds() -> None:
