@@ -45,20 +45,41 @@ class BenchProcess:
         self._hub = await self._stack.enter_async_context(connecting)
 
     async def register(
-        self, model: str, nbytes: int, group: str, ranks: int, rank: int | None = None
+        self,
+        model: str,
+        nbytes: int,
+        group: str,
+        ranks: int,
+        rank: int | None = None,
+        is_resharded: bool = False,
     ) -> None:
-        """This rank of the group, or (None) all of them."""
+        """This rank of the group, or (None) all of them. `is_resharded`: each has its share of what
+        one rank publishes.
+        """
         self._memory[model], self._weights[model] = [], []
         async with anyio.create_task_group() as tasks:
             for each in range(ranks) if rank is None else [rank]:
-                memory = {f"t{n}": np.ones(nbytes // TENSORS, np.uint8) for n in range(TENSORS)}
+                size, sources = nbytes // TENSORS, None
+                if is_resharded:
+                    size //= ranks
+                    part = slice(each * size, (each + 1) * size)
+                    sources = {f"t{n}": tensorhub.source(f"t{n}")[part] for n in range(TENSORS)}
+                memory = {f"t{n}": np.ones(size, np.uint8) for n in range(TENSORS)}
                 self._memory[model].append(memory)
-                tasks.start_soon(self._register, model, memory, group, each, ranks)
+                tasks.start_soon(self._register, model, memory, group, each, ranks, sources)
 
     async def _register(
-        self, model: str, memory: dict[str, Any], group: str, rank: int, ranks: int
+        self,
+        model: str,
+        memory: dict[str, Any],
+        group: str,
+        rank: int,
+        ranks: int,
+        sources: dict[str, Any] | None,
     ) -> None:
-        weights = await self._hub.register(model, memory, group=group, rank=rank, world_size=ranks)
+        weights = await self._hub.register(
+            model, memory, group=group, rank=rank, world_size=ranks, sources=sources
+        )
         self._weights[model].append(weights)
 
     async def mutate(self, model: str, version: int) -> None:

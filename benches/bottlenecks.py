@@ -35,6 +35,7 @@ FAST_MBIT: Final = 4000.0
 SLOW_MBIT: Final = 150.0
 NBYTES: Final = 32 * 2**20
 WAIT_S: Final = 120.0
+CGROUPS: Final = Path("/sys/fs/cgroup/cpu")  # version 1
 STILL_S: Final = 1.5  # how long what stands still does so
 BURNERS: Final = 4
 
@@ -83,7 +84,8 @@ class Bottleneck:
     nbytes: int = NBYTES
     far: bool = False  # the first reader is in another site
     loss: float = 0.0
-    ranks: int = 1  # of the readers' group
+    ranks: int = 1  # of the readers' group, and of the trainers'
+    is_resharded: bool = False  # the trainer is one rank, and each reader has its share of that
     hook_s: float = 0.0
     late_s: float = 0.0  # by which the last rank calls
     models: int = 1  # of the trainer, each read by a reader of its own
@@ -166,22 +168,17 @@ def still(process: Process) -> Iterator[None]:
 
 @contextlib.contextmanager
 def throttled(cluster: Cluster) -> Iterator[None]:
-    """The reader runs for 10 ms out of each 110."""
-    pid, over = cluster.readers[0].pid, threading.Event()
-
-    def throttle() -> None:
-        while not over.wait(0.01):
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.1)
-            os.kill(pid, signal.SIGCONT)
-
-    thread = threading.Thread(target=throttle)
-    thread.start()
+    """The reader's container has a fifth of a core."""
+    group = CGROUPS / f"tensorhub-{os.getpid()}"
+    group.mkdir()
+    pid = cluster.readers[0].pid
     try:
+        (group / "cpu.cfs_quota_us").write_text("20000")
+        (group / "cgroup.procs").write_text(str(pid))
         yield
     finally:
-        over.set()
-        thread.join()
+        (CGROUPS / "cgroup.procs").write_text(str(pid))
+        group.rmdir()
 
 
 @contextlib.contextmanager
@@ -219,12 +216,14 @@ BOTTLENECKS: Final = (
         "",
         late_digests,
         8 * NBYTES,
+        ranks=2,
+        is_resharded=True,
         transports=("cma", "tcp"),
         digest="sha-256",
     ),
     Bottleneck("busy source", ("source busy",), "reader-0", busy_source, models=4),
     Bottleneck("WAN", ("link",), "reader-0", nothing, far=True),
-    Bottleneck("throttled reader", ("reader",), "reader-0", throttled, 4 * NBYTES),
+    Bottleneck("throttled reader", ("cpu", "reader"), "reader-0", throttled, 4 * NBYTES),
 )
 
 
@@ -266,12 +265,19 @@ def measure(bottleneck: Bottleneck, rounds: int) -> list[Figure]:
         for number in range(bottleneck.models):
             model = f"actor-{number}" if number else "actor"
             what = {"model": model, "nbytes": bottleneck.nbytes}
-            cluster.trainer.do("register", group="trainers", ranks=bottleneck.ranks, **what)
+            ranks = 1 if bottleneck.is_resharded else bottleneck.ranks
+            cluster.trainer.do("register", group="trainers", ranks=ranks, **what)
             if number:
                 cluster.readers[number].do("register", group=f"readers-{number}", ranks=1, **what)
         group = {"group": "readers", "ranks": bottleneck.ranks, "model": "actor"}
         joining = [
-            reader.begin("register", rank=rank, nbytes=bottleneck.nbytes, **group)
+            reader.begin(
+                "register",
+                rank=rank,
+                nbytes=bottleneck.nbytes,
+                is_resharded=bottleneck.is_resharded,
+                **group,
+            )
             for rank, reader in enumerate(cluster.readers[: bottleneck.ranks])
         ]
         for each in joining:
