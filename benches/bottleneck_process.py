@@ -32,15 +32,13 @@ class BenchProcess:
         serving = tensorhub.serve(host=host, port=port, state_dir=state_dir)
         await self._stack.enter_async_context(serving)
 
-    async def join(
-        self, address: str, name: str, site: str, host: str, transports: list[str], digest: str
-    ) -> None:
+    async def join(self, address: str, name: str, site: str) -> None:
         connecting = tensorhub.connect(
             address,
             name=name,
-            location=Location(site=site, host=host),
-            transports=transports,
-            options=Options(digest="sha-256" if digest == "sha-256" else "xxh3-64", deltas="off"),
+            location=Location(site=site, host=name),
+            transports=["tcp"],
+            options=Options(deltas="off"),
         )
         self._hub = await self._stack.enter_async_context(connecting)
 

@@ -59,11 +59,14 @@ class Cluster:
     coordinator: Process = field(init=False)
     trainer: Process = field(init=False)
     readers: list[Process] = field(init=False)
+    replica: Process | None = None
     version: int = 0
 
     def publish(self, model: str = "actor") -> int:
         self.version += 1
         self.trainer.do("mutate", model=model, version=self.version)
+        if self.replica is not None:
+            self.replica.do("update", model=model, version=self.version)
         return self.version
 
     def start(self, name: str, host: str, **environment: str) -> Process:
@@ -85,12 +88,11 @@ class Bottleneck:
     far: bool = False  # the first reader is in another site
     loss: float = 0.0
     ranks: int = 1  # of the readers' group, and of the trainers'
-    is_resharded: bool = False  # the trainer is one rank, and each reader has its share of that
+    # the trainer is one rank, and each reader reads its share of that from a replica in its site
+    has_replica: bool = False
     hook_s: float = 0.0
     late_s: float = 0.0  # by which the last rank calls
     models: int = 1  # of the trainer, each read by a reader of its own
-    transports: tuple[str, ...] = ("tcp",)
-    digest: str = "xxh3-64"
     slow_disk: bool = False
 
 
@@ -139,15 +141,6 @@ def short_of_cpu(cluster: Cluster) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def late_digests(cluster: Cluster) -> Iterator[None]:
-    first, last = sorted(os.sched_getaffinity(0))[:2]
-    pin(cluster.trainer.pid, first)
-    pin(cluster.readers[0].pid, last)
-    with burning(first):
-        yield
-
-
-@contextlib.contextmanager
 def held_gil(cluster: Cluster) -> Iterator[None]:
     cluster.readers[0].do("hold_gil", threads=1)
     yield
@@ -168,12 +161,12 @@ def still(process: Process) -> Iterator[None]:
 
 @contextlib.contextmanager
 def throttled(cluster: Cluster) -> Iterator[None]:
-    """The reader's container has a fifth of a core."""
+    """The reader's container has a tenth of a core."""
     group = CGROUPS / f"tensorhub-{os.getpid()}"
     group.mkdir()
     pid = cluster.readers[0].pid
     try:
-        (group / "cpu.cfs_quota_us").write_text("20000")
+        (group / "cpu.cfs_quota_us").write_text("10000")
         (group / "cgroup.procs").write_text(str(pid))
         yield
     finally:
@@ -214,16 +207,14 @@ BOTTLENECKS: Final = (
         "late digest",
         ("digests",),
         "",
-        late_digests,
-        8 * NBYTES,
+        lambda cluster: still(cluster.trainer),
+        far=True,
         ranks=2,
-        is_resharded=True,
-        transports=("cma", "tcp"),
-        digest="sha-256",
+        has_replica=True,
     ),
     Bottleneck("busy source", ("source busy",), "reader-0", busy_source, models=4),
     Bottleneck("WAN", ("link",), "reader-0", nothing, far=True),
-    Bottleneck("throttled reader", ("cpu", "reader"), "reader-0", throttled, 4 * NBYTES),
+    Bottleneck("throttled reader", ("cpu", "reader"), "reader-0", throttled, 16 * NBYTES),
 )
 
 
@@ -259,23 +250,27 @@ def measure(bottleneck: Bottleneck, rounds: int) -> list[Figure]:
         environment = {"LD_PRELOAD": _slow_disk(directory)} if bottleneck.slow_disk else {}
         cluster.coordinator = cluster.start("coordinator", "coordinator", **environment)
         cluster.coordinator.do("serve", host=address, port=PORT, state_dir=str(directory / "state"))
-        cluster.trainer = _worker(cluster, bottleneck, "trainer", "near")
-        cluster.readers = [_worker(cluster, bottleneck, f"reader-{n}", far) for n in range(count)]
-        observer = _worker(cluster, bottleneck, "observer", "near", host="coordinator")
+        cluster.trainer = _worker(cluster, "trainer", "near")
+        cluster.readers = [_worker(cluster, f"reader-{n}", far) for n in range(count)]
+        observer = _worker(cluster, "observer", "near", host="coordinator")
         for number in range(bottleneck.models):
             model = f"actor-{number}" if number else "actor"
             what = {"model": model, "nbytes": bottleneck.nbytes}
-            ranks = 1 if bottleneck.is_resharded else bottleneck.ranks
+            ranks = 1 if bottleneck.has_replica else bottleneck.ranks
             cluster.trainer.do("register", group="trainers", ranks=ranks, **what)
             if number:
                 cluster.readers[number].do("register", group=f"readers-{number}", ranks=1, **what)
+        if bottleneck.has_replica:
+            cluster.replica = _worker(cluster, "replica", far, host="reader-0")
+            one = {"model": "actor", "nbytes": bottleneck.nbytes}
+            cluster.replica.do("register", group="replicas", ranks=1, **one)
         group = {"group": "readers", "ranks": bottleneck.ranks, "model": "actor"}
         joining = [
             reader.begin(
                 "register",
                 rank=rank,
                 nbytes=bottleneck.nbytes,
-                is_resharded=bottleneck.is_resharded,
+                is_resharded=bottleneck.has_replica,
                 **group,
             )
             for rank, reader in enumerate(cluster.readers[: bottleneck.ranks])
@@ -310,17 +305,9 @@ def _updated(
     return [one.result(WAIT_S) for one in reading]
 
 
-def _worker(
-    cluster: Cluster, bottleneck: Bottleneck, name: str, site: str, host: str = ""
-) -> Process:
-    is_local = "cma" in bottleneck.transports
-    process = cluster.start(name, "trainer" if is_local else host or name)
-    how = {
-        "transports": list(bottleneck.transports),
-        "digest": bottleneck.digest,
-        "host": "here" if is_local else name,
-    }
-    process.do("join", address=cluster.address, name=name, site=site, **how)
+def _worker(cluster: Cluster, name: str, site: str, host: str = "") -> Process:
+    process = cluster.start(name, host or name)
+    process.do("join", address=cluster.address, name=name, site=site)
     return process
 
 
