@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tensorhub.coordinator import Received, observing
+from tensorhub.coordinator import Received, explaining, observing
 from tensorhub.coordinator.explaining import SENTENCES, Lane, Rank, Update, explanation
 from tensorhub.coordinator.observing import SECONDS_BOUNDS, Observations
 from tensorhub.errors import VersionUnavailable
@@ -26,10 +26,12 @@ from tensorhub.messages import (
 from tensorhub.observed import (
     EVENT_KINDS,
     EVENTS_PAGE_MAX,
+    LINKS_MAX,
     PART_NAMES,
     ClusterEvent,
     Explanation,
     LinkTiming,
+    Part,
     ServedTiming,
 )
 from tensorhub.protocol import codec
@@ -439,6 +441,37 @@ def test_a_long_chain_is_followed_for_a_few_hops() -> None:
     assert sum(part.seconds for part in found.parts) == 4.0
 
 
+def test_each_hop_of_a_chain_costs_as_much_as_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where a reader lacked chunks by its own account, and more by that of its source."""
+    scaled = 0
+
+    def counted(part: Part, by: float) -> Part:
+        nonlocal scaled
+        scaled += 1
+        return replace(part, seconds=part.seconds * by)
+
+    monkeypatch.setattr(explaining, "_scaled", counted)
+    updates: dict[OpKey, Update] = {}
+    for place in range(explaining.HOPS_MAX + 2):
+        key = OpKey("m", f"g{place}", 1, 1)
+        update = updates[key] = Update(key, "update", 1, False, 0.0)
+        fills = (OpKey("m", f"g{place - 1}", 1, 1), 0)
+        rank = Rank(0, f"w{place}", f"i{place}", 0.0, False, ())
+        rank.leased_at, rank.verified_at, rank.agreed_at = 0.0, 4.0, 4.0
+        lane = rank.lanes["l"] = Lane(f"w{place - 1}", f"i{place - 1}", fills, 0.0)
+        lane.served = ServedTiming("l", 1, 4.0, empty_s=2.0)
+        link = LinkTiming("l", lane.source, "tcp", "live", 1, 4.0, link_s=2.0, empty_s=1.0)
+        rank.took = Took(key, 0, 4.0, (), (link,))
+        update.ranks[0], update.calls = rank, 1
+        update.bound_at = update.written_at = 0.0
+        update.prepared_at = update.ended_at = 4.0
+    found = explanation(update, 4.0, 0.0, updates.get, (), lambda *about: [])
+    assert sum(part.seconds for part in found.parts) == pytest.approx(4.0)
+    assert scaled < 60 * (explaining.HOPS_MAX + 1)
+
+
 def test_what_is_staged_is_put_in_place_after_the_decision() -> None:
     cluster = stepwise(host_bytes=2 * SIZE)
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
@@ -631,6 +664,18 @@ def test_hostile_timings_change_the_row_of_their_sender_only() -> None:
     assert explained(cluster, group="honest") == before
     names = {name for name, _ in observations(cluster).counters.bytes_total}
     assert names == {"tcp"}
+
+
+def test_what_a_rank_claims_to_have_read_can_be_told() -> None:
+    cluster, (_, reader) = pair("reader")
+    lease = read(cluster, reader)
+    (update,) = observations(cluster)._of_model["actor"].values()
+    assert update.info is not None
+    update.info = replace(update.info, nbytes=2**62)  # as a publisher may claim
+    links = [replace(timing(lease), nbytes=2**64 - 1)] * LINKS_MAX
+    tell(cluster, reader, READ_S, {}, *links)
+    ask_all(cluster, reader)
+    assert update.bytes_read == observing.BYTES_READ_MAX
 
 
 def session_of(cluster: StepwiseCluster, handle: SimHandle) -> int:

@@ -319,14 +319,11 @@ class _Path:
             return share
         until = source.verified_at or above.ended_at or self.at
         seconds = max(until - source.leased_at, 1e-9)
+        # each hop once: what it lacked by its own account and by its source's is one wait
+        lacked_s = sum(part.seconds for part in share if part.name == "upstream")
         divided = self._divided(above, source, seconds, 0.0, hops - 1)
-        followed = list[Part]()
-        for part in share:
-            if part.name == "upstream":
-                followed += [_scaled(each, part.seconds / seconds) for each in divided]
-            else:
-                followed.append(part)
-        return followed
+        followed = [_scaled(each, lacked_s / seconds) for each in divided if each.seconds > 0.0]
+        return [*followed, *(part for part in share if part.name != "upstream")]
 
     def _shares(self, update: Update, rank: Rank, link: LinkTiming) -> list[Part]:
         """What one lane's seconds were; they add up to its wall time, or less."""

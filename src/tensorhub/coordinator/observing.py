@@ -51,6 +51,7 @@ WAITS_MAX = 32  # of one update
 LATE_S = 0.02  # less than that is no lateness
 LATE_KEPT_MAX = 256
 CLAIMED_S_MAX = 10.0**6  # what a worker may claim that something took
+BYTES_READ_MAX = 2**63  # what all ranks of an update may claim together
 TRANSPORTS_MAX = 32
 KINDS = ("live", "host copy", "seed", "archive")
 RECOVERED = ("recovered", "no holder is known yet")  # why versions become what they were
@@ -158,7 +159,10 @@ class Observations:
             self._running[operation.key] = update
             self._of_model.setdefault(operation.key.model, {})[operation.key] = update
         worker = part.member.worker
-        former = tuple(key for key in call.former if key != operation.key)
+        # each earlier one once, and none of another group
+        its = operation.key.model, operation.key.group
+        earlier = (key for key in dict.fromkeys(call.former) if (key.model, key.group) == its)
+        former = tuple([key for key in earlier if key != operation.key])
         update.calls += 1
         update.ranks[part.rank] = Rank(
             part.rank, worker.name, worker.incarnation, now, call.hold, former
@@ -361,7 +365,7 @@ class Observations:
             label = link.transport if is_known else "other"
             kind = link.kind if link.kind in KINDS else "other"
             counters.bytes_total[label, kind] += link.nbytes
-            update.bytes_read += link.nbytes
+            update.bytes_read = min(update.bytes_read + link.nbytes, BYTES_READ_MAX)
         if rank is not None:
             sane = (seconds, tuple(phases.items()), tuple(links))
             rank.took = Took(update.key, rank.rank, *sane)
@@ -456,9 +460,8 @@ class Observations:
         """
         return [
             link.nbytes / link.seconds
-            for finished in self._finished.values()
-            for other in finished.values()
-            if other.key.model == update.key.model
+            for other in self._of_model.get(update.key.model, {}).values()
+            if other.outcome != "running"
             for rank in other.ranks.values()
             for link in (rank.took.links if rank.took is not None else ())
             if link.seconds and rank.lanes[link.lease].is_beside(lane)
