@@ -60,10 +60,13 @@ def fence_that_shuts_nothing(owner: Owner, registration: str) -> None:
     pass
 
 
+ARRIVED = Pull.arrived
+
+
 def bad_chunk_that_counts_as_good(
-    pull: Pull, lease: LeaseId, chunk: int, ok: bool, arrived: Any = Pull.arrived
+    pull: Pull, lease: LeaseId, chunk: int, ok: bool, came: int | None = None
 ) -> None:
-    arrived(pull, lease, chunk, True)
+    ARRIVED(pull, lease, chunk, True, came)
 
 
 def one_vote_that_is_enough(operation: Operation) -> bool:
