@@ -122,6 +122,22 @@ async def test_requests_that_are_under_way_are_not_given_up_for_new_ones(
                     assert connection.recv(65_536)
 
 
+async def test_clients_without_a_token_keep_none_out_that_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They ask for what needs no token, and do not take the answer."""
+    monkeypatch.setattr(endpoint, "CONNECTIONS_MAX", 4)
+    files = {"large": (b"x" * 100_000_000, "text/css")}
+    monkeypatch.setattr(pages, "_static_files", lambda: files)
+    async with coordinator(TOKEN) as serving:
+        with connections(serving.http_url, 4) as stuck:
+            for connection in stuck:
+                connection.sendall(REQUEST.replace(b"/summary", b"/static/large"))
+                assert (await anyio.to_thread.run_sync(connection.recv, 12)) == b"HTTP/1.1 200"
+            assert (await get(serving.http_url, "/readyz", TOKEN)).status == 200
+            assert await ended(stuck[0])
+
+
 async def test_followers_have_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorhub.web.of_coordinator.STREAMS_MAX", 2)
     async with coordinator() as serving:

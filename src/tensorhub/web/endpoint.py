@@ -158,13 +158,14 @@ class Connections:
         self.failures = failures
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.most = min(CONNECTIONS_MAX, CONNECTIONS_MAX if soft < 0 else max(1, soft // 8))
-        # those that have no request under way; which waits longest is first
+        # without a request under way that may be answered, or with one that needs no token: those
+        # that give their place up; which waits longest is first
         self.idle: dict[Connection, None] = {}
         self.open: set[Connection] = set()
 
     def admit(self, connection: Connection) -> bool:
         """Whether there is a place for one more. If all are taken, it gets that of a connection
-        without a request.
+        that has asked nothing, or has shown no token where one is needed.
         """
         if len(self.open) >= self.most:
             oldest = next(iter(self.idle), None)
@@ -227,11 +228,12 @@ class Connection(H11Protocol):
             self._deadline.cancel()
 
     def _await_request(self) -> None:
+        self._connections.idle.pop(self, None)
         self._connections.idle[self] = None
         self._deadline = self.loop.call_later(TURN_S, self.abort)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._connections.idle.pop(self, None)
+        scope["keep_place"] = partial(self._connections.idle.pop, self, None)
         if self._deadline is not None:
             self._deadline.cancel()
         self._task = asyncio.current_task()

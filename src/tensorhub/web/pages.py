@@ -184,12 +184,14 @@ class _Guard:
                     "127.0.0.1; elsewhere set a token"
                 )
                 return json_answer({"error": text}, 403)
+            scope["keep_place"]()
             return None
         if may_be_open:
             return None
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         kind, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         if kind.lower() == b"bearer" and is_accepted(token.strip(), secrets):
+            scope["keep_place"]()
             return None
         text = (
             "this token is not accepted: give the cluster's token, or its read-only token "
