@@ -337,18 +337,18 @@ class Observations:
     # ----------------------------------------------------------------------------------------------
     # what workers and the shell say
 
-    def took(self, worker: Worker, message: Took, *, is_its: bool) -> None:
-        """A rank says how long its call took. It counts once. `is_its`: the sender is that rank
-        now.
+    def took(self, worker: Worker, message: Took, *, is_its: bool) -> bool:
+        """A rank says how long its call took: whether that counts, as it does once. `is_its`: the
+        sender is that rank now.
         """
         update = self._find(message.key)
         if update is None:
-            return
+            return False
         rank = update.ranks.get(message.rank)
         if rank is None and is_its and update.others:
             update.others -= 1
         elif rank is None or rank.took is not None or rank.incarnation != worker.incarnation:
-            return
+            return False
         nbytes_max = 4 * update.info.nbytes if update.info is not None else 0
         lanes = rank.lanes if rank is not None else {}
         links = [
@@ -369,6 +369,7 @@ class Observations:
         if rank is not None:
             sane = (seconds, tuple(phases.items()), tuple(links))
             rank.took = Took(update.key, rank.rank, *sane)
+        return True
 
     def served(self, incarnation: str, timing: ServedTiming) -> None:
         """A source says what serving a reader cost it."""

@@ -42,10 +42,11 @@ class Explained:
         worker = core.cluster.workers.get(incarnation)
         if worker is None or not self.tells:
             return
+        if not core.observations.took(worker, Took(key, rank, seconds), is_its=True):
+            return  # its worker was lost meanwhile, and has come back
         before, longest_s = self._walls.get((key.model, key.group), (key, 0.0))
         longest_s = max(seconds, longest_s if before == key else 0.0)
         self._walls[key.model, key.group] = key, longest_s
-        core.observations.took(worker, Took(key, rank, seconds), is_its=True)
         try:
             found = core.observations.explanation(now, key.model, None, key.group)
         except VersionUnavailable:
