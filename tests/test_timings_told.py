@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import anyio
 import pytest
@@ -13,8 +14,19 @@ from tensorhub.coordinator.observing import Observations
 from tensorhub.errors import TensorHubError
 from tensorhub.messages import Took
 from tensorhub.observed import LINKS_MAX, PHASE_NAMES, PHASES_MAX, LinkTiming, ServedTiming
+from tensorhub.runtime.data import thread_time
 from tensorhub.types import VersionInfo
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, cluster, published, tensors, until, worker_of
+from tests.rig import (
+    CHUNK_BYTES,
+    CHUNKS,
+    OPTIONS,
+    WAIT_S,
+    cluster,
+    published,
+    tensors,
+    until,
+    worker_of,
+)
 
 HOOK_S = 0.3
 
@@ -49,6 +61,22 @@ def check(took: Took) -> dict[str, float]:
 def parts_of(link: LinkTiming) -> dict[str, float]:
     names = ("link_s", "empty_s", "cpu_s", "delay_s", "gil_s", "digest_s", "codec_s")
     return {name: getattr(link, name) for name in names}
+
+
+@pytest.mark.parametrize("said", [None, "", "0", "a b c"])
+async def test_no_read_fails_for_what_the_kernel_counts(
+    said: str | None, told: list[Took], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing, or what is none of its figures."""
+    if said is not None:
+        (tmp_path / "schedstat").write_text(said)
+    monkeypatch.setattr(thread_time, "SCHEDSTAT", tmp_path / "schedstat")
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0])
+        weights = await c.hubs[1].register("m", tensors())
+        await weights.replicate(timeout=WAIT_S)
+        await until(lambda: len(told) == 1)
+        check(told[0])
 
 
 async def test_the_phases_of_each_call_add_up_also_of_one_that_failed(told: list[Took]) -> None:

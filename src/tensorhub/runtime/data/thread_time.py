@@ -18,6 +18,7 @@ import os
 import time
 from typing import NamedTuple
 
+SCHEDSTAT = "/proc/thread-self/schedstat"
 PROBE_S = 0.0005  # that a probe sleeps
 PROBE_AFTER_S = 0.05  # of the thread's work: shorter work is not worth a probe
 # between two: a socket's buffer has work for that long, so that nothing waits for a probe
@@ -99,13 +100,15 @@ class ThreadTime:
 
 def run_delay_s() -> float:
     """How long this thread has waited for a core in all its life; 0.0 where the kernel does not
-    count.
+    count, or says what cannot be read: no read fails for that.
     """
     try:
-        descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return 0.0
     try:
         return int(os.read(descriptor, 128).split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
     finally:
         os.close(descriptor)
