@@ -390,6 +390,29 @@ def test_a_reader_that_is_slower_than_those_beside_it_has_a_slow_link_of_its_own
     assert parts(explained(cluster, group=fast.member.shard.group))["source busy"] == 0.5
 
 
+def test_a_reader_is_compared_with_few_others_and_with_those_of_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(observing, "BESIDE_MAX", 3)
+    looked = 0
+    is_beside = Lane.is_beside
+
+    def counted(self: Lane, other: Lane) -> bool:
+        nonlocal looked
+        looked += 1
+        return is_beside(self, other)
+
+    monkeypatch.setattr(Lane, "is_beside", counted)
+    lanes = [Lane("s", "i", None, float(at), at + 1.5) for at in range(100)]
+    rates = {"i": [(lane, lane.since) for lane in lanes]}
+    update = Update(OpKey("m", "g", 1, 1), "update", 1, False, 0.0)
+    for lane, beside in ((lanes[50], [49.0, 51.0]), (lanes[0], [1.0]), (lanes[99], [98.0])):
+        assert observing._beside(lambda model: rates, update, lane) == beside
+    alone = Lane("t", "j", None, 5.0)
+    assert observing._beside(lambda model: rates, update, alone) == []
+    assert looked <= 3 * 3
+
+
 def test_the_path_goes_on_at_the_source_that_lacked_chunks() -> None:
     cluster, (_, first, second) = pair("first", "second")
     leases = [begin(cluster, reader) for reader in (first, second)]

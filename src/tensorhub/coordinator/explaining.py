@@ -341,7 +341,7 @@ class _Path:
         parts += [Part("upstream", link.empty_s, me, source)]
         parts += self._waits_for_bytes(update, me, link, lane, max(0.0, link.seconds - threads_s))
         scale = min(1.0, link.seconds / threads_s) if threads_s else 0.0
-        return [_scaled(part, scale) for part in parts]
+        return [_scaled(part, scale) for part in parts if part.seconds > 0.0]
 
     def _waits_for_bytes(
         self, update: Update, me: str, link: LinkTiming, lane: Lane, idle_s: float
@@ -389,7 +389,7 @@ def _missing(update: Update) -> str:
 
 
 def _scaled(part: Part, by: float) -> Part:
-    return replace(part, seconds=part.seconds * by)
+    return Part(part.name, part.seconds * by, part.worker, part.peer, part.text)
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from tensorhub.coordinator import explaining
@@ -48,6 +49,7 @@ RANKS_KEPT_MAX = 8  # of a finished update
 LANES_OF_RANK_MAX = 64
 LANES_KEPT_MAX = 2**14  # of all finished updates
 WAITS_MAX = 32  # of one update
+BESIDE_MAX = 64  # other readers with which one is compared
 LATE_S = 0.02  # less than that is no lateness
 LATE_KEPT_MAX = 256
 CLAIMED_S_MAX = 10.0**6  # what a worker may claim that something took
@@ -58,6 +60,7 @@ RECOVERED = ("recovered", "no holder is known yet")  # why versions become what 
 SECONDS_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 T = TypeVar("T", LinkTiming, ServedTiming)
+Rates = Callable[[str], Mapping[str, Sequence[tuple[Lane, float]]]]  # of a model; of one answer
 
 
 class Histogram:
@@ -399,10 +402,11 @@ class Observations:
             found = [*self._running.values()]
             found += [each for kept in self._finished.values() for each in kept.values()]
         found.sort(key=lambda update: update.began_at)
-        return tuple([self._row(now, update) for update in found[: -UPDATES_PAGE_MAX - 1 : -1]])
+        rates, newest = cache(self._rates), found[: -UPDATES_PAGE_MAX - 1 : -1]
+        return tuple([self._row(now, update, rates) for update in newest])
 
-    def _row(self, now: float, update: Update) -> UpdateRow:
-        found = self._explained(now, update)
+    def _row(self, now: float, update: Update, rates: Rates) -> UpdateRow:
+        found = self._explained(now, update, rates)
         slowest = explaining.subject(update)
         longest = max(found.parts, key=lambda part: part.seconds, default=None)
         return UpdateRow(
@@ -440,33 +444,52 @@ class Observations:
                 f"last {UPDATES_MAX[False][0]} of a model"
             )
             raise VersionUnavailable(text)
+        rates = cache(self._rates)
         if group is None:
             newest = max(found[::-1], key=lambda each: (each.info is not None, each.began_at)).info
             found = [each for each in found if each.info == newest]
-            return self._explained(now, max(found, key=lambda each: each.wall_s(now)))
-        return self._explained(now, found[-1])
+            return self._explained(now, max(found, key=lambda each: each.wall_s(now)), rates)
+        return self._explained(now, found[-1], rates)
 
-    def _explained(self, now: float, update: Update) -> Explanation:
+    def _explained(self, now: float, update: Update, rates: Rates) -> Explanation:
         return explaining.explanation(
-            update, now, self.wall_offset_s, self._find, self._late, self._rates_beside
+            update, now, self.wall_offset_s, self._find, self._late, partial(_beside, rates)
         )
 
     def _find(self, key: OpKey) -> Update | None:
         found = self._running.get(key)
         return found or self._finished[False].get(key) or self._finished[True].get(key)
 
-    def _rates_beside(self, update: Update, lane: Lane) -> list[float]:
-        """Of other readers of the model that have read from the same source at the same time, in
-        bytes per second.
+    def _rates(self, model: str) -> dict[str, list[tuple[Lane, float]]]:
+        """How fast ended updates have read from each source, in bytes per second; by its
+        incarnation, in the order in which the reads began.
         """
-        return [
-            link.nbytes / link.seconds
-            for other in self._of_model.get(update.key.model, {}).values()
-            if other.outcome != "running"
-            for rank in other.ranks.values()
-            for link in (rank.took.links if rank.took is not None else ())
-            if link.seconds and rank.lanes[link.lease].is_beside(lane)
-        ]
+        found: dict[str, list[tuple[Lane, float]]] = {}
+        for update in self._of_model.get(model, {}).values():
+            for rank in update.ranks.values() if update.outcome != "running" else ():
+                for link in rank.took.links if rank.took is not None else ():
+                    if link.seconds:
+                        lane = rank.lanes[link.lease]
+                        of_source = found.setdefault(lane.incarnation, [])
+                        of_source.append((lane, link.nbytes / link.seconds))
+        for of_source in found.values():
+            of_source.sort(key=_since)
+        return found
+
+
+def _since(of_lane: tuple[Lane, float]) -> float:
+    return of_lane[0].since
+
+
+def _beside(rates: Rates, update: Update, lane: Lane) -> list[float]:
+    """Those of other readers of the model that have read from the same source at the same time: of
+    the BESIDE_MAX that began last.
+    """
+    of_source = rates(update.key.model).get(lane.incarnation, ())
+    until = math.inf if lane.until is None else lane.until
+    end = bisect_left(of_source, until, key=_since)
+    among = of_source[max(0, end - BESIDE_MAX) : end]
+    return [rate for other, rate in among if other.is_beside(lane)]
 
 
 def _claimed(seconds: float) -> float:
