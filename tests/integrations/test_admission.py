@@ -288,6 +288,23 @@ def test_an_applications_own_trailers_stay() -> None:
     assert rest == [LAST, ITS_LAST]
 
 
+def test_stamps_of_another_gate_give_way() -> None:
+    """As a proxy passes them on: an answer has one of each."""
+    engine = Engine(11)
+    others = [(b"TensorHub-Version-Start", b"m:0:9:c:"), (b"tensorhub-version-end", b"m:0:9:c:")]
+    its = {**HEAD, "headers": [*others, (b"a", b"b")], "trailers": True}
+    trailers = {**ITS_LAST, "headers": others}
+    gate = VersionGate(application(its, FIRST, LAST, trailers), engine.stamp)
+    head, _, _, end = sent(gate, trailers=True)
+    stamp = engine.text().encode()
+    assert head["headers"] == [
+        (b"a", b"b"),
+        (b"tensorhub-version-start", stamp),
+        (b"trailer", b"tensorhub-version-end"),
+    ]
+    assert end["headers"] == [(b"tensorhub-version-end", stamp)]
+
+
 def test_other_messages_and_scopes_pass() -> None:
     engine = Engine(11)
     hint = {"type": "http.response.early_hint", "links": []}

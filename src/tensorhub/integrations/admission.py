@@ -156,6 +156,13 @@ async def _refuse(send: Send, status: int, text: str, *headers: Header) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def _without_stamps(message: Message) -> list[Header]:
+    """The application's own headers: what it passes on of another gate's would contradict this
+    one's.
+    """
+    return [each for each in message.get("headers", ()) if each[0].lower() not in (START, END)]
+
+
 def _text(stamp: Stamp | None) -> str:
     return NONE if stamp is None else str(stamp)
 
@@ -183,7 +190,7 @@ class _Answer:
     async def __call__(self, message: Message) -> None:
         kind = message["type"]
         if kind == "http.response.start":
-            self._head = {**message, "headers": [*message.get("headers", ())]}
+            self._head = {**message, "headers": _without_stamps(message)}
         elif kind in _BODIES:
             is_last = not message.get("more_body", False)
             if self._head is not None:
@@ -195,7 +202,7 @@ class _Answer:
                 await self._send(message)
             else:
                 self._told = True
-                headers = [*message.get("headers", ()), self._end()]
+                headers = [*_without_stamps(message), self._end()]
                 await self._send({**message, "headers": headers})
         else:
             await self._send(message)
