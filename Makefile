@@ -94,5 +94,5 @@ site: venv ## the documentation as a site, in site/; a warning or a link to nowh
 	$(BIN)/python -m docs.links
 
 clean: ## remove everything that is not in the repository's history, .venv included
-	rm -rf $(VENV) .venv-frameworks build dist site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage chaos.svg
+	rm -rf $(VENV) .venv-frameworks build dist site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage chaos.svg async_grpo*.svg
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,8 +19,8 @@ from tensorhub.testing import RunningCluster, SimulatedCluster, VirtualLoop, sim
 
 Connect = Callable[..., contextlib.AbstractAsyncContextManager[tensorhub.Hub]]
 Process = Callable[..., Coroutine[Any, Any, None]]
-# the version that a rollout generated with, and the values of its weights
-Samples = list[tuple[int, set[float]]]
+# the stamp of the weights that a rollout generated with, and their values
+Samples = list[tuple[tensorhub.Stamp, set[float]]]
 
 ADDRESS = "tcp://coordinator:17337"
 # small chunks, so that even small tensors can be torn
@@ -70,8 +70,7 @@ async def rollout(connect: Connect, name: str, samples: Samples) -> None:
                 if error.memory != "intact" or weights.version is None:
                     await anyio.sleep(0.2)
                     continue  # these weights must not generate
-            assert weights.version is not None
-            samples.append((weights.version, generate(model)))
+            samples.append((weights.stamp(), generate(model)))
             await anyio.sleep(0.3)
 
 
@@ -82,12 +81,13 @@ async def careless_rollout(connect: Connect, name: str, samples: Samples) -> Non
     async with connect(ADDRESS, name=name, options=OPTIONS) as hub:
         model = make_model()
         weights = await hub.register("actor", model, spot=True)
-        version = 0
+        stamp = None
         while True:
             with contextlib.suppress(TensorHubError):
-                version = (await weights.update("latest", timeout=5)).version
-            if version:
-                samples.append((version, generate(model)))
+                await weights.update("latest", timeout=5)
+                stamp = weights.stamp()
+            if stamp is not None:
+                samples.append((stamp, generate(model)))
             await anyio.sleep(0.3)
 
 
@@ -108,10 +108,10 @@ async def scenario(cluster: RunningCluster, rollout: Process = rollout) -> None:
     await anyio.sleep(20)  # things go wrong
     cluster.heal()
     with anyio.fail_after(300):
-        while not samples or samples[-1][0] < 5:  # noqa: ASYNC110 - virtual time
+        while not samples or samples[-1][0].version < 5:  # noqa: ASYNC110 - virtual time
             await anyio.sleep(1)
-    for version, seen in samples:
-        assert seen == {version}, f"generated with {seen} as version {version}"
+    for stamp, seen in samples:
+        assert seen == {stamp.version}, f"generated with {seen} as version {stamp.version}"
 
 
 def test_each_sample_is_of_one_whole_version() -> None:
