@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 import tensorhub
 from tensorhub.web import endpoint, news, pages
-from tensorhub.web.of_coordinator import CoordinatorPages
+from tensorhub.web.of_coordinator import CoordinatorPages, Snapshot
 from tests.rig import WAIT_S, connect, published, until
 from tests.web.rig import HTTP, TOKEN, coordinator, fresh, get, raw
 
@@ -203,10 +204,17 @@ async def test_a_loop_that_does_not_answer_is_behind_and_the_last_figures_stay(
     monkeypatch.setattr("tensorhub.web.asking.ANSWER_S", 0.2)
     monkeypatch.setattr("tensorhub.web.of_coordinator.LATE_S", 0.1)
     held, may_go_on = threading.Event(), threading.Event()
+    make, seconds = CoordinatorPages._summary, list[float]()
 
     def hold() -> None:
         held.set()
         may_go_on.wait(WAIT_S)
+
+    def summary(self: CoordinatorPages, snapshot: Snapshot, late_s: float) -> bytes:
+        seconds.append(math.ceil(late_s))
+        return make(self, snapshot, late_s)
+
+    monkeypatch.setattr(CoordinatorPages, "_summary", summary)
 
     async with coordinator() as serving, connect(serving.address) as hub:
         await published(hub)
@@ -217,6 +225,11 @@ async def test_a_loop_that_does_not_answer_is_behind_and_the_last_figures_stay(
             late = (await fresh(serving.http_url, "/summary")).json
             assert late["coordinator"]["behind_s"] > 1.0
             assert late["models"]
+            # what is made of them is made once a second, however many ask
+            async with anyio.create_task_group() as tasks:
+                for _ in range(16):
+                    tasks.start_soon(get, serving.http_url, "/summary")
+            assert len(set(seconds)) == len(seconds)
             got = await get(serving.http_url, "/readyz")
             assert got.status == 503
             assert "behind" in got.json["why"]

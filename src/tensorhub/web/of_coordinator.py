@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -69,7 +70,15 @@ class Snapshot:
     steps_s: float
     last_event: int
     counters: Counters
-    forms: dict[object, bytes] = field(default_factory=dict)  # by what was asked for
+    # by what was asked for: of which second after it, and what was made
+    forms: dict[object, tuple[int, bytes]] = field(default_factory=dict)
+
+    def form(self, kind: object, late_s: float, make: Callable[[], bytes]) -> bytes:
+        """What `make` makes, once for all clients, and anew in each second of `late_s`."""
+        second, found = math.ceil(late_s), self.forms.get(kind)
+        if found is None or found[0] != second:
+            found = self.forms[kind] = second, make()
+        return found[1]
 
 
 class CoordinatorPages:
@@ -180,8 +189,8 @@ class CoordinatorPages:
         """For Prometheus, in the form that it asks for."""
         snapshot, late_s = await self._snapshot()
         encode, kind = form_for(request)
-        body = None if late_s else snapshot.forms.get(kind)
-        if body is None:
+
+        def make() -> bytes:
             figures = Figures(
                 snapshot.overview,
                 snapshot.models,
@@ -190,15 +199,15 @@ class CoordinatorPages:
                 snapshot.steps_s,
                 snapshot.counters,
             )
-            body = snapshot.forms[kind] = exposition(of_coordinator(figures), encode)
+            return exposition(of_coordinator(figures), encode)
+
+        body = snapshot.form(kind, late_s, make)
         return Answer(body, headers={"Content-Type": kind})
 
     async def summary(self, request: Request) -> Response:
         """The whole cluster, in one document."""
         snapshot, late_s = await self._snapshot()
-        body = None if late_s else snapshot.forms.get("summary")
-        if body is None:
-            body = snapshot.forms["summary"] = self._summary(snapshot, late_s)
+        body = snapshot.form("summary", late_s, partial(self._summary, snapshot, late_s))
         return Answer(body, media_type="application/json")
 
     def _summary(self, snapshot: Snapshot, late_s: float) -> bytes:
