@@ -15,6 +15,9 @@ import anyio.to_thread
 import pytest
 
 import tensorhub
+from tensorhub.coordinator.observing import Observations
+from tensorhub.observed import ClusterEvent
+from tensorhub.web.news import News
 from tests.rig import WAIT_S, connect, published
 from tests.web.rig import HTTP, connection_to, coordinator, get, place_of
 
@@ -145,6 +148,26 @@ async def test_a_client_that_lags_goes_on_with_what_is_kept(
             seen = await follower.until("published", 7)
             assert len(seen) <= 3
             assert seen[0]["number"] > 1
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # an endpoint's loop
+async def test_what_happens_while_a_client_takes_a_piece_is_told_next() -> None:
+    observations = Observations(0.0)
+    observations.happened(1.0, "first")
+
+    async def events_after(number: int) -> tuple[str, tuple[ClusterEvent, ...], bool]:
+        return ("life.1", *observations.events_after(number))
+
+    news = News(events_after)
+    async with contextlib.aclosing(news.follow("")) as slow:
+        with anyio.fail_after(WAIT_S):
+            while b'"first"' not in await anext(slow):
+                pass
+            observations.happened(2.0, "second")
+            async with contextlib.aclosing(news.follow("")) as quick:
+                while b'"second"' not in await anext(quick):
+                    pass
+            assert b'"second"' in await anext(slow)
 
 
 async def test_a_client_follows_over_a_restart_of_the_coordinator(tmp_path: Path) -> None:

@@ -49,10 +49,9 @@ class News:
                 await self._looked.wait()
             number = self._number_of(last)
             while True:
-                looked = self._looked
-                for piece in self._pieces(number):
+                looked, pieces, number = self._looked, self._pieces(number), self._last
+                for piece in pieces:
                     yield piece
-                number = self._last
                 if looked is not self._looked:  # while the client took the pieces
                     continue
                 try:
