@@ -24,6 +24,7 @@ from benches import (
     strided,
     tiny,
     wan,
+    what_if,
 )
 from benches.scale import core
 
@@ -48,6 +49,7 @@ SUBJECTS = {
     "scale": core.main,
     "tiny": tiny.main,
     "wan": wan.main,
+    "what_if": what_if.main,
 }
 
 

@@ -13,6 +13,8 @@ import tensorhub
 from benches.commands import obey
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
+from tensorhub.cli.explain import compared
+from tensorhub.flows.what_if import changes
 from tensorhub.types import Location, Options
 
 TENSORS = 16
@@ -27,18 +29,23 @@ class BenchProcess:
         self._weights: dict[str, list[Weights]] = {}  # of each rank
         self._memory: dict[str, list[dict[str, Any]]] = {}
         self._is_burning = False
+        self._saved = 0
 
     async def serve(self, host: str, port: int, state_dir: str) -> None:
         serving = tensorhub.serve(host=host, port=port, state_dir=state_dir)
         await self._stack.enter_async_context(serving)
 
-    async def join(self, address: str, name: str, site: str) -> None:
+    async def join(self, address: str, name: str, site: str, options: dict[str, Any]) -> None:
+        """`options`: `transports`, and those of `connect`."""
+        transports = options.pop("transports", ["tcp"])
+        given: dict[str, Any] = {"deltas": "off", **options}
+        given["direct"] = tuple(given.get("direct", ()))
         connecting = tensorhub.connect(
             address,
             name=name,
             location=Location(site=site, host=name),
-            transports=["tcp"],
-            options=Options(deltas="off"),
+            transports=transports,
+            options=Options(**given),
         )
         self._hub = await self._stack.enter_async_context(connecting)
 
@@ -80,19 +87,22 @@ class BenchProcess:
         )
         self._weights[model].append(weights)
 
-    async def mutate(self, model: str, version: int) -> None:
+    async def mutate(self, model: str, version: int, noise: float = 0.0) -> None:
+        """`noise`: the share of the new bytes that no codec makes shorter."""
         async with anyio.create_task_group() as tasks:
             for weights in self._weights[model]:
                 if weights.version is not None:
                     tasks.start_soon(weights.unpublish)
         for memory in self._memory[model]:
             for tensor in memory.values():
-                tensor[:] = version % 251
+                tensor[:] = _content(version, tensor.nbytes, noise)
         async with anyio.create_task_group() as tasks:
             for weights in self._weights[model]:
                 tasks.start_soon(weights.publish, version)
 
-    async def update(self, model: str, version: int, hook_s: float = 0.0) -> float:
+    async def update(
+        self, model: str, version: int, hook_s: float = 0.0, noise: float = 0.0
+    ) -> float:
         """How long it took."""
 
         async def hook(_: object) -> None:
@@ -100,11 +110,16 @@ class BenchProcess:
 
         (weights,), (memory,) = self._weights[model], self._memory[model]
         began = anyio.current_time()
-        await weights.update(version, before_write=hook if hook_s else None)
+        report = await weights.update(version, before_write=hook if hook_s else None)
         seconds = anyio.current_time() - began
+        self._saved = report.bytes_saved
         for tensor in memory.values():
-            assert (tensor == version % 251).all()
+            assert (tensor == _content(version, tensor.nbytes, noise)).all()
         return seconds
+
+    async def saved(self) -> int:
+        """The bytes that deltas saved the last update."""
+        return self._saved
 
     async def explain(self, model: str, version: int, group: str) -> dict[str, Any]:
         """Once the timings of its workers have come, which they do after their calls."""
@@ -118,6 +133,25 @@ class BenchProcess:
         found = await self._hub.explain(model, version, group=group)
         parts = [[p.name, p.seconds, p.worker, p.peer, p.text] for p in found.parts]
         return {"seconds": found.seconds, "sentence": found.sentence, "parts": parts}
+
+    async def prefetch(self, model: str, version: int) -> None:
+        (weights,) = self._weights[model]
+        await weights.prefetch(version)
+
+    async def what_if(self, model: str, version: int, group: str) -> list[tuple[str, float, str]]:
+        """Changes, with the seconds that the update would have taken with each."""
+        await self.explain(model, version, group)
+        found = changes(*await compared(self._hub, model, version, group))
+        return [(each.name, each.seconds, each.text) for each in found]
+
+    async def archive(self, model: str, url: str) -> None:
+        """Keep and serve versions there, until this process ends."""
+        archiving = tensorhub.archive(self._hub, model, url, serve=True)
+        self._archive = await self._stack.enter_async_context(archiving)
+
+    async def archived(self, version: int) -> None:
+        """Once the archive has it."""
+        await self._archive.wait_for(at_least=version)
 
     async def hold_gil(self, threads: int) -> None:
         """Run pure Python in so many threads, until `let_go`."""
@@ -133,6 +167,14 @@ class BenchProcess:
 
     async def let_go(self) -> None:
         self._is_burning = False
+
+
+def _content(version: int, nbytes: int, noise: float) -> Any:
+    """With noise: all else is as in the version before."""
+    made = np.full(nbytes, 0 if noise else version % 251, np.uint8)
+    drawn = int(noise * nbytes)
+    made[:drawn] = np.random.default_rng(version).integers(0, 256, drawn, np.uint8)
+    return made
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,13 +40,17 @@ CGROUPS: Final = Path("/sys/fs/cgroup/cpu")  # version 1
 STILL_S: Final = 1.5  # how long what stands still does so
 BURNERS: Final = 4
 
-# fsync that takes a while, as on a slow disk
+# fsync that takes a while, as on a slow disk, while there is a file FLAG
 SLOW_DISK: Final = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <unistd.h>
-int fsync(int fd) { usleep(700000); return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(fd); }
-int fdatasync(int fd) { usleep(700000); return ((int (*)(int))dlsym(RTLD_NEXT, "fdatasync"))(fd); }
+static int slowly(const char *name, int fd) {
+    if (access("FLAG", F_OK) == 0) usleep(700000);
+    return ((int (*)(int))dlsym(RTLD_NEXT, name))(fd);
+}
+int fsync(int fd) { return slowly("fsync", fd); }
+int fdatasync(int fd) { return slowly("fdatasync", fd); }
 """
 
 
@@ -56,11 +61,18 @@ class Cluster:
     network: Network
     stack: ExitStack
     address: str
+    directory: Path
     coordinator: Process = field(init=False)
     trainer: Process = field(init=False)
     readers: list[Process] = field(init=False)
     replica: Process | None = None
+    observer: Process = field(init=False)  # it only asks
     version: int = 0
+
+    @property
+    def flag(self) -> Path:
+        """While it is there, a slow disk is slow."""
+        return self.directory / "slow"
 
     def publish(self, model: str = "actor") -> int:
         self.version += 1
@@ -94,6 +106,7 @@ class Bottleneck:
     late_s: float = 0.0  # by which the last rank calls
     models: int = 1  # of the trainer, each read by a reader of its own
     slow_disk: bool = False
+    readers: int = 1  # processes, of which further ones hold nothing
 
 
 @contextlib.contextmanager
@@ -233,26 +246,41 @@ class Figure:
 
 
 def measure(bottleneck: Bottleneck, rounds: int) -> list[Figure]:
+    with built(bottleneck) as cluster:
+        return [_round(bottleneck, cluster, number) for number in range(1, rounds + 1)]
+
+
+@contextlib.contextmanager
+def built(
+    bottleneck: Bottleneck,
+    mbit: float = FAST_MBIT,
+    options: Mapping[str, Mapping[str, object]] | None = None,
+) -> Iterator[Cluster]:
+    """The cluster that it needs. `mbit`: of each host's link.
+    `options`: of `connect`, by worker.
+    """
     far = "far" if bottleneck.far else "near"
-    count = max(bottleneck.ranks, bottleneck.models)
+    count = max(bottleneck.ranks, bottleneck.models, bottleneck.readers)
     hosts = [
-        Host("coordinator", "near", FAST_MBIT),
-        Host("trainer", "near", FAST_MBIT),
-        *[Host(f"reader-{number}", far, FAST_MBIT) for number in range(count)],
+        Host("coordinator", "near", mbit),
+        Host("trainer", "near", mbit),
+        *[Host(f"reader-{number}", far, mbit) for number in range(count)],
     ]
     wan = Wan(SLOW_MBIT, 20.0, bottleneck.loss, 1) if bottleneck.far else None
     with ExitStack() as stack:
         network = stack.enter_context(Network(hosts, wan, "cubic"))
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorhub-")))
         address = network.address("coordinator")
-        cluster: Cluster = Cluster.__new__(Cluster)
-        cluster = Cluster(network, stack, f"tcp://{address}:{PORT}")
-        environment = {"LD_PRELOAD": _slow_disk(directory)} if bottleneck.slow_disk else {}
+        cluster = Cluster(network, stack, f"tcp://{address}:{PORT}", directory)
+        environment = (
+            {"LD_PRELOAD": _slow_disk(directory, cluster.flag)} if bottleneck.slow_disk else {}
+        )
         cluster.coordinator = cluster.start("coordinator", "coordinator", **environment)
         cluster.coordinator.do("serve", host=address, port=PORT, state_dir=str(directory / "state"))
-        cluster.trainer = _worker(cluster, "trainer", "near")
-        cluster.readers = [_worker(cluster, f"reader-{n}", far) for n in range(count)]
-        observer = _worker(cluster, "observer", "near", host="coordinator")
+        given = partial(_worker, cluster, options or {})
+        cluster.trainer = given("trainer", "near")
+        cluster.readers = [given(f"reader-{number}", far) for number in range(count)]
+        cluster.observer = given("observer", "near", host="coordinator")
         for number in range(bottleneck.models):
             model = f"actor-{number}" if number else "actor"
             what = {"model": model, "nbytes": bottleneck.nbytes}
@@ -261,7 +289,7 @@ def measure(bottleneck: Bottleneck, rounds: int) -> list[Figure]:
             if number:
                 cluster.readers[number].do("register", group=f"readers-{number}", ranks=1, **what)
         if bottleneck.has_replica:
-            cluster.replica = _worker(cluster, "replica", far, host="reader-0")
+            cluster.replica = given("replica", far, host="reader-0")
             one = {"model": "actor", "nbytes": bottleneck.nbytes}
             cluster.replica.do("register", group="replicas", ranks=1, **one)
         group = {"group": "readers", "ranks": bottleneck.ranks, "model": "actor"}
@@ -277,16 +305,16 @@ def measure(bottleneck: Bottleneck, rounds: int) -> list[Figure]:
         ]
         for each in joining:
             each.result(WAIT_S)
-        return [_round(bottleneck, cluster, observer, number) for number in range(1, rounds + 1)]
+        yield cluster
 
 
-def _round(bottleneck: Bottleneck, cluster: Cluster, observer: Process, number: int) -> Figure:
+def _round(bottleneck: Bottleneck, cluster: Cluster, number: int) -> Figure:
     ranks = cluster.readers[: bottleneck.ranks]
     plain_s = max(_updated(ranks, cluster.publish()))
     version = cluster.publish()
     with bottleneck.make(cluster):
         seconds = max(_updated(ranks, version, bottleneck.hook_s, bottleneck.late_s))
-    told = observer.do("explain", model="actor", version=version, group="readers")
+    told = cluster.observer.do("explain", model="actor", version=version, group="readers")
     longest = max(told["parts"], key=lambda part: part[1])
     is_right = longest[0] in bottleneck.parts and bottleneck.worker in ("", longest[2])
     found_s = sum(part[1] for part in told["parts"] if part[0] != "other")
@@ -305,15 +333,23 @@ def _updated(
     return [one.result(WAIT_S) for one in reading]
 
 
-def _worker(cluster: Cluster, name: str, site: str, host: str = "") -> Process:
+def _worker(
+    cluster: Cluster,
+    options: Mapping[str, Mapping[str, object]],
+    name: str,
+    site: str,
+    host: str = "",
+) -> Process:
     process = cluster.start(name, host or name)
-    process.do("join", address=cluster.address, name=name, site=site)
+    given = dict(options.get(name, {}))
+    process.do("join", address=cluster.address, name=name, site=site, options=given)
     return process
 
 
-def _slow_disk(directory: Path) -> str:
+def _slow_disk(directory: Path, flag: Path) -> str:
     source, library = directory / "slow.c", directory / "slow.so"
-    source.write_text(SLOW_DISK)
+    flag.touch()
+    source.write_text(SLOW_DISK.replace("FLAG", str(flag)))
     command = ["gcc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
     subprocess.run(command, check=True, timeout=60)
     return str(library)

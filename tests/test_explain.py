@@ -12,6 +12,7 @@ import pytest
 
 import tensorhub
 from tensorhub import sync
+from tensorhub.cli.explain import compared
 from tensorhub.errors import InvalidType, InvalidValue, OperationTimeout, VersionUnavailable
 from tensorhub.observed import Explanation
 from tensorhub.types import VersionInfo
@@ -68,6 +69,25 @@ async def test_the_seconds_of_an_update_have_names_and_add_up() -> None:
         assert found.unsure_s < found.seconds
         with pytest.raises(VersionUnavailable, match="no update of 'm' to version 2"):
             await c.hubs[0].explain("m", 2)
+
+
+async def test_the_command_says_what_would_help_by_other_updates_of_the_model() -> None:
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0])
+        weights = await c.hubs[1].register("m", tensors())
+
+        async def pause(info: VersionInfo) -> None:
+            await anyio.sleep(HOOK_S)
+
+        await weights.update(before_write=pause)
+        await told(c.hubs[0])
+        explaining = partial(run, "explain", "m", "--address", c.address)
+        shown = await anyio.to_thread.run_sync(explaining)
+        assert shown.returncode == 0, shown.stderr
+        assert "without before_write: 0." in shown.stdout
+        found, others, sites = await compared(c.hubs[0], "m", None, None)
+        assert [each.key for each in others] == [found.key]
+        assert sites == {"trainer": "default", "reader": "default"}
 
 
 async def test_what_runs_and_what_has_failed_is_explained_too() -> None:

@@ -11,7 +11,7 @@ import pytest
 import tensorhub
 
 SOURCE = Path(tensorhub.__file__).parent
-PURE = ("coordinator", "worker", "scheduler", "deltas", "layouts")
+PURE = ("coordinator", "worker", "scheduler", "deltas", "layouts", "flows")
 JUDGED = tuple(f"tensorhub.{package}" for package in (*PURE, "runtime"))
 FORBIDDEN = frozenset(
     "anyio asyncio concurrent datetime io logging multiprocessing os pathlib random secrets select "

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import urlencode
 
+import anyio
 import numpy as np
 import pytest
 from prometheus_client.metrics_core import Metric
@@ -319,3 +320,20 @@ async def test_the_grafana_dashboard_and_the_page_name_metrics_that_exist() -> N
         assert {re.sub("_(sum|count|bucket)$", "", name) for name in named} <= exist
     panels = json.loads((root / "deploy/grafana/tensorhub.json").read_text(encoding="utf-8"))
     assert len({panel["id"] for panel in panels["panels"]}) == len(panels["panels"])
+
+
+async def test_an_explanation_says_what_would_have_helped() -> None:
+    async with (
+        coordinator() as serving,
+        connect(serving.address, "trainer") as trainer,
+        connect(serving.address, "reader") as reader,
+    ):
+        await published(trainer)
+        weights = await reader.register("m", tensors())
+
+        async def pause(_: object) -> None:
+            await anyio.sleep(0.3)
+
+        await weights.update(before_write=pause)
+        found = (await get(serving.http_url, "/explain?model=m")).json
+        assert any(text.startswith("without before_write: 0.") for text in found["help"])

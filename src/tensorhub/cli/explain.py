@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
 from rich.console import Group
 
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import recent_updates
 from tensorhub.cli import common
 from tensorhub.cli.sheets import Sheet
+from tensorhub.errors import VersionUnavailable
+from tensorhub.flows.what_if import COMPARED_MAX, helping
 from tensorhub.observed import Explanation
 from tensorhub.types import VERSION_MAX, check_name
 
@@ -40,7 +45,8 @@ def explain(
     An update is any call that fills memory, also a running or a failed one. The first line has the
     longest part. Below, all parts of the critical path in their order in time: on which worker,
     and for which other worker it waited. They add up to the wall time of the rank that took
-    longest. With --json: one object on one line.
+    longest. Then come changes that would have helped, where other updates show how much. With
+    --json: one object on one line.
     """
     with common.checking():
         check_name("model", model)
@@ -51,7 +57,8 @@ def explain(
 
     async def body() -> int:
         async with connect() as hub:
-            found = await hub.explain(model, version, group=group)
+            found, others, sites = await compared(hub, model, version, group)
+        found = replace(found, help=helping(found, others, sites))
         if as_json:
             print(json.dumps(asdict(found)), flush=True)
         else:
@@ -59,6 +66,19 @@ def explain(
         return 0
 
     common.run(body)
+
+
+async def compared(
+    hub: Hub, model: str, version: int | None, group: str | None
+) -> tuple[Explanation, list[Explanation], dict[str, str]]:
+    """An update, others of the model, and where its workers are."""
+    found, others = await hub.explain(model, version, group=group), list[Explanation]()
+    rows = [row for row in await recent_updates(hub, model) if row.outcome == "committed"]
+    for row in rows[:COMPARED_MAX]:
+        with contextlib.suppress(VersionUnavailable):  # it was forgotten meanwhile
+            others.append(await hub.explain(model, row.version, group=row.key.group))
+    info = await hub.describe(model)
+    return found, others, {each.name: each.location.site for each in info.workers}
 
 
 def sheets(found: Explanation) -> list[Sheet]:

@@ -451,6 +451,12 @@ class Observations:
             return self._explained(now, max(found, key=lambda each: each.wall_s(now)), rates)
         return self._explained(now, found[-1], rates)
 
+    def committed(self, now: float, model: str, most: int) -> list[Explanation]:
+        """Of the newest updates of the model that are committed."""
+        found = [each for each in self._of_model[model].values() if each.outcome == "committed"]
+        rates = cache(self._rates)
+        return [self._explained(now, update, rates) for update in found[-most:]]
+
     def _explained(self, now: float, update: Update, rates: Rates) -> Explanation:
         return explaining.explanation(
             update, now, self.wall_offset_s, self._find, self._late, partial(_beside, rates)

@@ -4,8 +4,7 @@ decide: time.
     scenario      what a scenario file says; `built_in` names those that come along
     timetable     drawn by its seed: generations, spot hosts, kills
     topology      where each worker is, and which links a flow crosses
-    network       max-min fair shares
-    transfers     memories that fill, and flows between them
+    transfers     memories that fill, and flows between them (in shares of `tensorhub.flows`)
     coordinated   the real coordinator, and thin workers that speak its messages (`thin`)
     workload      a trainer and rollouts, whatever the system; `baselines` are the other systems
     report        what came of it

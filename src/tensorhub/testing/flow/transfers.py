@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from tensorhub.testing.flow.network import Network
+from tensorhub.flows.network import Network
 from tensorhub.testing.flow.timeline import Timeline
 
 NEAR_BYTES = 1.0  # so near is at the same place

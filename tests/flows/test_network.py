@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings, strategies as st
 
-from tensorhub.testing.flow.network import Network, max_min
+from tensorhub.flows.network import Network, max_min
 
 Paths = dict[int, tuple[int, ...]]
 
