@@ -14,7 +14,7 @@ import torch
 
 from tensorhub import shared_empty_like
 from tensorhub.api.hub import Hub
-from tensorhub.errors import MutabilityViolation, RegistrationError, TensorHubError
+from tensorhub.errors import MutabilityViolation, RegistrationError, StateError, TensorHubError
 from tensorhub.runtime.worker import handle
 from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import Options
@@ -152,6 +152,8 @@ async def test_memory_that_was_freed_or_replaced_is_offered_no_more(
             await (await c.hubs[2].register("m", empty())).replicate(timeout=waited_out_s())
         assert await states(c.hubs[2]) == {"trainer": "quarantined"}
         assert (trainer.state, trainer.version) == ("torn", 1)
+        with pytest.raises(StateError, match="torn"):
+            trainer.stamp()
         for call in (trainer.update, trainer.unpublish):
             with pytest.raises(TensorHubError, match="'b'"):
                 await call()

@@ -25,6 +25,7 @@ from tests.rig import connect, published, tensors
 from tests.web.rig import HTTP, TOKEN, coordinator, fresh, get, raw
 
 DATA = ("/readyz", "/metrics", "/summary", "/models/m", "/updates", "/explain?model=m", "/events")
+LIKE_FREE = ("/models/static/a", "/models/a/static/b", "/models/healthz", "/models//", "/static")
 FREE = ("/healthz", "/", "/static/index.html")
 READ_ONLY = tensorhub.read_only_token(TOKEN)
 HOSTILE = (
@@ -65,7 +66,7 @@ async def test_what_is_told_needs_a_token_and_the_read_only_one_is_enough(
     token: str | None, may_read: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with coordinator(TOKEN) as serving:
-        for path in DATA if not may_read else DATA[:3]:
+        for path in (*DATA, *LIKE_FREE) if not may_read else DATA[:3]:
             got = await get(serving.http_url, path, token)
             assert (got.status == 200) is may_read, path
             if not may_read:
