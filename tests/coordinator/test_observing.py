@@ -438,6 +438,34 @@ def test_the_path_goes_on_at_the_source_that_lacked_chunks() -> None:
     assert found.sentence == "2.25 of 4 s: digests on first"
 
 
+@pytest.mark.parametrize("lacked", [{"a": 3.0, "b": 1.0}, {"a": 1.0, "b": 3.0}])
+def test_of_two_sources_the_one_that_lacked_more_is_followed(lacked: dict[str, float]) -> None:
+    updates: dict[OpKey, Update] = {}
+    sources = {"a": ["origin"], "b": ["origin"], "reader": ["a", "b"]}
+    for name, above in sources.items():
+        key = OpKey("m", name, 1, 1)
+        update = updates[key] = Update(key, "update", 1, False, 0.0)
+        rank = update.ranks[0] = Rank(0, name, name, 0.0, False, ())
+        rank.leased_at, rank.verified_at, rank.agreed_at = 0.0, 4.0, 4.0
+        rank.lanes = {each: Lane(each, each, (OpKey("m", each, 1, 1), 0), 0.0) for each in above}
+        links = [
+            LinkTiming(each, each, "tcp", "live", 1, 4.0, empty_s=lacked[each])
+            if name == "reader"
+            else LinkTiming(each, each, "tcp", "live", 1, 4.0, digest_s=4.0)
+            for each in above
+        ]
+        rank.took = Took(key, 0, 4.0, (), tuple(links))
+        update.calls, update.info = 1, VersionInfo("m", 1, "c", 1, 1)
+        update.bound_at = update.written_at = 0.0
+        update.prepared_at = update.ended_at = 4.0
+    found = explanation(
+        updates[OpKey("m", "reader", 1, 1)], 4.0, 0.0, updates.get, (), lambda *about: []
+    )
+    more, less = sorted(lacked, key=lambda name: -lacked[name])
+    parts = {(part.name, part.worker, part.peer): part.seconds for part in found.parts}
+    assert parts == {("digest", more, ""): 3.0, ("upstream", "reader", less): 1.0}
+
+
 def test_a_long_chain_is_followed_for_a_few_hops() -> None:
     updates: dict[OpKey, Update] = {}
     for place in range(12):
