@@ -18,6 +18,7 @@ from rich.console import Group
 
 from tensorhub.cli import common, top_rows
 from tensorhub.cli.top_data import Seen, Watch
+from tensorhub.errors import install
 from tensorhub.types import check_name
 
 ANSWER_S = 2.0  # a coordinator that has not answered by then is asked again
@@ -46,8 +47,8 @@ def top(
     is_screen = not (once or as_json) and _is_terminal()
     if is_screen and importlib.util.find_spec("textual") is None:
         raise common.usage(
-            "on a terminal top needs textual, which is not installed: install the extra "
-            "tensorhub[top]; --once prints plain lines without it"
+            f"on a terminal top needs textual, which is not installed: {install('top')}; "
+            "--once prints plain lines without it"
         )
     connect = common.connecting(address, token_file)
 

@@ -56,6 +56,7 @@ CLAIMED_S_MAX = 10.0**6  # what a worker may claim that something took
 BYTES_READ_MAX = 2**63  # what all ranks of an update may claim together
 TRANSPORTS_MAX = 32
 KINDS = ("live", "host copy", "seed", "archive")
+KNOWN_NAMED_MAX = 8
 RECOVERED = ("recovered", "no holder is known yet")  # why versions become what they were
 SECONDS_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -443,7 +444,10 @@ class Observations:
                 f"no update of {model!r}{which}{by} is known to this coordinator: it keeps the "
                 f"last {UPDATES_MAX[False][0]} of a model"
             )
-            raise VersionUnavailable(text)
+            groups = {key.group for key in self._of_model.get(model, ())}
+            known = ", ".join(sorted(groups or self._of_model)[:KNOWN_NAMED_MAX])
+            what = f"of {model!r} those of groups" if groups else "those of models"
+            raise VersionUnavailable(f"{text}; known are {what} {known}" if known else text)
         rates = cache(self._rates)
         if group is None:
             newest = max(found[::-1], key=lambda each: (each.info is not None, each.began_at)).info
