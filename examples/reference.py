@@ -5,6 +5,7 @@ tests/examples/test_reference.py.
 anew for each example.
 """
 
+import math
 import signal
 import socket
 import tempfile
@@ -408,6 +409,23 @@ async def counts(trainer: tensorhub.Hub) -> None:
     assert await trainer.describe(limit=0) == (model,)
 
 
+@shows("Hub.explain", "Explanation", "Hub.events", "ClusterEvent")
+async def explain(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    await (await trainer.register("actor", {"w": torch.ones(4)})).publish(1)
+    await (await rollout.register("actor", {"w": torch.empty(4)})).replicate()
+    why = await rollout.explain("actor", 1)
+    assert math.isclose(sum(part.seconds for part in why.parts), why.seconds)
+    kinds = [event.kind async for event in rollout.events() if event.model == "actor"]
+    assert kinds[0] == "published"
+
+
+@shows("Hub.http_url")
+async def endpoint_of_worker(address: str) -> None:
+    options = tensorhub.Options(http="127.0.0.1:0")  # any free port
+    async with tensorhub.connect(address, options=options) as hub:
+        assert str(hub.http_url).startswith("http://127.0.0.1:")
+
+
 # --------------------------------------------------------------------------------------------------
 # errors
 
@@ -600,6 +618,21 @@ def roll_out_blocking(address: str) -> None:
         assert hub.describe("actor", limit=0).mark == 2
         assert hub.fetch("actor", 2)["w"].sum() == 4
         assert hub.plan("actor", {"w": torch.empty(4)}).nbytes == 16
+
+
+@shows("sync.Hub.explain", "sync.Hub.events", "sync.Hub.http_url", "sync.Coordinator.http_url")
+def watch_blocking() -> None:
+    options = tensorhub.Options(http="127.0.0.1:0")
+    with (
+        sync.serve(options=options) as coordinator,
+        sync.connect(coordinator.address, options=options) as hub,
+    ):
+        assert coordinator.http_url != hub.http_url
+        hub.register("actor", {"w": torch.ones(4)}).publish(1)
+        assert "published" in [event.kind for event in hub.events()]
+        reader = hub.register("actor", {"w": torch.empty(4)}, group="reader")
+        reader.replicate()
+        assert hub.explain("actor").version == 1
 
 
 @shows("sync.Weights.prefetch")
