@@ -4,7 +4,6 @@ tests/testing).
 
 from __future__ import annotations
 
-from typing import Any
 from unittest.mock import patch
 
 import pytest
