@@ -40,6 +40,12 @@ CGROUPS: Final = Path("/sys/fs/cgroup/cpu")  # version 1
 STILL_S: Final = 1.5  # how long what stands still does so
 BURNERS: Final = 4
 
+# until its parent is gone
+BURN: Final = """import os, sys
+while os.getppid() == int(sys.argv[1]):
+    sum(range(10000))
+"""
+
 # fsync that takes a while, as on a slow disk, while there is a file FLAG
 SLOW_DISK: Final = """
 #define _GNU_SOURCE
@@ -130,7 +136,7 @@ def pin(pid: int, core: int) -> None:
 def burning(core: int) -> Iterator[None]:
     """Processes that take that core."""
     burners = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+        subprocess.Popen([sys.executable, "-c", BURN, str(os.getpid())], start_new_session=True)
         for _ in range(BURNERS)
     ]
     try:

@@ -61,7 +61,12 @@ def spin(stop: threading.Event) -> None:
         sum(range(1000))
 
 
-BURN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+# (until its parent is gone)
+BURN = """import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+while os.getppid() == int(sys.argv[2]):
+    sum(range(10000))
+"""
 
 
 @contextlib.contextmanager
@@ -82,7 +87,7 @@ def crowded() -> Iterator[None]:
     """This thread, and those that it makes, share one core with processes that compute."""
     cores = os.sched_getaffinity(0)
     core = min(cores)
-    burn = [sys.executable, "-S", "-E", "-c", BURN, str(core)]
+    burn = [sys.executable, "-S", "-E", "-c", BURN, str(core), str(os.getpid())]
     others = [subprocess.Popen(burn) for _ in range(4)]
     os.sched_setaffinity(0, {core})
     try:
