@@ -190,6 +190,31 @@ def test_waiting_for_a_source_before_and_within_the_read() -> None:
     assert waits == [("source", 1.0), ("source", pytest.approx(0.04))]
 
 
+def test_every_wait_for_another_source_within_a_read_counts() -> None:
+    cluster, (_, reader) = pair("reader")
+    begin(cluster, reader)
+    leases, held = cluster.coordinator.cluster.leases, Choice("read", reader.name)
+    waited_s = []
+    for _ in range(2):
+        (lease,) = leases
+        reader.worker.say(ReadFailed(key_of(cluster, reader), 0, lease, "lost", "gone"))
+        cluster.run(held)
+        cluster.advance(1.0, run=False)  # the source is lent again meanwhile
+        cluster.run(held)
+        waited_s.append(parts(explained(cluster))["source"])
+    assert waited_s == [0.05, 0.15]  # the second one lasts twice as long
+    assert parts(explained(cluster)) == {"source": waited_s[1], "link": 2.0 - waited_s[1]}
+
+
+def test_reads_that_do_not_overlap_are_not_beside_each_other() -> None:
+    before, after = Lane("s", "i", None, 0.0, 1.0), Lane("s", "i", None, 2.0)
+    during = Lane("s", "i", None, 0.5, 3.0)
+    assert not before.is_beside(after)
+    assert not after.is_beside(before)
+    assert during.is_beside(before)
+    assert during.is_beside(after)
+
+
 def test_a_hook_and_the_steps_around_it() -> None:
     cluster, (_, reader) = pair("reader")
     reader.update(hold=True)

@@ -288,6 +288,13 @@ def test_an_applications_own_trailers_stay() -> None:
     assert rest == [LAST, ITS_LAST]
 
 
+def test_a_streamed_answer_with_a_length_keeps_its_bytes() -> None:
+    headers = [(b"content-type", b"text/event-stream"), (b"content-length", b"2")]
+    app = application({**HEAD, "headers": headers}, FIRST, LAST)
+    said = sent(VersionGate(app, Engine(11).stamp, ending=sse_ending), trailers=False)
+    assert said[1:] == [FIRST, LAST]
+
+
 def test_stamps_of_another_gate_give_way() -> None:
     """As a proxy passes them on: an answer has one of each."""
     engine = Engine(11)
