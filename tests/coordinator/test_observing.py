@@ -10,7 +10,7 @@ import pytest
 
 from tensorhub.coordinator import Received, explaining, observing
 from tensorhub.coordinator.explaining import SENTENCES, Lane, Rank, Update, explanation
-from tensorhub.coordinator.observing import SECONDS_BOUNDS, Observations
+from tensorhub.coordinator.observing import SECONDS_BOUNDS, Histogram, Observations
 from tensorhub.errors import VersionUnavailable
 from tensorhub.messages import (
     Events,
@@ -326,6 +326,13 @@ def test_a_call_that_is_repeated_is_explained_from_its_beginning() -> None:
     assert observations(cluster).counters.updates_total == {"again": 1, "committed": 1}
 
 
+def test_a_value_at_a_bound_is_at_most_that() -> None:
+    found = Histogram()
+    for value in (SECONDS_BOUNDS[0], SECONDS_BOUNDS[-1], SECONDS_BOUNDS[-1] + 1.0):
+        found.add(value)
+    assert (found.counts[0], found.counts[-2], found.counts[-1]) == (1, 1, 1)
+
+
 def test_a_call_that_failed_and_why() -> None:
     cluster, (_, reader) = pair("reader")
     reader.update(at_least=9, timeout_s=3.0)
@@ -334,6 +341,10 @@ def test_a_call_that_failed_and_why() -> None:
     assert parts(found) == {"version": 3.0}
     assert found.sentence == "VersionUnavailable: 3 of 3 s: waiting for a version"
     assert observations(cluster).counters.updates_total == {"VersionUnavailable": 1}
+    tell(cluster, reader, 3.0, {"resolve": 3.0})
+    (row,) = [each for each in observations(cluster).updates(cluster.now, "actor") if each.phases]
+    assert row.phases == (("resolve", 3.0),)
+    assert not any(each.sum for each in observations(cluster).counters.update_seconds.values())
 
 
 # ----------------------------------------------------------------------------------------------
