@@ -81,7 +81,10 @@ def ages(told: str) -> dict[int, int]:
     return {int(age): int(count) for count, age in re.findall(r"(\d+) groups (\d+) versions", told)}
 
 
-@pytest.mark.parametrize(("example", "bound"), [("async_grpo", 2), ("async_grpo_sync", 0)])
+@pytest.mark.parametrize(
+    ("example", "bound"),
+    [("async_grpo", 2), pytest.param("async_grpo_sync", 0, marks=pytest.mark.slow)],
+)
 def test_a_killed_rollout_joins_again_and_no_sample_is_too_old(
     example: str, bound: int, tmp_path: Path, started: list[Running]
 ) -> None:
@@ -101,7 +104,11 @@ def test_a_killed_rollout_joins_again_and_no_sample_is_too_old(
 
 
 @pytest.mark.parametrize(
-    ("example", "by"), [("async_grpo", signal.SIGKILL), ("async_grpo_sync", signal.SIGINT)]
+    ("example", "by"),
+    [
+        pytest.param("async_grpo", signal.SIGKILL, marks=pytest.mark.slow),
+        ("async_grpo_sync", signal.SIGINT),
+    ],
 )
 def test_rollouts_end_with_their_trainer(
     example: str, by: signal.Signals, tmp_path: Path, started: list[Running]
