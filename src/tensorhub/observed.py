@@ -170,7 +170,8 @@ class Explanation:
 
     `parts` add up to `seconds`, the wall time of the rank that took longest. `sentence` names the
     longest part. `unsure_s`: how far the division between parts on different machines may be off
-    (the messages' own time).
+    (the messages' own time). `help`: what would have made it faster, and by how much; `tensorhub
+    explain` and the dashboard work that out, and `Hub.explain` leaves it empty.
     """
 
     model: Name
@@ -185,7 +186,7 @@ class Explanation:
     links: Annotated[tuple[LinkTiming, ...], Length(LINKS_MAX)] = ()
     unsure_s: Seconds = 0.0
     nbytes: U64 = 0  # of the version
-    help: Annotated[tuple[Text, ...], Length(8)] = ()  # what would help, and by how much
+    help: Annotated[tuple[Text, ...], Length(8)] = ()
 
     def __str__(self) -> str:
         return self.sentence
