@@ -25,7 +25,7 @@ from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
 from tensorhub.coordinator import cluster, entities, limits, membership, publishes
 from tensorhub.errors import TensorHubError
-from tensorhub.runtime.control import store
+from tensorhub.runtime.control import tables
 from tensorhub.runtime.control.link import CoordinatorLink
 from tensorhub.runtime.data import channels
 from tensorhub.runtime.loop_thread import LoopThread
@@ -85,7 +85,7 @@ def _lower_bounds() -> None:
     """
     cluster.LOST_KEPT_MAX = membership.LOST_KEPT_MAX = BOUND  # type: ignore[attr-defined]
     entities.FORGOTTEN_KEPT_MAX = publishes.FORGOTTEN_KEPT_MAX = BOUND  # type: ignore[attr-defined]
-    limits.DECISIONS_MAX = store.PUBLICATIONS_KEPT_MAX = store.PRUNED_AT = BOUND
+    limits.DECISIONS_MAX = tables.PUBLICATIONS_KEPT_MAX = tables.PRUNED_AT = BOUND
     version_watches.IDLE_NAMES_MAX = logs.REMEMBERED = BOUND
     channels.PEERS_MAX = PERIOD  # there are few, and few new ones come
 

@@ -15,9 +15,10 @@ from tensorhub.api.arguments import checked_options
 from tensorhub.api.opening import Opening, Unpicklable
 from tensorhub.errors import InvalidType, InvalidValue, shown
 from tensorhub.protocol.secret import check_open_access, resolve_token
+from tensorhub.runtime.control.election import Store
 from tensorhub.runtime.control.keyring import open_keyring
 from tensorhub.runtime.control.server import CoordinatorServer
-from tensorhub.runtime.control.store import MemoryStore, SqliteStore, Store
+from tensorhub.runtime.control.store import MemoryStore, SqliteStore
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import CallerMode, LoopThread
 from tensorhub.types import Options, as_integer, invalid

@@ -4,6 +4,7 @@ directory.
 
 import contextlib
 import os
+import resource
 import signal
 import sqlite3
 import stat
@@ -31,8 +32,10 @@ from tensorhub.coordinator import (
 from tensorhub.errors import StateError
 from tensorhub.layouts.published import Published
 from tensorhub.model.manifest import id_of
-from tensorhub.runtime.control import store as store_module
-from tensorhub.runtime.control.store import PUBLICATIONS_READ_MAX, MemoryStore, SqliteStore
+from tensorhub.runtime.control import tables
+from tensorhub.runtime.control.election import Deposed
+from tensorhub.runtime.control.store import MemoryStore, SqliteStore
+from tensorhub.runtime.control.tables import PUBLICATIONS_READ_MAX
 from tensorhub.types import OpKey
 
 
@@ -145,8 +148,8 @@ def test_retained_and_pinned_ones_are_read_however_old(tmp_path: Path) -> None:
 
 def pruning_store(path: Path, monkeypatch: pytest.MonkeyPatch) -> SqliteStore:
     """It has kept 8 to 12 of 100 publications, and number 3, which is pinned."""
-    monkeypatch.setattr(store_module, "PUBLICATIONS_KEPT_MAX", 8)
-    monkeypatch.setattr(store_module, "PRUNED_AT", 4)
+    monkeypatch.setattr(tables, "PUBLICATIONS_KEPT_MAX", 8)
+    monkeypatch.setattr(tables, "PRUNED_AT", 4)
     store = SqliteStore(path)
     store.write([publication(1, "other"), Retention("much", 50)])
     for number in range(100):
@@ -275,8 +278,8 @@ def described(number: int, *parts: bytes) -> Described:
 def test_descriptions_of_layouts_are_kept_once_and_as_long_as_a_publication_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "PUBLICATIONS_KEPT_MAX", 2)
-    monkeypatch.setattr(store_module, "PRUNED_AT", 1)
+    monkeypatch.setattr(tables, "PUBLICATIONS_KEPT_MAX", 2)
+    monkeypatch.setattr(tables, "PRUNED_AT", 1)
     entries: list[Entry] = [
         publication(1),
         described(1, b"a", b"b", b"c"),
@@ -298,8 +301,8 @@ def test_descriptions_of_layouts_are_kept_once_and_as_long_as_a_publication_has_
 def test_nothing_is_kept_of_a_publication_that_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "PUBLICATIONS_KEPT_MAX", 3)
-    monkeypatch.setattr(store_module, "PRUNED_AT", 1)
+    monkeypatch.setattr(tables, "PUBLICATIONS_KEPT_MAX", 3)
+    monkeypatch.setattr(tables, "PRUNED_AT", 1)
     with contextlib.closing(SqliteStore(tmp_path)) as store:
 
         def kept() -> list[set[int]]:
@@ -329,7 +332,7 @@ def test_a_layout_is_checked_once_for_all_its_versions(
     with contextlib.closing(SqliteStore(tmp_path)) as store:
         for number in range(1, 10):
             store.write([publication(number), described(number, b"a", b"b", b"c")])
-        monkeypatch.setattr("tensorhub.runtime.control.store.id_of", counted)
+        monkeypatch.setattr("tensorhub.runtime.control.tables.id_of", counted)
         assert len(store.read().described) == 9
     assert checked == [described(1, b"a", b"b", b"c").description, b"a", b"b", b"c"]
 
@@ -358,7 +361,7 @@ def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
         "import os, signal, sys; sys.path[:0] = sys.argv[2:]; from "
         "tests.runtime.control.test_store import *\n"
         "store = SqliteStore(sys.argv[1]); store.write([publication(1), decision(1)])\n"
-        "store._db.execute('BEGIN IMMEDIATE'); store._write(publication(2)); os.kill(os.getpid(), "
+        "store._db.execute('BEGIN IMMEDIATE'); store._tables.write(publication(2)); os.kill(os.getpid(), "
         "signal.SIGKILL)"
     )
     done = subprocess.run(
@@ -406,6 +409,44 @@ def test_without_a_directory_each_coordinator_is_a_new_cluster() -> None:
     assert one.epoch != other.epoch
     one.write([publication(1)])
     assert one.read() == Durable()
+
+
+def test_a_deposed_one_writes_nothing(tmp_path: Path) -> None:
+    """A volume that two machines share has no lock for both: the epoch in it is the fence."""
+    first = SqliteStore(tmp_path)
+    first.write([publication(1)])
+    first._lock.close()
+    with contextlib.closing(SqliteStore(tmp_path)) as second:
+        with pytest.raises(Deposed, match="has another leader since"):
+            first.write([publication(2)])
+        second.write([publication(3)])
+        assert second.read() == Durable.of([publication(1), publication(3)])
+    first._db.close()
+
+
+def test_a_full_disk_loses_nothing_and_a_failing_one_ends_the_term(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path)
+    store.write([publication(1)])
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(OSError, match="cannot be written: database or disk is full") as full:
+        store.write([replace(publication(2), manifest_ids=bytes(2**20))])
+    assert not isinstance(full.value, Deposed)
+    store._db.execute("PRAGMA max_page_count = 1000000")
+    store.write([publication(3)])  # goes on when there is room
+    assert store.read() == Durable.of([publication(1), publication(3)])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:  # the file system refuses the write itself
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        with pytest.raises(Deposed, match="has the last write is unknown"):
+            store.write([publication(4)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    store.close()
+    with contextlib.closing(SqliteStore(tmp_path)) as store:
+        assert store.read() == Durable.of([publication(1), publication(3)])
 
 
 # -------------------------------------------------------------------------------------------------

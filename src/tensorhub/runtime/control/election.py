@@ -1,15 +1,38 @@
-"""Which coordinator of a cluster leads, as far as the shell is concerned: two protocols.
+"""What a coordinator's shell asks of the engine that keeps its state and elects a leader: the
+protocols `Store` and `Election`.
 
-Responsible for the promises between a coordinator's shell and the engine that elects. Not
-responsible for an engine, nor for what a leader does.
+Responsible for the promises between both. Not responsible for an engine (`store`, `etcd_store`,
+`elections`), nor for what a leader does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tensorhub.runtime.control.store import Store
+from tensorhub.coordinator import Durable, Entry
+
+
+class Store(Protocol):
+    """Where a coordinator's entries are kept. `cluster` and `epoch` are set once it is open."""
+
+    cluster: str
+    epoch: int
+    blocks: bool  # whether `write` waits, and is called in a thread of the loop's
+
+    def read(self) -> Durable:
+        """All entries that still count. Blocks. Raises StateError if they cannot be read."""
+        ...
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Make all of them durable, or none. Blocks. Raises OSError if none is durable; Deposed if
+        the term has ended, and nothing is known of them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of it. A second call does nothing."""
+        ...
 
 
 class Deposed(OSError):

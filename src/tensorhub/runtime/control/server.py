@@ -54,11 +54,11 @@ from tensorhub.protocol.secret import check_open_access, path_hint
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
 from tensorhub.runtime.control.accepting import AcceptLoop, caps, descriptors_for
+from tensorhub.runtime.control.election import Store
 from tensorhub.runtime.control.hearing import Hearing
 from tensorhub.runtime.control.keyring import LOOK_S, TokenFile
 from tensorhub.runtime.control.pulse import TURNS_TO_CORE
 from tensorhub.runtime.control.session import Kind, ReadOnlyAnswers, Session, Turn
-from tensorhub.runtime.control.store import Store
 from tensorhub.transport import sockets
 from tensorhub.transport.forks import close_in_children
 from tensorhub.types import Options, format_address
