@@ -173,8 +173,8 @@ def _value(name: str, kind: Any) -> Iterator[str]:
     for field in dataclasses.fields(kind):
         known = str(field.default) if isinstance(field.default, StrEnum) else field.default
         default = "" if known is dataclasses.MISSING else f"`{known!r}`"
-        if name == "Location" and field.name == "host":
-            default = "this host"
+        if name == "Location":
+            default = f"`TENSORHUB_{field.name.upper()}`"
         kind_text = _plain(str(field.type)).replace("|", "\\|")
         yield f"| `{field.name}` | `{kind_text}` | {default} | {comments.get(field.name, '')} |"
     yield ""

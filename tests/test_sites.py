@@ -4,6 +4,7 @@ groups of all layouts.
 
 from __future__ import annotations
 
+import socket
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 
@@ -13,8 +14,10 @@ import pytest
 import tensorhub
 from tensorhub.api.hub import Hub
 from tensorhub.api.tools import seed_shard
+from tensorhub.cli import common
+from tensorhub.errors import InvalidValue
 from tensorhub.types import FetchReport, Location
-from tests.rig import OPTIONS, Cluster, all_of, cluster, gated, until
+from tests.rig import OPTIONS, Cluster, all_of, cluster, connect, gated, until
 from tests.test_resharding import TRAINERS, is_held, is_published, read_from, rollout, trainer
 
 pytestmark = pytest.mark.anyio
@@ -76,3 +79,19 @@ async def test_a_seed_brings_the_published_layout_for_groups_of_all_layouts() ->
         assert {each.deltas for each in sources if each.shard is not None} == {"other layout"}
         assert is_held(mine, 1)
         assert is_published(theirs, 1)
+
+
+async def test_the_environment_says_where_a_worker_is_and_an_argument_wins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TENSORHUB_SITE", "zone-a")
+    monkeypatch.setenv("TENSORHUB_RACK", "node-7")
+    monkeypatch.setenv("TENSORHUB_HOST", "")  # of a pod whose node lacks the label
+    async with cluster("trainer") as c:
+        await trainer([c.hubs[0]], 1)
+        (seen,) = (await c.hubs[0].describe("m")).workers
+        assert seen.location == Location("zone-a", "node-7", socket.gethostname())
+        assert (common.location(None).site, common.location("far").site) == ("zone-a", "far")
+        monkeypatch.setenv("TENSORHUB_SITE", "a\nb")
+        with pytest.raises(InvalidValue, match="TENSORHUB_SITE"):
+            connect(c.address)

@@ -10,6 +10,7 @@ import hashlib
 import ipaddress
 import math
 import operator
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -283,18 +284,27 @@ class HandleState(StrEnum):
 _THIS_HOST = socket.gethostname()
 
 
+def _here(what: str, otherwise: str) -> str:
+    """What the environment says of this process' place. An empty variable counts as unset, as of a
+    pod whose node lacks the label.
+    """
+    name = os.environ.get(f"TENSORHUB_{what}", "").strip()
+    return check_name(f"place (TENSORHUB_{what})", name) if name else otherwise
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """Where a worker is. Equal `host` means: same kernel, same network namespace, memory can be
     shared.
 
     Network namespaces and containers set different hosts. A worker without a site is in "default";
-    a mistyped name is a site of its own.
+    a mistyped name is a site of its own. The environment gives what is left out: TENSORHUB_SITE,
+    TENSORHUB_RACK, TENSORHUB_HOST. Raises InvalidValue for one that is no name.
     """
 
-    site: Name = "default"  # a datacenter
-    rack: Name = ""
-    host: Name = _THIS_HOST
+    site: Name = field(default_factory=lambda: _here("SITE", "default"))  # a datacenter
+    rack: Name = field(default_factory=lambda: _here("RACK", ""))  # else none
+    host: Name = field(default_factory=lambda: _here("HOST", _THIS_HOST))  # else this one's name
 
 
 # they reach from one host to that host only

@@ -24,7 +24,7 @@ from tensorhub.types import Options
 from tests.rig import connect, published, tensors
 from tests.web.rig import HTTP, TOKEN, coordinator, fresh, get, raw
 
-DATA = ("/readyz", "/metrics", "/summary", "/models/m", "/updates", "/explain?model=m", "/events")
+DATA = ("/metrics", "/summary", "/models/m", "/updates", "/explain?model=m", "/events")
 LIKE_FREE = ("/models/static/a", "/models/a/static/b", "/models/healthz", "/models//", "/static")
 FREE = ("/healthz", "/", "/static/index.html")
 READ_ONLY = tensorhub.read_only_token(TOKEN)
@@ -66,7 +66,9 @@ async def test_what_is_told_needs_a_token_and_the_read_only_one_is_enough(
     token: str | None, may_read: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with coordinator(TOKEN) as serving:
-        for path in (*DATA, *LIKE_FREE) if not may_read else DATA[:3]:
+        ready = (await get(serving.http_url, "/readyz", token)).json
+        assert (ready["ready"], "why" in ready) == (True, may_read)  # a probe has no token
+        for path in (*DATA, *LIKE_FREE) if not may_read else DATA[:2]:
             got = await get(serving.http_url, path, token)
             assert (got.status == 200) is may_read, path
             if not may_read:
@@ -93,10 +95,10 @@ async def test_every_token_of_a_token_file_reads_and_a_new_one_counts_at_once(
     file.write_text("first\nsecond\n")
     async with tensorhub.serve(token=file, options=HTTP) as serving:
         for token in ("first", "second", tensorhub.read_only_token("second")):
-            assert (await get(serving.http_url, "/readyz", token)).status == 200
+            assert (await get(serving.http_url, "/summary", token)).status == 200
         file.write_text("third\n")
-        assert (await fresh(serving.http_url, "/readyz", "third")).status == 200
-        assert (await get(serving.http_url, "/readyz", "first")).status == 401
+        assert (await fresh(serving.http_url, "/summary", "third")).status == 200
+        assert (await get(serving.http_url, "/summary", "first")).status == 401
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])

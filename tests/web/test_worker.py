@@ -70,7 +70,8 @@ async def test_access_is_that_of_a_coordinator() -> None:
         coordinator(TOKEN) as serving,
         connect(serving.address, options=HTTP, token=TOKEN) as hub,
     ):
-        for path in ("/summary", "/metrics", "/readyz"):
+        assert (await get(hub.http_url, "/readyz")).json == {"ready": True}
+        for path in ("/summary", "/metrics"):
             assert (await get(hub.http_url, path)).status == 401
             assert (await get(hub.http_url, path, "wrong")).status == 401
             assert (await get(hub.http_url, path, READ_ONLY)).status == 200

@@ -76,7 +76,8 @@ class System(Base):
         def connect(**given: Any) -> Any:
             return tensorhub.connect(address, name=self.setting.name, **given)
 
-        seeder = Seeder(MODEL, None, 2 * self.setting.nbytes, self._place, connect, True, True)
+        options = tensorhub.Options(host_memory_bytes=2 * self.setting.nbytes)
+        seeder = Seeder(MODEL, None, options, self._place, connect, True, True)
         self._in_background(seeder.run())
 
     def _in_background(self, work: Coroutine[Any, Any, object]) -> None:

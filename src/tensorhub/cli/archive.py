@@ -60,6 +60,7 @@ def archive(
         ),
     ] = None,
     site: common.SiteOption = None,
+    http: common.HttpOption = None,
     address: common.AddressOption = None,
     token_file: common.TokenFileOption = None,
     as_json: common.JsonOption = False,
@@ -78,6 +79,7 @@ def archive(
         check_name("model", model)
         checked_url(url)
         here = common.location(site)
+        options = Options(host_memory_bytes=host_memory or available_bytes() // 2, http=http)
     archiving = Archiving(
         model,
         url,
@@ -86,7 +88,7 @@ def archive(
         keep_every,
         serve,
         take_over,
-        host_memory if host_memory is not None else available_bytes() // 2,
+        options,
         here,
         common.connecting(address, token_file),
         as_json,
@@ -105,7 +107,7 @@ class Archiving:
     keep_every: int
     serve: bool
     take_over: bool
-    host_memory_bytes: int
+    options: Options
     location: Location
     connect: common.Connect
     as_json: bool
@@ -113,12 +115,11 @@ class Archiving:
     has_begun: bool = False
 
     async def run(self) -> int:
-        options = Options(host_memory_bytes=self.host_memory_bytes)
         with progress.BytesBar(shown=not (self.quiet or self.as_json)) as bar:
-            return await self._follow(options, bar)
+            return await self._follow(bar)
 
-    async def _follow(self, options: Options, bar: progress.BytesBar) -> int:
-        async with self.connect(location=self.location, options=options) as hub:
+    async def _follow(self, bar: progress.BytesBar) -> int:
+        async with self.connect(location=self.location, options=self.options) as hub:
             show_seeding(hub, progress.seeding(bar))
             async with tensorhub.archive(
                 hub,

@@ -82,6 +82,13 @@ TokenFileOption = Annotated[
 SiteOption = Annotated[
     str | None, typer.Option("--site", metavar="NAME", help="The site whose workers read from it.")
 ]
+HttpOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Also serve HTTP there: a dashboard, /metrics for Prometheus, probes.",
+    ),
+]
 NamesOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -40,6 +40,7 @@ def seed(
         ),
     ] = None,
     site: common.SiteOption = None,
+    http: common.HttpOption = None,
     address: common.AddressOption = None,
     token_file: common.TokenFileOption = None,
     as_json: common.JsonOption = False,
@@ -58,10 +59,11 @@ def seed(
     with common.checking():
         check_name("model", model)
         here = common.location(site)
+        options = Options(host_memory_bytes=host_memory, http=http)
     seeder = Seeder(
         model,
         _ranks(rank),
-        host_memory,
+        options,
         here,
         common.connecting(address, token_file),
         as_json,
@@ -84,7 +86,7 @@ def _ranks(given: list[str] | None) -> tuple[int, ...] | None:
 class Seeder:
     model: str
     ranks: tuple[int, ...] | None
-    host_memory_bytes: int
+    options: Options
     location: Location
     connect: common.Connect
     as_json: bool
@@ -92,12 +94,11 @@ class Seeder:
     has_seeded: bool = False
 
     async def run(self) -> int:
-        options = Options(host_memory_bytes=self.host_memory_bytes)
         with progress.BytesBar(shown=not (self.quiet or self.as_json)) as bar:
-            return await self._follow(options, bar)
+            return await self._follow(bar)
 
-    async def _follow(self, options: Options, bar: progress.BytesBar) -> int:
-        async with self.connect(location=self.location, options=options) as hub:
+    async def _follow(self, bar: progress.BytesBar) -> int:
+        async with self.connect(location=self.location, options=self.options) as hub:
             show_seeding(hub, progress.seeding(bar))
             if not self.quiet:
                 await common.tell_if_unpublished(hub, self.model, "until it is")

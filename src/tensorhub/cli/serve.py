@@ -38,13 +38,7 @@ def serve(
     drain_grace_s: Annotated[
         float, typer.Option(help="How long a leaving source waits for its readers.")
     ] = _DEFAULTS.drain_grace_s,
-    http: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Also serve HTTP there: a dashboard, /metrics for Prometheus, probes.",
-        ),
-    ] = None,
+    http: common.HttpOption = None,
     log: Annotated[
         Literal["console", "json"],
         typer.Option(help="The form of the log: text, or a JSON object a line, with times in UTC."),

@@ -50,6 +50,7 @@ from tensorhub.web.pages import (
     healthz,
     json_answer,
     number_of,
+    readiness,
     static,
     text_of,
 )
@@ -184,7 +185,7 @@ class CoordinatorPages:
             why = f"the coordinator is {max(late_s, snapshot.behind_s):.0f} s behind"
         elif state != "serving":
             why = f"workers still say what they hold: about {left_s:.1f} s more"
-        return json_answer({"ready": not why, "state": state, "why": why}, 503 if why else 200)
+        return readiness(request, why, state=state)
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus, in the form that it asks for."""

@@ -27,7 +27,7 @@ from tensorhub.runtime.worker.worker import Worker
 from tensorhub.web.asking import OtherLoop, Post, Questions
 from tensorhub.web.endpoint import Endpoint
 from tensorhub.web.exposition import MODELS_MAX, counter, gauge, histogram, label_of, metrics_answer
-from tensorhub.web.pages import Answer, application, healthz, json_answer
+from tensorhub.web.pages import Answer, application, healthz, readiness
 
 HANDLES_MAX = 1024  # that a summary lists
 
@@ -143,7 +143,7 @@ class WorkerPages:
         """Whether the coordinator knows it."""
         online = (await self._shown()).online
         why = "" if online else "there is no connection to the coordinator; it is tried again"
-        return json_answer({"ready": online, "why": why}, 200 if online else 503)
+        return readiness(request, why)
 
     async def summary(self, request: Request) -> Response:
         """The worker and its handles, in one document."""

@@ -35,7 +35,8 @@ HEAD_BYTES_MAX = 16_384  # of a request: its line and headers
 STREAMS_MAX = 64  # answers that go on, such as /events
 PARAMETER_CHARS_MAX = 512
 
-OPEN = ("/", "/healthz")  # without a token, as is what lies below STATIC
+# without a token, as is what lies below STATIC: a kubelet that probes has none
+OPEN = ("/", "/healthz", "/readyz")
 STATIC = "/static/"
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; "
@@ -104,6 +105,12 @@ def text_answer(text: str, status: int = 200) -> Answer:
 async def healthz(request: Request) -> Response:
     """Whether the process lives: a loop that is late is no reason to kill it."""
     return text_answer("ok\n")
+
+
+def readiness(request: Request, why: str, **more: object) -> Answer:
+    """Ready (no `why`) or not. Clients without a token are told nothing more."""
+    about = {**more, "why": why} if request.scope.get("may_read") else {}
+    return json_answer({"ready": not why, **about}, 503 if why else 200)
 
 
 def text_of(request: Request, name: str) -> str | None:
@@ -184,14 +191,14 @@ class _Guard:
                     "127.0.0.1; elsewhere set a token"
                 )
                 return json_answer({"error": text}, 403)
-            scope["keep_place"]()
-            return None
-        if may_be_open:
+            self._let_read(scope)
             return None
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         kind, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         if kind.lower() == b"bearer" and is_accepted(token.strip(), secrets):
-            scope["keep_place"]()
+            self._let_read(scope)
+            return None
+        if may_be_open:
             return None
         text = (
             "this token is not accepted: give the cluster's token, or its read-only token "
@@ -205,6 +212,10 @@ class _Guard:
         answer = json_answer({"error": text}, 401)
         answer.headers["WWW-Authenticate"] = "Bearer"
         return answer
+
+    def _let_read(self, scope: Scope) -> None:
+        scope["keep_place"]()
+        scope["may_read"] = True
 
     def _is_here(self, named: str) -> bool:
         host = named.rpartition(":")[0] if named.rpartition(":")[2].isdecimal() else named
