@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv ins
 # Tests start some three hundred interpreters, each of which would compile the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bugs gpu help venv demo lint test test-slow simulate fuzz bench leaks nixl frameworks chaos rdma site clean
+.PHONY: bugs chart gpu help venv demo lint test test-slow simulate fuzz bench leaks nixl frameworks chaos rdma site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' Makefile
@@ -74,6 +74,11 @@ leaks: venv ## join, publish, update and leave, thousands of times: nothing may 
 nixl: venv ## NIXL, and the tests of the transport over it (it brings some 120 MB)
 	$(PIP) -e '.[nixl]'
 	$(BIN)/pytest -q -m "nixl and not slow"
+
+chart: venv ## the Helm chart, rendered into deploy/kubernetes, and its tests (Helm brings some 75 MB)
+	$(PIP) helm-python-sdk==0.2.2
+	$(BIN)/python deploy/render.py
+	$(BIN)/pytest -q tests/deploy/test_chart.py
 
 FRAMEWORKS ?= ray trl verl vllm sglang
 frameworks: venv ## the adapters against vLLM, verl, TRL, SGLang and Ray themselves, each in .venv-frameworks/NAME (FRAMEWORKS=)
