@@ -50,7 +50,7 @@ from tensorhub.messages import Events
 from tensorhub.model.read_plan import ReadPlan
 from tensorhub.observed import ClusterEvent, Explanation
 from tensorhub.protocol.secret import resolve_token
-from tensorhub.runtime.control.addresses import check_address
+from tensorhub.runtime.control.addresses import split_addresses
 from tensorhub.runtime.control.keyring import open_keyring
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import CallerMode, LoopThread
@@ -98,8 +98,9 @@ def connect(
     interpreter exits leaves then, within `Options.exit_timeout_s`; threads that are not daemons
     keep the process as long as they run, and may use the hub.
 
-    `address`: a coordinator's "tcp://host:port", or several; on Ray "ray-actor://NAME", which is
-    looked up anew at each connection (`tensorhub.integrations.ray`). `name`: for people; default:
+    `address`: a coordinator's "tcp://host:port", or those of several candidates, as a list or with
+    commas between them; on Ray "ray-actor://NAME", which is looked up anew at each connection
+    (`tensorhub.integrations.ray`). `name`: for people; default:
     host and process id. `token`: as for `serve` (text is the token itself, a `pathlib.Path` a token
     file, of which the first token is presented). With a read-only one (`read_only_token`) `fetch`,
     `newest`, `wait_for`, `watch`, `describe` and `plan` may be called; all other calls raise
@@ -121,13 +122,7 @@ def connect(
         raise InvalidType(
             f'address={shown(address)}: give a coordinator\'s "tcp://HOST:PORT", or a list of them'
         )
-    addresses = [address] if isinstance(address, str) else list(address)
-    for each in addresses:
-        check_address(each)
-    if not addresses:
-        raise InvalidValue(
-            'no coordinator address is given: give "tcp://HOST:PORT", or a list of them'
-        )
+    addresses = split_addresses(address)
     if not isinstance(location, Location | None):
         raise InvalidType(
             f"location={shown(location)}: give "

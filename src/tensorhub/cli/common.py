@@ -68,7 +68,8 @@ AddressOption = Annotated[
         "--address",
         envvar="TENSORHUB_ADDRESS",
         metavar="tcp://HOST:PORT",
-        help="Where the coordinator is.",
+        help="Where the coordinator is; of several candidates, all addresses with commas between "
+        "them.",
     ),
 ]
 TokenFileOption = Annotated[
@@ -197,10 +198,10 @@ def check_address(address: str | None) -> str:
         raise usage(
             "no coordinator to talk to: give --address tcp://HOST:PORT or set TENSORHUB_ADDRESS"
         )
-    from tensorhub.types import parse_address
+    from tensorhub.runtime.control.addresses import split_addresses
 
     with checking():
-        parse_address(address)
+        split_addresses(address)
     return address
 
 

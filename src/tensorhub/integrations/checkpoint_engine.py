@@ -35,7 +35,7 @@ from tensorhub.errors import (
 )
 from tensorhub.integrations.streamed import Receiver, Sender
 from tensorhub.logs import get_logger
-from tensorhub.runtime.control.addresses import check_address
+from tensorhub.runtime.control.addresses import split_addresses
 from tensorhub.types import Options, as_timeout_s, check_name
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Exchange:
         )
         self._address = address or os.environ.get("TENSORHUB_ADDRESS", "")
         if self._address:
-            check_address(self._address)
+            split_addresses(self._address)
         self.model = check_name("model", model)
         self._host = host
         self._token = None if token is None else Path(token)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import anyio.abc
 import anyio.to_thread
@@ -30,7 +31,17 @@ from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Join
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.control.link import CoordinatorLink
 from tensorhub.types import Incarnation, Location, Options
-from tests.rig import OPTIONS, WAIT_S, cluster, connect, holds, nothing_left, tensors, until
+from tests.rig import (
+    OPTIONS,
+    WAIT_S,
+    Restartable,
+    cluster,
+    connect,
+    holds,
+    nothing_left,
+    tensors,
+    until,
+)
 
 PATIENT = replace(OPTIONS, coordinator_wait_s=WAIT_S)
 
@@ -70,6 +81,32 @@ async def test_an_address_that_closes_in_the_handshake_is_passed_over() -> None:
                 assert holds(target, 1)
 
 
+async def test_a_machine_that_does_not_answer_delays_no_other_address(tmp_path: Path) -> None:
+    """Neither at first, nor after a restart; the addresses come as one text, too."""
+    options = replace(OPTIONS, connect_timeout_s=1e6)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        dead = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        async with nothing_left():
+            coordinator = Restartable(tmp_path)
+            await coordinator.start()
+            given = f"{dead}, {coordinator.address}"
+            async with connect(given, "worker", options) as hub:
+                await coordinator.restart(hub)
+            await coordinator.stop()
+
+
+async def test_a_worker_without_a_coordinator_logs_each_reason_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refused = [[errno.ECONNREFUSED]] * 3
+    link, dialled = link_that_meets([*refused, [errno.EHOSTUNREACH], *refused])
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(link.keep, Deaf(), lambda: None)  # type: ignore[arg-type]
+        await until(lambda: len(dialled) == 7)
+        tasks.cancel_scope.cancel()
+    assert caplog.text.count("coordinator_unreachable") == 2
+
+
 @pytest.mark.parametrize(
     ("numbers", "kind", "said"),
     [
@@ -106,7 +143,7 @@ async def test_why_no_connection_could_be_made_is_said(
 
 
 def link_that_meets(
-    faults: Iterable[list[int]], options: Options
+    faults: Iterable[list[int]], options: Options = OPTIONS
 ) -> tuple[CoordinatorLink, list[str]]:
     """A link, and the hosts that it has dialled: each time it meets the next of these lists of
     errors.
@@ -121,7 +158,8 @@ def link_that_meets(
             causes[0] if len(causes) == 1 else ExceptionGroup("", causes)
         )
 
-    return CoordinatorLink(["tcp://127.0.0.1:1"], (b"",), options, None, dial), dialled  # type: ignore[arg-type]
+    ears = Ears()
+    return CoordinatorLink(["tcp://127.0.0.1:1"], (b"",), options, ears, dial), dialled  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("blocking", [False, True])

@@ -1,5 +1,4 @@
-"""Where a coordinator is: addresses that say it, and names that are looked up anew at each
-connection.
+"""Where coordinators may be: addresses that say it, and names that are looked up.
 
 Responsible for the schemes of addresses. Not responsible for "tcp://host:port" itself (`types`),
 nor for connecting.
@@ -7,18 +6,35 @@ nor for connecting.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from typing import Final
 
 import anyio.to_thread
 
-from tensorhub.errors import CoordinatorUnavailable, StateError
+from tensorhub.errors import CoordinatorUnavailable, InvalidValue, StateError
 from tensorhub.types import check_name, parse_address
 
 # By scheme, a module whose `look_up(name)` gives the coordinator's "tcp://host:port" of now. It is
 # named and not imported: it is an adapter, above this layer, and brings its framework.
 LOOKED_UP: Final = {"ray-actor": "tensorhub.integrations.ray"}
+_BETWEEN = re.compile(r",\s*(?=[a-z][a-z0-9+.-]*://)")  # other commas are an etcd:// URL's own
+
+
+def split_addresses(given: str | Sequence[str]) -> list[str]:
+    """The addresses in a list, or in one text with commas between them. Raises InvalidValue or
+    InvalidType unless each is an address.
+    """
+    found = _BETWEEN.split(given.strip()) if isinstance(given, str) else list(given)
+    for each in found:
+        check_address(each)
+    if not found:
+        raise InvalidValue(
+            'no coordinator address is given: give "tcp://HOST:PORT", or a list of them'
+        )
+    return found
 
 
 def check_address(address: object) -> None:
@@ -36,23 +52,48 @@ def check_address(address: object) -> None:
             raise type(error)(f"{error}, or {others}") from None
 
 
-async def locate(address: str) -> tuple[str, int]:
-    """The current host and port behind an address. Raises CoordinatorUnavailable for an unknown
-    name.
-    """
-    scheme, name = _split(address)
-    if scheme not in LOOKED_UP:
-        return parse_address(address)
-    try:
-        look_up = import_module(LOOKED_UP[scheme]).look_up
-    except ImportError as error:
-        raise CoordinatorUnavailable(
-            f"{address} cannot be looked up here: {error}", retryable=False
-        ) from error
-    # The look-up may take longer than its caller waits; its thread is abandoned then.
-    return parse_address(
-        await anyio.to_thread.run_sync(partial(look_up, name), abandon_on_cancel=True)
-    )
+class Addresses:
+    """The addresses that one worker was given, and the coordinators that were found by them."""
+
+    def __init__(self, given: str | Sequence[str]) -> None:
+        """Raises as `split_addresses`."""
+        self._given = split_addresses(given)
+        # by name: the addresses of its last look-up; a name may not be found while it is needed
+        self._behind: dict[str, Sequence[str]] = {}
+        self._reached = ""  # the address by which a coordinator was reached last
+
+    def __str__(self) -> str:
+        return ", ".join(self._given)
+
+    def known(self) -> list[str]:
+        """Each "tcp://host:port" where a coordinator may be, the best first."""
+        found = [each for each in self._given if _split(each)[0] not in LOOKED_UP]
+        found += [each for behind in self._behind.values() for each in behind]
+        return sorted(dict.fromkeys(found), key=lambda each: each != self._reached)
+
+    def names(self) -> list[str]:
+        """The names to look up."""
+        return [each for each in self._given if _split(each)[0] in LOOKED_UP]
+
+    async def look_up(self, name: str) -> Sequence[str]:
+        """The coordinators behind a name now. Raises CoordinatorUnavailable."""
+        scheme, name_there = _split(name)
+        try:
+            look_up = import_module(LOOKED_UP[scheme]).look_up
+        except ImportError as error:
+            raise CoordinatorUnavailable(
+                f"{name} cannot be looked up here: {error}", retryable=False
+            ) from error
+        # The look-up may take longer than its caller waits; its thread is abandoned then.
+        found: str = await anyio.to_thread.run_sync(
+            partial(look_up, name_there), abandon_on_cancel=True
+        )
+        self._behind[name] = (found,)
+        return self._behind[name]
+
+    def reached(self, address: str) -> None:
+        """A coordinator was reached by that address: it is the best from now on."""
+        self._reached = address
 
 
 def _split(address: object) -> tuple[str, str]:

@@ -8,9 +8,10 @@ ends.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from math import inf
 from typing import Protocol
 
 import anyio
@@ -22,9 +23,7 @@ from tensorhub.errors import (
     CoordinatorUnavailable,
     OperationTimeout,
     ProtocolError,
-    StateError,
     TensorHubError,
-    shortage,
 )
 from tensorhub.logs import get_logger
 from tensorhub.messages import (
@@ -42,21 +41,20 @@ from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.secret import path_hint
 from tensorhub.protocol.stream import MessageStream
-from tensorhub.runtime.control.addresses import check_address, locate
+from tensorhub.runtime.control.addresses import Addresses
+from tensorhub.runtime.control.search import RECONNECT_S, REFUSED_S_MAX, Messages, Search
 from tensorhub.transport.forks import close_in_children
-from tensorhub.types import Incarnation, Options
+from tensorhub.types import Incarnation, Options, parse_address
 from tensorhub.worker.heartbeats import Heartbeats
 
 OUTBOX_MESSAGES_MAX = 8192
 BEHIND = (
     "it has more to do than it comes to, was stopped, or the way is slow: calls take longer by that"
 )
-RECONNECT_S_FIRST = 0.05
-RECONNECT_S_MAX = 2.0
+FAULTS_TOLD_MAX = 16  # in the log, while there is no session
 
 log = get_logger("tensorhub.worker")
 
-Messages = MessageStream[FromCoordinator]
 # a connection to (host, port); raises OSError
 Dial = Callable[[str, int], Awaitable[anyio.abc.ByteStream]]
 
@@ -93,11 +91,7 @@ class CoordinatorLink:
     ) -> None:
         """Raises StateError for an address that is none."""
         self._dial = dial
-        self._addresses = tuple(addresses)
-        for address in self._addresses:
-            check_address(address)
-        if not self._addresses:
-            raise StateError("no coordinator address is given")
+        self._addresses = Addresses(addresses)
         self._secrets = secrets_presented  # the first is presented, as it is at each connection
         self._options = options
         self._ears = ears
@@ -112,6 +106,7 @@ class CoordinatorLink:
         self._outbox_done = anyio.Event()
         self._beats = Heartbeats(options.lease_s)
         self._closing = False
+        self._told = set[str]()  # the faults that were logged since there was a session
 
     def __repr__(self) -> str:
         return f"<CoordinatorLink to {self.addresses} {'online' if self.online else 'offline'}>"
@@ -119,7 +114,7 @@ class CoordinatorLink:
     @property
     def addresses(self) -> str:
         """For people."""
-        return ", ".join(self._addresses)
+        return str(self._addresses)
 
     @property
     def lease_s(self) -> float:
@@ -159,99 +154,62 @@ class CoordinatorLink:
     # connecting
 
     async def connect_first(self) -> Messages:
-        """As `connect`. A coordinator that cannot be reached yet is waited for,
-        `Options.coordinator_wait_s` long.
+        """A connection to the coordinator. If none can be reached yet, it is waited for,
+        `Options.coordinator_wait_s` long. Raises as `Search.run`.
         """
-        for_s, wait_s, reason = self._options.coordinator_wait_s, RECONNECT_S_FIRST, ""
-        deadline = anyio.current_time() + for_s
-        while True:
-            try:
-                return await self.connect()
-            except (CoordinatorUnavailable, ProtocolError) as error:
-                left_s = deadline - anyio.current_time()
-                if left_s <= 0 or not error.retryable:
-                    raise
-                if not reason:
-                    reason = str(error)
-                    log.warning(
-                        "coordinator_awaited",
-                        coordinator=self.addresses,
-                        for_s=for_s,
-                        reason=reason,
-                    )
-            await anyio.sleep(min(wait_s, left_s))
-            wait_s = min(wait_s * 2, RECONNECT_S_MAX)
+        for_s = self._options.coordinator_wait_s
+        tell = partial(self._tell, "coordinator_awaited", for_s=for_s)
+        told = tell if for_s > 0 else lambda _: None
+        search = Search(self._addresses, self._connect, told, for_s, is_first=True)
+        try:
+            return await search.run()
+        finally:
+            self._told.clear()
 
-    async def connect(self) -> Messages:
-        """A connection to the first coordinator that takes one. Raises CoordinatorUnavailable,
-        AuthenticationFailed, ProtocolError, StateError (this process lacks something).
-        """
-        problems, refusal = list[str](), list[TensorHubError]()
-        for address in self._addresses:
-            try:
-                return await self._connect(address)
-            except (OSError, ConnectionLost, OperationTimeout) as error:
-                causes = _causes(error)
-                for each in causes:
-                    if isinstance(each, OSError) and (lack := shortage(each)) is not None:
-                        raise lack from error
-                problems.append(f"{address}: {'; '.join(dict.fromkeys(map(_text, causes)))}")
-            except (AuthenticationFailed, ProtocolError) as error:
-                hint = path_hint(error, self._secrets[0])
-                named = type(error)(f"{address}: {error}{hint}", retryable=error.retryable)
-                if not error.retryable:
-                    raise named from error
-                # a proxy before a coordinator that is gone closes: another address may do
-                refusal.append(named)
-            except TensorHubError as error:
-                if not error.retryable:
-                    raise
-                refusal.append(error)
-        if refusal:
-            raise refusal[0]
-        reasons = "; ".join(problems)
-        raise CoordinatorUnavailable(
-            f"no coordinator can be reached ({reasons}): is one running there? (tensorhub serve)"
-        )
+    async def keep(self, first: Messages, ready: Callable[[], None]) -> None:
+        """Hold a session; after its end, another one. `ready` is called when one is up."""
+        messages, wait_s = first, RECONNECT_S
+        while True:
+            if await self._hold_session(messages, ready):
+                wait_s = RECONNECT_S
+                self._told.clear()
+            else:
+                await anyio.sleep(wait_s)
+                wait_s = min(2 * wait_s, REFUSED_S_MAX)
+            if self._closing:
+                return
+            tell = partial(self._tell, "coordinator_unreachable")
+            messages = await Search(self._addresses, self._connect, tell, inf, is_first=False).run()
+
+    def _tell(self, event: str, error: TensorHubError, **fields: object) -> None:
+        """Log why there is no session, if the log does not say it yet."""
+        self.fault, reason = error, str(error)
+        if reason not in self._told and len(self._told) < FAULTS_TOLD_MAX:
+            self._told.add(reason)
+            log.warning(event, coordinator=self.addresses, reason=reason, **fields)
 
     async def _connect(self, address: str) -> Messages:
         with anyio.move_on_after(self._options.connect_timeout_s) as scope:
-            stream = await self._dial(*await locate(address))
+            stream = await self._dial(*parse_address(address))
         if scope.cancelled_caught:
             raise OperationTimeout(f"no answer within {self._options.connect_timeout_s:g} s")
         connection = stream.extra(anyio.abc.SocketAttribute.raw_socket)
         close_in_children(getattr(connection, "_sock", connection))  # asyncio wraps it
-        self.local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address)[0])
+        local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address)[0])
         messages = MessageStream(stream, FROM_COORDINATOR, self._options.frame_bytes_max)
         try:
             nonce = secrets.token_bytes(NONCE_BYTES)
             handshake = ClientHandshake("worker", self._ears.incarnation, self._secrets[0], nonce)
             await messages.handshake(handshake, self._options.connect_timeout_s)
-        except BaseException:
+        except BaseException as error:
             with anyio.CancelScope(shield=True):
                 await messages.aclose()
+            if isinstance(error, AuthenticationFailed | ProtocolError):
+                hint = path_hint(error, self._secrets[0])
+                raise type(error)(f"{error}{hint}", retryable=error.retryable) from error
             raise
+        self.local_host = local_host
         return messages
-
-    async def keep(self, first: Messages, ready: Callable[[], None]) -> None:
-        """Hold a session; after its end, another one. `ready` is called when one is up."""
-        messages: Messages | None = first
-        wait_s = RECONNECT_S_FIRST
-        while True:
-            if messages is not None and await self._hold_session(messages, ready):
-                wait_s = RECONNECT_S_FIRST
-            if self._closing:
-                return
-            await anyio.sleep(wait_s)
-            wait_s = min(wait_s * 2, RECONNECT_S_MAX)
-            messages = None
-            try:
-                messages = await self.connect()
-            except TensorHubError as error:
-                self.fault = error
-                log.warning(
-                    "coordinator_unreachable", coordinator=self.addresses, reason=str(error)
-                )
 
     # ---------------------------------------------------------------------------------------------
     # one session
@@ -333,19 +291,3 @@ class CoordinatorLink:
                     reason=BEHIND,
                 )
             self.say(self._beats.next())
-
-
-def _causes(error: BaseException) -> tuple[BaseException, ...]:
-    """The causes of an error: anyio's own error for several addresses of a host does not name
-    them.
-    """
-    cause = error.__cause__ if isinstance(error, OSError) and error.errno is None else None
-    if isinstance(cause, BaseExceptionGroup):
-        return cause.exceptions
-    return (cause or error,)
-
-
-def _text(error: BaseException) -> str:
-    number = error.errno if isinstance(error, OSError) else None
-    # below 0: of getaddrinfo
-    return os.strerror(number) if number is not None and number > 0 else str(error)

@@ -22,7 +22,6 @@ from tensorhub.errors import (
 )
 from tensorhub.model.stamps import Stamp
 from tensorhub.observed import Explanation, UpdateRow
-from tensorhub.runtime.control.link import RECONNECT_S_FIRST
 from tensorhub.types import ModelInfo, ReplicaView, Selector, VersionInfo, WorkerView
 
 Answer = (
@@ -37,6 +36,7 @@ Answer = (
     | messages.VersionReply
 )
 
+LOOK_S = 0.05  # how often it is looked whether there is a session again
 EVENTS_EVERY_S = 0.5  # how often it is asked for what happens
 PAGE_BYTES_MAX = 2**15  # of the ids and roots in one message of more than one version
 
@@ -113,7 +113,7 @@ class CoordinatorClient:
                         self._link.say(make(request))
                         await event.wait()
                     else:
-                        await anyio.sleep(RECONNECT_S_FIRST)
+                        await anyio.sleep(LOOK_S)
                 finally:
                     del self._waiting[request]
                 if answers:

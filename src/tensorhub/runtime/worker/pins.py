@@ -14,8 +14,9 @@ import anyio
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, OperationTimeout, TensorHubError
 from tensorhub.logs import get_logger
 from tensorhub.messages import Pin, Unpin
-from tensorhub.runtime.control.link import RECONNECT_S_MAX
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
+
+SAID_AGAIN_S = 2.0  # after an end of a pin that could not be said
 
 log = get_logger("tensorhub.worker")
 
@@ -137,4 +138,4 @@ class Pins:
                 )
                 ended.set()
                 return
-            await anyio.sleep(RECONNECT_S_MAX)
+            await anyio.sleep(SAID_AGAIN_S)

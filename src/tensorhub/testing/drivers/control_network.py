@@ -13,13 +13,17 @@ from collections.abc import Callable
 
 from tensorhub.coordinator import DOOR, Connected, Disconnected, Received, Silent
 from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Prepared, Rollback
-from tensorhub.runtime.control.link import RECONNECT_S_FIRST, RECONNECT_S_MAX
 from tensorhub.runtime.control.server import LAST_WORDS_S
 from tensorhub.testing.drivers.injecting import Injector
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.network import COORDINATOR, Link
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.testing.sim.world import World
+
+# between two tries to connect: from soon, as `runtime.control.link` does it, to so late that much
+# happens meanwhile
+RECONNECT_S_FIRST = 0.05
+RECONNECT_S_MAX = 2.0
 
 
 class ControlNetwork:

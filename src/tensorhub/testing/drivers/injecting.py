@@ -11,7 +11,6 @@ from typing import Protocol
 
 from tensorhub.coordinator import Action, Send
 from tensorhub.messages import FromCoordinator, FromWorker, Outcome, Prepared
-from tensorhub.runtime.control.link import RECONNECT_S_FIRST
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim import misdeeds
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault, FaultPlan
@@ -23,6 +22,7 @@ from tensorhub.testing.sim.worker import SimHandle, SimWorker, WorkerUsers
 from tensorhub.testing.sim.world import World
 from tensorhub.types import HandleState
 
+COMES_BACK_S = 0.05  # a worker that has lost its connection
 SHORT_S = (0.05, 0.5, 2.0)
 LONG_S = (0.5, 3.0, 8.0, 15.0)
 BEHIND_LEASES = (1.1, 4.0)  # within 2.6 an owner that is cut off may have given up what it held
@@ -412,7 +412,7 @@ class Injector:
             self._unread.clear()
             worker.disconnect()
             self._timeline.after(
-                RECONNECT_S_FIRST, None, self._unread.update, {whose: (until, reading_s)}
+                COMES_BACK_S, None, self._unread.update, {whose: (until, reading_s)}
             )
         process = self._timeline.coordinator
         if not whose and random.random() < 0.3:

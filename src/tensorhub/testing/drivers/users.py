@@ -13,8 +13,8 @@ from random import Random
 
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.messages import Done
-from tensorhub.runtime.control.link import RECONNECT_S_MAX
 from tensorhub.runtime.worker.coordinator_client import Answer
+from tensorhub.runtime.worker.pins import SAID_AGAIN_S
 from tensorhub.testing.drivers.archiving import SimArchive
 from tensorhub.testing.drivers.injecting import StruckUsers
 from tensorhub.testing.drivers.timeline import Timeline
@@ -178,7 +178,7 @@ class Users(StruckUsers):
         ) * self._world.manifest.nbytes
         worker = self._world.worker(name, location)
         worker.newest["actor"] = None
-        self._timeline.after(RECONNECT_S_MAX, worker, self._end_pins, worker)
+        self._timeline.after(SAID_AGAIN_S, worker, self._end_pins, worker)
         worker.copies_refused = random.choice((0, 0, 0, 1, 3))
         return worker
 
@@ -412,7 +412,7 @@ class Users(StruckUsers):
         if worker.is_online:
             for pin in list(worker.asks.unpinned):
                 worker.asks.unpin(pin)
-        self._timeline.after(RECONNECT_S_MAX, worker, self._end_pins, worker)
+        self._timeline.after(SAID_AGAIN_S, worker, self._end_pins, worker)
 
     # -- what becomes of calls
 
