@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from math import inf
 from typing import Protocol
 
@@ -158,9 +157,17 @@ class CoordinatorLink:
         `Options.coordinator_wait_s` long. Raises as `Search.run`.
         """
         for_s = self._options.coordinator_wait_s
-        tell = partial(self._tell, "coordinator_awaited", for_s=for_s)
-        told = tell if for_s > 0 else lambda _: None
-        search = Search(self._addresses, self._connect, told, for_s, is_first=True)
+
+        def failed(error: TensorHubError) -> None:
+            if for_s > 0 and self._is_news(error):
+                log.warning(
+                    "coordinator_awaited",
+                    coordinator=self.addresses,
+                    for_s=for_s,
+                    reason=str(error),
+                )
+
+        search = Search(self._addresses, self._connect, failed, for_s, is_first=True)
         try:
             return await search.run()
         finally:
@@ -178,15 +185,20 @@ class CoordinatorLink:
                 wait_s = min(2 * wait_s, REFUSED_S_MAX)
             if self._closing:
                 return
-            tell = partial(self._tell, "coordinator_unreachable")
-            messages = await Search(self._addresses, self._connect, tell, inf, is_first=False).run()
+            search = Search(self._addresses, self._connect, self._failed, inf, is_first=False)
+            messages = await search.run()
 
-    def _tell(self, event: str, error: TensorHubError, **fields: object) -> None:
-        """Log why there is no session, if the log does not say it yet."""
-        self.fault, reason = error, str(error)
-        if reason not in self._told and len(self._told) < FAULTS_TOLD_MAX:
-            self._told.add(reason)
-            log.warning(event, coordinator=self.addresses, reason=reason, **fields)
+    def _failed(self, error: TensorHubError) -> None:
+        self.fault = error
+        if self._is_news(error):
+            log.warning("coordinator_unreachable", coordinator=self.addresses, reason=str(error))
+
+    def _is_news(self, error: TensorHubError) -> bool:
+        """Whether the log does not give this reason yet for the present lack of a session."""
+        known = len(self._told)
+        if known < FAULTS_TOLD_MAX:
+            self._told.add(str(error))
+        return len(self._told) > known
 
     async def _connect(self, address: str) -> Messages:
         with anyio.move_on_after(self._options.connect_timeout_s) as scope:
