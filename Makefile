@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv ins
 # Tests start some three hundred interpreters, each of which would compile the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bugs chart gpu help venv demo lint test test-slow simulate fuzz bench leaks nixl frameworks chaos rdma site clean
+.PHONY: bugs chart gpu help venv demo lint test test-slow simulate fuzz bench leaks nixl frameworks chaos rdma site dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' Makefile
@@ -97,6 +97,12 @@ site: venv ## the documentation as a site, in site/; a warning or a link to nowh
 	$(BIN)/python -m docs.pages
 	$(BIN)/python -m zensical build --strict
 	$(BIN)/python -m docs.links
+
+dist: venv ## wheel and sdist, in dist/, and whether PyPI would take them
+	$(PIP) build twine
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 clean: ## remove everything that is not in the repository's history, .venv included
 	rm -rf $(VENV) .venv-frameworks build dist site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage chaos.svg async_grpo*.svg

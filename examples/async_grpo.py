@@ -12,7 +12,7 @@ them (`--plot`).
 
 What TensorHub does is all in here. examples/grpo.py has the task, and examples/grpo_run.py the
 processes; in earnest the rollouts are engines on other machines, and samples travel through a queue
-of yours in place of pipes. Needs torch: `pip install '.[torch]'`.
+of yours in place of pipes. Needs torch: `pip install 'tensorhub-ros[torch]'`.
 """
 
 import asyncio

@@ -5,7 +5,7 @@ without an event loop.
 
 Each call blocks its own thread alone. In the processes of the rollouts and of the trainer TensorHub
 has a thread of its own, which serves readers while Python computes. Needs torch:
-`pip install '.[torch]'`.
+`pip install 'tensorhub-ros[torch]'`.
 """
 
 from multiprocessing.connection import Connection

@@ -10,7 +10,8 @@ the weights at its start and at its end. They go into the sample's metadata, and
 coordinator verify them.
 
 The example checks that each sample was made by the version that its stamp names: the trainer
-remembers what each version would have said. Needs torch and uvicorn: `pip install '.[torch,http]'`.
+remembers what each version would have said. Needs torch and uvicorn:
+`pip install 'tensorhub-ros[torch,http]'`.
 """
 
 import asyncio

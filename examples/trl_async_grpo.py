@@ -7,7 +7,7 @@ The worker is a thread of the trainer's process here, with a policy of its own. 
 or on another machine, it does the same: `transfer.rollout_settings()` is what it has to be told
 (for other machines `WeightTransfer(host=...)`).
 
-Needs `pip install trl==1.16.0 '.[torch]'` in a checkout, and a GPU for TRL's attention kernel.
+Needs `pip install trl==1.16.0 'tensorhub-ros[torch]'`, and a GPU for TRL's attention kernel.
 """  # noqa: E501 - lines as they are typed
 
 import itertools

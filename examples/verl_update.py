@@ -7,7 +7,7 @@ In a job of yours only `ENGINE` is new, as two values of
 `actor_rollout_ref.rollout.checkpoint_engine`. The rest stands for the trainer and the inference
 engine: their workers are verl's own classes, around weights that are numbers.
 
-Needs verl 0.9 and `pip install '.[torch]'` in a checkout; no GPU.
+Needs verl 0.9 and `pip install 'tensorhub-ros[torch]'`; no GPU.
 """
 
 from collections.abc import AsyncIterator

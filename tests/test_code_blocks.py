@@ -322,7 +322,7 @@ def fault_of_pip(words: list[str]) -> str | None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "optional-dependencies"
     ]
-    for asked in re.findall(r"(?:^| )(?:\.|tensorhub)\[([\w,]+)\]", " ".join(words)):
+    for asked in re.findall(r"(?:^| )(?:\.|tensorhub-ros)\[([\w,]+)\]", " ".join(words)):
         for extra in asked.split(","):
             if extra not in extras:
                 return f"no extra {extra}"
@@ -372,6 +372,7 @@ def test_commands_exist_with_these_options() -> None:
         ("python -m benches one_to_none", "no benchmark one_to_none"),
         ("sudo .venv/bin/python -m benches.testbed --systms a", "no option --systms"),
         ("pip install '.[torhc]'", "no extra torhc"),
+        ("pip install 'tensorhub-ros[torhc]'", "no extra torhc"),
         ("tensrohub serve", "an unknown program: tensrohub"),
     ],
 )

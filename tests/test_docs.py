@@ -36,9 +36,9 @@ def test_generated_pages_are_current(name: str) -> None:
 
 
 def test_nothing_tells_anybody_to_install_an_unknown_package() -> None:
-    """On PyPI another project has the name. Only `tensorhub[...] @ URL` is this one."""
+    """On PyPI another project has the name `tensorhub`."""
     told = re.compile(
-        r"""(pip3?|pipx|uv) (install|add)\b[^`|#]{0,80}?[ '"]tensorhub(\[[\w,]+\])?(?![\w\[./-])(?! @)"""
+        r"""(pip3?|pipx|uv) (install|add)\b[^`|#]{0,80}?[ '"]tensorhub(\[[\w,]+\])?(?![\w\[./-])"""
     )
     root, wrong = DOCS.parent, []
     for pattern in (
@@ -60,7 +60,9 @@ def test_each_extra_is_in_the_first_page() -> None:
     config = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))
     table = (DOCS.parent / "README.md").read_text(encoding="utf-8").partition("## Install")[2]
     named = {
-        extra for found in re.findall(r"'\.\[([\w,]+)\]'", table) for extra in found.split(",")
+        extra
+        for found in re.findall(r"'tensorhub-ros\[([\w,]+)\]'", table)
+        for extra in found.split(",")
     }
     assert named == config["project"]["optional-dependencies"].keys() - {"dev", "docs", "fuzz"}
 

@@ -255,7 +255,7 @@ async def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(importlib, "import_module", missing)
     async with cluster("reader") as c:
-        with pytest.raises(errors.StateError, match=r"pip install '\.\[torch\]'"):
+        with pytest.raises(errors.StateError, match=r"pip install 'tensorhub-ros\[torch\]'"):
             await c.hubs[0].fetch("m")
 
 

@@ -296,8 +296,8 @@ class LeftOutStateWarning(UserWarning):
 
 
 def install(extras: str) -> str:
-    """What to type to get extras, as "torch,cuda". (On PyPI another project has the name.)"""
-    return f"pip install '.[{extras}]' in a checkout of TensorHub"
+    """What to type to get extras, as "torch,cuda"."""
+    return f"pip install 'tensorhub-ros[{extras}]'"
 
 
 def shortage(error: OSError) -> StateError | None:

@@ -185,7 +185,7 @@ def test_without_obstore(tmp_path: Path) -> None:
         f"Store('file://{tmp_path}')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "StateError: archives need obstore: pip install '.[archive]'" in done.stderr
+    assert "StateError: archives need obstore: pip install 'tensorhub-ros[archive]'" in done.stderr
 
 
 # --------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ NO_RDMA = "not available: this machine has no RDMA device (nothing is in /sys/cl
 NO_NIXL = (
     "nixl: not available: NIXL 1.1 or newer is needed (import of nixl._api halted; None in "
     "sys.modules): "
-    "pip install '.[nixl]' in a checkout of TensorHub"
+    "pip install 'tensorhub-ros[nixl]'"
 )
 DELTAS = (
     "deltas: available: applied at 4.0 GiB/s by a thread, where 1.5 % of the words change; they "

@@ -453,9 +453,7 @@ def test_without_textual_a_terminal_is_told_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     done = run_here("top", "--address", "tcp://127.0.0.1:1")
     assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        "pip install '.[top]' in a checkout of TensorHub; --once prints plain lines" in done.stderr
-    )
+    assert "pip install 'tensorhub-ros[top]'; --once prints plain lines" in done.stderr
 
 
 # --------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def test_why_there_is_none(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "cupy", None)
     fault_here.cache_clear()
     assert "cupy is not installed" in str(fault_here())
-    assert "pip install '.[cuda]'" in str(fault_here())
+    assert "pip install 'tensorhub-ros[cuda]'" in str(fault_here())
 
 
 def test_without_importing_anything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_what_is_too_much_for_an_agent_is_read_otherwise(
 
 def test_without_nixl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl._api", None)
-    with pytest.raises(TransportUnavailable, match=r"pip install '\.\[nixl\]'"):
+    with pytest.raises(TransportUnavailable, match=r"pip install 'tensorhub-ros\[nixl\]'"):
         Agents()
 
 
