@@ -36,6 +36,14 @@ EVENTS: Final[Mapping[str, Told]] = {
         "stopped*: give it a core of its own.",
         "coordinator",
     ),
+    "message_unknown": E(
+        "warning",
+        "reason session",
+        "A peer of another release has sent a message that is not known here, or is sent none that "
+        "it does not know. It was refused or passed over.",
+        "Upgrade the older side.",
+        "coordinator",
+    ),
     "worker_lost": E(
         "warning",
         "reason workers",
@@ -181,9 +189,12 @@ EVENTS: Final[Mapping[str, Told]] = {
     "session_too_slow": E("warning", "reason session", "A peer takes no messages; it is cut off."),
     "state_dir_writable_by_group": E("warning", "group hint state_dir", "It can be forged."),
     "token_file_read": E("info", "path tokens", "The tokens are in force."),
-    "worker_welcomed": E("info", "epoch incarnation known", "The coordinator took this worker."),
+    "worker_welcomed": E(
+        "info", "epoch incarnation known release", "The coordinator took this worker."
+    ),
     "coordinator_cannot_restart_here": E("error", "reason state_dir", "It ends with its node."),
     "coordinator_has_ended": E("error", "state_dir", "Start one at its state directory."),
+    "older_protocol": E("info", "peer version", "The peer is the release before this one."),
     # reads
     "connection_lost": E("info", "left reason", "One of several to a source; the rest go on."),
     "connection_not_added": E("debug", "reason", "One more to a source was not possible."),

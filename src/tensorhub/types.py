@@ -13,6 +13,7 @@ import operator
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -48,6 +49,15 @@ class Printable:
     """A text received from a socket has no character that a terminal would take for a command, or
     that shows nothing.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class Since:
+    """The version of the protocol that brought this field. An older peer is not sent it, and where
+    it is missing, it has its default.
+    """
+
+    version: int
 
 
 U64 = Annotated[int, Range(0, 2**64 - 1)]
@@ -151,6 +161,14 @@ def check_name(what: str, name: object) -> str:
 
 def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
+
+
+def release() -> str:
+    """Which release of TensorHub this is. (An import of the package would be one of all its
+    parts.)
+    """
+    version: str = vars(sys.modules["tensorhub"])["__version__"]
+    return version
 
 
 def printable(text: str) -> str:
@@ -727,6 +745,7 @@ class WorkerView:
     state: Name
     location: Location
     endpoints: Annotated[tuple[Endpoint, ...], Length(16)]
+    release: Annotated[Name, Since(19)] = ""  # of TensorHub; "": of the protocol's version 18
 
 
 @dataclass(frozen=True, slots=True)

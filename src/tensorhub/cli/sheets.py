@@ -215,11 +215,13 @@ def _workers(workers: tuple[WorkerView, ...]) -> Sheet:
             view.location.site or "-",
             view.location.rack or "-",
             view.location.host or "-",
+            view.release or "-",
             ", ".join(f"{endpoint.transport} {endpoint.address}" for endpoint in view.endpoints),
         )
         for view in sorted(workers, key=lambda view: view.name)
     )
-    return Sheet("workers", ("state", "name", "site", "rack", "host", "reached at"), rows)
+    columns = ("state", "name", "site", "rack", "host", "release", "reached at")
+    return Sheet("workers", columns, rows)
 
 
 BEHIND_S = 0.1  # with less, a coordinator is not behind

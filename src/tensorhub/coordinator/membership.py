@@ -40,7 +40,7 @@ from tensorhub.messages import (
     Registered,
     Welcome,
 )
-from tensorhub.types import Purpose
+from tensorhub.types import Purpose, release
 
 LOOKS_APART = 1 / 8  # of a lease, between two looks for what lies unread
 AWAY_LEASES_MAX = 2  # without a connection; however many wait at the door
@@ -122,6 +122,7 @@ class Membership:
             cluster.sessions[worker.session].worker = None
         worker.session, before = session.number, worker.transports
         worker.connected_at(message.endpoints)
+        worker.release = message.release
         cluster.reckon_all_of(worker)
         if worker.transports != before:
             self._reach_changed(worker)
@@ -138,6 +139,7 @@ class Membership:
             known,
             session.read_only,
             cluster.now,
+            release(),
         )
         cluster.send(session.number, welcome)
         if worker.host_bytes:  # else it makes no copies; and there may be very many models

@@ -567,7 +567,7 @@ def _info(
         tuple(_replica(replica, rows.shards[replica]) for replica in in_order),
         tuple(_lease(lease) for lease in rows.leases),
         tuple(
-            WorkerView(w.name, w.incarnation, w.state.value, w.location, w.endpoints)
+            WorkerView(w.name, w.incarnation, w.state.value, w.location, w.endpoints, w.release)
             for w in rows.workers
         ),
         summary,

@@ -23,7 +23,18 @@ from tensorhub.observed import (
     Explanation,
     UpdateRow,
 )
-from tensorhub.types import U64, Id, Length, ModelInfo, Name, OpKey, Seconds, Text, VersionInfo
+from tensorhub.types import (
+    U64,
+    Id,
+    Length,
+    ModelInfo,
+    Name,
+    OpKey,
+    Seconds,
+    Since,
+    Text,
+    VersionInfo,
+)
 
 NO_REQUEST = 0  # of a Refused that is about the whole session, which ends; requests count from 1
 
@@ -44,6 +55,7 @@ class Welcome:
     known: bool
     read_only: bool = False
     said_at: Seconds = 0.0
+    release: Annotated[Name, Since(19)] = ""  # of TensorHub, for people
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ from tensorhub.types import (
     Purpose,
     Range,
     Seconds,
+    Since,
     Text,
 )
 
@@ -61,6 +62,7 @@ class Join:
     endpoints: Annotated[tuple[Endpoint, ...], Length(16)]
     pid: U64
     host_bytes: U64  # for copies in host memory (MakeCopy, prefetch); 0: it makes none
+    release: Annotated[Name, Since(19)] = ""  # of TensorHub, for people
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from typing import Annotated
 
 from tensorhub.types import U64, Id, Length, Name
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
+VERSIONS = (18, PROTOCOL_VERSION)  # that this release speaks: its own, and that of the one before
 
 NEWLINES = b"\r\n\r\n"
 

@@ -51,6 +51,8 @@ class BlockingConnection:
     ) -> None:
         self.stall_timeout_s = stall_timeout_s
         self._socket = sock
+        # for the peer's version of the protocol, which the handshake tells
+        self._encode = codec.encode
         self._encoder, self._decoder = FrameEncoder(frame_bytes_max), FrameDecoder(frame_bytes_max)
         # that `receive_into` has taken in, also where it failed in the midst of it
         self.payload_bytes = 0
@@ -127,6 +129,7 @@ class BlockingConnection:
 
     def go_on_from(self, handshake: Handshake[PeerHello]) -> None:
         """Go on from a handshake that is done."""
+        self._encode = codec.written_for(handshake.version).encode
         mine, theirs = handshake.frame_keys
         self._encoder.authenticate(mine)
         self._decoder.authenticate(theirs)
@@ -246,7 +249,7 @@ class BlockingConnection:
         OperationTimeout if the peer took less than PACE_BYTES in `stall_timeout_s`, ConnectionLost
         if it is gone; the connection is of no more use then.
         """
-        self._send([memoryview(self._encoder.frames(codec.encode(message))), *buffers])
+        self._send([memoryview(self._encoder.frames(self._encode(message))), *buffers])
         self.sent_bytes += sum([buffer.nbytes for buffer in buffers])
 
     def send_payload(self, buffers: Sequence[memoryview]) -> None:

@@ -11,8 +11,11 @@ that must come next. So nothing nests deeper than the messages do, and no array 
 length that was not checked.
 
 On the wire, a record (a dataclass) is the array of its fields. An absent record (`Held | None`) is
-an empty array. Raises `Violation`, which the codec turns into a `ProtocolError`. A type that the
-wire cannot carry is a `TypeError` on import.
+an empty array. A record is written for a version of the protocol, without younger fields (`Since`).
+It is read without them, too, and fields that a younger peer has appended are passed over.
+
+Raises `Violation`, which the codec turns into a `ProtocolError`. A type that the wire cannot carry
+is a `TypeError` on import.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ from typing import Annotated, Any, Union, cast
 from msgpack import Unpacker
 from msgpack.exceptions import OutOfData, UnpackException
 
-from tensorhub.types import Length, Printable, Range
+from tensorhub.messages import PROTOCOL_VERSION
+from tensorhub.types import Length, Printable, Range, Since
+
+FIELDS_PASSED_OVER_MAX = 64  # of one record, that a younger peer has appended
 
 Check = Callable[[object], Any]  # returns the value, or raises Violation
 
@@ -237,11 +243,11 @@ def _enum(kind: type[StrEnum]) -> Form:
 # records
 
 
-def _union(members: tuple[Any, ...]) -> Form:
+def _union(members: tuple[Any, ...], version: int) -> Form:
     """`X | None` for a record X, or a choice of scalars that their Python types tell apart."""
     rest = [member for member in members if member is not types.NoneType]
     if len(rest) == 1 and dataclasses.is_dataclass(rest[0]) and len(members) == 2:
-        return _record_form(cast(type, rest[0]), optional=True)
+        return _record_form(cast(type, rest[0]), version, optional=True)
     checks: dict[type, Check] = {}
     for member in members:
         found = _scalar_check(*_stripped(member))
@@ -297,17 +303,32 @@ def _fixed(items: tuple[Form, ...]) -> Form:
 
 
 class Record:
-    """How the fields of one dataclass are written and read, without the array around them."""
+    """How the fields of one dataclass are written and read, without the array around them, as they
+    are in one version of the protocol.
+    """
 
-    __slots__ = ("_fields", "kind", "size")
+    __slots__ = ("_fields", "_size_least", "kind", "size")
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: type, version: int) -> None:
         hints = typing.get_type_hints(kind, include_extras=True)
-        names = [field.name for field in dataclasses.fields(kind)]
+        fields = dataclasses.fields(kind)
+        since = [
+            next((each.version for each in _stripped(hints[f.name])[1] if type(each) is Since), 0)
+            for f in fields
+        ]
+        if since != sorted(since) or any(
+            young and field.default is dataclasses.MISSING
+            for young, field in zip(since, fields, strict=True)
+        ):
+            raise TypeError(f"{kind.__name__}: a field with Since comes last, and has a default")
+        names = [f.name for f, young in zip(fields, since, strict=True) if young <= version]
         self.kind = kind
         self.size = len(names)
+        self._size_least = since.count(0)
         self._fields = [
-            (name, form.encode, form.decode) for name in names for form in (form_of(hints[name]),)
+            (name, form.encode, form.decode)
+            for name in names
+            for form in (form_of(hints[name], version),)
         ]
 
     def encode(self, value: Any) -> list[Any]:
@@ -322,21 +343,29 @@ class Record:
                 raise error.inside(name) from None
         return packed
 
-    def decode(self, unpacker: Unpacker) -> Any:
-        """Read the fields, in order, and make the value."""
+    def decode(self, unpacker: Unpacker, count: int) -> Any:
+        """Read so many fields, in order, and make the value."""
+        extra = count - self.size
+        if count < self._size_least or extra > FIELDS_PASSED_OVER_MAX:
+            raise Violation(f"{count} fields, not {self.size} as a {self.kind.__name__} has")
         values = []
-        for name, _, decode in self._fields:
+        for name, _, decode in self._fields if extra >= 0 else self._fields[:count]:
             try:
                 values.append(decode(unpacker))
             except Violation as error:
                 raise error.inside(name) from None
             except (ValueError, UnpackException) as error:
                 raise Violation(describe(error), name) from error
+        try:
+            for _ in range(extra):
+                unpacker.skip()
+        except (ValueError, UnpackException) as error:
+            raise Violation(describe(error), "a field of a younger release") from error
         return self.kind(*values)
 
 
-def _record_form(kind: type, *, optional: bool) -> Form:
-    record = record_of(kind)
+def _record_form(kind: type, version: int, *, optional: bool) -> Form:
+    record = record_of(kind, version)
     if not record.size:
         raise TypeError(
             f"{kind.__name__} has no fields; the wire keeps the empty array for an absent record"
@@ -349,17 +378,15 @@ def _record_form(kind: type, *, optional: bool) -> Form:
         count = unpacker.read_array_header()
         if count == 0 and optional:
             return None
-        if count != record.size:
-            raise Violation(f"{count} fields, not {record.size} as a {kind.__name__} has")
-        return record.decode(unpacker)
+        return record.decode(unpacker, count)
 
     return Form(encode, decode)
 
 
 @functools.cache
-def record_of(kind: type) -> Record:
+def record_of(kind: type, version: int = PROTOCOL_VERSION) -> Record:
     """The `Record` of a dataclass; TypeError if the wire cannot carry one of its fields."""
-    return Record(kind)
+    return Record(kind, version)
 
 
 def _stripped(annotation: Any) -> tuple[Any, tuple[object, ...]]:
@@ -374,7 +401,7 @@ def _stripped(annotation: Any) -> tuple[Any, tuple[object, ...]]:
             return annotation, extras
 
 
-def form_of(annotation: Any) -> Form:
+def form_of(annotation: Any, version: int = PROTOCOL_VERSION) -> Form:
     """How a field with this annotation is written and read; TypeError if the wire cannot carry
     it.
     """
@@ -387,14 +414,14 @@ def form_of(annotation: Any) -> Form:
         return _scalar(*scalar)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Union or origin is types.UnionType:
-        return _union(arguments)
+        return _union(arguments, version)
     if origin is tuple and len(arguments) == 2 and arguments[1] is ...:
         length = next((extra for extra in extras if isinstance(extra, Length)), None)
-        return _many(form_of(arguments[0]), _needed(length, "tuple").most)
+        return _many(form_of(arguments[0], version), _needed(length, "tuple").most)
     if origin is tuple and arguments:
-        return _fixed(tuple(form_of(argument) for argument in arguments))
+        return _fixed(tuple(form_of(argument, version) for argument in arguments))
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return _enum(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return _record_form(kind, optional=False)
+        return _record_form(kind, version, optional=False)
     raise TypeError(f"the wire cannot carry {annotation}")

@@ -6,7 +6,8 @@ frame that is not the peer's next: always `ProtocolError`, and before anything i
 length that a peer claims. Not responsible for the contents of a body, nor for payload that follows
 a frame.
 
-    preface   "TENSRHUB"  u16 version                           once, from each side, before anything else
+    preface   "TENSRHUB"  u16 version                           once, from each side, before anything else;
+                                                                the server's is the answer to the client's
     frame     u32 length  body of so many bytes                 in the handshake; numbers are big-endian
     frame     u32 length  body of so many bytes  mac (16)       after it
 
@@ -20,14 +21,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from copy import copy
 from typing import Final
 
 from tensorhub.errors import ProtocolError
-from tensorhub.messages import PROTOCOL_VERSION
+from tensorhub.messages import PROTOCOL_VERSION, VERSIONS
 
 MAGIC: Final = b"TENSRHUB"
-PREFACE: Final = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
+VERSION_BYTES: Final = 2
+PREFACE_BYTES: Final = len(MAGIC) + VERSION_BYTES
 HEADER_BYTES: Final = 4
 MAC_BYTES: Final = 16
 _NOT_AUTHENTIC: Final = (
@@ -39,7 +42,7 @@ READ_BYTES_MAX: Final = 64 * 2**10  # what a driver reads at a time where it may
 
 
 class WrongVersion(ProtocolError):
-    """The peer is a TensorHub peer, of another version of the protocol."""
+    """The peer is a TensorHub peer, of another version of the protocol than was expected."""
 
 
 class NotAuthentic(ProtocolError):
@@ -48,26 +51,36 @@ class NotAuthentic(ProtocolError):
     """
 
 
-def check_preface(data: bytes) -> None:
-    """Check the first bytes of a connection, as many as there are; of ten or more, the first ten
-    are the preface.
+def preface(version: int) -> bytes:
+    """The first bytes of a side that speaks this version."""
+    return MAGIC + version.to_bytes(VERSION_BYTES, "big")
 
-    Raises ProtocolError if no TensorHub peer begins like that, WrongVersion if one of another
-    version does.
+
+PREFACE: Final = preface(PROTOCOL_VERSION)
+
+
+def check_preface(data: bytes, versions: Sequence[int] = VERSIONS) -> int | None:
+    """Check the first bytes of a connection, as many as there are; of ten or more, the first ten
+    are the preface. Returns its version, None while it has not come whole.
+
+    Raises ProtocolError if no TensorHub peer begins like that, WrongVersion if one of a version
+    that is none of these does.
     """
-    magic, version = data[: len(MAGIC)], data[len(MAGIC) : len(PREFACE)]
+    magic, version = data[: len(MAGIC)], data[len(MAGIC) : PREFACE_BYTES]
     if not MAGIC.startswith(magic):
         raise ProtocolError(
             f"not a TensorHub peer: its first bytes are {bytes(data[:16])!r}; check the address"
         )
-    if len(version) == 2 and version != PREFACE[len(MAGIC) :]:
-        theirs = int.from_bytes(version, "big")
-        older = "peer" if theirs < PROTOCOL_VERSION else "TensorHub on this side"
+    if len(version) < VERSION_BYTES:
+        return None
+    theirs = int.from_bytes(version, "big")
+    if theirs not in versions:
+        older = "peer" if theirs < versions[0] else "TensorHub on this side"
         raise WrongVersion(
-            f"the peer speaks version {theirs} of the protocol, this side version "
-            f"{PROTOCOL_VERSION}: "
-            f"upgrade the {older}, which is the older one"
+            f"the peer speaks version {theirs} of the protocol, this side "
+            f"{' or '.join(map(str, versions))}: upgrade the {older}, which is the older one"
         )
+    return theirs
 
 
 class FrameMac:

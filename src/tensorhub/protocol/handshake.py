@@ -15,6 +15,13 @@ Each direction has a key for the frames that follow (`frames.FrameMac`). The key
 macs, under the secret that the client has proved. A server also accepts the read-only secret that
 belongs to each of its secrets, and can tell the two apart.
 
+A client proposes one version of the protocol, its newest at first. A server that speaks it answers
+in it; another server answers with its own version and closes, and the client connects once more
+with that one, if it speaks it. A relay must not bring two peers to an older version than they
+both have. So a server that answers in an older version than its newest says so in its nonce
+(`OLDER_THAN_NEWEST`, as TLS does since 1.3), which no relay can change: a client that has a newer
+version too refuses it, and connects again.
+
 Responsible for that exchange, for the roles that may meet, and for its bounds. Not responsible for
 its deadline (the drivers). Raises ProtocolError (not a peer, another version, roles or an
 incarnation that do not fit) and AuthenticationFailed. After an error, send `data_to_send()` before
@@ -32,13 +39,30 @@ from copy import copy
 from typing import Final, Generic, TypeVar
 
 from tensorhub.errors import AuthenticationFailed, ProtocolError, TensorHubError
-from tensorhub.messages import NEWLINES, PROTOCOL_VERSION, ClientHello, Proof, ServerHello
+from tensorhub.messages import (
+    NEWLINES,
+    PROTOCOL_VERSION,
+    VERSIONS,
+    ClientHello,
+    Proof,
+    ServerHello,
+)
 from tensorhub.protocol import codec
-from tensorhub.protocol.frames import PREFACE, FrameDecoder, WrongVersion, check_preface, frame
+from tensorhub.protocol.frames import (
+    PREFACE,
+    PREFACE_BYTES,
+    FrameDecoder,
+    WrongVersion,
+    check_preface,
+    frame,
+    preface,
+)
 from tensorhub.protocol.secret import TOKEN_VARIABLE, Secret, read_only_secret
 from tensorhub.types import READ_ONLY
 
 NONCE_BYTES: Final = 32
+# the end of the nonce of a server that was asked for an older version than its newest
+OLDER_THAN_NEWEST: Final = b"\0OLDER\r\n"
 FRAME_BYTES_MAX: Final = 4096  # of a peer that has proved nothing yet
 SERVER_OF: Final = {
     "worker": "coordinator",
@@ -95,6 +119,7 @@ class Handshake(abc.ABC, Generic[PeerHello]):
     def __init__(self, role: str, incarnation: str, nonce: bytes) -> None:
         self.role = role
         self.incarnation = incarnation
+        self.version = PROTOCOL_VERSION  # that is spoken; of a server, once the preface has come
         self.done = False  # True once each side has proved itself to the other
         self._nonce = nonce
         # the peer's hello, from its arrival on; nothing vouches for it until `done`
@@ -137,7 +162,7 @@ class Handshake(abc.ABC, Generic[PeerHello]):
         """
         if self.done:
             return 0
-        return len(PREFACE) - len(self._preface) or self._decoder.bytes_wanted
+        return PREFACE_BYTES - len(self._preface) or self._decoder.bytes_wanted
 
     def data_to_send(self) -> bytes:
         """What to send to the peer now; each byte is given once."""
@@ -176,8 +201,8 @@ class Handshake(abc.ABC, Generic[PeerHello]):
             raise copy(self._error)
 
     def _advance(self, data: bytes) -> None:
-        if not self.done and len(self._preface) < len(PREFACE):
-            missing = len(PREFACE) - len(self._preface)
+        if not self.done and len(self._preface) < PREFACE_BYTES:
+            missing = PREFACE_BYTES - len(self._preface)
             self._preface += data[:missing]
             data = data[missing:]
             self._check_preface(bytes(self._preface) + data[:16])
@@ -188,13 +213,10 @@ class Handshake(abc.ABC, Generic[PeerHello]):
                 return
             self._receive_frame(body)
 
-    def _check_preface(self, start: bytes) -> None:
-        check_preface(start)
-
     def _check_hello(self, hello: PeerHello) -> None:
-        if hello.protocol != PROTOCOL_VERSION:
+        if hello.protocol != self.version:
             raise ProtocolError(
-                f"the peer's hello says version {hello.protocol}, its preface {PROTOCOL_VERSION}"
+                f"the peer's hello says version {hello.protocol}, its preface {self.version}"
             )
         if len(hello.nonce) != NONCE_BYTES:
             raise ProtocolError(
@@ -202,7 +224,11 @@ class Handshake(abc.ABC, Generic[PeerHello]):
             )
 
     def _send(self, message: ClientHello | ServerHello | Proof) -> None:
-        self._outgoing += frame(codec.encode(message), FRAME_BYTES_MAX)
+        body = codec.written_for(self.version).encode(message)
+        self._outgoing += frame(body, FRAME_BYTES_MAX)
+
+    @abc.abstractmethod
+    def _check_preface(self, start: bytes) -> None: ...
 
     @abc.abstractmethod
     def _receive_frame(self, body: bytes) -> None: ...
@@ -213,7 +239,9 @@ class Handshake(abc.ABC, Generic[PeerHello]):
 
 class ClientHandshake(Handshake[ServerHello]):
     """The connecting side: a "worker", "observer" or "reader". `expected_incarnation`: refuse a
-    server of another incarnation.
+    server of another incarnation. `version`: to propose.
+
+    After a WrongVersion: `older`, the version to connect again with; None: there is none.
     """
 
     def __init__(
@@ -224,13 +252,26 @@ class ClientHandshake(Handshake[ServerHello]):
         nonce: bytes,
         *,
         expected_incarnation: str | None = None,
+        version: int = PROTOCOL_VERSION,
     ) -> None:
         super().__init__(role, incarnation, nonce)
+        self.version = version
+        self.older: int | None = None
         self._secret = Secret(secret)
         self._expected_incarnation = expected_incarnation
-        self._hello = ClientHello(PROTOCOL_VERSION, role, incarnation, nonce)
-        self._outgoing += PREFACE
+        self._hello = ClientHello(version, role, incarnation, nonce)
+        self._outgoing += preface(version)
         self._send(self._hello)
+
+    def _check_preface(self, start: bytes) -> None:
+        theirs = check_preface(start)
+        if theirs is not None and theirs != self.version:
+            self.older = theirs if theirs < self.version else None
+            raise WrongVersion(
+                f"the peer answers in version {theirs} of the protocol, and this side has proposed "
+                f"version {self.version}",
+                retryable=True,
+            )
 
     def _receive_frame(self, body: bytes) -> None:
         if self._peer is None:
@@ -251,6 +292,13 @@ class ClientHandshake(Handshake[ServerHello]):
 
     def _check_hello(self, hello: ServerHello) -> None:
         super()._check_hello(hello)
+        if self.version < PROTOCOL_VERSION and hello.nonce.endswith(OLDER_THAN_NEWEST):
+            raise ProtocolError(
+                f"the {hello.role[:32]} speaks a newer version of the protocol than {self.version} "
+                f"as well, in which it has refused this side before: it was upgraded in between, "
+                f"or a relay has changed what was said (SECURITY.md)",
+                retryable=True,
+            )
         if hello.role != SERVER_OF[self.role]:
             raise ProtocolError(
                 f"a {self.role} connects to a server of the role {SERVER_OF[self.role]!r}, and "
@@ -297,7 +345,7 @@ class ServerHandshake(Handshake[ClientHello]):
         self.secret = Secret()
         self.read_only = False
         self._secrets = tuple(Secret(secret) for secret in secrets)
-        self._hello = ServerHello(PROTOCOL_VERSION, role, incarnation, nonce)
+        self._hello: ServerHello
 
     @property
     def client_incarnation(self) -> str:
@@ -313,12 +361,17 @@ class ServerHandshake(Handshake[ClientHello]):
 
     def _check_preface(self, start: bytes) -> None:
         try:
-            check_preface(start)
+            version = check_preface(start)
         except WrongVersion:
-            self._outgoing += PREFACE  # so that the client hears of the versions as well
+            self._outgoing += PREFACE  # so that the client may connect again, in that version
             raise
-        if len(start) >= len(PREFACE):
-            self._outgoing += PREFACE
+        if version is not None:
+            nonce = self._nonce
+            if version < VERSIONS[-1]:
+                nonce = nonce[: -len(OLDER_THAN_NEWEST)] + OLDER_THAN_NEWEST
+            self.version = version
+            self._hello = ServerHello(version, self.role, self.incarnation, nonce)
+            self._outgoing += preface(version)
 
     def _receive_frame(self, body: bytes) -> None:
         if self._peer is None:

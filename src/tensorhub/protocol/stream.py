@@ -20,14 +20,16 @@ import anyio
 from anyio.abc import ByteStream, SocketAttribute
 
 from tensorhub.errors import OperationTimeout, TensorHubError
-from tensorhub.messages import ClientHello, Message, ServerHello
+from tensorhub.messages import PROTOCOL_VERSION, ClientHello, Message, ServerHello
 from tensorhub.protocol import codec
-from tensorhub.protocol.codec import Vocabulary
+from tensorhub.protocol.codec import UnknownMessage, Vocabulary
 from tensorhub.protocol.frames import READ_BYTES_MAX, FrameDecoder, FrameEncoder
 from tensorhub.protocol.handshake import Handshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.polled_stream import PolledStream
 from tensorhub.protocol.pot import Pot
+
+UNKNOWN_MAX = 1024  # messages of a younger release, that one stream passes over
 
 M = TypeVar("M")
 PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
@@ -47,6 +49,10 @@ class MessageStream(Generic[M]):
         self._incoming = incoming
         self._decoder = FrameDecoder(frame_bytes_max)
         self._encoder = FrameEncoder(frame_bytes_max)
+        self.version = PROTOCOL_VERSION  # the peer's, once the handshake has told it
+        # told of each message of a younger release, which is passed over; None: it ends the stream
+        self.on_unknown: Callable[[UnknownMessage], None] | None = None
+        self._unknown_left = UNKNOWN_MAX
         self._sending = anyio.Lock(fast_acquire=True)
         self._pot: Pot | None = None  # for frames that are larger than what one read brings
         self._taken = 0  # bytes from there: for the frame that is received, or was received last
@@ -89,6 +95,7 @@ class MessageStream(Generic[M]):
                 "program's port"
             )
             raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s{silence}")
+        self.version = handshake.version
         mine, theirs = handshake.frame_keys
         self._encoder.authenticate(mine)
         self._decoder.authenticate(theirs)
@@ -117,7 +124,8 @@ class MessageStream(Generic[M]):
         Raises ProtocolError, with nothing sent, for a message that breaks its own bounds or is too
         large.
         """
-        await self.send_encoded(*[codec.encode(message) for message in messages])
+        encode = codec.written_for(self.version).encode
+        await self.send_encoded(*[encode(message) for message in messages])
 
     async def send_encoded(self, *bodies: bytes) -> None:
         """Send messages that are encoded already; see `send`."""
@@ -156,17 +164,19 @@ class MessageStream(Generic[M]):
         """The next message, None if the peer closed between two. ProtocolError if it did so inside
         one, NotAuthentic.
         """
-        self._give_back()
-        while (body := self._decoder.next_frame()) is None:
-            if self._pot is not None and (nbytes := self._room_needed()):
-                await self._pot.take(nbytes)
-                self._taken = nbytes
-            data = await self._receive_bytes()
-            if not data:
-                self._decoder.receive_eof()
-                return None
-            self._decoder.receive_data(data)
-        return codec.decode(body, self._incoming)
+        while True:
+            self._give_back()
+            while (body := self._decoder.next_frame()) is None:
+                if self._pot is not None and (nbytes := self._room_needed()):
+                    await self._pot.take(nbytes)
+                    self._taken = nbytes
+                data = await self._receive_bytes()
+                if not data:
+                    self._decoder.receive_eof()
+                    return None
+                self._decoder.receive_data(data)
+            if (message := self._decoded(body)) is not None:
+                return message
 
     def receive_nowait(self) -> M | None:
         """The next message of a `PolledStream`, if it is there. None while it is not
@@ -175,19 +185,32 @@ class MessageStream(Generic[M]):
         """
         assert isinstance(self._stream, PolledStream)
         self.awaits_bytes = False
-        self._give_back()
-        while (body := self._decoder.next_frame()) is None:
-            if self._pot is not None and self._room_needed():
-                return None
-            try:
-                data = self._stream.receive_nowait(READ_BYTES_MAX)
-            except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
-                raise ConnectionLost(f"the connection is gone: {error!r}") from error
-            if not data:
-                self.awaits_bytes = data is None
-                return None
-            self._decoder.receive_data(data)
-        return codec.decode(body, self._incoming)
+        while True:
+            self._give_back()
+            while (body := self._decoder.next_frame()) is None:
+                if self._pot is not None and self._room_needed():
+                    return None
+                try:
+                    data = self._stream.receive_nowait(READ_BYTES_MAX)
+                except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
+                    raise ConnectionLost(f"the connection is gone: {error!r}") from error
+                if not data:
+                    self.awaits_bytes = data is None
+                    return None
+                self._decoder.receive_data(data)
+            if (message := self._decoded(body)) is not None:
+                return message
+
+    def _decoded(self, body: bytes) -> M | None:
+        """The message in it; None: it is one of a younger release, which is passed over."""
+        try:
+            return codec.decode(body, self._incoming)
+        except UnknownMessage as error:
+            if self.on_unknown is None or not self._unknown_left:
+                raise
+            self._unknown_left -= 1
+            self.on_unknown(error)
+        return None
 
     def tell_news(self, on_news: Callable[[], object] | None) -> None:
         """Have this called when `receive_nowait` may have more."""

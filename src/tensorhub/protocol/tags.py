@@ -1,9 +1,15 @@
 """Which number stands for which message on the wire.
 
 The numbers are explicit, so that renaming or reordering classes does not change the protocol. A
-message's fields are written in the order of their declaration. A change that an older peer would
-misread, here or in the fields, needs a new `messages.PROTOCOL_VERSION`. A number that was used once
-is never given to another message.
+message's fields are written in the order of their declaration. A number that was used once is never
+given to another message.
+
+A field that is appended has a default and names its version (`types.Since`). So does a new message,
+in `SINCE`, and nothing else of it has to be done: an older peer is sent neither. Any other change
+that an older peer would misread needs a new `messages.PROTOCOL_VERSION`.
+
+A worker's new message gets a number from `QUESTIONS` if its first field is `request`. So a
+coordinator that does not know the message can refuse it.
 """
 
 from __future__ import annotations
@@ -12,6 +18,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from tensorhub import messages as m
+
+QUESTIONS: Final = range(128, 192)
 
 TAGS: Final[Mapping[type, int]] = {
     m.ClientHello: 1,
@@ -111,3 +119,5 @@ TAGS: Final[Mapping[type, int]] = {
     m.TransportReply: 103,
     m.NotThisWay: 106,
 }
+# The version of the protocol that brought a message, where it is not the oldest one.
+SINCE: Final[Mapping[type, int]] = {}

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from tensorhub.errors import TensorHubError
+from tensorhub.messages import PROTOCOL_VERSION
 from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.frames import WrongVersion
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.transport import sockets, unix
@@ -166,22 +168,30 @@ class Peers:
                     return self._kept.pop(at)
         return None
 
-    def _connect(self, address: str, right: ReadRight, cutter: Cutter) -> Peer:
+    def _connect(
+        self, address: str, right: ReadRight, cutter: Cutter, version: int = PROTOCOL_VERSION
+    ) -> Peer:
         options, secret = self._local.options, self._local.secret
         kind = unix if address.startswith(unix.PREFIX) else sockets
         sock = kind.connect(address, options.connect_timeout_s, cutter)
         is_local = sockets.is_local(sock)
         connection = BlockingConnection(sock, stall_timeout_s=options.stall_timeout_s)
+        handshake = ClientHandshake(
+            "reader",
+            self._local.incarnation,
+            secret,
+            os.urandom(NONCE_BYTES),
+            expected_incarnation=right.incarnation,
+            version=version,
+        )
         try:
             cutter.attach(connection.shutdown)
-            mine, nonce = self._local.incarnation, os.urandom(NONCE_BYTES)
-            handshake = ClientHandshake(
-                "reader", mine, secret, nonce, expected_incarnation=right.incarnation
-            )
             connection.handshake(handshake, options.connect_timeout_s)
         except BaseException as error:
             cutter.detach()
             connection.close()
+            if isinstance(error, WrongVersion) and handshake.older is not None:
+                return self._connect(address, right, cutter, handshake.older)
             if isinstance(error, TensorHubError | ConnectionLost):
                 raise ReadFailure("unreachable", f"{address}: {error}") from error
             raise

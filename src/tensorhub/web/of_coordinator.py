@@ -11,7 +11,6 @@ import asyncio
 import copy
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -38,6 +37,7 @@ from tensorhub.errors import TensorHubError, VersionUnavailable
 from tensorhub.flows.what_if import COMPARED_MAX, helping
 from tensorhub.observed import ClusterEvent, Explanation
 from tensorhub.runtime.control.server import CoordinatorServer
+from tensorhub.types import release
 from tensorhub.web.asking import OtherLoop, Post, Questions, Unanswered
 from tensorhub.web.endpoint import Endpoint
 from tensorhub.web.exposition import Figures, exposition, form_for, of_coordinator
@@ -226,7 +226,7 @@ class CoordinatorPages:
             "suspect": seen.workers["suspect"],
             "models": seen.models,
             "now": time.time() - late_s,
-            "release": vars(sys.modules["tensorhub"])["__version__"],
+            "release": release(),
         }
         document = {
             "coordinator": about,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from tensorhub.coordinator.observing import Histogram
 from tensorhub.messages import Took
 from tensorhub.observed import PHASE_NAMES, ServedTiming
 from tensorhub.runtime.worker.worker import Worker
+from tensorhub.types import release
 from tensorhub.web.asking import OtherLoop, Post, Questions
 from tensorhub.web.endpoint import Endpoint
 from tensorhub.web.exposition import MODELS_MAX, counter, gauge, histogram, label_of, metrics_answer
@@ -156,7 +156,7 @@ class WorkerPages:
             "coordinators": list(self._worker.link.addresses),
             "handles": shown.handles_known,
             "now": time.time(),
-            "release": vars(sys.modules["tensorhub"])["__version__"],
+            "release": release(),
         }
         document = {"worker": about, "handles": [asdict(each) for each in shown.handles]}
         return Answer(json.dumps(document), media_type="application/json")

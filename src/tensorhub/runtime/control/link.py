@@ -27,7 +27,9 @@ from tensorhub.errors import (
 from tensorhub.logs import get_logger
 from tensorhub.messages import (
     NO_REQUEST,
+    PROTOCOL_VERSION,
     Dismissed,
+    ErrorInfo,
     FromCoordinator,
     FromWorker,
     HeartbeatAck,
@@ -35,7 +37,8 @@ from tensorhub.messages import (
     Refused,
     Welcome,
 )
-from tensorhub.protocol.codec import FROM_COORDINATOR
+from tensorhub.protocol.codec import FROM_COORDINATOR, UnknownMessage, UnspokenMessage
+from tensorhub.protocol.frames import WrongVersion
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.secret import path_hint
@@ -200,7 +203,7 @@ class CoordinatorLink:
             self._told.add(str(error))
         return len(self._told) > known
 
-    async def _connect(self, address: str) -> Messages:
+    async def _connect(self, address: str, version: int = PROTOCOL_VERSION) -> Messages:
         with anyio.move_on_after(self._options.connect_timeout_s) as scope:
             stream = await self._dial(*parse_address(address))
         if scope.cancelled_caught:
@@ -209,17 +212,23 @@ class CoordinatorLink:
         close_in_children(getattr(connection, "_sock", connection))  # asyncio wraps it
         local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address)[0])
         messages = MessageStream(stream, FROM_COORDINATOR, self._options.frame_bytes_max)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        handshake = ClientHandshake(
+            "worker", self._ears.incarnation, self._secrets[0], nonce, version=version
+        )
         try:
-            nonce = secrets.token_bytes(NONCE_BYTES)
-            handshake = ClientHandshake("worker", self._ears.incarnation, self._secrets[0], nonce)
             await messages.handshake(handshake, self._options.connect_timeout_s)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 await messages.aclose()
+            if isinstance(error, WrongVersion) and handshake.older is not None:
+                log.info("older_protocol", peer=address, version=handshake.older)
+                return await self._connect(address, handshake.older)
             if isinstance(error, AuthenticationFailed | ProtocolError):
                 hint = path_hint(error, self._secrets[0])
                 raise type(error)(f"{error}{hint}", retryable=error.retryable) from error
             raise
+        messages.on_unknown = _pass_over
         self.local_host = local_host
         return messages
 
@@ -277,7 +286,12 @@ class CoordinatorLink:
     ) -> None:
         try:
             async for message in to_say:
-                await messages.send(message)
+                try:
+                    await messages.send(message)
+                except UnspokenMessage as error:
+                    log.warning("message_unknown", reason=str(error))
+                    if isinstance(request := getattr(message, "request", None), int):
+                        self._ears.received(Refused(request, ErrorInfo.of(error)))
         except ConnectionLost:
             self._outbox_done.set()
             return  # what the coordinator has said last is still to be read: it may say why
@@ -303,3 +317,7 @@ class CoordinatorLink:
                     reason=BEHIND,
                 )
             self.say(self._beats.next())
+
+
+def _pass_over(error: UnknownMessage) -> None:
+    log.warning("message_unknown", reason=str(error))

@@ -426,7 +426,14 @@ class CoordinatorServer:
         self._sessions_minted += 1
         number = self._sessions_minted
         kind = self._read_only if handshake.read_only else self._full
-        session = Session(number, messages, handshake.secret, kind, self._options, self._turn)
+        session = Session(
+            number,
+            messages,
+            handshake.secret,
+            kind,
+            self._options,
+            self._turn,
+        )
         self._sessions[number] = session
         messages.limit_received(FIRST_FRAME_BYTES_MAX)
         if handshake.peer.role == "worker":

@@ -22,7 +22,7 @@ import anyio
 import anyio.lowlevel
 
 from tensorhub.errors import ProtocolError, StateError
-from tensorhub.logs import get_logger
+from tensorhub.logs import Tally, get_logger
 from tensorhub.messages import (
     Announce,
     Compare,
@@ -42,6 +42,7 @@ from tensorhub.protocol import codec
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.pot import Pot
 from tensorhub.protocol.stream import MessageStream
+from tensorhub.protocol.tags import SINCE
 from tensorhub.runtime.control.pulse import Pulse
 from tensorhub.types import Options
 
@@ -52,6 +53,8 @@ SAID_AT_ONCE_MAX = 64  # messages in one send
 LongAnswer = Description | ManifestReply | PublicationReply | Compare | Events | Explained | Updates
 
 log = get_logger("tensorhub.coordinator")
+
+_unknown = Tally(log.warning, "message_unknown")
 
 
 class ReadOnlyAnswers:
@@ -145,8 +148,8 @@ class Turn:
         self._call_soon = call_soon()
         self.pulse = Pulse()  # how late turns come
         self._sessions: dict[Session, None] = {}  # to speak to
-        self._message: Announce | None = None  # what was encoded last
-        self._body = b""
+        self._message: Announce | None = None  # what was encoded last, and its body by version
+        self._bodies: dict[int, bytes] = {}
 
     def __repr__(self) -> str:
         return f"<Turn of {len(self._sessions)} sessions>"
@@ -162,13 +165,15 @@ class Turn:
         for session in sessions:
             session.speak()
 
-    def encoded(self, message: FromCoordinator) -> bytes:
-        """The body of its frame."""
+    def encoded(self, message: FromCoordinator, version: int) -> bytes:
+        """The body of its frame, for a peer of that version of the protocol."""
         if not isinstance(message, Announce):
-            return codec.encode(message)
+            return codec.written_for(version).encode(message)
         if message is not self._message:
-            self._body, self._message = codec.encode(message), message
-        return self._body
+            self._bodies, self._message = {}, message
+        if (body := self._bodies.get(version)) is None:
+            body = self._bodies[version] = codec.written_for(version).encode(message)
+        return body
 
 
 class Session:
@@ -185,6 +190,7 @@ class Session:
     ) -> None:
         self.number = number
         self.messages = messages
+        messages.on_unknown = self._refuse_unknown
         self.secret = secret
         self.kind = kind
         self.scope = anyio.CancelScope()
@@ -223,7 +229,11 @@ class Session:
         await self._moved.wait()
 
     def say(self, message: FromCoordinator | None) -> None:
-        """Queue this for the peer. None: end the session when all is said."""
+        """Queue this for the peer, if its version of the protocol has it. None: end the session
+        when all is said.
+        """
+        if SINCE.get(type(message), 0) > self.messages.version:
+            return
         if len(self._outbox) >= OUTBOX_MESSAGES_MAX:
             self.cut_off(f"it has {OUTBOX_MESSAGES_MAX} messages to take")
             return
@@ -236,6 +246,11 @@ class Session:
             self.kind.answers.add(self, len(body))
         if not self._talks:
             self._turn.speaks_to(self)
+
+    def _refuse_unknown(self, error: codec.UnknownMessage) -> None:
+        _unknown.count(session=self.number, reason=str(error))
+        if error.request is not None:
+            self.say(Refused(error.request, ErrorInfo.of(error)))
 
     def cut_off(self, reason: str) -> None:
         """End the session without its last words."""
@@ -305,21 +320,25 @@ class Session:
             message = self._outbox[0]
             if message is None or isinstance(message, LongAnswer):
                 break
-            bodies.append(message if isinstance(message, bytes) else self._turn.encoded(message))
+            bodies.append(
+                message
+                if isinstance(message, bytes)
+                else self._turn.encoded(message, self.messages.version)
+            )
             self._outbox.popleft()
         return bodies
 
     def _encoded(self, message: FromCoordinator) -> bytes:
         """The body of its frame."""
         if not isinstance(message, LongAnswer):
-            return self._turn.encoded(message)
+            return self._turn.encoded(message, self.messages.version)
         if isinstance(message, Description):
             late_s = self._turn.pulse.behind_s
             models: Any = tuple(
                 replace(model, coordinator_behind_s=late_s) for model in message.models
             )
             message = replace(message, models=models)
-        return _encoded(message, self._options.frame_bytes_max)
+        return _encoded(message, self.messages.version, self._options.frame_bytes_max)
 
     async def _say_at_length(self, message: LongAnswer, answers: Pot) -> None:
         """The turn stays this session's until there is room for its answer, so that no other answer
@@ -347,12 +366,13 @@ class Session:
             answers.give_back(len(body))
 
 
-def _encoded(message: LongAnswer, bytes_max: int) -> bytes:
+def _encoded(message: LongAnswer, version: int, bytes_max: int) -> bytes:
     """Its body; if no frame can carry that, a refusal's."""
+    encode = codec.written_for(version).encode
     if isinstance(message, Compare):
-        return codec.encode(message)
+        return encode(message)
     try:
-        body = codec.encode(message)
+        body = encode(message)
         if len(body) <= bytes_max:
             return body
         what = (
@@ -360,6 +380,6 @@ def _encoded(message: LongAnswer, bytes_max: int) -> bytes:
         )
     except ProtocolError as error:
         what = str(error)
-    return codec.encode(
+    return encode(
         Refused(message.request, ErrorInfo.of(StateError(f"the answer cannot be sent: {what}")))
     )

@@ -65,6 +65,7 @@ from tensorhub.types import (
     Purpose,
     RegistrationId,
     parse_address,
+    release,
 )
 from tensorhub.worker.known_parts import KnownParts
 from tensorhub.worker.local_copies import LocalCopies
@@ -310,7 +311,12 @@ class Worker(CallersWorker):
     def introduce(self) -> messages.Join:
         """See `SessionHandler`."""
         return messages.Join(
-            self.name, self.location, self._endpoints, os.getpid(), self.options.host_memory_bytes
+            self.name,
+            self.location,
+            self._endpoints,
+            os.getpid(),
+            self.options.host_memory_bytes,
+            release(),
         )
 
     def welcomed(self, message: messages.Welcome) -> None:
@@ -320,6 +326,7 @@ class Worker(CallersWorker):
             incarnation=self.incarnation,
             epoch=message.epoch,
             known=message.known,
+            release=message.release,
         )
         self.read_only = message.read_only
         for step in self.router.welcomed(message):
