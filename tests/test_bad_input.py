@@ -78,7 +78,7 @@ def answering(answer: bytes) -> Iterator[str]:
         (
             PREFACE[:-1] + bytes([PROTOCOL_VERSION + 1]),
             (
-                f"speaks version {PROTOCOL_VERSION + 1} of the protocol, this side version "
+                f"speaks version {PROTOCOL_VERSION + 1} of the protocol, this side 18 or "
                 f"{PROTOCOL_VERSION}: upgrade"
             ),
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tensorhub.messages import PROTOCOL_VERSION
 from tensorhub.protocol.tags import TAGS
 from tensorhub.transport.archive import DIALECT as ARCHIVE
 from tensorhub.transport.cma import DIALECT as CMA
@@ -44,10 +43,7 @@ def pinned(text: str) -> dict[str, int]:
 
 
 def test_the_protocols_numbers_are_what_they_were() -> None:
-    """If this fails, the protocol has changed: raise PROTOCOL_VERSION, and pin the new numbers
-    here.
-    """
-    assert PROTOCOL_VERSION == 18
+    """If this fails, the protocol has changed: pin the new numbers here."""
     assert {kind.__name__: number for kind, number in TAGS.items()} == pinned(NUMBERS)
     assert len(set(TAGS.values())) == len(TAGS)
     assert not RETIRED & set(TAGS.values())

@@ -100,6 +100,24 @@ async def talk(
 JOIN = Join("by hand", Location(), (), 1, 0)
 
 
+async def test_messages_of_a_younger_release_are_refused_by_number_or_passed_over_and_bounded() -> (
+    None
+):
+    async with serving(OPTIONS) as server, await talk(server, JOIN) as messages:
+        welcome = await messages.receive()
+        assert welcome.release == tensorhub.__version__
+        question, other = msgpack.packb([150, 7, "x"]), msgpack.packb([63, "y"])
+        await messages.send_encoded(question, other)
+        await messages.send(Watch("m"), Describe(8, None))
+        told = [await messages.receive() for _ in range(3)]
+        assert [type(each) for each in told] == [Refused, Announce, Description]
+        assert told[0].request == 7
+        assert "upgrade this side" in str(told[0].error.error())
+        await messages.send_encoded(*[other] * UNKNOWN_MAX)
+        with contextlib.suppress(ConnectionLost):
+            assert await messages.receive() is None
+
+
 async def test_a_flood_of_messages_leaves_others_their_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
