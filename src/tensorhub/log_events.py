@@ -36,14 +36,6 @@ EVENTS: Final[Mapping[str, Told]] = {
         "stopped*: give it a core of its own.",
         "coordinator",
     ),
-    "message_unknown": E(
-        "warning",
-        "reason session",
-        "A peer of another release has sent a message that is not known here, or is sent none that "
-        "it does not know. It was refused or passed over.",
-        "Upgrade the older side.",
-        "coordinator",
-    ),
     "worker_lost": E(
         "warning",
         "reason workers",
@@ -194,6 +186,7 @@ EVENTS: Final[Mapping[str, Told]] = {
     ),
     "coordinator_cannot_restart_here": E("error", "reason state_dir", "It ends with its node."),
     "coordinator_has_ended": E("error", "state_dir", "Start one at its state directory."),
+    "message_unknown": E("warning", "reason session", "Of another release: not taken."),
     "older_protocol": E("info", "peer version", "The peer is the release before this one."),
     # reads
     "connection_lost": E("info", "left reason", "One of several to a source; the rest go on."),

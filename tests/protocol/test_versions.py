@@ -123,7 +123,7 @@ def test_an_unknown_message_is_told_from_a_broken_one_and_can_be_refused() -> No
 
 def test_a_message_that_an_older_peer_lacks_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "SINCE", {_Question: NEW})
-    said = {_Question: 128}
+    said: dict[type, int] = {_Question: 128}
     codec.Vocabulary[Any]("a worker", said, version=NEW).encode(_Question(1))
     with pytest.raises(UnspokenMessage, match=r"_Question came with version 19.*speaks version 18"):
         codec.Vocabulary[Any]("a worker", said, version=OLD).encode(_Question(1))

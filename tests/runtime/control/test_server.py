@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 import anyio.abc
 import anyio.lowlevel
+import msgpack
 import pytest
 
 import tensorhub
@@ -20,11 +21,22 @@ from tensorhub import logs
 from tensorhub.coordinator import Entry, Event
 from tensorhub.coordinator.views import Answers
 from tensorhub.errors import CoordinatorUnavailable, StateError
-from tensorhub.messages import Describe, Description, Join, ReaderCut, Refused, Register, Welcome
+from tensorhub.messages import (
+    Announce,
+    Describe,
+    Description,
+    Join,
+    ReaderCut,
+    Refused,
+    Register,
+    Watch,
+    Welcome,
+)
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
-from tensorhub.protocol.stream import MessageStream
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.stream import UNKNOWN_MAX, MessageStream
 from tensorhub.runtime.control import hearing
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.runtime.control.store import MemoryStore
@@ -104,12 +116,12 @@ async def test_messages_of_a_younger_release_are_refused_by_number_or_passed_ove
     None
 ):
     async with serving(OPTIONS) as server, await talk(server, JOIN) as messages:
-        welcome = await messages.receive()
+        welcome: Any = await messages.receive()
         assert welcome.release == tensorhub.__version__
         question, other = msgpack.packb([150, 7, "x"]), msgpack.packb([63, "y"])
         await messages.send_encoded(question, other)
         await messages.send(Watch("m"), Describe(8, None))
-        told = [await messages.receive() for _ in range(3)]
+        told: list[Any] = [await messages.receive() for _ in range(3)]
         assert [type(each) for each in told] == [Refused, Announce, Description]
         assert told[0].request == 7
         assert "upgrade this side" in str(told[0].error.error())

@@ -31,7 +31,7 @@ UNTOLD |= {
     "known",
     "staged",
 }
-UNTOLD |= {"shard", "serves", "host_bytes", "manifest_ids"}
+UNTOLD |= {"shard", "serves", "host_bytes", "manifest_ids", "release"}
 TOLD_IF_ANY = {"publication", "origin", "selection"}
 TRIVIAL: tuple[object, ...] = (None, False, (), b"")
 
