@@ -114,13 +114,15 @@ async def _settle(serving: Coordinator, workers: int) -> str:
     """Wait until just so many workers have a lease, and nothing is under way: moments that can be
     compared.
     """
-    books = serving._server._core.cluster
+    assert serving._candidate.server is not None
+    core = serving._candidate.server._core
+    books = core.cluster
     with anyio.fail_after(SETTLE_S):
         while (  # noqa: ASYNC110
             len(books.workers) != workers or books.leases or any(True for _ in books.operations())
         ):
             await anyio.sleep(0.05)
-    return repr(serving._server._core)
+    return repr(core)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -71,6 +71,22 @@ EVENTS: Final[Mapping[str, Told]] = {
         "Free space on its disk.",
         "coordinator",
     ),
+    "coordinator_stands_by": E(
+        "info",
+        "address leader",
+        "Another coordinator of the cluster leads. This one takes over when that ends.",
+    ),
+    "leadership_lost": E(
+        "error",
+        "epoch reason",
+        "The coordinator ended its sessions and stands by: its lease ended, another one leads, or "
+        "it is unknown whether its last write is durable.",
+    ),
+    "campaign_failed": E(
+        "error",
+        "reason",
+        "The engine that elects, or the state, cannot be used. The coordinator tries again.",
+    ),
     # a worker, as docs/operating.md lists it
     "coordinator_lost": E(
         "warning",

@@ -156,6 +156,11 @@ class Coordinator(_Opened[_embedded.Coordinator]):
         return self._async.address
 
     @property
+    def leading(self) -> bool:
+        """Whether it serves; else it stands by."""
+        return self._async.leading
+
+    @property
     def http_url(self) -> str | None:
         """Of its HTTP endpoint and dashboard; None without `Options.http`."""
         return self._async.http_url

@@ -15,10 +15,9 @@ from tensorhub.api.arguments import checked_options
 from tensorhub.api.opening import Opening, Unpicklable
 from tensorhub.errors import InvalidType, InvalidValue, shown
 from tensorhub.protocol.secret import check_open_access, resolve_token
-from tensorhub.runtime.control.election import Store
+from tensorhub.runtime.control.candidate import Candidate
+from tensorhub.runtime.control.elections import election_of
 from tensorhub.runtime.control.keyring import open_keyring
-from tensorhub.runtime.control.server import CoordinatorServer
-from tensorhub.runtime.control.store import MemoryStore, SqliteStore
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import CallerMode, LoopThread
 from tensorhub.types import Options, as_integer, invalid
@@ -31,15 +30,20 @@ if TYPE_CHECKING:
 class Coordinator(Unpicklable):
     """A coordinator embedded in this process, on a thread and loop of its own. Made by `serve`."""
 
-    def __init__(self, server: CoordinatorServer, thread: LoopThread, http_url: str | None) -> None:
-        self._server = server
+    def __init__(self, candidate: Candidate, thread: LoopThread, http_url: str | None) -> None:
+        self._candidate = candidate
         self._thread = thread
         self._http_url = http_url
 
     @property
     def address(self) -> str:
         """What `connect` takes: "tcp://host:port"."""
-        return self._server.address
+        return self._candidate.address
+
+    @property
+    def leading(self) -> bool:
+        """Whether it serves; else it stands by (see `serve(ha=)`)."""
+        return self._candidate.server is not None
 
     @property
     def http_url(self) -> str | None:
@@ -47,7 +51,7 @@ class Coordinator(Unpicklable):
         return self._http_url
 
     def __repr__(self) -> str:
-        return f"<Coordinator at {self.address}>"
+        return f"<Coordinator at {self.address}{'' if self.leading else ' stands by'}>"
 
     async def close(self) -> None:
         """End it; the end of its block does that too, and so does the interpreter's exit."""
@@ -61,6 +65,7 @@ def serve(
     *,
     token: str | bytes | os.PathLike[str] | None = None,
     state_dir: str | os.PathLike[str] | None = None,
+    ha: str | None = None,
     options: Options | None = None,
 ) -> Opening[Coordinator]:
     """Run a coordinator: `async with tensorhub.serve() as coordinator`, for the length of the
@@ -89,18 +94,21 @@ def serve(
     if isinstance(state_dir, str) and (not state_dir or "\0" in state_dir):
         raise InvalidValue(f"state_dir={shown(state_dir)}: give the path of a directory, or None")
     checked = checked_options(options)
+    open_election = election_of(ha, None if state_dir is None else os.fspath(state_dir))
+    if ha is not None and host in ("0.0.0.0", "::") and checked.advertise is None:
+        text = f"with ha= and host={shown(host)}, give Options.advertise=HOST:PORT"
+        raise InvalidValue(f"{text}, where workers reach this coordinator")
 
     async def begin(mode: CallerMode) -> Coordinator:
         secrets = open_keyring(secret)
         check_open_access(secrets[0], host)
-        store: Store = MemoryStore() if state_dir is None else SqliteStore(state_dir)
-        server: list[CoordinatorServer] = []
+        candidate: list[Candidate] = []
         http_url: list[str] = []
 
         async def main(thread: LoopThread) -> None:
-            with contextlib.closing(store), contextlib.ExitStack() as stack:
-                server.append(
-                    CoordinatorServer(options=checked, secrets_accepted=secrets, store=store)
+            with contextlib.ExitStack() as stack:
+                candidate.append(
+                    Candidate(options=checked, secrets_accepted=secrets, election=open_election())
                 )
                 ready = thread.ready
                 if checked.http is not None:
@@ -109,22 +117,18 @@ def serve(
                     )
                     http_url.append(endpoint.url)
                     ready = partial(show, endpoint, thread)
-                await server[0].run(host, port, ready)
+                await candidate[0].run(host, port, ready)
 
         def show(endpoint: Endpoint, thread: LoopThread) -> None:
             from tensorhub.web.of_coordinator import show_coordinator
 
-            show_coordinator(endpoint, server[0], thread.post, secrets)
+            show_coordinator(endpoint, candidate[0], thread.post, secrets)
             thread.ready()
 
         thread = LoopThread(
             "tensorhub-coordinator", main, mode, exit_s=checked.exit_timeout_s, ends_last=True
         )
-        try:
-            await thread.start()
-        except BaseException:
-            store.close()
-            raise
-        return Coordinator(server[0], thread, http_url[0] if http_url else None)
+        await thread.start()
+        return Coordinator(candidate[0], thread, http_url[0] if http_url else None)
 
     return Opening(begin, "serve")

@@ -31,6 +31,18 @@ def serve(
             help="A directory for what must outlive a restart: publications, retention, pins.",
         ),
     ] = None,
+    ha: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENGINE",
+            help="Stand by until this coordinator leads: etcd://HOST:PORT[,HOST:PORT...]/PREFIX, "
+            "or lock (of --state-dir).",
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where workers reach it, if not where it listens."),
+    ] = None,
     token_file: common.TokenFileOption = None,
     lease_s: Annotated[
         float, typer.Option(help="A worker that is silent for so many seconds is taken for lost.")
@@ -54,13 +66,15 @@ def serve(
     workers need. SIGTERM is the ordinary way to stop it: exit code 0.
     """
     with common.checking():
-        options = Options(lease_s=lease_s, drain_grace_s=drain_grace_s, http=http)
+        options = Options(
+            lease_s=lease_s, drain_grace_s=drain_grace_s, http=http, advertise=advertise
+        )
     token = common.check_token_file(token_file)
     room = raise_descriptors()
 
     async def body() -> int:
         async with tensorhub.serve(
-            host, port, token=token, state_dir=state_dir, options=options
+            host, port, token=token, state_dir=state_dir, ha=ha, options=options
         ) as coordinator:
             said = {"address": coordinator.address}
             if coordinator.http_url is not None:
@@ -71,7 +85,8 @@ def serve(
                 print(f"the dashboard is at {coordinator.http_url}", file=sys.stderr, flush=True)
             if not quiet and tells:
                 print(
-                    f"the coordinator is up, with room for {room.room}; Ctrl-C stops it",
+                    f"the coordinator {'is up' if coordinator.leading else 'stands by'}, with "
+                    f"room for {room.room}; Ctrl-C stops it",
                     file=sys.stderr,
                     flush=True,
                 )

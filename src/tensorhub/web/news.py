@@ -86,7 +86,11 @@ class News:
             except Unanswered:
                 more, events = False, ()
             else:
-                if not self._life or events:
+                if life != self._life and self._life:  # another term: its numbers begin anew
+                    self._kept.clear()
+                    self._last, more, events = 0, True, ()
+                    self._life = life
+                elif not self._life or events:
                     self._life = life
                     self._kept.extend(self._form(event) for event in events)
                     self._last = events[-1].number if events else self._last

@@ -36,6 +36,7 @@ from tensorhub.coordinator.overview import (
 from tensorhub.errors import TensorHubError, VersionUnavailable
 from tensorhub.flows.what_if import COMPARED_MAX, helping
 from tensorhub.observed import ClusterEvent, Explanation
+from tensorhub.runtime.control.candidate import Candidate
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.types import release
 from tensorhub.web.asking import OtherLoop, Post, Questions, Unanswered
@@ -87,10 +88,10 @@ class CoordinatorPages:
     """Lives in the endpoint's loop."""
 
     def __init__(
-        self, server: CoordinatorServer, post: Post, secrets: Sequence[bytes], host: str
+        self, candidate: Candidate, post: Post, secrets: Sequence[bytes], host: str
     ) -> None:
         """`post`: has a function called in the coordinator's loop."""
-        self._server = server
+        self._candidate = candidate
         self._loop = OtherLoop(post)
         self._secrets = secrets
         self._host = host
@@ -100,7 +101,7 @@ class CoordinatorPages:
         self._news = News(self._events_after)
 
     def __repr__(self) -> str:
-        return f"<CoordinatorPages of {self._server!r}>"
+        return f"<CoordinatorPages of {self._candidate!r}>"
 
     def application(self) -> ASGIApp:
         routes = {
@@ -119,11 +120,19 @@ class CoordinatorPages:
 
     # -- questions to the coordinator's loop
 
+    def _server(self) -> CoordinatorServer:
+        """Called there."""
+        server, leader = self._candidate.server, self._candidate.leader
+        if server is None:
+            who = f"; {leader} leads" if leader else ""
+            raise Unanswered(f"this coordinator stands by{who}")
+        return server
+
     async def _ask(self, function: Callable[[Coordinator, float], T]) -> T:
         """`function(core, its time)`, called there."""
 
         def call() -> T:
-            core, now, _ = self._server.show()
+            core, now, _ = self._server().show()
             return function(core, now)
 
         return await self._loop.ask(call)
@@ -135,15 +144,15 @@ class CoordinatorPages:
         try:
             return await self._snapshots.ask("snapshot", self._take), 0.0
         except Unanswered:
-            if self._last is None:
+            if self._last is None or self._candidate.server is None:
                 raise
             return self._last, asyncio.get_running_loop().time() - self._last.taken_at
 
     async def _take(self) -> Snapshot:
         """In parts, so that other work of the coordinator's loop comes between them."""
-        server = self._server
 
         def begin() -> tuple[Snapshot, tuple[str, ...]]:
+            server = self._server()
             core, now, behind_s = server.show()
             found = Snapshot(
                 0.0,
@@ -215,7 +224,7 @@ class CoordinatorPages:
     def _summary(self, snapshot: Snapshot, late_s: float) -> bytes:
         seen = snapshot.overview
         about = {
-            "address": self._server.address,
+            "address": self._candidate.address,
             "cluster": seen.cluster,
             "epoch": seen.epoch,
             "state": seen.state,
@@ -308,7 +317,7 @@ def _explained(
 
 
 def show_coordinator(
-    endpoint: Endpoint, server: CoordinatorServer, post: Post, secrets: Sequence[bytes]
+    endpoint: Endpoint, candidate: Candidate, post: Post, secrets: Sequence[bytes]
 ) -> None:
     """Begin to serve it, once it listens."""
-    endpoint.start(lambda: CoordinatorPages(server, post, secrets, endpoint.host).application())
+    endpoint.start(lambda: CoordinatorPages(candidate, post, secrets, endpoint.host).application())

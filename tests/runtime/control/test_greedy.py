@@ -36,6 +36,7 @@ from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.secret import read_only_secret
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime.control import server as server_module
+from tensorhub.runtime.control.port import bound
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.runtime.control.session import ReadOnlyAnswers
 from tensorhub.runtime.control.store import MemoryStore
@@ -82,11 +83,12 @@ async def serving(options: Options = PATIENT) -> AsyncIterator[CoordinatorServer
         options=options, secrets_accepted=(SECRET.encode(),), store=MemoryStore()
     )
     listening = anyio.Event()
-    async with nothing_left(), anyio.create_task_group() as tasks:
-        tasks.start_soon(server.run, "127.0.0.1", 0, listening.set)
-        await listening.wait()
-        yield server
-        tasks.cancel_scope.cancel()
+    with await bound("127.0.0.1", 0, 5.0) as holder:
+        async with nothing_left(), anyio.create_task_group() as tasks:
+            tasks.start_soon(server.run, holder, listening.set)
+            await listening.wait()
+            yield server
+            tasks.cancel_scope.cancel()
 
 
 async def joined(server: CoordinatorServer, number: int, *, read_only: bool) -> MessageStream[Any]:

@@ -38,6 +38,7 @@ from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.stream import UNKNOWN_MAX, MessageStream
 from tensorhub.runtime.control import hearing
+from tensorhub.runtime.control.port import bound
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.runtime.control.store import MemoryStore
 from tensorhub.types import Location, Medium, Options, Purpose, parse_address
@@ -72,11 +73,12 @@ async def serving(
         options=options, secrets_accepted=(b"",), store=store or MemoryStore()
     )
     listening = anyio.Event()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(server.run, "127.0.0.1", 0, listening.set)
-        await listening.wait()
-        yield server
-        tasks.cancel_scope.cancel()
+    with await bound("127.0.0.1", 0, 5.0) as holder:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(server.run, holder, listening.set)
+            await listening.wait()
+            yield server
+            tasks.cancel_scope.cancel()
 
 
 async def test_a_publication_that_cannot_be_recorded_is_none() -> None:

@@ -80,7 +80,9 @@ async def test_the_coordinator_forgets_them_too() -> None:
         for number in range(20):
             hub.newest(f"m{number}")
             hub.watch(f"watched{number}")
-        watched = c.coordinator._server._core.cluster.watchers
+        server = c.coordinator._candidate.server
+        assert server is not None
+        watched = server._core.cluster.watchers
         await until(lambda: set(watched) == {"actor", "m18", "watched18", "m19", "watched19"})
         newest = hub.newest("actor")
         assert newest is not None

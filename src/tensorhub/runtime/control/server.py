@@ -11,7 +11,6 @@ the rate of a peer's requests makes another peer wait.
 
 from __future__ import annotations
 
-import errno
 import math
 import secrets
 import select
@@ -32,6 +31,7 @@ from tensorhub.coordinator import (
     Connected,
     Coordinator,
     Disconnected,
+    Durable,
     Event,
     LookFor,
     Persist,
@@ -42,7 +42,7 @@ from tensorhub.coordinator import (
     Tick,
     WorkerLost,
 )
-from tensorhub.errors import StateError, TensorHubError, shortage
+from tensorhub.errors import TensorHubError
 from tensorhub.logs import TALLY_S, Tally, get_logger
 from tensorhub.messages import FromCoordinator, FromWorker
 from tensorhub.protocol.codec import FROM_WORKER
@@ -50,18 +50,18 @@ from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.polled_stream import Poller
 from tensorhub.protocol.pot import Pot
-from tensorhub.protocol.secret import check_open_access, path_hint
+from tensorhub.protocol.secret import path_hint
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
 from tensorhub.runtime.control.accepting import AcceptLoop, caps, descriptors_for
-from tensorhub.runtime.control.election import Store
+from tensorhub.runtime.control.election import Deposed, Store
 from tensorhub.runtime.control.hearing import Hearing
 from tensorhub.runtime.control.keyring import LOOK_S, TokenFile
+from tensorhub.runtime.control.port import listening
 from tensorhub.runtime.control.pulse import TURNS_TO_CORE
 from tensorhub.runtime.control.session import Kind, ReadOnlyAnswers, Session, Turn
 from tensorhub.transport import sockets
-from tensorhub.transport.forks import close_in_children
-from tensorhub.types import Options, format_address
+from tensorhub.types import Options
 
 LAST_WORDS_S = 5.0  # for what a session that is to be closed still has to hear
 LOST_NAMED_MAX = 16  # workers, of those that are lost within TALLY_S
@@ -83,7 +83,9 @@ log = get_logger("tensorhub.coordinator")
 
 
 class CoordinatorServer:
-    """One coordinator on one listening address. `await run(...)` serves until cancelled."""
+    """One term of a coordinator, on one listening address. `await run(...)` serves until
+    cancelled.
+    """
 
     def __init__(
         self, *, options: Options, secrets_accepted: Sequence[bytes], store: Store
@@ -139,14 +141,18 @@ class CoordinatorServer:
         """
         return self._core, self._now(), self._turn.pulse.behind_s
 
-    async def run(self, host: str, port: int, ready: Callable[[], None]) -> None:
-        """Listen, call `ready`, and serve. Raises StateError if the address cannot be had."""
-        check_open_access(b"".join(self._secrets), host)
-        async with await self._listen(host, port) as listener:
-            await self._run(listener.extra(anyio.abc.SocketAttribute.raw_socket), ready)
-
-    async def _run(self, listener: socket.socket, ready: Callable[[], None]) -> None:
+    async def run(self, holder: socket.socket, ready: Callable[[], None]) -> None:
+        """Read the state, listen on the port that `holder` is bound to, call `ready`, and serve.
+        Raises StateError if the state or the port cannot be used; Deposed (perhaps in a group).
+        """
         durable = await anyio.to_thread.run_sync(self._store.read)
+        with listening(holder) as listener:
+            self.address = sockets.address_of(listener)
+            await self._run(listener, durable, ready)
+
+    async def _run(
+        self, listener: socket.socket, durable: Durable, ready: Callable[[], None]
+    ) -> None:
         self._poller, self._turn, self._now = Poller(), Turn(), clock.of_loop()
         self._hearing = Hearing(lambda event: self._step(event), self._now)
         self._core = Coordinator(
@@ -180,42 +186,6 @@ class CoordinatorServer:
                 listener, self._pending_max, self._serve, self._closings, self._shortages
             )
             await self._accept_loop.run(tasks)
-
-    async def _listen(self, host: str, port: int) -> anyio.abc.Listener[anyio.abc.SocketStream]:
-        try:
-            with anyio.fail_after(self._options.connect_timeout_s):
-                multi = await anyio.create_tcp_listener(
-                    local_host=host, local_port=port, backlog=sockets.BACKLOG
-                )
-        except TimeoutError as error:
-            text = (
-                f"host {host!r} was not resolved within {self._options.connect_timeout_s:g} s: "
-                f"give an address"
-            )
-            raise StateError(text, retryable=True) from error
-        except OSError as error:
-            cause: BaseException = error.__cause__ or error
-            if (lack := shortage(cause if isinstance(cause, OSError) else error)) is not None:
-                raise lack from error
-            number = getattr(cause, "errno", None)
-            if errno.EADDRINUSE in (number, error.errno):
-                advice = (
-                    "is in use: stop whoever listens there, or choose another port (0 takes a "
-                    "free one)"
-                )
-            elif errno.EACCES in (number, error.errno):
-                advice = "needs more rights: choose a port above 1023"
-            else:
-                advice = f"cannot be listened on: {error}"
-            in_use = errno.EADDRINUSE in (number, error.errno)
-            raise StateError(f"port {port} of {host} {advice}", retryable=in_use) from error
-        first = multi.listeners[0]
-        close_in_children(first.extra(anyio.abc.SocketAttribute.raw_socket))
-        for other in multi.listeners[1:]:
-            await other.aclose()
-        bound = first.extra(anyio.abc.SocketAttribute.local_address)
-        self.address = format_address(str(bound[0]), int(bound[1]))
-        return first
 
     # ----------------------------------------------------------------------------------------------
     # the core
@@ -305,6 +275,8 @@ class CoordinatorServer:
                     await anyio.to_thread.run_sync(self._store.write, entries)
                 else:
                     self._store.write(entries)
+            except Deposed:
+                raise
             except OSError as error:
                 log.error("state_not_written", reason=str(error))
                 for action in batch:

@@ -1,0 +1,341 @@
+"""A client of etcd, by its JSON gateway: keys, transactions and leases.
+
+Responsible for finding a member that answers, within a deadline; for credentials; and for telling
+apart what etcd has refused and what may have happened. Not responsible for what the keys mean.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+import anyio
+
+from tensorhub.errors import (
+    AuthenticationFailed,
+    InvalidValue,
+    StateError,
+    TensorHubError,
+    install,
+    shown,
+)
+from tensorhub.types import parse_address
+
+if TYPE_CHECKING:
+    import httpx
+
+LEASE_S = (
+    5  # the default: etcd needs 1 to 2 s to choose a leader of its own, a worker's lease is 10 s
+)
+ATTEMPT_S = 1.0  # for one member to answer; then the next member is asked
+PAGE_KEYS = 128  # in one answer; each has 512 KiB at most
+_USER, _PASSWORD = "TENSORHUB_ETCD_USER", "TENSORHUB_ETCD_PASSWORD"
+_PASSWORD_FILE = "TENSORHUB_ETCD_PASSWORD_FILE"
+_CA, _CERT, _KEY = "TENSORHUB_ETCD_CA", "TENSORHUB_ETCD_CERT", "TENSORHUB_ETCD_KEY"
+_FORM = "give etcd://HOST:PORT[,HOST:PORT...]/PREFIX"
+# gRPC's codes of refusals; all others leave open what has happened, or say that a member is away
+_INVALID, _NOT_FOUND, _DENIED, _EXHAUSTED, _UNAUTHENTICATED = 3, 5, 7, 8, 16
+_REFUSALS = {_INVALID, _NOT_FOUND, _DENIED, _EXHAUSTED, 9, 11, 12, 15, _UNAUTHENTICATED}
+
+
+class Unanswered(OSError):
+    """No member has answered in time: what was asked for may have happened, or may still."""
+
+
+class Refused(StateError):
+    """etcd has refused a request. `surely`: nothing of it has happened, nor ever will."""
+
+    def __init__(self, message: str, code: int, surely: bool) -> None:
+        super().__init__(message)
+        self.code, self.surely = code, surely
+
+    def for_caller(self) -> TensorHubError:
+        """The error that `serve` or `connect` raises."""
+        return AuthenticationFailed(str(self)) if self.code == _UNAUTHENTICATED else self
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a cluster's state is: what an `etcd://` URL says."""
+
+    endpoints: tuple[str, ...]  # "host:port"
+    prefix: str  # of all keys, without a slash at either end
+    lease_s: int = LEASE_S
+
+    def key(self, name: str) -> bytes:
+        return f"{self.prefix}/{name}".encode()
+
+    def __str__(self) -> str:
+        return f"etcd://{','.join(self.endpoints)}/{self.prefix}"
+
+
+def place_of(url: str) -> Place:
+    """Read an `etcd://` URL. Raises InvalidValue."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        text = f"credentials do not belong in a URL: set {_USER}, and {_PASSWORD_FILE}"
+        raise InvalidValue(f"the etcd:// URL has a user: {text}")
+    endpoints = tuple(parts.netloc.split(","))
+    try:
+        for each in endpoints:
+            parse_address(f"tcp://{each}")
+        query = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        lease_s = int(query.pop("lease_s", [str(LEASE_S)])[0])
+    except (StateError, ValueError) as error:
+        raise InvalidValue(f"{shown(url)}: {error}; {_FORM}") from error
+    prefix = parts.path.strip("/")
+    if parts.scheme != "etcd" or not prefix or query or parts.fragment:
+        raise InvalidValue(f"{shown(url)}: {_FORM}")
+    if not 2 <= lease_s <= 60:
+        raise InvalidValue(f"{shown(url)}: lease_s={lease_s}: give 2 to 60 whole seconds")
+    return Place(endpoints, prefix, lease_s)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    key: bytes
+    value: bytes
+    created: int  # the revision of etcd that has created it
+    lease: int  # 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a transaction has done: its `then`, or its `otherwise`; and what its ranges gave."""
+
+    succeeded: bool
+    ranges: tuple[tuple[KeyValue, ...], ...]
+
+
+def is_value(key: bytes, value: bytes) -> dict[str, Any]:
+    """For a transaction: compare a key's value."""
+    return {"target": "VALUE", "key": _text(key), "value": _text(value), "result": "EQUAL"}
+
+
+def is_created(key: bytes, revision: int) -> dict[str, Any]:
+    """For a transaction: compare the revision that has created a key; 0: there is none."""
+    return {
+        "target": "CREATE",
+        "key": _text(key),
+        "create_revision": str(revision),
+        "result": "EQUAL",
+    }
+
+
+def put(key: bytes, value: bytes, lease: int = 0) -> dict[str, Any]:
+    return {"request_put": {"key": _text(key), "value": _text(value), "lease": str(lease)}}
+
+
+def delete(key: bytes, end: bytes = b"") -> dict[str, Any]:
+    """Of one key, or of those from it up to `end`."""
+    return {"request_delete_range": {"key": _text(key), "range_end": _text(end)}}
+
+
+def get(key: bytes, end: bytes = b"", limit: int = 0) -> dict[str, Any]:
+    """Of one key, or of those from it up to `end`."""
+    return {
+        "request_range": {"key": _text(key), "range_end": _text(end), "limit": str(limit)},
+    }
+
+
+def after(prefix: bytes) -> bytes:
+    """The end of the range of keys that begin with a prefix, which ends in no byte of 255."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+class Etcd:
+    """A connection to a cluster of etcd, of one loop. Requests go to a member that answers."""
+
+    def __init__(self, place: Place) -> None:
+        """Raises StateError: the extra is not installed, a certificate cannot be used."""
+        try:
+            import httpx
+        except ImportError as error:
+            raise StateError(f"etcd:// needs httpx: {install('ha')}") from error
+        self._errors: tuple[type[Exception], ...] = (httpx.HTTPError, OSError)
+        self._unsent = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+        tls = _tls()
+        self._scheme = "http" if tls is None else "https"
+        self._endpoints = place.endpoints
+        self._at = 0  # the endpoint that has answered last
+        self._token = ""
+        self._client: httpx.AsyncClient = httpx.AsyncClient(
+            verify=tls or False, trust_env=False, timeout=ATTEMPT_S
+        )
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    # -- what etcd offers
+
+    async def transact(
+        self,
+        compare: Sequence[Mapping[str, Any]],
+        then: Sequence[Mapping[str, Any]],
+        otherwise: Sequence[Mapping[str, Any]] = (),
+        *,
+        within_s: float,
+    ) -> Found:
+        """One transaction. Raises Unanswered, Refused."""
+        body = {"compare": compare, "success": then, "failure": otherwise}
+        answer = await self._call("kv/txn", body, within_s)
+        ranges = [each.get("response_range") for each in answer.get("responses", ())]
+        return Found(
+            bool(answer.get("succeeded")),
+            tuple(_key_values(each) for each in ranges if each is not None),
+        )
+
+    async def values(self, prefix: bytes, *, within_s: float) -> list[KeyValue]:
+        """All keys that begin with a prefix, in their order. `within_s`: for each page."""
+        found: list[KeyValue] = []
+        key, end = prefix, after(prefix)
+        while True:
+            page = get(key, end, PAGE_KEYS)["request_range"]
+            answer = await self._call("kv/range", page, within_s)
+            found += _key_values(answer)
+            if not answer.get("more"):
+                return found
+            key = found[-1].key + b"\0"
+
+    async def grant(self, seconds: int, *, within_s: float) -> tuple[int, float]:
+        """A new lease: its id, and how long it is, which may be more."""
+        answer = await self._call("lease/grant", {"TTL": str(seconds)}, within_s)
+        return int(answer["ID"]), float(answer["TTL"])
+
+    async def keep_alive(self, lease: int, *, within_s: float) -> float:
+        """Renew a lease; how long it is from now. 0: there is no such lease any more."""
+        try:
+            answer = await self._call("lease/keepalive", {"ID": str(lease)}, within_s)
+        except Refused as error:
+            if error.code == _NOT_FOUND:
+                return 0.0
+            raise
+        return float(answer.get("result", {}).get("TTL", 0))
+
+    async def revoke(self, lease: int, *, within_s: float) -> None:
+        """End a lease, with its keys. It may have ended already."""
+        try:
+            await self._call("lease/revoke", {"ID": str(lease)}, within_s)
+        except Refused as error:
+            if error.code != _NOT_FOUND:
+                raise
+
+    # -- one request
+
+    async def _call(self, path: str, body: Mapping[str, Any], within_s: float) -> Any:
+        """Ask one member after the other, each once, until one answers."""
+        surely, reason, begin = True, "no time was left", anyio.current_time()
+        first = self._at
+        for step in range(len(self._endpoints)):
+            left_s = within_s - (anyio.current_time() - begin)
+            if left_s <= 0:
+                break
+            at = (first + step) % len(self._endpoints)
+            try:
+                with anyio.fail_after(min(ATTEMPT_S, left_s)):
+                    answer = await self._ask(self._endpoints[at], path, body, surely)
+            except TimeoutError:
+                surely, reason = False, f"{self._endpoints[at]}: no answer in time"
+            except self._errors as error:
+                surely = surely and isinstance(error, self._unsent)
+                reason = f"{self._endpoints[at]}: {type(error).__name__}: {error}"
+            else:
+                self._at = at
+                return answer
+        raise Unanswered(f"etcd does not answer ({reason})")
+
+    async def _ask(self, member: str, path: str, body: Mapping[str, Any], surely: bool) -> Any:
+        """Ask one member. With a token that has ended, a second time with a new one."""
+        for is_second in (False, True):
+            if not self._token and os.environ.get(_USER):
+                await self._authenticate(member, surely)
+            try:
+                return await self._post(member, path, body, surely)
+            except Refused as error:
+                has_ended = error.code == _UNAUTHENTICATED or "auth revision" in str(error).lower()
+                if not (has_ended and self._token) or is_second:
+                    raise _explained(error) from error
+                self._token = ""
+        raise AssertionError("unreachable")
+
+    async def _post(self, member: str, path: str, body: Mapping[str, Any], surely: bool) -> Any:
+        url = f"{self._scheme}://{member}/v3/{path}"
+        headers = {"Authorization": self._token} if self._token else {}
+        response = await self._client.post(url, json=body, headers=headers)
+        try:
+            answer = response.json()
+        except ValueError as error:
+            raise OSError(f"it answers {response.status_code} and no JSON") from error
+        if response.status_code == 200 and "error" not in answer:
+            return answer
+        said = answer.get("error", answer) if isinstance(answer, dict) else {}
+        said = said if isinstance(said, dict) else answer  # a stream's error is an object
+        text = str(said.get("message") or said.get("error") or response.status_code)
+        code = said.get("code", said.get("grpc_code", math.inf))
+        if code not in _REFUSALS or "too many requests" in text:
+            raise OSError(text)
+        raise Refused(f"etcd refuses it: {text}", int(code), surely)
+
+    async def _authenticate(self, member: str, surely: bool) -> None:
+        path = os.environ.get(_PASSWORD_FILE)
+        try:
+            password = _read(path) if path else os.environ.get(_PASSWORD, "")
+        except (OSError, ValueError) as error:
+            text = f"{_PASSWORD_FILE}={shown(path)} cannot be read: {error}"
+            raise Refused(text, _UNAUTHENTICATED, surely) from error
+        try:
+            body = {"name": os.environ[_USER], "password": password}
+            self._token = (await self._post(member, "auth/authenticate", body, surely))["token"]
+        except Refused as error:
+            if "not enabled" not in str(error):
+                text = f"{error}: set {_USER}, and {_PASSWORD} or {_PASSWORD_FILE}"
+                raise Refused(text, _UNAUTHENTICATED, surely) from error
+
+
+def _explained(error: Refused) -> Refused:
+    if error.code not in (_DENIED, _UNAUTHENTICATED) and "user name is empty" not in str(error):
+        return error
+    user = os.environ.get(_USER)
+    text = f"give user {user!r} a role for the prefix" if user else f"set {_USER}"
+    return Refused(f"{error}: {text}", _UNAUTHENTICATED, error.surely)
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text().strip()
+
+
+def _tls() -> ssl.SSLContext | None:
+    ca, cert, key = (os.environ.get(name) for name in (_CA, _CERT, _KEY))
+    if not ca:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        if cert:
+            context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        text = f"{_CA}={shown(ca)}, {_CERT}={shown(cert)}, {_KEY}={shown(key)}"
+        raise StateError(f"{text}: {error}") from error
+    return context
+
+
+def _text(key: bytes) -> str:
+    return base64.b64encode(key).decode()
+
+
+def _key_values(answer: Mapping[str, Any]) -> tuple[KeyValue, ...]:
+    return tuple(
+        KeyValue(
+            base64.b64decode(each["key"]),
+            base64.b64decode(each.get("value", "")),
+            int(each.get("create_revision", 0)),
+            int(each.get("lease", 0)),
+        )
+        for each in answer.get("kvs", ())
+    )

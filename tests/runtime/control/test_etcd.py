@@ -1,0 +1,543 @@
+"""State and leadership in real etcd servers: all or nothing, for one leader at a time, and nothing
+invented whatever etcd does.
+"""
+
+import contextlib
+import json
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+import tensorhub
+from tensorhub.coordinator import (
+    Decision,
+    Described,
+    Digested,
+    Durable,
+    Entry,
+    Forgotten,
+    Pinned,
+    Publication,
+    Retention,
+    Rollback,
+    Unpinned,
+)
+from tensorhub.errors import AuthenticationFailed, InvalidValue, StateError
+from tensorhub.layouts.published import Published
+from tensorhub.model.manifest import id_of
+from tensorhub.runtime.control import etcd, etcd_election
+from tensorhub.runtime.control.election import Deposed
+from tensorhub.runtime.control.etcd import Etcd, Found, Place, Refused, Unanswered, place_of
+from tensorhub.runtime.control.etcd_election import EtcdElection, EtcdTerm
+from tensorhub.runtime.control.etcd_store import VALUE_BYTES_MAX
+from tensorhub.runtime.control.store import SqliteStore
+from tensorhub.types import OpKey
+from tests.etcd_rig import Member, etcd_servers, needs_etcd
+from tests.rig import until
+
+pytestmark = needs_etcd
+ADDRESS = "tcp://10.0.0.1:7411"
+prefixes = iter(range(10**6))
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "trio"  # asyncio: tests/test_failover.py
+
+
+@pytest.fixture(scope="module")
+def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
+    with etcd_servers(tmp_path_factory.mktemp("etcd")) as members:
+        yield members[0]
+
+
+@pytest.fixture
+def place(member: Member) -> Place:
+    return Place((member.endpoint,), f"test-{next(prefixes)}", 60)
+
+
+@contextlib.asynccontextmanager
+async def connected(place: Place) -> AsyncIterator[Etcd]:
+    client = Etcd(place)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+@contextlib.asynccontextmanager
+async def elected(place: Place) -> AsyncIterator[EtcdTerm]:
+    """A term; its lease is longer than a test."""
+    election = EtcdElection(place)
+    try:
+        with anyio.fail_after(30):
+            term = await election.campaign(ADDRESS, lambda leader: None)
+        try:
+            yield term
+        finally:
+            await term.resign()
+    finally:
+        await election.aclose()
+
+
+async def read(term: EtcdTerm) -> Durable:
+    return await anyio.to_thread.run_sync(term.store.read)
+
+
+async def write(term: EtcdTerm, *entries: Entry) -> None:
+    await anyio.to_thread.run_sync(term.store.write, entries)
+
+
+async def kept(place: Place) -> Durable:
+    """What the next leader reads."""
+    async with elected(place) as term:
+        return await read(term)
+
+
+async def values(place: Place) -> dict[bytes, bytes]:
+    async with connected(place) as client:
+        return {each.key: each.value for each in await client.values(place.key(""), within_s=10)}
+
+
+def publication(number: int, lineage: int = 0, ids: bytes = b"", model: str = "m") -> Publication:
+    key = OpKey(model, "g", 7, number)
+    return Publication(model, lineage, number, f"c-{lineage}-{number}", 12, 1, "world/1", key, ids)
+
+
+# --------------------------------------------------------------------------------------------------
+# the state
+
+
+def batches(chance: random.Random, count: int) -> Iterator[list[Entry]]:
+    """Such as a core asks for: numbers only rise within a lineage."""
+    lineage, mark = dict.fromkeys("ab", 0), dict.fromkeys("ab", 0)
+    for number in range(count):
+        batch: list[Entry] = []
+        for _ in range(chance.randint(1, 4)):
+            model = chance.choice("ab")
+            match chance.randrange(9):
+                case 0 | 1 | 2:
+                    mark[model] += chance.randint(1, 3)
+                    made = publication(
+                        mark[model], lineage[model], bytes([number % 256]) * 32, model
+                    )
+                    batch.append(made)
+                    about = (model, made.number, made.content_id)
+                    if chance.random() < 0.3:
+                        batch.append(Digested(*about, chance.randbytes(32)))
+                    if chance.random() < 0.3:
+                        part = bytes([chance.randrange(4)])
+                        layout = Published("xxh3-64", 4096, ((id_of(part),),)).encode()
+                        batch.append(Described(*about, layout, (part,)))
+                case 3:
+                    lineage[model] += 1
+                    mark[model] = chance.randint(0, mark[model])
+                    batch.append(Rollback(model, lineage[model], mark[model], f"r{number}"))
+                case 4:
+                    batch.append(Retention(model, chance.randrange(5)))
+                case 5:
+                    batch.append(Pinned(f"p{chance.randrange(9)}", "life", model, 1, "c-0-1"))
+                case 6:
+                    batch.append(Unpinned(f"p{chance.randrange(9)}"))
+                case 7:
+                    key = OpKey(model, f"g{chance.randrange(9)}", 7, number)
+                    batch.append(Decision(key, model, 1, "c-0-1", 12, 2))
+                case _:
+                    batch.append(Forgotten(model, f"g{chance.randrange(9)}"))
+        yield batch
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+async def test_it_keeps_what_a_directory_keeps(place: Place, tmp_path: Path, count: int) -> None:
+    seed = random.randrange(2**32)
+    local = SqliteStore(tmp_path)
+    async with elected(place) as term:
+        assert await read(term) == local.read() == Durable()
+        for batch in batches(random.Random(seed), count):
+            await anyio.to_thread.run_sync(local.write, batch)
+            await write(term, *batch)
+        assert await read(term) == local.read(), seed
+        first = term.record
+    async with elected(place) as term:
+        assert await read(term) == local.read(), seed
+        assert (term.record.cluster, term.record.epoch) == (first.cluster, first.epoch + 1)
+    local.close()
+
+
+async def test_a_batch_of_any_size_is_durable_as_a_whole_or_not_at_all(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leader dies after each of its transactions in turn."""
+    before: list[Entry] = [publication(number) for number in range(1, 41)]
+    before += [Digested("m", number, f"c-0-{number}", bytes(32)) for number in range(1, 41)]
+    before.append(Digested("m", 40, "c-0-40", bytes(3 * VALUE_BYTES_MAX)))
+    batch: list[Entry] = [Rollback("m", 1, 1, "why"), publication(2, 1)]
+    batch += [
+        Decision(OpKey("m", f"g{number}", 7, 1), "m", 1, "c-0-1", 12, 2) for number in range(90)
+    ]
+    batch.append(Digested("m", 2, "c-1-2", bytes(2 * VALUE_BYTES_MAX)))
+    async with elected(place) as term:
+        await read(term)
+        await write(term, *before)
+    old = await kept(place)
+    assert old == Durable.of(before)
+    commit, left = EtcdTerm.commit, 0
+
+    async def dying(term: EtcdTerm, operations: Sequence[Any], staged: int = 0) -> None:
+        nonlocal left
+        if not left:
+            term.depose("the process was killed")
+        left -= 1
+        await commit(term, operations, staged)
+
+    outcomes = []
+    for number in range(20):
+        async with elected(place) as term:
+            await read(term)
+            monkeypatch.setattr(EtcdTerm, "commit", dying)
+            left = number
+            with contextlib.suppress(Deposed):
+                await write(term, *batch)
+                outcomes.append("written")
+            monkeypatch.setattr(EtcdTerm, "commit", commit)
+        found = await kept(place)
+        if found != old:
+            assert found == Durable.of([*before, *batch])
+            break
+        outcomes.append("nothing")
+    else:
+        raise AssertionError(outcomes)
+    assert len(outcomes) > 2
+    assert "written" not in outcomes  # the last one died when it was durable, and not carried out
+    assert not [key for key in await values(place) if key.startswith(place.key("staged/"))]
+
+
+async def test_what_cannot_be_written_leaves_no_trace(place: Place) -> None:
+    async with elected(place) as term:
+        await read(term)
+        await write(term, publication(1))
+        with pytest.raises(OSError, match="cannot be written: UNIQUE constraint failed") as caught:
+            await write(term, publication(2), publication(1))
+        assert not isinstance(caught.value, Deposed)
+        await write(term, publication(3))
+        assert await read(term) == Durable.of([publication(1), publication(3)])
+    assert await kept(place) == Durable.of([publication(1), publication(3)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("state/models/[", b"\x91\xa1m", "invalid literal"),
+        ('state/models/["m"]', b"\xc1", ""),
+        ('state/nothing/["m"]', b"\x91\xa1m", "an unknown table"),
+        ('state/pins/["p"]', b"\x95\xa1p\xa1i\xa1m\xa1x\xa1c", "number: 'x'"),
+    ],
+)
+async def test_a_damaged_row_is_refused(place: Place, name: str, value: bytes, why: str) -> None:
+    async with elected(place):
+        pass
+    async with connected(place) as client:
+        await client.transact((), [etcd.put(place.key(name), value)], within_s=10)
+    with pytest.raises(StateError, match=rf"{place.prefix} is damaged \(.*{why}"):
+        await kept(place)
+
+
+# --------------------------------------------------------------------------------------------------
+# who leads
+
+
+async def test_one_leads_and_the_next_takes_over_at_once(place: Place) -> None:
+    told: list[str] = []
+    second = EtcdElection(place)
+    found: list[EtcdTerm] = []
+
+    async def campaign() -> None:
+        found.append(await second.campaign("tcp://10.0.0.2:7411", told.append))
+
+    async with anyio.create_task_group() as tasks:
+        async with elected(place) as first:
+            await read(first)
+            await write(first, publication(1))
+            tasks.start_soon(campaign)
+            await until(lambda: told == [ADDRESS])
+            assert not found
+        with anyio.fail_after(30):
+            await until(lambda: bool(found))
+        assert found[0].record.epoch == first.record.epoch + 1
+        assert await read(found[0]) == Durable.of([publication(1)])
+    await found[0].resign()
+    await second.aclose()
+    # a leader's and a candidate's keys end with their lease
+    left = await values(place)
+    assert place.key("leader") not in left
+    assert not [key for key in left if b"candidates" in key]
+
+
+async def test_a_deposed_leader_changes_nothing(place: Place) -> None:
+    """Its lease has ended, and it does not know: it was stopped, say."""
+    election = EtcdElection(place)
+    old = await election.campaign(ADDRESS, lambda leader: None)
+    await read(old)
+    await write(old, publication(1))
+    async with connected(place) as client:
+        await client.revoke(old._lease.id, within_s=10)
+    with pytest.raises(Deposed, match="another coordinator has written"):
+        await write(old, publication(2))  # also before there is another leader
+    with pytest.raises(Deposed):
+        await write(old, publication(2))
+    async with elected(place) as new:
+        assert await read(new) == Durable.of([publication(1)])
+    await old.resign()
+    await election.aclose()
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("revoked", "etcd ended its lease"),
+        ("replaced", "another coordinator leads"),
+        ("asleep", "its lease was not renewed in time: this process was stopped"),
+    ],
+)
+async def test_a_leader_notices_its_end_by_itself(
+    place: Place, how: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it has nothing to write."""
+    place = replace(place, lease_s=1)
+    election = EtcdElection(place)
+    term = await election.campaign(ADDRESS, lambda leader: None)
+    async with connected(place) as client:
+        if how == "revoked":
+            await client.revoke(term._lease.id, within_s=10)
+        elif how == "replaced":
+            leader = place.key("leader")
+            await client.transact((), [etcd.delete(leader)], within_s=10)
+            await client.transact((), [etcd.put(leader, b"other")], within_s=10)
+        else:
+            now = etcd_election.now
+            monkeypatch.setattr(etcd_election, "now", lambda: now() + place.lease_s)
+        with anyio.fail_after(30):
+            assert why in await term.lost()
+    with pytest.raises(Deposed):
+        await write(term, publication(1))
+    await term.resign()
+    await election.aclose()
+
+
+# --------------------------------------------------------------------------------------------------
+# what etcd does
+
+
+Transact = Callable[..., Awaitable[Found]]
+
+
+async def test_a_transaction_without_an_answer_is_repeated_until_it_is_known(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it has come through or not; and if it comes through late, it changes nothing."""
+    transact: Transact = Etcd.transact
+    faults: list[str] = []
+    late: list[tuple[Any, ...]] = []
+
+    async def faulty(client: Etcd, *given: Any, within_s: float) -> Found:
+        match faults.pop(0) if faults else "":
+            case "lost":
+                late.append(given)
+                raise Unanswered("no answer in time")
+            case "unanswered":
+                await transact(client, *given, within_s=within_s)
+                raise Unanswered("no answer in time")
+            case "refused":
+                raise Refused("mvcc: database space exceeded", 8, True)
+        return await transact(client, *given, within_s=within_s)
+
+    async with elected(place) as term, connected(place) as client:
+        await read(term)
+        monkeypatch.setattr(etcd_election, "AGAIN_S", 0.0)
+        monkeypatch.setattr(Etcd, "transact", faulty)
+        faults[:] = ["lost", "lost", "unanswered", "refused", "unanswered"]
+        await write(term, publication(1))
+        assert not faults
+        await write(term, Retention("m", 3))
+        await write(term, Retention("m", 4))
+        sequence = term.record.sequence
+        for given in late:
+            assert not (await transact(client, *given, within_s=10)).succeeded
+        faults[:] = ["refused"]
+        with pytest.raises(OSError, match="cannot be written: mvcc: database space") as caught:
+            await write(term, publication(2))
+        assert not isinstance(caught.value, Deposed)
+        assert term.record.sequence == sequence
+        await write(term, publication(3))
+    assert await kept(place) == Durable.of([publication(1), Retention("m", 4), publication(3)])
+
+
+async def test_an_etcd_that_goes_away_ends_the_term_and_one_that_comes_back_begins_another(
+    tmp_path: Path,
+) -> None:
+    with etcd_servers(tmp_path) as (member,):
+        place = Place((member.endpoint,), "t", 1)
+        election = EtcdElection(place)
+        term = await election.campaign(ADDRESS, lambda leader: None)
+        await read(term)
+        await write(term, publication(1))
+        member.signal(signal.SIGSTOP)
+        why: list[str] = []
+
+        async def lead() -> None:
+            why.append(await term.lost())
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(lead)
+                with pytest.raises(Deposed, match=r"has ended"):
+                    await write(term, publication(2))
+        assert "etcd does not answer" in why[0]
+        with anyio.fail_after(60):
+            await term.resign()
+            with pytest.raises(
+                StateError, match=r"etcd does not answer .*no answer in time"
+            ) as away:
+                await election.campaign(ADDRESS, lambda leader: None)
+        assert away.value.retryable
+        member.kill()
+        member.start()
+        member.wait()
+        with anyio.fail_after(60):
+            term = await election.campaign(ADDRESS, lambda leader: None)
+        found = await read(term)
+        await term.resign()
+        await election.aclose()
+    # the second may have come through, or not
+    both = [publication(1), publication(2)]
+    assert found in (Durable.of(both[:1]), Durable.of(both))
+
+
+async def test_of_three_members_any_may_go(tmp_path: Path) -> None:
+    with etcd_servers(tmp_path, 3) as members:
+        place = Place(tuple(each.endpoint for each in members), "t", 60)
+        async with elected(place) as term:
+            await read(term)
+            await write(term, publication(1))
+            at = term._etcd._at
+            members[at].signal(signal.SIGSTOP)
+            await write(term, publication(2))
+            members[at].signal(signal.SIGCONT)
+            members[term._etcd._at].kill()
+            await write(term, publication(3))
+            assert term.record.epoch == 1
+        assert await kept(place) == Durable.of([publication(n) for n in (1, 2, 3)])
+
+
+# --------------------------------------------------------------------------------------------------
+# what cannot be used
+
+
+async def test_a_prefix_that_has_something_else(place: Place) -> None:
+    async with connected(place) as client:
+        await client.transact((), [etcd.put(place.key("zoo"), b"animals")], within_s=10)
+    with pytest.raises(StateError, match=r"has something else, such as b'test-\d+/zoo'"):
+        await kept(place)
+    for record in (b"animals", b"[]", b'{"cluster": 1, "epoch": 1}', b"{}"):
+        async with connected(place) as client:
+            await client.transact((), [etcd.put(place.key("cluster"), record)], within_s=10)
+        with pytest.raises(StateError, match="is no record of a cluster that this release can"):
+            await kept(place)
+
+
+async def test_another_format_is_named(place: Place) -> None:
+    record = {"cluster": "c", "epoch": 1, "format": 99, "sequence": 0, "staged": 0}
+    async with connected(place) as client:
+        made = etcd.put(place.key("cluster"), json.dumps(record).encode())
+        await client.transact((), [made], within_s=10)
+    with pytest.raises(StateError, match="its format is 99, this version writes"):
+        await kept(place)
+
+
+async def test_an_etcd_that_was_restored_from_an_old_copy_is_refused(place: Place) -> None:
+    election = EtcdElection(place)
+    for _ in range(2):
+        term = await election.campaign(ADDRESS, lambda leader: None)
+        await term.resign()
+    old = replace(term.record, epoch=1)
+    for restored in (
+        [etcd.put(place.key("cluster"), old.encode())],
+        [etcd.delete(place.key("cluster"))],
+    ):
+        async with connected(place) as client:
+            await client.transact((), restored, within_s=10)
+        with pytest.raises(StateError, match=r"knows less than this coordinator.*from an old copy"):
+            await election.campaign(ADDRESS, lambda leader: None)
+    await election.aclose()
+
+
+async def test_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the environment or a file; and a token that etcd has forgotten is renewed."""
+    with etcd_servers(tmp_path) as (member,):
+        place = Place((member.endpoint,), "t", 60)
+        async with connected(place) as client:
+            for path, body in (
+                ("user/add", {"name": "root", "password": "secret"}),
+                ("user/add", {"name": "other", "password": "secret"}),
+                ("user/grant", {"user": "root", "role": "root"}),
+                ("enable", {}),
+            ):
+                with contextlib.suppress(Refused):
+                    await client._call(f"auth/{path}", body, 10)
+        with pytest.raises(AuthenticationFailed, match="set TENSORHUB_ETCD_USER"):
+            await kept(place)
+        (tmp_path / "password").write_text("secret\n")
+        monkeypatch.setenv("TENSORHUB_ETCD_USER", "root")
+        monkeypatch.setenv("TENSORHUB_ETCD_PASSWORD", "wrong")
+        with pytest.raises(AuthenticationFailed, match=r"authentication failed.*_PASSWORD_FILE"):
+            await kept(place)
+        monkeypatch.setenv("TENSORHUB_ETCD_PASSWORD_FILE", str(tmp_path / "none"))
+        with pytest.raises(AuthenticationFailed, match=r"none' cannot be read"):
+            await kept(place)
+        monkeypatch.setenv("TENSORHUB_ETCD_PASSWORD_FILE", str(tmp_path / "password"))
+        async with elected(place) as term:
+            await read(term)
+            await write(term, publication(1))
+            term._etcd._token = "forgotten.1"
+            await write(term, publication(2))
+        monkeypatch.setenv("TENSORHUB_ETCD_USER", "other")
+        with pytest.raises(AuthenticationFailed, match="give user 'other' a role for the prefix"):
+            await kept(place)
+
+
+async def test_an_etcd_that_is_not_there() -> None:
+    with pytest.raises(
+        StateError, match=r"etcd://127.0.0.1:1/t: etcd does not answer \(127.0.0.1:1"
+    ):
+        await tensorhub.serve(ha="etcd://127.0.0.1:1/t")
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("etcd://", "give etcd://HOST:PORT"),
+        ("etcd://host/prefix", "give etcd://HOST:PORT"),
+        ("etcd://host:1", "give etcd://HOST:PORT"),
+        ("etcd://host:1/", "give etcd://HOST:PORT"),
+        ("etcd://host:1,/p", "give etcd://HOST:PORT"),
+        ("etcd://host:1/p#x", "give etcd://HOST:PORT"),
+        ("etcd://host:1/p?ttl=5", "give etcd://HOST:PORT"),
+        ("etcd://host:1/p?lease_s=1", "give 2 to 60 whole seconds"),
+        ("etcd://host:1/p?lease_s=soon", "give etcd://HOST:PORT"),
+        (
+            "etcd://me:secret@host:1/p",
+            "credentials do not belong in a URL: set TENSORHUB_ETCD_USER",
+        ),
+    ],
+)
+def test_a_url_that_says_too_little_or_too_much(url: str, why: str) -> None:
+    with pytest.raises(InvalidValue, match=why) as caught:
+        place_of(url)
+    assert "secret" not in str(caught.value)
