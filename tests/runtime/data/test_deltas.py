@@ -153,6 +153,16 @@ def test_all_deltas_stay_within_a_part_of_the_version() -> None:
         assert len(history.versions) <= VERSIONS_MAX
 
 
+def test_of_a_version_whose_deltas_are_too_large_those_of_its_first_chunks_are_kept() -> None:
+    source = Source()
+    source.look()
+    source.publish(random.Random(1).choices(range(4 * CHUNK_BYTES), k=16 * CHUNK_BYTES))
+    source.look()
+    found = source.find(1)
+    assert set(found) == {0, 1}
+    source.check(1, found)
+
+
 def test_what_has_ended_finds_nothing_and_can_begin_again() -> None:
     source = Source()
     source.look()

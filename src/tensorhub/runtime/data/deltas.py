@@ -90,10 +90,10 @@ class _History:
         return found
 
     def trim(self) -> None:
-        """Forget the oldest deltas, until the rest fits."""
+        """Forget the oldest deltas, until the rest fits; those of the newest version stay."""
         while len(self.versions) > VERSIONS_MAX:
             self._forget_oldest(self.versions.pop(0))
-        for version in self.versions:
+        for version in self.versions[:-1]:
             if self.taken <= self.room:
                 return
             self._forget_oldest(version)
@@ -361,7 +361,9 @@ class Deltas:
         start: int,
         made: tuple[bytes, ...],
     ) -> None:
-        history.taken -= sum(map(len, version.made.get(chunk, (0, ()))[1]))
+        history.taken += sum(map(len, made)) - sum(map(len, version.made.get(chunk, (0, ()))[1]))
         version.made[chunk] = start, made
-        history.taken += sum(map(len, made))
         history.trim()
+        if history.taken > history.room:  # what came first stays: readers get deltas of a part
+            history.taken -= sum(map(len, made))
+            version.made[chunk] = start, ()
