@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from contextlib import AsyncExitStack
 from typing import Any
@@ -12,9 +14,11 @@ import numpy as np
 import tensorhub
 from benches.commands import obey
 from tensorhub.api.hub import Hub
+from tensorhub.api.tools import recent_updates
 from tensorhub.api.weights import Weights
-from tensorhub.cli.explain import compared
-from tensorhub.flows.what_if import changes
+from tensorhub.errors import VersionUnavailable
+from tensorhub.flows.what_if import COMPARED_MAX, changes
+from tensorhub.observed import Explanation
 from tensorhub.types import Location, Options
 
 TENSORS = 16
@@ -141,8 +145,26 @@ class BenchProcess:
     async def what_if(self, model: str, version: int, group: str) -> list[tuple[str, float, str]]:
         """Changes, with the seconds that the update would have taken with each."""
         await self.explain(model, version, group)
-        found = changes(*await compared(self._hub, model, version, group))
-        return [(each.name, each.seconds, each.text) for each in found]
+        found, others = await self._hub.explain(model, version, group=group), list[Explanation]()
+        rows = await recent_updates(self._hub, model)
+        for row in [row for row in rows if row.outcome == "committed"][:COMPARED_MAX]:
+            with contextlib.suppress(VersionUnavailable):  # it was forgotten meanwhile
+                others.append(await self._hub.explain(model, row.version, group=row.key.group))
+        info = await self._hub.describe(model)
+        sites = {each.name: each.location.site for each in info.workers}
+        made = changes(found, others, sites)
+        return [(each.name, each.seconds, each.text) for each in made]
+
+    async def keep_objects(self, host: str) -> tuple[str, dict[str, str]]:
+        """An S3 server: its URL, and the environment that finds it."""
+        from tests.archives.servers import seaweedfs
+
+        server = self._stack.enter_context(seaweedfs(host))
+        found = {f"AWS_{name.upper()}": value for name, value in server.options.items()}
+        return server.url, found
+
+    async def set_environment(self, found: dict[str, str]) -> None:
+        os.environ.update(found)
 
     async def archive(self, model: str, url: str) -> None:
         """Keep and serve versions there, until this process ends."""

@@ -39,7 +39,7 @@ from benches.testbed.network import why_not
 MBIT: Final = 500.0  # of fast links: so few that processors do not matter
 LIMIT: Final = 0.2  # by which a prediction may be off
 ROOM: Final = 1 << 30
-NOISE: Final = 0.25
+NOISE: Final = 0.2  # less than the share that a source keeps of deltas
 VERSIONS_MAX: Final = 8
 COMPARED_S: Final = 1.0  # in which a source keeps a version, or compares one with that before
 DELTAS: Final = {"deltas": "auto", "host_memory_bytes": ROOM}
@@ -158,7 +158,7 @@ def other_reads(cluster: Cluster) -> None:
 
 
 def noisy(cluster: Cluster, changed: bool) -> tuple[int, float]:
-    """A quarter of the bytes is noise. The second reader goes on until a version came as deltas:
+    """A fifth of the bytes is noise. The second reader goes on until a version came as deltas:
     from the third one on, if the source had the time to compare it.
     """
     reader = cluster.readers[1 if changed else 0]
@@ -195,17 +195,25 @@ def slow_store(cluster: Cluster) -> Iterator[None]:
 
 
 def archived(cluster: Cluster) -> None:
-    """An archive at the coordinator; the second reader, which may, reads there by itself."""
-    register(cluster, 1, 8 * NBYTES)
-    url = (cluster.directory / "archive").as_uri()
+    """An archive in the trainer's host; the second reader, which may, reads there by itself. The
+    first of its reads also opens the store: three show how fast they are.
+    """
+    register(cluster, 1)
+    host = cluster.network.address("trainer")
+    url, found = cluster.start("objects", "trainer").do("keep_objects", host=host)
+    for process in cluster.observer, cluster.readers[1]:
+        process.do("set_environment", found=found)
     cluster.observer.do("archive", model="actor", url=url)
-    from_archive(cluster, changed=True)
+    for _ in range(3):
+        from_archive(cluster, changed=True)
 
 
 def from_archive(cluster: Cluster, changed: bool) -> tuple[int, float]:
     version = cluster.publish()
     cluster.observer.do("archived", version=version)
     cluster.observer.do("archived", version=cluster.publish())
+    if not changed:
+        cluster.network.set_mbit("coordinator", SLOW_MBIT / 3)  # the archiving worker's link
     return version, updated([cluster.readers[1 if changed else 0]], version)
 
 
@@ -255,10 +263,10 @@ TRIALS: Final = (
         "direct",
         from_archive,
         archived,
-        of(readers=2, nbytes=8 * NBYTES),
+        of(readers=2),
         {
             "observer": {"host_memory_bytes": ROOM, "transports": ["archive", "tcp"]},
-            "reader-1": {"direct": ["file:///"], "transports": ["archive", "tcp"]},
+            "reader-1": {"direct": ["s3://archives"], "transports": ["archive", "tcp"]},
         },
         mbit=SLOW_MBIT,
     ),

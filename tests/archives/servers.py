@@ -67,7 +67,7 @@ def _program() -> str:
 
 
 @contextlib.contextmanager
-def seaweedfs() -> Iterator[S3]:
+def seaweedfs(host: str = "127.0.0.1") -> Iterator[S3]:
     """A server of its own, with a bucket that one key may write and another may only read."""
     program, bucket = _program(), "archives"
     with tempfile.TemporaryDirectory(prefix="weed") as directory, _ports(8) as ports:
@@ -82,7 +82,7 @@ def seaweedfs() -> Iterator[S3]:
         data = Path(directory, "data")
         data.mkdir()
         arguments = [
-            "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={data}", "-filer", "-s3",
+            f"-ip={host}", f"-ip.bind={host}", f"-dir={data}", "-filer", "-s3",
             f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-s3.port={s3}",
             *[f"-{part}.port.grpc={port}" for part, port in zip(("master", "volume", "filer", "s3"), grpc, strict=True)],
             "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false", f"-s3.config={config}",
@@ -96,9 +96,11 @@ def seaweedfs() -> Iterator[S3]:
             )  # fmt: skip
         try:
             deadline = time.monotonic() + START_S
-            _until(deadline, process, lambda: _status(s3, "GET", "/") == 403)
-            _until(deadline, process, lambda: _status(filer, "POST", f"/buckets/{bucket}/") < 300)
-            yield S3(f"http://127.0.0.1:{s3}", bucket)
+            _until(deadline, process, lambda: _status(host, s3, "GET", "/") == 403)
+            _until(
+                deadline, process, lambda: _status(host, filer, "POST", f"/buckets/{bucket}/") < 300
+            )
+            yield S3(f"http://{host}:{s3}", bucket)
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -118,8 +120,8 @@ def _ports(count: int) -> Iterator[list[int]]:
     yield ports
 
 
-def _status(port: int, method: str, path: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+def _status(host: str, port: int, method: str, path: str) -> int:
+    connection = http.client.HTTPConnection(host, port, timeout=10)
     try:
         connection.request(method, path)
         return connection.getresponse().status
