@@ -170,8 +170,8 @@ class Explanation:
 
     `parts` add up to `seconds`, the wall time of the rank that took longest. `sentence` names the
     longest part. `unsure_s`: how far the division between parts on different machines may be off
-    (the messages' own time). `help`: what would have made it faster, and by how much; `tensorhub
-    explain` and the dashboard work that out, and `Hub.explain` leaves it empty.
+    (the messages' own time). `help`: what would have made it faster, and by how much, as
+    far as other updates of the model show that.
     """
 
     model: Name

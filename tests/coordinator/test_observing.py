@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tensorhub.coordinator import Received, explaining, observing
-from tensorhub.coordinator.explaining import SENTENCES, Lane, Rank, Update, explanation
+from tensorhub.coordinator.explaining import SENTENCES, Known, Lane, Rank, Update, explanation
 from tensorhub.coordinator.observing import SECONDS_BOUNDS, Histogram, Observations
 from tensorhub.errors import VersionUnavailable
 from tensorhub.messages import (
@@ -495,7 +495,7 @@ def test_of_two_sources_the_one_that_lacked_more_is_followed(lacked: dict[str, f
         update.bound_at = update.written_at = 0.0
         update.prepared_at = update.ended_at = 4.0
     found = explanation(
-        updates[OpKey("m", "reader", 1, 1)], 4.0, 0.0, updates.get, (), lambda *about: []
+        updates[OpKey("m", "reader", 1, 1)], 4.0, 0.0, Known(updates.get, (), lambda *about: [])
     )
     more, less = sorted(lacked, key=lambda name: -lacked[name])
     parts = {(part.name, part.worker, part.peer): part.seconds for part in found.parts}
@@ -517,14 +517,14 @@ def test_a_long_chain_is_followed_for_a_few_hops() -> None:
         update.bound_at = update.written_at = 0.0
         update.prepared_at = update.ended_at = 4.0
         update.info = VersionInfo("m", 1, "c", 1, 1)
-    found = explanation(update, 4.0, 0.0, updates.get, (), lambda *about: [])
+    found = explanation(update, 4.0, 0.0, Known(updates.get, (), lambda *about: []))
     assert [(part.name, part.worker, part.seconds) for part in found.parts] == [
         ("upstream", "w3", 4.0)
     ]
     # two that wait for each other are no way out, either
     first, second = updates[OpKey("m", "g0", 1, 1)], updates[OpKey("m", "g1", 1, 1)]
     first.ranks[0].lanes["l"].fills = second.key, 0
-    found = explanation(first, 4.0, 0.0, updates.get, (), lambda *about: [])
+    found = explanation(first, 4.0, 0.0, Known(updates.get, (), lambda *about: []))
     assert sum(part.seconds for part in found.parts) == 4.0
 
 
@@ -554,9 +554,38 @@ def test_each_hop_of_a_chain_costs_as_much_as_the_one_before(
         update.ranks[0], update.calls = rank, 1
         update.bound_at = update.written_at = 0.0
         update.prepared_at = update.ended_at = 4.0
-    found = explanation(update, 4.0, 0.0, updates.get, (), lambda *about: [])
+    found = explanation(update, 4.0, 0.0, Known(updates.get, (), lambda *about: []))
     assert sum(part.seconds for part in found.parts) == pytest.approx(4.0)
     assert scaled < 60 * (explaining.HOPS_MAX + 1)
+
+
+def test_what_one_answer_costs_is_bounded_however_often_calls_were_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    divided = 0
+
+    def counted(*about: object) -> list[Part]:
+        nonlocal divided
+        divided += 1
+        return []
+
+    monkeypatch.setattr(explaining._Path, "_shares", counted)
+    kept, lanes = Observations(0.0), observing.LANES_OF_RANK_MAX
+    keys = [OpKey("m", "g", 1, number) for number in range(1, 31)]
+    kept._of_model["m"] = kept._finished[False]
+    for place, key in enumerate(keys):
+        update = kept._finished[False][key] = Update(key, "update", 1, False, 0.0)
+        rank = update.ranks[0] = Rank(0, "w", "i", place, False, tuple(keys[:place][-16:]))
+        rank.leased_at, rank.verified_at, rank.agreed_at = place, place + 1.0, place + 1.0
+        links = [LinkTiming(f"{n}", "s", "tcp", "live", 1, 1.0) for n in range(lanes)]
+        rank.lanes = {link.lease: Lane("s", "s", None, place) for link in links}
+        rank.took = Took(key, 0, 4.0, (), tuple(links))
+        update.calls, update.info = 1, VersionInfo("m", 1, "c", 1, 1)
+        update.bound_at = update.written_at = update.began_at = place
+        update.prepared_at = update.ended_at = place + 1.0
+    rows = kept.updates(40.0, "m")
+    assert len(rows) == len(keys)
+    assert 0 < divided < explaining.LANES_DIVIDED_MAX + lanes
 
 
 def test_what_is_staged_is_put_in_place_after_the_decision() -> None:

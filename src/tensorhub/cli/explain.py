@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.console import Group
 
-from tensorhub.api.hub import Hub
-from tensorhub.api.tools import recent_updates
 from tensorhub.cli import common
 from tensorhub.cli.sheets import Sheet
-from tensorhub.errors import VersionUnavailable
-from tensorhub.flows.what_if import COMPARED_MAX, helping
 from tensorhub.observed import Explanation
 from tensorhub.types import VERSION_MAX, check_name
 
@@ -57,8 +52,7 @@ def explain(
 
     async def body() -> int:
         async with connect() as hub:
-            found, others, sites = await compared(hub, model, version, group)
-        found = replace(found, help=helping(found, others, sites))
+            found = await hub.explain(model, version, group=group)
         if as_json:
             print(json.dumps(asdict(found)), flush=True)
         else:
@@ -66,19 +60,6 @@ def explain(
         return 0
 
     common.run(body)
-
-
-async def compared(
-    hub: Hub, model: str, version: int | None, group: str | None
-) -> tuple[Explanation, list[Explanation], dict[str, str]]:
-    """An update, others of the model, and where its workers are."""
-    found, others = await hub.explain(model, version, group=group), list[Explanation]()
-    rows = [row for row in await recent_updates(hub, model) if row.outcome == "committed"]
-    for row in rows[:COMPARED_MAX]:
-        with contextlib.suppress(VersionUnavailable):  # it was forgotten meanwhile
-            others.append(await hub.explain(model, row.version, group=row.key.group))
-    info = await hub.describe(model)
-    return found, others, {each.name: each.location.site for each in info.workers}
 
 
 def sheets(found: Explanation) -> list[Sheet]:

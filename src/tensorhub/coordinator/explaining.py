@@ -25,6 +25,7 @@ LOST_SHARE = 0.01  # of the segments: so many sent again are named
 FAST_SHARE = 0.5  # of what others have at the same time: a slower reader's link is its own
 RANKS_NAMED_MAX = 8
 NAME_CHARS_MAX = 60  # of a name within a sentence
+LANES_DIVIDED_MAX = 1024  # of one answer
 
 
 @dataclass(slots=True, eq=False)
@@ -106,22 +107,25 @@ def subject(update: Update) -> Rank:
     return max(ranks, key=lambda r: (r.took.seconds if r.took is not None else 0.0, -r.called_at))
 
 
-def explanation(
-    update: Update,
-    now: float,
-    wall_offset_s: float,
-    find: Callable[[OpKey], Update | None],
-    late: Sequence[tuple[float, float]],
-    rates_beside: Callable[[Update, Lane], list[float]],
-) -> Explanation:
-    """Of this update. `find`: another one. `late`: from when to when the coordinator came to
-    nothing of what waited for it. `rates_beside`: of other readers of a lane's source, in bytes per
-    second.
+@dataclass(slots=True)
+class Known:
+    """What one answer goes by. `find`: another update. `late`: from when to when the coordinator
+    came to nothing of what waited for it. `rates_beside`: of other readers of a lane's source, in
+    bytes per second. `lanes_left`: that may still be divided.
     """
+
+    find: Callable[[OpKey], Update | None]
+    late: Sequence[tuple[float, float]]
+    rates_beside: Callable[[Update, Lane], list[float]]
+    lanes_left: int = LANES_DIVIDED_MAX
+
+
+def explanation(update: Update, now: float, wall_offset_s: float, known: Known) -> Explanation:
+    """Of this update."""
     first, end = subject(update), now if update.ended_at is None else update.ended_at
-    path = _Path(first.called_at, find, late, rates_beside)
-    for key in first.former:
-        before = find(key)
+    path = _Path(first.called_at, known)
+    for key in first.former if known.lanes_left > 0 else ():
+        before = known.find(key)
         rank = before.ranks.get(first.rank) if before is not None else None
         if before is not None and rank is not None and before.ended_at is not None:
             path.to(rank.called_at, "control", first.worker)
@@ -151,17 +155,11 @@ def explanation(
 class _Path:
     """A critical path, as far as it is known up to the time `at` of the coordinator's clock."""
 
-    def __init__(
-        self,
-        at: float,
-        find: Callable[[OpKey], Update | None],
-        late: Sequence[tuple[float, float]],
-        rates_beside: Callable[[Update, Lane], list[float]],
-    ) -> None:
+    def __init__(self, at: float, known: Known) -> None:
         self.parts: list[Part] = []
         self.at = self.began_at = at
         self.critical: Rank | None = None  # whose vote came last
-        self._find, self._late, self._rates_beside = find, late, rates_beside
+        self._known = known
 
     def to(self, until: float, name: str, worker: str = "", text: str = "") -> None:
         """Up to then it was one thing, but for the time that the message which ended it waited for
@@ -169,7 +167,7 @@ class _Path:
         """
         seconds = until - self.at
         if seconds > 0.0:
-            waited = [until - max(a, self.at) for a, b in self._late if a <= until <= b]
+            waited = [until - max(a, self.at) for a, b in self._known.late if a <= until <= b]
             late_s = max(waited, default=0.0)
             self.parts += [Part(name, seconds - late_s, worker, "", text)]
             self.parts += [Part("coordinator", late_s)]
@@ -179,7 +177,7 @@ class _Path:
         """For how long it was late then: whatever it said, or should have heard, may have waited
         so long.
         """
-        return sum(max(0.0, min(b, until) - max(a, since)) for a, b in self._late)
+        return sum(max(0.0, min(b, until) - max(a, since)) for a, b in self._known.late)
 
     def _wait(self, update: Update, until: float) -> None:
         """Up to then all ranks waited, as noted."""
@@ -273,10 +271,12 @@ class _Path:
         self, update: Update, rank: Rank, seconds: float, late_s: float, hops: int = HOPS_MAX
     ) -> list[Part]:
         """Parts of so many seconds in which this rank has read."""
-        took, me = rank.took, rank.worker
-        if took is None or not (took.phases or took.links):
+        took, me, can_be_divided = rank.took, rank.worker, self._known.lanes_left > 0
+        self._known.lanes_left -= 1 + len(took.links if took is not None else ())
+        if took is None or not can_be_divided or not (took.phases or took.links):
             lanes = [lane.source for lane in rank.lanes.values()]
-            text = "not divided: its worker has not said what took how long"
+            text = "its worker has not said what took how long"
+            text = f"not divided: {text if can_be_divided else 'this answer is too long'}"
             return [Part("link", seconds, me, lanes[-1] if lanes else "", text)]
         parts, left, phases = list[Part](), seconds, Counter(dict(took.phases))
 
@@ -313,7 +313,7 @@ class _Path:
     def _followed(self, rank: Rank, link: LinkTiming, share: list[Part], hops: int) -> list[Part]:
         """The same, with the time in which the source lacked chunks divided as its own read was."""
         fills = rank.lanes[link.lease].fills
-        above = self._find(fills[0]) if fills is not None else None
+        above = self._known.find(fills[0]) if fills is not None else None
         source = above.ranks.get(fills[1]) if above is not None and fills is not None else None
         if above is None or source is None or source.leased_at is None:
             return share
@@ -368,7 +368,7 @@ class _Path:
             lost = f"{served.resent / served.segments:.1%} of the segments sent again"
             yield Part("loss", on_way_s, me, link.source, f"{lost}, {_rate(rate)}")
             return
-        beside = self._rates_beside(update, lane) if served.readers else []
+        beside = self._known.rates_beside(update, lane) if served.readers else []
         others_s = 0.0
         if not beside or rate >= FAST_SHARE * sum(beside) / len(beside):
             others_s = on_way_s * served.readers / (served.readers + 1.0)

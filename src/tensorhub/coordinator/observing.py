@@ -25,7 +25,7 @@ from tensorhub.coordinator.entities import (
     Version,
     Worker,
 )
-from tensorhub.coordinator.explaining import Lane, Rank, Update
+from tensorhub.coordinator.explaining import Known, Lane, Rank, Update
 from tensorhub.coordinator.states import LeaseState, OperationState, PartState, VersionState
 from tensorhub.errors import TensorHubError, VersionUnavailable
 from tensorhub.messages import Fill, Took
@@ -403,11 +403,11 @@ class Observations:
             found = [*self._running.values()]
             found += [each for kept in self._finished.values() for each in kept.values()]
         found.sort(key=lambda update: update.began_at)
-        rates, newest = cache(self._rates), found[: -UPDATES_PAGE_MAX - 1 : -1]
-        return tuple([self._row(now, update, rates) for update in newest])
+        known, newest = self._known(), found[: -UPDATES_PAGE_MAX - 1 : -1]
+        return tuple([self._row(now, update, known) for update in newest])
 
-    def _row(self, now: float, update: Update, rates: Rates) -> UpdateRow:
-        found = self._explained(now, update, rates)
+    def _row(self, now: float, update: Update, known: Known) -> UpdateRow:
+        found = self._explained(now, update, known)
         slowest = explaining.subject(update)
         longest = max(found.parts, key=lambda part: part.seconds, default=None)
         return UpdateRow(
@@ -445,26 +445,28 @@ class Observations:
                 f"last {UPDATES_MAX[False][0]} of a model"
             )
             groups = {key.group for key in self._of_model.get(model, ())}
-            known = ", ".join(sorted(groups or self._of_model)[:KNOWN_NAMED_MAX])
+            named = ", ".join(sorted(groups or self._of_model)[:KNOWN_NAMED_MAX])
             what = f"of {model!r} those of groups" if groups else "those of models"
-            raise VersionUnavailable(f"{text}; known are {what} {known}" if known else text)
-        rates = cache(self._rates)
+            raise VersionUnavailable(f"{text}; known are {what} {named}" if named else text)
+        known = self._known()
         if group is None:
             newest = max(found[::-1], key=lambda each: (each.info is not None, each.began_at)).info
             found = [each for each in found if each.info == newest]
-            return self._explained(now, max(found, key=lambda each: each.wall_s(now)), rates)
-        return self._explained(now, found[-1], rates)
+            return self._explained(now, max(found, key=lambda each: each.wall_s(now)), known)
+        return self._explained(now, found[-1], known)
 
     def committed(self, now: float, model: str, most: int) -> list[Explanation]:
         """Of the newest updates of the model that are committed."""
         found = [each for each in self._of_model[model].values() if each.outcome == "committed"]
-        rates = cache(self._rates)
-        return [self._explained(now, update, rates) for update in found[-most:]]
+        known = self._known()
+        return [self._explained(now, update, known) for update in found[-most:]]
 
-    def _explained(self, now: float, update: Update, rates: Rates) -> Explanation:
-        return explaining.explanation(
-            update, now, self.wall_offset_s, self._find, self._late, partial(_beside, rates)
-        )
+    def _known(self) -> Known:
+        """For one answer."""
+        return Known(self._find, self._late, partial(_beside, cache(self._rates)))
+
+    def _explained(self, now: float, update: Update, known: Known) -> Explanation:
+        return explaining.explanation(update, now, self.wall_offset_s, known)
 
     def _find(self, key: OpKey) -> Update | None:
         found = self._running.get(key)

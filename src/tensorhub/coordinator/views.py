@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, nlargest, nsmallest
 
 from tensorhub.coordinator import limits
@@ -35,6 +35,7 @@ from tensorhub.coordinator.states import OperationState, PartState, ReplicaState
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.waiting import reads_across
 from tensorhub.errors import IntegrityError, VersionUnavailable
+from tensorhub.flows.what_if import COMPARED_MAX, helping
 from tensorhub.messages import (
     Check,
     CheckStamp,
@@ -53,6 +54,7 @@ from tensorhub.messages import (
     Updates,
     VersionReply,
 )
+from tensorhub.observed import Explanation
 from tensorhub.types import (
     AVAILABLE,
     MISSING_TOLD_MAX,
@@ -70,6 +72,16 @@ from tensorhub.types import (
     VersionView,
     WorkerView,
 )
+
+
+def explained(
+    cluster: Cluster, now: float, model: str, version: int | None, group: str | None
+) -> Explanation:
+    """Of the newest update that fits, with what would have helped. Raises VersionUnavailable."""
+    found = cluster.observations.explanation(now, model, version, group)
+    others = cluster.observations.committed(now, model, COMPARED_MAX)
+    sites = {worker.name: worker.location.site for worker in cluster.workers.values()}
+    return replace(found, help=helping(found, others, sites))
 
 
 @dataclass(eq=False, repr=False)
@@ -160,8 +172,8 @@ class Answers:
     def explain(self, session: int, message: Explain) -> None:
         """Where the seconds of an update went."""
         try:
-            found = self._cluster.observations.explanation(
-                self._cluster.now, message.model, message.version, message.group
+            found = explained(
+                self._cluster, self._cluster.now, message.model, message.version, message.group
             )
         except VersionUnavailable as error:
             self._cluster.answer(session, message.request, error)

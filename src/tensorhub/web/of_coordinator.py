@@ -33,9 +33,9 @@ from tensorhub.coordinator.overview import (
     overview,
     rows_of,
 )
+from tensorhub.coordinator.views import explained
 from tensorhub.errors import TensorHubError, VersionUnavailable
-from tensorhub.flows.what_if import COMPARED_MAX, helping
-from tensorhub.observed import ClusterEvent, Explanation
+from tensorhub.observed import ClusterEvent
 from tensorhub.runtime.control.candidate import Candidate
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.types import release
@@ -268,7 +268,7 @@ class CoordinatorPages:
             raise HTTPException(400, "give model=NAME, and perhaps version=NUMBER and group=NAME")
         question = partial(
             self._ask,
-            lambda core, now: _explained(core, now, model, version, group),
+            lambda core, now: explained(core.cluster, now, model, version, group),
         )
         try:
             found = await self._questions.ask(("explain", model, version, group), question)
@@ -304,16 +304,6 @@ class CoordinatorPages:
                 *core.observations.events_after(number),
             )
         )
-
-
-def _explained(
-    core: Coordinator, now: float, model: str, version: int | None, group: str | None
-) -> Explanation:
-    """With what would have helped."""
-    found = core.observations.explanation(now, model, version, group)
-    others = core.observations.committed(now, model, COMPARED_MAX)
-    sites = {worker.name: worker.location.site for worker in core.cluster.workers.values()}
-    return replace(found, help=helping(found, others, sites))
 
 
 def show_coordinator(
