@@ -93,7 +93,7 @@ class Candidate:
         server = CoordinatorServer(
             options=self._options, secrets_accepted=self._secrets, store=term.store
         )
-        why = ""
+        why, pause_s = "", 0.0
 
         def listens() -> None:
             self.server = server
@@ -113,11 +113,13 @@ class Candidate:
             if not self._has_begun:
                 raise
             why = why or _first(group)
+            pause_s = AGAIN_S if group.subgroup(StateError) else 0.0
         finally:
             self.server = None
             with anyio.move_on_after(RESIGN_S, shield=True):
                 await term.resign()
         log.error("leadership_lost", epoch=term.store.epoch, reason=why)
+        await anyio.sleep(pause_s)
 
 
 def _first(error: BaseException) -> str:

@@ -7,6 +7,7 @@ apart what etcd has refused and what may have happened. Not responsible for what
 from __future__ import annotations
 
 import base64
+import logging
 import math
 import os
 import ssl
@@ -161,6 +162,9 @@ class Etcd:
             raise StateError(f"etcd:// needs httpx: {install('ha')}") from error
         self._errors: tuple[type[Exception], ...] = (httpx.HTTPError, OSError)
         self._unsent = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+        requests = logging.getLogger("httpx")
+        if not requests.level:  # each request is a line
+            requests.setLevel(logging.WARNING)
         tls = _tls()
         self._scheme = "http" if tls is None else "https"
         self._endpoints = place.endpoints
@@ -273,9 +277,11 @@ class Etcd:
             answer = response.json()
         except ValueError as error:
             raise OSError(f"it answers {response.status_code} and no JSON") from error
+        if not isinstance(answer, dict):
+            raise OSError(f"it answers {shown(answer)}")
         if response.status_code == 200 and "error" not in answer:
             return answer
-        said = answer.get("error", answer) if isinstance(answer, dict) else {}
+        said = answer.get("error", answer)
         said = said if isinstance(said, dict) else answer  # a stream's error is an object
         text = str(said.get("message") or said.get("error") or response.status_code)
         code = said.get("code", said.get("grpc_code", math.inf))
