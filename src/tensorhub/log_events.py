@@ -195,6 +195,11 @@ EVENTS: Final[Mapping[str, Told]] = {
     "pending_connection_closed": E("warning", "reason", "A peer did not authenticate."),
     "session_closed": E("info", "reason session", "A connection ended."),
     "session_too_slow": E("warning", "reason session", "A peer takes no messages; it is cut off."),
+    "lease_unanswered": E(
+        "warning",
+        "reason",
+        "Kubernetes' API server did not answer a coordinator that stands by. It asks again.",
+    ),
     "state_dir_writable_by_group": E("warning", "group hint state_dir", "It can be forged."),
     "token_file_read": E("info", "path tokens", "The tokens are in force."),
     "worker_welcomed": E(
