@@ -15,14 +15,21 @@ import pytest
 from tensorhub.errors import InvalidValue, StateError
 from tensorhub.runtime.control import lease_election
 from tensorhub.runtime.control.election import Deposed
-from tensorhub.runtime.control.lease_election import LEASE_S, MARGIN_S, LeaseElection, LeaseTerm
+from tensorhub.runtime.control.elections import election_of
+from tensorhub.runtime.control.lease_election import (
+    LEASE_S,
+    MARGIN_S,
+    LeaseElection,
+    LeaseTerm,
+    lease_of,
+)
 from tensorhub.runtime.control.store import InUse, SqliteStore
 from tests.rig import until
 from tests.runtime.control.lease_api import LeaseServer, lease_server
 from tests.runtime.control.test_store import publication
 
 pytestmark = pytest.mark.anyio
-URL = "kubernetes://train/hub"
+LEASE = ("train", "hub")
 
 
 @pytest.fixture
@@ -60,7 +67,7 @@ def server(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Ite
 @contextlib.asynccontextmanager
 async def candidate(server: LeaseServer) -> AsyncIterator[LeaseElection]:
     state_dir = server.account.parent / "state"
-    made = LeaseElection(URL, lambda: SqliteStore(state_dir, shared=True), server.account)
+    made = LeaseElection(LEASE, lambda: SqliteStore(state_dir, shared=True), server.account)
     try:
         yield made
     finally:
@@ -250,17 +257,20 @@ async def test_a_token_that_has_changed_and_a_state_that_cannot_be_opened(
 async def test_where_there_is_no_cluster(
     server: LeaseServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def made(url: str, account: Path = server.account) -> LeaseElection:
-        return LeaseElection(url, lambda: SqliteStore(tmp_path), account)
+    def made(account: Path = server.account) -> LeaseElection:
+        return LeaseElection(LEASE, lambda: SqliteStore(tmp_path), account)
 
+    assert lease_of("kubernetes://train/hub") == LEASE
     for url in ("kubernetes://hub", "kubernetes://a/B", "kubernetes://a/b/c", "etcd://a/b"):
         with pytest.raises(InvalidValue, match="kubernetes://NAMESPACE/LEASE"):
-            made(url)
+            lease_of(url)
+    with pytest.raises(InvalidValue, match="needs a state_dir"):
+        election_of("kubernetes://train/hub", None)
     with pytest.raises(StateError, match="automountServiceAccountToken"):
-        made(URL, tmp_path / "nowhere")
+        made(tmp_path / "nowhere")
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
     with pytest.raises(StateError, match="in a pod only"):
-        made(URL)
+        made()
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(StateError, match="ha"):
-        made(URL)
+        made()

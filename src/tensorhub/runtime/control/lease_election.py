@@ -42,8 +42,8 @@ log = get_logger("tensorhub.coordinator")
 Record = dict[str, Any]  # a Lease, as JSON
 
 
-def parse_url(url: str) -> tuple[str, str]:
-    """The namespace and the Lease's name. Raises InvalidValue."""
+def lease_of(url: str) -> tuple[str, str]:
+    """The namespace and the Lease's name of "kubernetes://NAMESPACE/LEASE". Raises InvalidValue."""
     found = _URL.fullmatch(url)
     if found is None:
         raise InvalidValue(
@@ -163,11 +163,13 @@ def _checked(record: Any) -> Record:
 class LeaseElection:
     """A candidate for a Lease."""
 
-    def __init__(self, url: str, open_store: Callable[[], Store], account: Path = ACCOUNT) -> None:
-        """`open_store`: blocks; makes this coordinator's epoch the one that may write. Raises
-        InvalidValue for another URL, StateError outside of a pod.
+    def __init__(
+        self, lease: tuple[str, str], open_store: Callable[[], Store], account: Path = ACCOUNT
+    ) -> None:
+        """`lease`: see `lease_of`. `open_store`: blocks, and makes this coordinator the one that
+        may write. Raises StateError outside of a pod.
         """
-        self._api = LeaseApi(*parse_url(url), account)
+        self._api = LeaseApi(*lease, account)
         self._open_store = open_store
 
     async def campaign(self, address: str, stands_by: Callable[[str], None]) -> LeaseTerm:
