@@ -10,7 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -34,10 +34,15 @@ def free_ports(count: int) -> list[int]:
 class Member:
     """One server, which can be stopped, killed and started again."""
 
-    def __init__(self, directory: Path, name: str, client: int, peers: str, peer: int) -> None:
+    def __init__(
+        self, directory: Path, name: str, ports: Sequence[int], peers: str, more: Sequence[str]
+    ) -> None:
+        client, peer, health = ports
         self.endpoint = f"127.0.0.1:{client}"
+        self._health = f"http://127.0.0.1:{health}"
         self._log = directory / f"{name}.log"
-        here, there = f"http://{self.endpoint}", f"http://127.0.0.1:{peer}"
+        scheme = "https" if more and more[0].startswith("--cert") else "http"
+        here, there = f"{scheme}://{self.endpoint}", f"http://127.0.0.1:{peer}"
         self._command = [
             ETCD,
             f"--name={name}",
@@ -47,7 +52,9 @@ class Member:
             f"--listen-peer-urls={there}",
             f"--initial-advertise-peer-urls={there}",
             f"--initial-cluster={peers}",
+            f"--listen-metrics-urls={self._health}",
             *TIMES,
+            *more,
         ]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -72,7 +79,7 @@ class Member:
         deadline = time.monotonic() + START_S
         while True:
             try:
-                with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=1.0):
+                with urllib.request.urlopen(f"{self._health}/health", timeout=1.0):
                     return
             except (urllib.error.URLError, OSError):
                 died = self._process is None or self._process.poll() is not None
@@ -82,12 +89,13 @@ class Member:
 
 
 @contextlib.contextmanager
-def etcd_servers(directory: Path, count: int = 1) -> Iterator[list[Member]]:
-    """A cluster of etcd that serves."""
-    ports = free_ports(2 * count)
-    clients, peers = ports[:count], ports[count:]
-    named = ",".join(f"m{n}=http://127.0.0.1:{port}" for n, port in enumerate(peers))
-    members = [Member(directory, f"m{n}", clients[n], named, peers[n]) for n in range(count)]
+def etcd_servers(directory: Path, count: int = 1, *more: str) -> Iterator[list[Member]]:
+    """A cluster of etcd that serves. `more`: options of etcd."""
+    ports = free_ports(3 * count)
+    named = ",".join(f"m{n}=http://127.0.0.1:{port}" for n, port in enumerate(ports[1::3]))
+    members = [
+        Member(directory, f"m{n}", ports[3 * n : 3 * n + 3], named, more) for n in range(count)
+    ]
     try:
         for each in members:
             each.start()

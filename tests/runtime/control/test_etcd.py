@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+import trustme
 
 import tensorhub
 from tensorhub.coordinator import (
@@ -509,6 +510,50 @@ async def test_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             await write(term, publication(2))
         monkeypatch.setenv("TENSORHUB_ETCD_USER", "other")
         with pytest.raises(AuthenticationFailed, match="give user 'other' a role for the prefix"):
+            await kept(place)
+
+
+async def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides show a certificate of one authority."""
+    ca = trustme.CA()
+    ca.cert_pem.write_to_path(tmp_path / "ca")
+    for name in ("server", "client"):
+        ca.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(tmp_path / name)
+    server = [f"--{kind}={tmp_path / 'server'}" for kind in ("cert-file", "key-file")]
+    with etcd_servers(
+        tmp_path, 1, *server, f"--trusted-ca-file={tmp_path / 'ca'}", "--client-cert-auth"
+    ) as (member,):
+        place = Place((member.endpoint,), "t", 60)
+        for name, path, why in (
+            ("CA", "", "etcd does not answer"),  # plain, to a server with TLS
+            ("CA", "none", r"TENSORHUB_ETCD_CA='.*none'.*No such file"),
+            ("CA", "ca", "etcd does not answer"),  # and none of this side
+            ("CERT", "client", ""),
+        ):
+            monkeypatch.setenv(f"TENSORHUB_ETCD_{name}", path and str(tmp_path / path))
+            if why:
+                with pytest.raises(StateError, match=why):
+                    await kept(place)
+        assert await kept(place) == Durable()
+
+
+async def test_an_etcd_without_room_is_told_of_and_goes_on_with_room(tmp_path: Path) -> None:
+    with etcd_servers(tmp_path, 1, "--quota-backend-bytes=3000000") as (member,):
+        place = Place((member.endpoint,), "t", 60)
+        large = Digested("m", 1, "c-0-1", bytes(VALUE_BYTES_MAX - 100))
+        async with elected(place) as term:
+            await read(term)
+            await write(term, publication(1))
+            caught: OSError | None = None
+            while caught is None:
+                try:
+                    await write(term, large)
+                except OSError as error:
+                    caught = error
+            assert "cannot be written: etcd refuses it" in str(caught)
+            assert not isinstance(caught, Deposed)
+            assert (await read(term)).publications == (publication(1),)
+        with pytest.raises(StateError, match="database space exceeded"):
             await kept(place)
 
 

@@ -118,8 +118,8 @@ class Candidate:
             self.server = None
             with anyio.move_on_after(RESIGN_S, shield=True):
                 await term.resign()
+        await anyio.sleep(pause_s)  # and not on, if this coordinator is closed
         log.error("leadership_lost", epoch=term.store.epoch, reason=why)
-        await anyio.sleep(pause_s)
 
 
 def _first(error: BaseException) -> str:

@@ -79,12 +79,12 @@ class Place:
 
 def place_of(url: str) -> Place:
     """Read an `etcd://` URL. Raises InvalidValue."""
-    parts = urlsplit(url)
-    if "@" in parts.netloc:
+    if "@" in url.partition("//")[2].partition("/")[0]:
         text = f"credentials do not belong in a URL: set {_USER}, and {_PASSWORD_FILE}"
         raise InvalidValue(f"the etcd:// URL has a user: {text}")
-    endpoints = tuple(parts.netloc.split(","))
     try:
+        parts = urlsplit(url)
+        endpoints = tuple(parts.netloc.split(","))
         for each in endpoints:
             parse_address(f"tcp://{each}")
         query = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))

@@ -111,15 +111,12 @@ class EtcdStore:
         return self._tables.read()
 
     def _begin(self) -> None:
-        if self._fence.record.staged:
-            staged = anyio.from_thread.run(self._fence.values, "staged/")
-            operations = msgpack.unpackb(
-                b"".join(each.value for each in staged[: self._fence.record.staged])
-            )
-            self._carry_out([(key, value) for key, value in operations])
-        found = anyio.from_thread.run(self._fence.values, "state/")
         try:
-            self._load(found)
+            if count := self._fence.record.staged:
+                staged = anyio.from_thread.run(self._fence.values, "staged/")
+                whole = b"".join(each.value for each in staged[:count])
+                self._carry_out([(key, value) for key, value in msgpack.unpackb(whole)])
+            self._load(anyio.from_thread.run(self._fence.values, "state/"))
         except (*UNREADABLE, ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise self._tables.damaged(str(error)) from error
         self._follow()
