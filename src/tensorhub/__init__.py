@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tensorhub.model.read_plan import PlannedSource, ReadPlan
     from tensorhub.model.stamps import Stamp
     from tensorhub.observed import ClusterEvent, Explanation
+    from tensorhub.protocol.certificates import TLS
     from tensorhub.protocol.secret import read_only_token
     from tensorhub.runtime.sigterm import leave_on_sigterm
     from tensorhub.transport.segments import shared_empty_like
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "TLS",
     "Archive",
     "ArchiveUnavailable",
     "ArchivedVersion",
@@ -111,6 +113,7 @@ __all__ = [
 # that need no import of their own
 _MODULES = ("conversion", "errors", "integrations", "sync", "testing", "types")
 _MODULE_OF = dict.fromkeys(__all__, "errors") | {
+    "TLS": "protocol.certificates",
     "Archive": "api.archiving",
     "ArchivedVersion": "api.archiving",
     "ClusterEvent": "observed",

@@ -187,7 +187,7 @@ EVENTS: Final[Mapping[str, Told]] = {
     "coordinator_listens": E("info", "address cluster epoch sessions_max", "It takes workers."),
     "coordinator_too_slow": E("warning", "messages", "Too many messages wait; it connects anew."),
     "frame_not_authentic": E("warning", "address reader reason source", "Bytes were changed."),
-    "http_client_refused": E("warning", "advice", "A request had a token that is not accepted."),
+    "http_client_refused": E("warning", "advice reason", "A token or TLS was wrong."),
     "http_ended": E("error", "address again_s reason", "The HTTP endpoint ended; it starts anew."),
     "http_listens": E("info", "address", "The HTTP endpoint takes requests."),
     "http_request_failed": E("error", "reason", "A defect ended a request, or a connection."),
@@ -201,6 +201,8 @@ EVENTS: Final[Mapping[str, Told]] = {
         "Kubernetes' API server did not answer a coordinator that stands by. It asks again.",
     ),
     "state_dir_writable_by_group": E("warning", "group hint state_dir", "It can be forged."),
+    "certificates_not_taken": E("warning", "instead reason", "The last good ones stay in use."),
+    "certificates_read": E("info", "path sha256", "New connections use this certificate."),
     "token_file_read": E("info", "path tokens", "The tokens are in force."),
     "worker_welcomed": E(
         "info", "epoch incarnation known release", "The coordinator took this worker."

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from tensorhub.cuda import cupy_device
+from tensorhub.protocol.certificates import Certificates
 from tensorhub.testing import conformance
 from tensorhub.testing.checking import ConformanceBroken, Source
 from tensorhub.testing.conformance import CHECKS, transport_conformance
@@ -32,6 +34,7 @@ from tensorhub.transport.registry import Local
 from tensorhub.transport.shm import ShmTransport
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.types import Endpoint, Location
+from tests.certificates import usual
 from tests.cuda.double import Double
 from tests.runtime.data_rig import SECRET, busy_threads
 from tests.transport.patience import QuietSource, local, note_readers
@@ -73,14 +76,18 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
         "tcp": TcpTransport,
         "parallel": Parallel,
         "staged": TcpTransport,
+        "tls": TcpTransport,
         "cma": CmaTransport,
         "shm": ShmTransport,
         "nixl": NixlTransport,
         "cuda_ipc": CudaIpcTransport,
     }
     device = Double() if kind in ("staged", "cuda_ipc") else None
-    transport = transports[kind](local())
-    return transport, lambda: QuietSource(SECRET, backend, transport.serve(), device=device)
+    certificates = Certificates(usual()) if kind == "tls" else None
+    transport = transports[kind](replace(local(), certificates=certificates))
+    return transport, lambda: QuietSource(
+        SECRET, backend, transport.serve(), device=device, certificates=certificates
+    )
 
 
 @contextlib.contextmanager
@@ -104,6 +111,7 @@ def kept_until_the_end(transport: Transport) -> Iterator[None]:
             for backend in BACKENDS
         ),
         ("staged", "asyncio"),
+        ("tls", "trio"),
         pytest.param("cuda_ipc", "asyncio", marks=needs_shm),
     ],
 )

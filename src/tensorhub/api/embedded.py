@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tensorhub.api.arguments import checked_options
 from tensorhub.api.opening import Opening, Unpicklable
 from tensorhub.errors import InvalidType, InvalidValue, shown
+from tensorhub.protocol.certificates import TLS, open_certificates, resolve_tls
 from tensorhub.protocol.secret import check_open_access, resolve_token
 from tensorhub.runtime.control.candidate import Candidate
 from tensorhub.runtime.control.elections import election_of
@@ -47,7 +48,9 @@ class Coordinator(Unpicklable):
 
     @property
     def http_url(self) -> str | None:
-        """Of its HTTP endpoint and dashboard: "http://host:port/"; None without `Options.http`."""
+        """Of its HTTP endpoint and dashboard: "http://host:port/", "https://" with TLS; None
+        without `Options.http`.
+        """
         return self._http_url
 
     def __repr__(self) -> str:
@@ -64,6 +67,7 @@ def serve(
     port: int = 0,
     *,
     token: str | bytes | os.PathLike[str] | None = None,
+    tls: TLS | Literal[False] | None = None,
     state_dir: str | os.PathLike[str] | None = None,
     ha: str | None = None,
     options: Options | None = None,
@@ -76,12 +80,16 @@ def serve(
     `pathlib.Path`; one token a line: each is accepted, and the file is read again when it changes);
     None takes
     TENSORHUB_TOKEN, then a token file, else access is open, which only loopback allows.
-    `state_dir`: where versions' marks are kept (SQLite, synced), a directory that this user or root
-    owns, and that is not world-writable; without one, a coordinator that restarts is a new cluster.
+    `tls`: the files for TLS; None takes TENSORHUB_TLS_CERT, _KEY and _CA, else connections are not
+    encrypted, as with False. `state_dir`: where versions' marks are kept (SQLite, synced), a
+    directory that this user or root owns, and that is not world-writable; without one, a
+    coordinator that restarts is a new cluster.
 
     Raises StateError (port in use, also that of `Options.http`; state_dir in use or unusable),
-    AuthenticationFailed (open access beyond loopback, a token file that cannot be used).
+    AuthenticationFailed (open access beyond loopback, a file of `token` or `tls` that cannot be
+    used).
     """
+    files = resolve_tls(tls)
     secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
     if not isinstance(host, str):
         raise InvalidType(f"host={shown(host)}: give a name or an address to listen on, as text")
@@ -100,7 +108,7 @@ def serve(
         raise InvalidValue(f"{text}, where workers reach this coordinator")
 
     async def begin(mode: CallerMode) -> Coordinator:
-        secrets = open_keyring(secret)
+        secrets, certificates = open_keyring(secret), open_certificates(files)
         check_open_access(secrets[0], host)
         candidate: list[Candidate] = []
         http_url: list[str] = []
@@ -108,12 +116,19 @@ def serve(
         async def main(thread: LoopThread) -> None:
             with contextlib.ExitStack() as stack:
                 candidate.append(
-                    Candidate(options=checked, secrets_accepted=secrets, election=open_election())
+                    Candidate(
+                        options=checked,
+                        secrets_accepted=secrets,
+                        election=open_election(),
+                        certificates=certificates,
+                    )
                 )
                 ready = thread.ready
                 if checked.http is not None:
                     endpoint = stack.enter_context(
-                        await open_endpoint(checked.http, secrets[0], checked.connect_timeout_s)
+                        await open_endpoint(
+                            checked.http, secrets[0], checked.connect_timeout_s, certificates
+                        )
                     )
                     http_url.append(endpoint.url)
                     ready = partial(show, endpoint, thread)

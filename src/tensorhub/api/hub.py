@@ -17,7 +17,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from tensorhub.api.arguments import (
     check_event,
@@ -49,6 +49,7 @@ from tensorhub.memory.unallocated import described
 from tensorhub.messages import Events
 from tensorhub.model.read_plan import ReadPlan
 from tensorhub.observed import ClusterEvent, Explanation
+from tensorhub.protocol.certificates import TLS, open_certificates, resolve_tls
 from tensorhub.protocol.secret import resolve_token
 from tensorhub.runtime.control.addresses import split_addresses
 from tensorhub.runtime.control.keyring import open_keyring
@@ -86,6 +87,7 @@ def connect(
     name: str | None = None,
     location: Location | None = None,
     token: str | bytes | os.PathLike[str] | None = None,
+    tls: TLS | Literal[False] | None = None,
     transports: Sequence[str] | None = None,
     prefetch: bool = False,
     options: Options | None = None,
@@ -104,7 +106,7 @@ def connect(
     host and process id. `token`: as for `serve` (text is the token itself, a `pathlib.Path` a token
     file, of which the first token is presented). With a read-only one (`read_only_token`) `fetch`,
     `newest`, `wait_for`, `watch`, `describe` and `plan` may be called; all other calls raise
-    AuthenticationFailed. `transports`: names in order of preference,
+    AuthenticationFailed. `tls`: as for `serve`. `transports`: names in order of preference,
     and only these. `prefetch`: each new version of a model is prefetched in the background for the
     handles that were filled with an earlier one, so that `update` copies it from host memory
     (`Options.host_memory_bytes`).
@@ -112,12 +114,14 @@ def connect(
     A coordinator that does not run yet is waited for, `Options.coordinator_wait_s` long; with 0, it
     fails at once.
 
-    Raises CoordinatorUnavailable, AuthenticationFailed (another token, a token file that cannot be
-    used), ProtocolError (not a TensorHub coordinator, or of another version), TransportUnavailable,
-    StateError (an address that is none, `prefetch` without host memory, a lack of file
-    descriptors, the port of `Options.http` in use).
+    Raises CoordinatorUnavailable, AuthenticationFailed (another token, a certificate that is not
+    accepted, a file of `token` or `tls` that cannot be used), ProtocolError (not a TensorHub
+    coordinator, of another version, or only one side expects TLS), TransportUnavailable, StateError
+    (an address that is none, `prefetch` without host memory, a lack of file descriptors, the port
+    of `Options.http` in use).
     """
     secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
+    files = resolve_tls(tls)
     if not isinstance(address, str) and not is_list(address):
         raise InvalidType(
             f'address={shown(address)}: give a coordinator\'s "tcp://HOST:PORT", or a list of them'
@@ -153,7 +157,7 @@ def connect(
     )
 
     async def join(mode: CallerMode) -> Hub:
-        secrets = open_keyring(secret)
+        secrets, certificates = open_keyring(secret), open_certificates(files)
         worker: list[Worker] = []
         http_url: list[str] = []
 
@@ -162,11 +166,13 @@ def connect(
                 ready = thread.ready
                 if checked.http is not None:
                     endpoint = stack.enter_context(
-                        await open_endpoint(checked.http, secrets[0], checked.connect_timeout_s)
+                        await open_endpoint(
+                            checked.http, secrets[0], checked.connect_timeout_s, certificates
+                        )
                     )
                     http_url.append(endpoint.url)
                     ready = partial(show, endpoint, thread)
-                worker.append(make(secrets_accepted=secrets))
+                worker.append(make(secrets_accepted=secrets, certificates=certificates))
                 await worker[0].run(ready)
 
         def show(endpoint: Endpoint, thread: LoopThread) -> None:

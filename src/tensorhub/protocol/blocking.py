@@ -33,6 +33,7 @@ from tensorhub.protocol.frames import FrameDecoder, FrameEncoder
 from tensorhub.protocol.handshake import Handshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.tcp_info import TcpCounts, counts_of, has_room
+from tensorhub.protocol.tls import SEALED_BYTES_MAX, Tls
 
 M = TypeVar("M")
 PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
@@ -47,12 +48,20 @@ class BlockingConnection:
     """A connected socket, which this object owns from now on; close it here."""
 
     def __init__(
-        self, sock: socket.socket, *, stall_timeout_s: float, frame_bytes_max: int = FRAME_BYTES_MAX
+        self,
+        sock: socket.socket,
+        *,
+        stall_timeout_s: float,
+        frame_bytes_max: int = FRAME_BYTES_MAX,
+        tls: Tls | None = None,
     ) -> None:
         self.stall_timeout_s = stall_timeout_s
         self._socket = sock
         # for the peer's version of the protocol, which the handshake tells
         self._encode = codec.encode
+        self._tls = tls
+        # what has arrived, and is to be opened
+        self._room = memoryview(bytearray(SEALED_BYTES_MAX if tls is not None else 0))
         self._encoder, self._decoder = FrameEncoder(frame_bytes_max), FrameDecoder(frame_bytes_max)
         # that `receive_into` has taken in, also where it failed in the midst of it
         self.payload_bytes = 0
@@ -92,7 +101,12 @@ class BlockingConnection:
         """
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
-        return bool(waiting.poll(0))
+        return self._has_unread or bool(waiting.poll(0))
+
+    @property
+    def _has_unread(self) -> bool:
+        """Whether bytes that the kernel has given are not received yet."""
+        return self._tls is not None and self._tls.has_unread
 
     @property
     def is_quiet(self) -> bool:
@@ -102,13 +116,41 @@ class BlockingConnection:
         try:
             self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return not self.is_inside_message
+            return not (self.is_inside_message or self._has_unread)
         except OSError:
             return False
         return False
 
     # --------------------------------------------------------------------------------------------
     # handshake
+
+    def open_tls(self, timeout_s: float) -> bytes:
+        """A client's TLS handshake, if there is TLS. Returns what `Handshake.binding` is then.
+        `timeout_s` bounds all of it; on an error the connection is of no more use.
+        """
+        tls, deadline = self._tls, time.monotonic() + timeout_s
+        if tls is None:
+            return b""
+        data: bytes | memoryview = b""
+        try:
+            while True:
+                try:
+                    tls.handshake(data)
+                except TensorHubError:
+                    with contextlib.suppress(OSError):
+                        self._socket.send(tls.data_to_send())
+                    raise
+                if tls.is_open:  # the last bytes of the handshake go with the first message
+                    return tls.binding
+                self._limit_waits(deadline - time.monotonic())
+                self._socket.sendall(tls.data_to_send())
+                if not (arrived := self._socket.recv_into(self._room)):
+                    raise tls.receive_eof()
+                data = self._room[:arrived]
+        except OperationTimeout as error:
+            raise OperationTimeout(f"the TLS handshake took longer than {timeout_s:g} s") from error
+        except OSError as error:
+            raise self._failed(error, "sent nothing") from error
 
     def handshake(self, handshake: Handshake[PeerHello], timeout_s: float) -> PeerHello:
         """Run a handshake, either side's, and return the peer's hello. `timeout_s` bounds all of
@@ -215,7 +257,7 @@ class BlockingConnection:
         while left:
             self.calls += 1
             try:
-                count = self._socket.recvmsg_into(left.next_buffers(), 0, socket.MSG_WAITALL)[0]
+                count = self._receive_some(left.next_buffers())
             except OSError as error:
                 raise self._failed(error, "sent nothing") from error
             if count == 0:
@@ -231,9 +273,24 @@ class BlockingConnection:
         """
         self.calls += 1
         try:
-            return self._socket.recv(count, socket.MSG_WAITALL)
+            if self._tls is None:
+                return self._socket.recv(count, socket.MSG_WAITALL)
+            room = memoryview(bytearray(count))
+            return bytes(room[: self._receive_some([room])])
         except OSError as error:
             raise self._failed(error, "sent nothing") from error
+
+    def _receive_some(self, buffers: Sequence[memoryview]) -> int:
+        """How many of the bytes that come next are in these buffers now; 0 at the end of the
+        stream. Fewer than fit: of TLS, or a timeout cut it short. OSError.
+        """
+        if self._tls is None:
+            return self._socket.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
+        while not (count := self._tls.read_into(buffers)) and not self._tls.has_ended:
+            if not (arrived := self._socket.recv_into(self._room)):
+                return 0
+            self._tls.receive_data(self._room[:arrived])
+        return count
 
     # ----------------------------------------------------------------------------------------------
     # sending
@@ -262,12 +319,18 @@ class BlockingConnection:
         while left:
             self.calls += 1
             try:
-                count = self._socket.sendmsg(left.next_buffers(), (), socket.MSG_NOSIGNAL)
+                if self._tls is None:
+                    count = self._socket.sendmsg(left.next_buffers(), (), socket.MSG_NOSIGNAL)
+                else:
+                    count = self._tls.send(self._give, left.next_buffers())
             except OSError as error:
                 raise self._failed(error, "took nothing") from error
             left.advance(count)
             if left:
                 pace.check(count, "took")
+
+    def _give(self, data: memoryview) -> int:
+        return self._socket.send(data, socket.MSG_NOSIGNAL)
 
     # -------------------------------------------------------------------------------------------
     # descriptors

@@ -27,6 +27,7 @@ from typing import Final
 
 from tensorhub.errors import ProtocolError
 from tensorhub.messages import PROTOCOL_VERSION, VERSIONS
+from tensorhub.protocol.certificates import ADVICE
 
 MAGIC: Final = b"TENSRHUB"
 VERSION_BYTES: Final = 2
@@ -38,11 +39,16 @@ _NOT_AUTHENTIC: Final = (
     "(or a defect) has changed, "
     "kept back, repeated or put in a frame; see SECURITY.md"
 )
+TLS_STARTS: Final = (b"\x16", b"\x15")  # a record with a handshake, or with an alert
 READ_BYTES_MAX: Final = 64 * 2**10  # what a driver reads at a time where it may read ahead
 
 
 class WrongVersion(ProtocolError):
     """The peer is a TensorHub peer, of another version of the protocol than was expected."""
+
+
+class SpeaksTls(ProtocolError):
+    """The peer begins with TLS, which this side does not expect."""
 
 
 class NotAuthentic(ProtocolError):
@@ -64,8 +70,10 @@ def check_preface(data: bytes, versions: Sequence[int] = VERSIONS) -> int | None
     are the preface. Returns its version, None while it has not come whole.
 
     Raises ProtocolError if no TensorHub peer begins like that, WrongVersion if one of a version
-    that is none of these does.
+    that is none of these does, SpeaksTls if one with TLS does.
     """
+    if data[:1] in TLS_STARTS:
+        raise SpeaksTls(f"the peer speaks TLS, and this side does not: {ADVICE}")
     magic, version = data[: len(MAGIC)], data[len(MAGIC) : PREFACE_BYTES]
     if not MAGIC.startswith(magic):
         raise ProtocolError(

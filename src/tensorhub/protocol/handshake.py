@@ -7,9 +7,10 @@
                                        <-       Proof(mac, "server"), or Proof(b""): refused
 
 A mac is HMAC-SHA256 under the secret, over the side that makes it and both hellos: versions, roles,
-incarnations, nonces. So a proof fits one handshake and one side, and can be neither replayed nor
-reflected. The client proves itself first: a server says nothing under the secret to a client that
-does not know it. Open access uses an empty secret.
+incarnations, nonces; with TLS also over the hashes of both certificates. So a proof fits one
+handshake, one side and one TLS connection, and can be neither replayed, reflected nor relayed. The
+client proves itself first: a server says nothing under the secret to a client that does not know
+it. Open access uses an empty secret.
 
 Each direction has a key for the frames that follow (`frames.FrameMac`). The keys are made like the
 macs, under the secret that the client has proved. A server also accepts the read-only secret that
@@ -52,6 +53,7 @@ from tensorhub.protocol.frames import (
     PREFACE,
     PREFACE_BYTES,
     FrameDecoder,
+    SpeaksTls,
     WrongVersion,
     check_preface,
     frame,
@@ -73,25 +75,33 @@ SERVER_OF: Final = {
 PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
 
 
-def proof(secret: bytes, side: str, client: ClientHello, server: ServerHello) -> bytes:
+def proof(
+    secret: bytes, side: str, client: ClientHello, server: ServerHello, binding: bytes = b""
+) -> bytes:
     """The mac by which `side` ("client" or "server") shows, after these hellos, that it knows
     `secret`.
     """
-    return _derived(secret, side, client, server)
+    return _derived(secret, side, client, server, binding)
 
 
-def frame_key(secret: bytes, side: str, client: ClientHello, server: ServerHello) -> bytes:
+def frame_key(
+    secret: bytes, side: str, client: ClientHello, server: ServerHello, binding: bytes = b""
+) -> bytes:
     """The key of the frames that `side` ("client" or "server") sends after this handshake; 32
     bytes.
     """
-    return _derived(secret, f"frames of the {side}", client, server)
+    return _derived(secret, f"frames of the {side}", client, server, binding)
 
 
-def _derived(secret: bytes, what: str, client: ClientHello, server: ServerHello) -> bytes:
+def _derived(
+    secret: bytes, what: str, client: ClientHello, server: ServerHello, binding: bytes
+) -> bytes:
     """32 bytes for this use after these hellos. Only a peer that knows `secret` can make them."""
     return hmac.digest(
         secret,
-        _fields(f"tensorhub/1 {what}".encode()) + _transcript(client, server),
+        _fields(f"tensorhub/1 {what}".encode())
+        + _transcript(client, server)
+        + (_fields(binding) if binding else b""),
         hashlib.sha256,
     )
 
@@ -128,6 +138,8 @@ class Handshake(abc.ABC, Generic[PeerHello]):
         self._decoder = FrameDecoder(FRAME_BYTES_MAX)
         self._outgoing = bytearray()  # what `data_to_send` gives next
         self._error: TensorHubError | None = None  # what the handshake failed with
+        # of the TLS connection that carries it (`Tls.binding`): set it before any byte is received
+        self.binding = b""
         self._frame_keys = (b"", b"")  # of what this side sends, and receives; once `done`
 
     def __repr__(self) -> str:
@@ -163,6 +175,11 @@ class Handshake(abc.ABC, Generic[PeerHello]):
         if self.done:
             return 0
         return PREFACE_BYTES - len(self._preface) or self._decoder.bytes_wanted
+
+    @property
+    def _relayed(self) -> str:
+        """What else may be the cause if the proofs differ."""
+        return "; or a relay with another certificate is between them" if self.binding else ""
 
     def data_to_send(self) -> bytes:
         """What to send to the peer now; each byte is given once."""
@@ -278,15 +295,17 @@ class ClientHandshake(Handshake[ServerHello]):
             hello = codec.decode(body, codec.SERVER_HELLO)
             self._check_hello(hello)
             self._peer = hello
-            self._send(Proof(proof(self._secret, "client", self._hello, hello)))
+            mac = proof(self._secret, "client", self._hello, hello, self.binding)
+            self._send(Proof(mac))
             return
         mac = codec.decode(body, codec.PROOF).mac
         if not mac:
             raise self._secrets_differ("refused this side")
-        if not hmac.compare_digest(mac, proof(self._secret, "server", self._hello, self._peer)):
+        hellos = self._hello, self._peer
+        if not hmac.compare_digest(mac, proof(self._secret, "server", *hellos, self.binding)):
             raise self._secrets_differ("did not prove itself")
         mine, theirs = (
-            frame_key(self._secret, side, self._hello, self._peer) for side in ("client", "server")
+            frame_key(self._secret, side, *hellos, self.binding) for side in ("client", "server")
         )
         self._frame_keys, self.done = (mine, theirs), True
 
@@ -326,8 +345,7 @@ class ClientHandshake(Handshake[ServerHello]):
         have = ("a token", "another one, or none") if self._secret else ("no token", "one")
         return AuthenticationFailed(
             f"the {role} {what}: this {self.role} has {have[0]}, and the {role} has {have[1]}. Set "
-            f"the same "
-            f"{TOKEN_VARIABLE} (or token file) on both sides"
+            f"the same {TOKEN_VARIABLE} (or token file) on both sides{self._relayed}"
         )
 
 
@@ -362,8 +380,9 @@ class ServerHandshake(Handshake[ClientHello]):
     def _check_preface(self, start: bytes) -> None:
         try:
             version = check_preface(start)
-        except WrongVersion:
-            self._outgoing += PREFACE  # so that the client may connect again, in that version
+        except (WrongVersion, SpeaksTls):
+            # so that the client may connect again, in that version, or without TLS
+            self._outgoing += PREFACE
             raise
         if version is not None:
             nonce = self._nonce
@@ -387,11 +406,12 @@ class ServerHandshake(Handshake[ClientHello]):
             self._peer = hello
             return
         mac = codec.decode(body, codec.PROOF).mac
+        hellos = self._peer, self._hello
         found: Secret | None = None  # what the client has proved to know
         for secret in self._secrets:  # all of them, so that time does not tell which one it was
             for known in (secret, read_only_secret(secret)) if secret else (secret,):
                 fits, lesser = (
-                    hmac.compare_digest(mac, proof(known, "client", self._peer, self._hello)),
+                    hmac.compare_digest(mac, proof(known, "client", *hellos, self.binding)),
                     known is not secret,
                 )
                 # a secret that is both, by mistake, is read-only
@@ -401,12 +421,12 @@ class ServerHandshake(Handshake[ClientHello]):
             self._send(Proof(b""))
             raise AuthenticationFailed(
                 f"the {self._peer.role} {self._peer.incarnation!r} did not prove that it knows the "
-                f"secret of "
-                f"this {self.role}: set the same {TOKEN_VARIABLE} (or token file) on both sides"
+                f"secret of this {self.role}: set the same {TOKEN_VARIABLE} (or token file) on "
+                f"both sides{self._relayed}"
             )
-        self._send(Proof(proof(found, "server", self._peer, self._hello)))
+        self._send(Proof(proof(found, "server", *hellos, self.binding)))
         theirs, mine = (
-            frame_key(found, side, self._peer, self._hello) for side in ("client", "server")
+            frame_key(found, side, *hellos, self.binding) for side in ("client", "server")
         )
         self._frame_keys, self.done = (mine, theirs), True
 

@@ -20,6 +20,8 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import ByteStream, SocketAttribute
 
+from tensorhub.protocol.tls import Tls
+
 _ENDED = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 # a read also stops at a byte that was sent as urgent, and what follows is told with that
 _UNTOLD = _ENDED | select.EPOLLPRI
@@ -58,11 +60,11 @@ class Poller:
         for descriptor, events in self._epoll.poll(0):
             self._streams[descriptor].changed(events)
 
-    def stream(self, connection: socket.socket) -> PolledStream:
+    def stream(self, connection: socket.socket, tls: Tls | None = None) -> PolledStream:
         """A connected non-blocking socket as a stream, which owns it from now on. Raises OSError;
-        then it does not.
+        then it does not. `tls`: open already.
         """
-        stream = PolledStream(connection, self._forget)
+        stream = PolledStream(connection, self._forget, tls)
         self._epoll.register(connection, _WATCHED)
         self._streams[connection.fileno()] = stream
         return stream
@@ -79,9 +81,12 @@ class PolledStream(ByteStream):
     time.
     """
 
-    def __init__(self, connection: socket.socket, forget: Callable[[int], object]) -> None:
+    def __init__(
+        self, connection: socket.socket, forget: Callable[[int], object], tls: Tls | None
+    ) -> None:
         self._connection = connection
         self._forget = forget
+        self._tls = tls
         # called when there may be something to receive
         self.on_news: Callable[[], object] | None = None
         # what is left after a short read may never be told: an end, or what follows an urgent byte
@@ -122,6 +127,23 @@ class PolledStream(ByteStream):
         """Some bytes, none at the end of the stream, or None: there is nothing now."""
         if not self._may_hear:
             return None
+        if self._tls is None:
+            return self._receive_nowait(max_bytes)
+        while not (data := self._tls.read(max_bytes)) and not self._tls.has_ended:
+            if not (sealed := self._receive_nowait(max_bytes)):
+                return sealed
+            self._tls.receive_data(sealed)
+        if self.has_unread:
+            self._may_hear = True
+        return data
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether bytes that the kernel has given are not received yet."""
+        return self._tls is not None and self._tls.has_unread
+
+    def _receive_nowait(self, max_bytes: int) -> bytes | None:
+        """See `receive_nowait`; sealed, with TLS."""
         try:
             data = self._connection.recv(max_bytes)
         except BlockingIOError:
@@ -135,7 +157,9 @@ class PolledStream(ByteStream):
     def send_nowait(self, item: bytes | memoryview) -> int:
         """How many of these bytes the kernel has taken at once."""
         try:
-            return self._connection.send(item)
+            if self._tls is None:
+                return self._connection.send(item)
+            return self._tls.send(self._connection.send, [memoryview(item)])
         except BlockingIOError:
             return 0
         except OSError as error:

@@ -110,7 +110,7 @@ def read_token_file(path: Path) -> tuple[Secret, ...]:
             f"set {TOKEN_VARIABLE}"
         ) from error
     try:
-        _check_protection(path, os.fstat(descriptor))
+        check_protection("token file", path, os.fstat(descriptor))
         # so that no traceback with locals shows it
         content = Secret(os.read(descriptor, TOKEN_BYTES_MAX + 1))
     except OSError as error:
@@ -137,21 +137,20 @@ def read_token_file(path: Path) -> tuple[Secret, ...]:
     return tokens
 
 
-def _check_protection(path: Path, status: os.stat_result) -> None:
+def check_protection(what: str, path: Path, status: os.stat_result) -> None:
+    """Raise AuthenticationFailed if that secret file is not this user's or root's alone."""
     if not stat.S_ISREG(status.st_mode):
-        raise AuthenticationFailed(
-            f"the token file {path} is not a regular file: put the token into one"
-        )
+        raise AuthenticationFailed(f"the {what} {path} is not a regular file: put it into one")
     if status.st_uid not in (os.geteuid(), 0):
         raise AuthenticationFailed(
-            f"the token file {path} belongs to user {status.st_uid}, who is neither this user "
+            f"the {what} {path} belongs to user {status.st_uid}, who is neither this user "
             f"({os.geteuid()}) nor root, "
             f"and could change it: run chown {os.geteuid()} {path}, or make one of your own"
         )
     is_own_group = status.st_gid in (os.getegid(), *os.getgroups())
     if status.st_mode & (0o027 if is_own_group else 0o077):
         raise AuthenticationFailed(
-            f"the token file {path} is open to others than its owner (mode "
+            f"the {what} {path} is open to others than its owner (mode "
             f"{status.st_mode & 0o777:o}): run chmod 600 {path}"
             "; of a Secret in Kubernetes, set defaultMode: 0400 (0440 with an fsGroup)"
         )

@@ -262,12 +262,13 @@ class MessageStream(Generic[M]):
         what it is told.
         """
         connection: socket.socket = self._stream.extra(SocketAttribute.raw_socket)
+        unread = isinstance(self._stream, PolledStream) and self._stream.has_unread
         if connection.fileno() < 0:
             return select.POLLIN  # its end, which is to be read
         look = select.poll()
         look.register(connection, select.POLLIN | select.POLLOUT)
         found = look.poll(0)
-        return found[0][1] if found else 0
+        return (found[0][1] if found else 0) | (select.POLLIN if unread else 0)
 
     async def _send_bytes(self, data: bytes) -> None:
         if not data:

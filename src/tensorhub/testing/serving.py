@@ -14,6 +14,7 @@ from tensorhub.cuda.device import Device
 from tensorhub.memory.addresses import Bytes, copy_bytes
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.model.manifest import TensorDescription, build_manifest
+from tensorhub.protocol.certificates import Certificates
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.testing.checking import Source
@@ -37,7 +38,7 @@ def _shared(nbytes: int) -> memoryview:
 class ServedSource(Source):
     """See `checking.Source`. `secret`: what its readers present; `backend`: of anyio, on which it
     serves; `side`: that of the transport by which it is read, closed with the source (None: tcp's).
-    `device`: on which its memory and its readers' destinations are.
+    `device`: on which its memory and its readers' destinations are. `certificates`: for TLS.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ServedSource(Source):
         side: OwnerSide | None = None,
         *,
         device: Device | None = None,
+        certificates: Certificates | None = None,
     ) -> None:
         self.side = side or TcpOwner()
         shares = self.side.shares_memory
@@ -66,7 +68,7 @@ class ServedSource(Source):
         address = self.side.endpoint(there, there)
         assert address is not None
         self.endpoint = Endpoint(self.side.name, address)
-        self._settings = ServeSettings(self.right.incarnation, [secret])
+        self._settings = ServeSettings(self.right.incarnation, [secret], certificates=certificates)
         self._backend = backend
         self._end: anyio.Event | None = None
         self._thaw = threading.Event()

@@ -20,6 +20,7 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.frames import WrongVersion
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.tls import Tls
 from tensorhub.transport import sockets, unix
 from tensorhub.transport.base import Cutter, ReadFailure, ReadRight
 from tensorhub.transport.dialect import Dialect
@@ -172,10 +173,12 @@ class Peers:
         self, address: str, right: ReadRight, cutter: Cutter, version: int = PROTOCOL_VERSION
     ) -> Peer:
         options, secret = self._local.options, self._local.secret
-        kind = unix if address.startswith(unix.PREFIX) else sockets
+        kind, tls = unix if address.startswith(unix.PREFIX) else sockets, None
+        if kind is sockets and self._local.certificates is not None:
+            tls = Tls(self._local.certificates, "reader", peer="owner")
         sock = kind.connect(address, options.connect_timeout_s, cutter)
         is_local = sockets.is_local(sock)
-        connection = BlockingConnection(sock, stall_timeout_s=options.stall_timeout_s)
+        connection = BlockingConnection(sock, stall_timeout_s=options.stall_timeout_s, tls=tls)
         handshake = ClientHandshake(
             "reader",
             self._local.incarnation,
@@ -186,6 +189,7 @@ class Peers:
         )
         try:
             cutter.attach(connection.shutdown)
+            handshake.binding = connection.open_tls(options.connect_timeout_s)
             connection.handshake(handshake, options.connect_timeout_s)
         except BaseException as error:
             cutter.detach()

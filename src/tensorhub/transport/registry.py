@@ -17,6 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from tensorhub.errors import TransportUnavailable
+from tensorhub.protocol.certificates import Certificates
 from tensorhub.transport.base import Transport
 from tensorhub.types import Incarnation, Options
 
@@ -34,6 +35,7 @@ class Local:
     is_named: bool = False  # the user has asked for this transport by its name
     # by transport: outlives an incarnation; closed with the worker
     kept: dict[str, Any] = field(default_factory=dict)
+    certificates: Certificates | None = None  # None: no TLS on the network
 
     @property
     def secret(self) -> bytes:

@@ -27,11 +27,12 @@ import anyio.to_thread
 from tensorhub.errors import StateError, install
 
 if TYPE_CHECKING:
+    from tensorhub.protocol.certificates import Certificates
     from tensorhub.web.endpoint import Endpoint
 
 
 async def open_endpoint(
-    where: str, secret: bytes, timeout_s: float
+    where: str, secret: bytes, timeout_s: float, certificates: Certificates | None
 ) -> contextlib.closing[Endpoint]:
     """An endpoint that listens at "host:port". Raises StateError (the extra `http` is not
     installed, the address cannot be had), AuthenticationFailed (open access beyond loopback).
@@ -43,7 +44,7 @@ async def open_endpoint(
         except ImportError as error:
             text = "needs starlette, uvicorn and prometheus-client"
             raise StateError(f"Options.http {text}: {install('http')} ({error})") from error
-        return Endpoint(where, secret)
+        return Endpoint(where, secret, certificates)
 
     try:
         with anyio.fail_after(timeout_s):

@@ -22,9 +22,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from tensorhub.errors import StateError, shortage, shown
+from tensorhub.errors import StateError, TensorHubError, shortage, shown
 from tensorhub.logs import Tally, get_logger
+from tensorhub.protocol.certificates import Certificates
 from tensorhub.protocol.secret import check_open_access
+from tensorhub.protocol.tls import Tls
 from tensorhub.runtime.ending import CLOSE_S
 from tensorhub.transport import sockets
 from tensorhub.transport.forks import close_in_children
@@ -40,6 +42,7 @@ BACKLOG = 128
 AGAIN_S = 5.0  # after a failure
 
 log = get_logger("tensorhub.http")
+refused = Tally(log.warning, "http_client_refused")
 SILENT = logging.getLogger("tensorhub.http.connections")
 SILENT.setLevel(logging.CRITICAL + 1)  # clients can make uvicorn say as much as they like
 
@@ -47,7 +50,7 @@ SILENT.setLevel(logging.CRITICAL + 1)  # clients can make uvicorn say as much as
 class Endpoint:
     """One listener. `start` begins to serve, `close` ends it."""
 
-    def __init__(self, where: str, secret: bytes) -> None:
+    def __init__(self, where: str, secret: bytes, certificates: Certificates | None = None) -> None:
         """Listen at "host:port". Raises StateError (it cannot be had), AuthenticationFailed (open
         access beyond loopback). `secret`: empty for open access.
         """
@@ -64,6 +67,7 @@ class Endpoint:
             ) from error
         self.host, self.port = self._listener.getsockname()[:2]
         self._pages: Callable[[], ASGIApp]
+        self._certificates = certificates  # None: no TLS
         self._is_closing = False
         self._thread: threading.Thread | None = None
         self._wake: Callable[[], object] | None = None  # ends the loop, while there is one
@@ -75,7 +79,7 @@ class Endpoint:
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/"
+        return f"http{'s' if self._certificates else ''}://{host}:{self.port}/"
 
     def start(self, pages: Callable[[], ASGIApp]) -> None:
         """Serve what `pages` makes, in the thread. It is called in the thread's loop, and again
@@ -128,8 +132,15 @@ class Endpoint:
         )
         config.load()
         connections = Connections(self._failures)
+
+        def connection() -> asyncio.Protocol:
+            made = Connection(config, connections)
+            if self._certificates is None:
+                return made
+            return TlsFront(made, Tls(self._certificates, "http", peer="browser"))
+
         server = await loop.create_server(
-            lambda: Connection(config, connections),
+            connection,
             sock=close_in_children(self._listener.dup()),
             backlog=BACKLOG,
         )
@@ -249,6 +260,80 @@ class Connection(H11Protocol):
             self._task = None
             if self in self._connections.open:
                 self._await_request()
+
+
+_NOT_HTTPS = (
+    b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain\r\n\r\n"
+    b"This endpoint speaks TLS: write https:// in place of http://\n"
+)
+
+
+class TlsFront(asyncio.Protocol):
+    """One client's connection, which counts from its first byte on, behind TLS. The client shows a
+    token, and needs no certificate.
+    """
+
+    def __init__(self, connection: Connection, tls: Tls) -> None:
+        self._connection = connection
+        self._tls = tls
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        sealing: Any = _SealingTransport(transport, self._tls)
+        self._connection.connection_made(sealing)
+
+    def data_received(self, data: bytes) -> None:
+        tls = self._tls
+        try:
+            if tls.is_open:
+                tls.receive_data(data)
+            else:
+                tls.handshake(data)
+                self._transport.write(tls.data_to_send())
+            while tls.is_open and (received := tls.read()):
+                self._connection.data_received(received)
+        except TensorHubError as error:
+            refused.count(reason=str(error))
+            is_http = data[:1].isalpha()  # it begins with a method
+            self._transport.write(_NOT_HTTPS if is_http else tls.data_to_send())
+            self._transport.close()
+        if tls.has_ended:
+            self._transport.close()
+
+    def eof_received(self) -> None:
+        self._connection.eof_received()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._connection.connection_lost(error)
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+
+class _SealingTransport:
+    """What the connection behind a `TlsFront` writes to."""
+
+    def __init__(self, transport: asyncio.Transport, tls: Tls) -> None:
+        self._transport = transport
+        self._tls = tls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def get_extra_info(self, name: str) -> Any:
+        return self._tls if name == "sslcontext" else self._transport.get_extra_info(name)
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(self._tls.seal(data))
+
+    def close(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(self._tls.close())
+            self._transport.close()
 
 
 def _advice(error: OSError) -> str:

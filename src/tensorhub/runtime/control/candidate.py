@@ -14,6 +14,7 @@ import anyio
 
 from tensorhub.errors import AuthenticationFailed, StateError
 from tensorhub.logs import Tally, get_logger
+from tensorhub.protocol.certificates import Certificates
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime.control.election import Deposed, Election, Term
 from tensorhub.runtime.control.port import bound
@@ -31,13 +32,19 @@ class Candidate:
     """One coordinator on one address. `await run(...)` stands by and serves until cancelled."""
 
     def __init__(
-        self, *, options: Options, secrets_accepted: Sequence[bytes], election: Election
+        self,
+        *,
+        options: Options,
+        secrets_accepted: Sequence[bytes],
+        election: Election,
+        certificates: Certificates | None = None,
     ) -> None:
         self.address = ""  # "tcp://host:port", once it is bound
         self.leader = ""  # another's address, as this one stands by; "": not known
         self.server: CoordinatorServer | None = None  # while this one leads
         self._options = options
         self._secrets = secrets_accepted
+        self._certificates = certificates  # None: no TLS
         self._election = election
         self._has_begun = False
         self._failures = Tally(log.error, "campaign_failed")
@@ -91,7 +98,10 @@ class Candidate:
 
     async def _lead(self, term: Term, holder: socket.socket, begin: Callable[[], None]) -> None:
         server = CoordinatorServer(
-            options=self._options, secrets_accepted=self._secrets, store=term.store
+            options=self._options,
+            secrets_accepted=self._secrets,
+            store=term.store,
+            certificates=self._certificates,
         )
         why, pause_s = "", 0.0
 

@@ -37,12 +37,15 @@ from tensorhub.messages import (
     Refused,
     Welcome,
 )
+from tensorhub.protocol.certificates import Certificates
 from tensorhub.protocol.codec import FROM_COORDINATOR, UnknownMessage, UnspokenMessage
 from tensorhub.protocol.frames import WrongVersion
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.secret import path_hint
 from tensorhub.protocol.stream import MessageStream
+from tensorhub.protocol.tls import Tls
+from tensorhub.protocol.tls_stream import TlsStream
 from tensorhub.runtime.control.addresses import Addresses
 from tensorhub.runtime.control.search import RECONNECT_S, REFUSED_S_MAX, Messages, Search
 from tensorhub.transport.forks import close_in_children
@@ -90,9 +93,11 @@ class CoordinatorLink:
         options: Options,
         ears: SessionHandler,
         dial: Dial = anyio.connect_tcp,
+        certificates: Certificates | None = None,
     ) -> None:
         """Raises StateError for an address that is none."""
         self._dial = dial
+        self._certificates = certificates  # None: no TLS
         self._addresses = Addresses(addresses)
         self._secrets = secrets_presented  # the first is presented, as it is at each connection
         self._options = options
@@ -205,22 +210,28 @@ class CoordinatorLink:
 
     async def _connect(self, address: str, version: int = PROTOCOL_VERSION) -> Messages:
         with anyio.move_on_after(self._options.connect_timeout_s) as scope:
-            stream = await self._dial(*parse_address(address))
+            host, port = parse_address(address)
+            stream = await self._dial(host, port)
         if scope.cancelled_caught:
             raise OperationTimeout(f"no answer within {self._options.connect_timeout_s:g} s")
         connection = stream.extra(anyio.abc.SocketAttribute.raw_socket)
         close_in_children(getattr(connection, "_sock", connection))  # asyncio wraps it
         local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address)[0])
-        messages = MessageStream(stream, FROM_COORDINATOR, self._options.frame_bytes_max)
         nonce = secrets.token_bytes(NONCE_BYTES)
         handshake = ClientHandshake(
             "worker", self._ears.incarnation, self._secrets[0], nonce, version=version
         )
         try:
+            if self._certificates is not None:
+                tls = Tls(self._certificates, "client", peer="coordinator", host=host)
+                stream = sealed = TlsStream(stream, tls)
+                await sealed.open(self._options.connect_timeout_s)
+                handshake.binding = tls.binding
+            messages = MessageStream(stream, FROM_COORDINATOR, self._options.frame_bytes_max)
             await messages.handshake(handshake, self._options.connect_timeout_s)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
-                await messages.aclose()
+                await stream.aclose()
             if isinstance(error, WrongVersion) and handshake.older is not None:
                 log.info("older_protocol", peer=address, version=handshake.older)
                 return await self._connect(address, handshake.older)

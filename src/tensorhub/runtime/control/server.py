@@ -45,6 +45,7 @@ from tensorhub.coordinator import (
 from tensorhub.errors import TensorHubError
 from tensorhub.logs import TALLY_S, Tally, get_logger
 from tensorhub.messages import FromCoordinator, FromWorker
+from tensorhub.protocol.certificates import Certificates
 from tensorhub.protocol.codec import FROM_WORKER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
@@ -52,6 +53,8 @@ from tensorhub.protocol.polled_stream import Poller
 from tensorhub.protocol.pot import Pot
 from tensorhub.protocol.secret import path_hint
 from tensorhub.protocol.stream import MessageStream
+from tensorhub.protocol.tls import Tls
+from tensorhub.protocol.tls_stream import accept
 from tensorhub.runtime import clock
 from tensorhub.runtime.control.accepting import AcceptLoop, caps, descriptors_for
 from tensorhub.runtime.control.election import Deposed, Store
@@ -88,11 +91,18 @@ class CoordinatorServer:
     """
 
     def __init__(
-        self, *, options: Options, secrets_accepted: Sequence[bytes], store: Store
+        self,
+        *,
+        options: Options,
+        secrets_accepted: Sequence[bytes],
+        store: Store,
+        certificates: Certificates | None = None,
     ) -> None:
         self.address = ""  # "tcp://host:port", once it listens
         self._options = options
         self._secrets = secrets_accepted
+        self._certificates = certificates  # None: no TLS
+        self._tls_turn = anyio.Lock()
         self._store = store
         self._incarnation = secrets.token_hex(16)
         self._sessions: dict[int, Session] = {}
@@ -368,22 +378,24 @@ class CoordinatorServer:
         """One connection, from its first byte to its last. Whatever a peer does, it costs only this
         connection.
         """
+        until, tls = self._now() + self._options.connect_timeout_s, None
+        handshake = ServerHandshake(
+            "coordinator", self._incarnation, self._secrets, secrets.token_bytes(NONCE_BYTES)
+        )
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream = self._poller.stream(connection)
-        except OSError:  # its peer has gone already
-            return
-        try:
+            if self._certificates is not None:
+                tls = Tls(self._certificates, "server", peer="client")
+                await accept(connection, tls, self._tls_turn, until - self._now())
+                handshake.binding = tls.binding
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                stream = self._poller.stream(connection, tls)
+            except OSError:  # its peer has gone already
+                return
             async with MessageStream(
                 stream, FROM_WORKER, self._options.frame_bytes_max
             ) as messages:
-                handshake = ServerHandshake(
-                    "coordinator",
-                    self._incarnation,
-                    self._secrets,
-                    secrets.token_bytes(NONCE_BYTES),
-                )
-                await messages.handshake(handshake, self._options.connect_timeout_s)
+                await messages.handshake(handshake, until - self._now())
                 authenticated()
                 await self._converse(messages, handshake)
         except ConnectionLost:

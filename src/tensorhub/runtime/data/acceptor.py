@@ -23,10 +23,13 @@ from tensorhub.errors import AuthenticationFailed, OperationTimeout, StateError,
 from tensorhub.logs import Tally, get_logger
 from tensorhub.messages import DoneReading, FromReader, Locate, Read, ReadRefused
 from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.certificates import Certificates
 from tensorhub.protocol.codec import FROM_READER
-from tensorhub.protocol.frames import NotAuthentic
+from tensorhub.protocol.frames import READ_BYTES_MAX, NotAuthentic
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.tls import Tls
+from tensorhub.protocol.tls_stream import accept
 from tensorhub.runtime.control.accepting import AcceptLoop, pending_readers_max
 from tensorhub.runtime.data.served_times import LaneTimes
 from tensorhub.runtime.data.serving import SharedOwner
@@ -58,6 +61,7 @@ class ServeSettings:
     handshake_timeout_s: float = 10.0
     stall_timeout_s: float = 10.0  # a reader that takes nothing for so long is given up
     patience_s: float = PATIENCE_S
+    certificates: Certificates | None = None  # None: no TLS
 
 
 class _Acceptor:
@@ -69,6 +73,7 @@ class _Acceptor:
         self.owner = owner
         self.settings = settings
         self.lanes: set[Lane] = set()  # all whose sockets are open
+        self._tls_turn = anyio.Lock()
         closings, shortages = (
             Tally(log.warning, "pending_connection_closed"),
             Tally(log.warning, "accept_failed"),
@@ -81,8 +86,15 @@ class _Acceptor:
         handshake = ServerHandshake(
             "owner", self.settings.incarnation, self.settings.secrets, os.urandom(NONCE_BYTES)
         )
+        certificates, tls = self.settings.certificates, None
+        if certificates is not None and accepted.family != socket.AF_UNIX:
+            tls = Tls(certificates, "server", peer="reader")
         try:
-            await _authenticate(accepted, handshake, self.settings.handshake_timeout_s)
+            until = anyio.current_time() + self.settings.handshake_timeout_s
+            if tls is not None:
+                await accept(accepted, tls, self._tls_turn, self.settings.handshake_timeout_s)
+                handshake.binding = tls.binding
+            await _authenticate(accepted, tls, handshake, until - anyio.current_time())
         except ConnectionLost:
             return
         except TensorHubError as error:
@@ -94,7 +106,7 @@ class _Acceptor:
                 reader=handshake.client_incarnation, reason="too many connections have not ended"
             )
             return
-        connection = _tuned(accepted, self.settings.stall_timeout_s)
+        connection = _tuned(accepted, tls, self.settings.stall_timeout_s)
         if connection is not None:
             connection.go_on_from(handshake)
             not_given = _why_not_given(accepted, self.settings)
@@ -117,29 +129,44 @@ class _Acceptor:
 
 
 async def _authenticate(
-    connection: socket.socket, handshake: ServerHandshake, timeout_s: float
+    connection: socket.socket, tls: Tls | None, handshake: ServerHandshake, timeout_s: float
 ) -> None:
     """Run the handshake in the loop, so that a pending connection takes no thread."""
     with anyio.move_on_after(timeout_s) as scope:
-        while not handshake.done:
-            await anyio.wait_readable(connection)
-            try:
-                data = connection.recv(handshake.bytes_wanted)
-                if not data:
-                    handshake.receive_eof()
-                handshake.receive_data(data)
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise ConnectionLost(f"the connection is gone: {error!r}") from error
-            finally:
-                # also where the handshake has failed: it says why
-                if answer := handshake.data_to_send():
-                    # a peer that does not take so little is not worth waiting for
-                    with contextlib.suppress(OSError):
-                        connection.send(answer)
+        await _handshake(connection, tls, handshake)
     if scope.cancelled_caught:
-        raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s")
+        raise OperationTimeout("the handshake did not end in time")
+
+
+async def _handshake(
+    connection: socket.socket, tls: Tls | None, handshake: ServerHandshake
+) -> None:
+    while not handshake.done:
+        if tls is None or not tls.has_unread:
+            await anyio.wait_readable(connection)
+        try:
+            if tls is None:
+                data = connection.recv(handshake.bytes_wanted)
+            else:
+                data = tls.read(handshake.bytes_wanted)
+                if not data and not tls.has_ended:
+                    sealed = connection.recv(READ_BYTES_MAX)
+                    tls.receive_data(sealed)
+                    if sealed:
+                        continue
+            if not data:
+                handshake.receive_eof()
+            handshake.receive_data(data)
+        except BlockingIOError:
+            continue
+        except OSError as error:
+            raise ConnectionLost(f"the connection is gone: {error!r}") from error
+        finally:
+            # also where the handshake has failed: it says why
+            if answer := handshake.data_to_send():
+                # a peer that does not take so little is not worth waiting for
+                with contextlib.suppress(OSError):
+                    connection.send(answer if tls is None else tls.seal(answer))
 
 
 async def serve_readers(
@@ -191,7 +218,9 @@ def _why_not_given(accepted: socket.socket, settings: ServeSettings) -> str:
     return unix.why_not_given(unix.peer_uid(accepted), settings.shared_memory_uids)
 
 
-def _tuned(connection: socket.socket, stall_timeout_s: float) -> BlockingConnection | None:
+def _tuned(
+    connection: socket.socket, tls: Tls | None, stall_timeout_s: float
+) -> BlockingConnection | None:
     """That connection, for a thread; None if its peer has gone already."""
     try:
         connection.setblocking(True)
@@ -200,7 +229,7 @@ def _tuned(connection: socket.socket, stall_timeout_s: float) -> BlockingConnect
     except OSError:
         connection.close()
         return None
-    return BlockingConnection(connection, stall_timeout_s=stall_timeout_s)
+    return BlockingConnection(connection, stall_timeout_s=stall_timeout_s, tls=tls)
 
 
 # --------------------------------------------------------------------------------------------------

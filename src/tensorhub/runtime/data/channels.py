@@ -32,6 +32,7 @@ from tensorhub.layouts.reading import Part
 from tensorhub.logs import get_logger
 from tensorhub.memory.base import Base
 from tensorhub.messages import Grant
+from tensorhub.protocol.certificates import Certificates
 from tensorhub.protocol.secret import is_loopback
 from tensorhub.runtime.data.lanes import HELP_BYTES, ChannelOpener
 from tensorhub.runtime.data.source_lane import Opened
@@ -102,8 +103,10 @@ class Channels:
         options: Options,
         location: Location,
         wanted: Sequence[str] | None,
+        certificates: Certificates | None = None,
     ) -> None:
         self._secrets = secrets
+        self._certificates = certificates
         self._options = options
         self._location = location
         self._wanted = wanted
@@ -145,7 +148,13 @@ class Channels:
         """
         self._let_go()
         self._transports = built_in.TRANSPORTS.make(
-            Local(incarnation, self._secrets, self._options, kept=self._kept),
+            Local(
+                incarnation,
+                self._secrets,
+                self._options,
+                kept=self._kept,
+                certificates=self._certificates,
+            ),
             self._wanted,
             self._note_missing,
         )

@@ -32,6 +32,7 @@ from tensorhub.errors import (
 from tensorhub.logs import get_logger
 from tensorhub.memory.regions import Memory
 from tensorhub.model.manifest import Manifest
+from tensorhub.protocol.certificates import Certificates
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock
 from tensorhub.runtime.control.accepting import RETRY_S
@@ -103,6 +104,7 @@ class Worker(CallersWorker):
         transports: Sequence[str] | None,
         options: Options,
         prefetch: bool = False,
+        certificates: Certificates | None = None,
     ) -> None:
         """`secrets_accepted`: the first is presented. Raises StateError (a wrong address),
         TransportUnavailable.
@@ -111,12 +113,15 @@ class Worker(CallersWorker):
         self.location = location
         self.options = options
         self._secrets = secrets_accepted
+        self._certificates = certificates  # None: no TLS
         self.prefetches = prefetch  # each new version, for the handles that follow their model
         self.incarnation = Incarnation(secrets.token_hex(16))
-        self.channels = Channels(secrets_accepted, options, location, transports)
+        self.channels = Channels(secrets_accepted, options, location, transports, certificates)
         self.channels.become(self.incarnation)
         self._numbers = itertools.count(1)
-        self.link = CoordinatorLink(addresses, secrets_accepted, options, self)
+        self.link = CoordinatorLink(
+            addresses, secrets_accepted, options, self, certificates=certificates
+        )
         self.coordinator = CoordinatorClient(self.link, self._numbers)
         self.pins = Pins(self.coordinator, options.op_timeout_s)
         self.version_watches = VersionWatches(self.link)
@@ -272,6 +277,7 @@ class Worker(CallersWorker):
                 readers_max=self.options.readers_max,
                 handshake_timeout_s=self.options.connect_timeout_s,
                 stall_timeout_s=self.options.stall_timeout_s,
+                certificates=self._certificates,
             )
             try:
                 with anyio.CancelScope() as self._serving:
