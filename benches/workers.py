@@ -198,7 +198,7 @@ class Memory(memory.Memory):
 
     def receive(self, port: int, digests: bool) -> tuple[float, float]:
         start = time.monotonic()
-        bare.receive_all(port, self.views, digests)
+        bare.receive_all(("127.0.0.1", port), self.views, digests)
         return start, time.monotonic()
 
     def lie(self) -> bare_reads.Lie:

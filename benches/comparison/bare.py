@@ -28,23 +28,28 @@ def pieces(views: Sequence[memoryview]) -> list[memoryview]:
     ]
 
 
-def listen() -> socket.socket:
-    """A listener on loopback."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-    listener.settimeout(TIMEOUT_S)
+def listen(host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S) -> socket.socket:
+    """A listener, on loopback unless another address of this machine is given."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=64)
+    listener.settimeout(timeout_s)
     return listener
 
 
 def send_all(
-    listener: socket.socket, receivers: int, views: Sequence[memoryview], digests: bool
+    listener: socket.socket,
+    receivers: int,
+    views: Sequence[memoryview],
+    digests: bool,
+    congestion: bytes | None = CONGESTION_CONTROL,
 ) -> None:
     """Accept that many receivers and send everything to each; returns when each has confirmed that
-    it has it.
+    it has it. `congestion`: None is the machine's own congestion control.
     """
     connections = []
     for _ in range(receivers):
         connection, _ = listener.accept()
-        _set_up(connection)
+        _set_up(connection, congestion)
         connections.append(connection)
     cut = pieces(views)
     known: list[int | None] = [None] * len(cut)
@@ -71,10 +76,15 @@ def send_all(
         raise failures[0]
 
 
-def receive_all(port: int, views: Sequence[memoryview], digests: bool) -> None:
+def receive_all(
+    address: tuple[str, int],
+    views: Sequence[memoryview],
+    digests: bool,
+    congestion: bytes | None = CONGESTION_CONTROL,
+) -> None:
     """Receive everything into the views; ValueError if a digest differs."""
-    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
-        _set_up(connection)
+    with socket.create_connection(address, timeout=TIMEOUT_S) as connection:
+        _set_up(connection, congestion)
         header = bytearray(HEADER.size)
         for piece in pieces(views):
             if digests:
@@ -85,12 +95,13 @@ def receive_all(port: int, views: Sequence[memoryview], digests: bool) -> None:
         connection.sendall(b"!")
 
 
-def _set_up(connection: socket.socket) -> None:
+def _set_up(connection: socket.socket, congestion: bytes | None) -> None:
     # blocking calls, without the poll before each that a timeout brings
     connection.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(TIMEOUT_S), 0))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
+    if congestion is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 

@@ -62,7 +62,7 @@ def compare(wanted: Wanted) -> None:
     """
     backends, fans = _chosen(wanted.only, wanted.skip), _fans(wanted.receivers)
     directory = (wanted.environments or environments.default_directory()).absolute()
-    _check_writable([file for file in (wanted.results, wanted.picture) if file])
+    check_writable([file for file in (wanted.results, wanted.picture) if file])
     plan = Plan(
         backends, wanted.rounds, wanted.copies, wanted.mib, fans, wanted.timeout_s, directory
     )
@@ -105,7 +105,7 @@ def _fans(text: str) -> list[int]:
     return fans
 
 
-def _check_writable(files: Sequence[Path]) -> None:
+def check_writable(files: Sequence[Path]) -> None:
     """Now, and not after half an hour."""
     for file in files:
         try:

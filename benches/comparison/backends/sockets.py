@@ -45,4 +45,6 @@ class Receiver(Side):
         self._port = hellos[0]
 
     def take(self, offered: Any) -> None:
-        bare.receive_all(self._port, self.memory.views, self.setting.options["digests"])
+        bare.receive_all(
+            ("127.0.0.1", self._port), self.memory.views, self.setting.options["digests"]
+        )

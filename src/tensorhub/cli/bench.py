@@ -4,8 +4,9 @@ installed TensorHub.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -62,6 +63,16 @@ def bench(
     list_backends: Annotated[
         bool, typer.Option("--list", help="Name the backends, and end.")
     ] = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="RANK/SIZE",
+            help="Measure a cluster instead: run this on each machine, with --address.",
+        ),
+    ] = None,
+    address: common.AddressOption = None,
+    token_file: common.TokenFileOption = None,
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
@@ -71,7 +82,27 @@ def bench(
     The backends take turns, each in processes of its own, and every copy is verified. Run by root,
     all of them share a new network namespace, and so one congestion control. Peers that are not
     installed are listed at the end (docs/benchmarks.md).
+
+    --cluster 0/3, 1/3 and 2/3 on three machines: bare sockets over each link, then TensorHub over
+    each transport that all have (--only and --skip name transports), from rank 0 to each rank and
+    to all at once. --mib is the most that one copy has; a slow link gets less. Rank 0 prints the
+    report, in which machines have numbers only, and --results has all of it.
     """
+    if cluster is not None:
+        _cluster(
+            cluster,
+            address,
+            token_file,
+            rounds=rounds,
+            copies=copies,
+            mib=mib,
+            only=_names(only),
+            skip=_names(skip),
+            timeout_s=timeout,
+            results=results,
+            as_json=as_json,
+            quiet=quiet,
+        )
     comparison = common.import_shipped("benches.comparison.command")
     if list_backends:
         comparison.list_backends(as_json=as_json)
@@ -93,3 +124,18 @@ def bench(
             as_json=as_json,
         )
     )
+
+
+def _cluster(text: str, address: str | None, token_file: Path | None, **measured: Any) -> NoReturn:
+    """Take part in the bench of a cluster."""
+    connect = common.connecting(address, token_file)
+    cluster = common.import_shipped("benches.comparison.cluster")
+    rank, size = cluster.rank_and_size(text)
+    if measured["results"] is not None:
+        common.import_shipped("benches.comparison.command").check_writable([measured["results"]])
+    wanted = cluster.Wanted(rank, size, connect, **measured)
+    common.run(functools.partial(cluster.run, wanted))
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]

@@ -66,11 +66,6 @@ def leave_on_sigterm(within_s: float = LEAVE_S) -> None:
         )
 
 
-def leave_now(within_s: float = LEAVE_S) -> None:
-    """Let every hub of this process leave, as `leave_on_sigterm` says. Blocks."""
-    ending.hubs_leave(Parting(within_s, "the process was told to end (SIGTERM)", hand_over=True))
-
-
 class _Leave:
     """The handler, and the thread that waits."""
 
@@ -102,7 +97,9 @@ class _Leave:
 
     def _run(self) -> None:
         self._wanted.get()
-        leave_now(self.within_s)
+        ending.hubs_leave(
+            Parting(self.within_s, "the process was told to end (SIGTERM)", hand_over=True)
+        )
         self._has_left = True
         main = threading.main_thread().ident
         assert main is not None
