@@ -195,6 +195,11 @@ EVENTS: Final[Mapping[str, Told]] = {
     "pending_connection_closed": E("warning", "reason", "A peer did not authenticate."),
     "session_closed": E("info", "reason session", "A connection ended."),
     "session_too_slow": E("warning", "reason session", "A peer takes no messages; it is cut off."),
+    "lease_unanswered": E(
+        "warning",
+        "reason",
+        "Kubernetes' API server did not answer a coordinator that stands by. It asks again.",
+    ),
     "state_dir_writable_by_group": E("warning", "group hint state_dir", "It can be forged."),
     "certificates_not_taken": E("warning", "instead reason", "The last good ones stay in use."),
     "certificates_read": E("info", "path sha256", "New connections use this certificate."),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import signal
 from contextlib import ExitStack
+from dataclasses import replace
 from threading import Thread
 
 import numpy as np
@@ -67,6 +68,23 @@ def test_it_follows_a_model_and_outlives_its_publisher(address: str, end: signal
             out_text, err = process.communicate(timeout=WAIT_S)
             assert (process.returncode, out_text) == (0 if end is signal.SIGTERM else 130, "")
             assert "Traceback" not in err
+
+
+def test_sigterm_hands_over_what_only_a_seed_has(address: str) -> None:
+    arguments = ("seed", "m", "--host-memory", str(NBYTES), "--address", address, "--json")
+    with sync.connect(address, options=replace(OPTIONS, host_memory_bytes=NBYTES)) as spare:
+        with sync.connect(address, options=OPTIONS) as hub:
+            hub.retain("m", latest=1)
+            hub.register("m", arrays(1)).publish(1)
+            with started(*arguments) as seed:
+                line_with("{", seed.stdout)
+                hub.close()
+                assert [each.purpose for each in spare.describe("m").replicas] == ["seed"]
+                seed.send_signal(signal.SIGTERM)
+                assert seed.wait(WAIT_S) == 0
+        assert [(each.purpose, each.version) for each in spare.describe("m").replicas] == [
+            ("retention", 1)
+        ]
 
 
 def test_all_ranks_and_some_of_them(address: str) -> None:

@@ -322,14 +322,14 @@ def run(
     """Run `body` until it returns its exit code, fails, or gets SIGINT or SIGTERM; then leave the
     command.
 
-    `logs`, `log_form`: see `logs_to_stderr`. `sigterm_is_ordinary`: asked when SIGTERM has come;
-    True makes the exit code 0.
+    `logs`, `log_form`: see `logs_to_stderr`. `sigterm_is_ordinary`: asked when SIGTERM has come. If
+    so, hubs leave as by `leave_on_sigterm` before `body` is cancelled, and the exit code is 0.
     """
     import anyio
 
     logs_to_stderr(logs, log_form)
     try:
-        code = anyio.run(_until_signal, body)
+        code = anyio.run(_until_signal, body, sigterm_is_ordinary)
     except KeyboardInterrupt:  # before the signal handlers were there
         code = INTERRUPTED
     except Exception as error:
@@ -423,34 +423,45 @@ def import_shipped(name: str) -> Any:
     return importlib.import_module(f"tensorhub._{name}")
 
 
-async def _until_signal(body: Callable[[], Awaitable[int]]) -> int:
+async def _until_signal(
+    body: Callable[[], Awaitable[int]], leaves_in_order: Callable[[], bool]
+) -> int:
     """The code of `body`, or 128 + n if signal n cancelled it. A second signal ends the process
     without waiting.
     """
     import anyio
+    import anyio.to_thread
+
+    from tensorhub.runtime.sigterm import leave_now
 
     code = 0
     failure: Exception | None = None
     scope = anyio.CancelScope()
 
+    async def end(number: int) -> None:
+        if number == signal.SIGTERM and leaves_in_order():
+            await anyio.to_thread.run_sync(leave_now)
+        scope.cancel()
+
     async def watch(*, task_status: TaskStatus[None]) -> None:
+        nonlocal code
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             task_status.started()
             async for number in signals:
-                if scope.cancel_called:
+                if code:
                     os._exit(128 + number)
-                nonlocal code
                 code = 128 + number
-                scope.cancel()
+                tasks.start_soon(end, number)
 
     async with anyio.create_task_group() as tasks:
         await tasks.start(watch)
         with scope:
             try:
-                code = await body() or code
+                returned = await body()
+                code = code or returned
             except Exception as error:
                 failure = error
         tasks.cancel_scope.cancel()
-    if failure is not None and not scope.cancel_called:
+    if failure is not None and not code:
         raise failure
     return code

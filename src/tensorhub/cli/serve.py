@@ -35,8 +35,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="ENGINE",
-            help="Stand by until this coordinator leads: etcd://HOST:PORT[,HOST:PORT...]/PREFIX, "
-            "or lock (of --state-dir).",
+            help="Stand by until this coordinator leads: etcd://HOST:PORT[,HOST:PORT...]/PREFIX; "
+            "with --state-dir, kubernetes://NAMESPACE/LEASE or lock.",
         ),
     ] = None,
     advertise: Annotated[

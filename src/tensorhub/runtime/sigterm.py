@@ -66,6 +66,11 @@ def leave_on_sigterm(within_s: float = LEAVE_S) -> None:
         )
 
 
+def leave_now(within_s: float = LEAVE_S) -> None:
+    """Let every hub of this process leave, as `leave_on_sigterm` says. Blocks."""
+    ending.hubs_leave(Parting(within_s, "the process was told to end (SIGTERM)", hand_over=True))
+
+
 class _Leave:
     """The handler, and the thread that waits."""
 
@@ -97,9 +102,7 @@ class _Leave:
 
     def _run(self) -> None:
         self._wanted.get()
-        ending.hubs_leave(
-            Parting(self.within_s, "the process was told to end (SIGTERM)", hand_over=True)
-        )
+        leave_now(self.within_s)
         self._has_left = True
         main = threading.main_thread().ident
         assert main is not None

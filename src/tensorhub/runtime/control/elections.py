@@ -12,6 +12,7 @@ import anyio.to_thread
 from tensorhub.errors import InvalidType, InvalidValue, shown
 from tensorhub.runtime.control.election import Election, Store
 from tensorhub.runtime.control.etcd import place_of
+from tensorhub.runtime.control.lease_election import LeaseElection, lease_of
 from tensorhub.runtime.control.store import InUse, MemoryStore, SqliteStore
 
 POLL_S = 0.1  # between looks whether the lock is free
@@ -34,9 +35,15 @@ def election_of(ha: str | None, state_dir: str | None) -> Callable[[], Election]
             return EtcdElection(place)
 
         return open_
+    if ha is not None and ha.startswith("kubernetes://"):
+        lease = lease_of(ha)
+        if state_dir is None:
+            raise InvalidValue(f"ha={shown(ha)} needs a state_dir, which the candidates share")
+        return lambda: LeaseElection(lease, lambda: SqliteStore(state_dir, shared=True))
     if ha not in (None, "lock"):
         raise InvalidValue(
-            f'ha={shown(ha)}: give "etcd://HOST:PORT[,HOST:PORT...]/PREFIX" or "lock"'
+            f'ha={shown(ha)}: give "etcd://HOST:PORT[,HOST:PORT...]/PREFIX", '
+            f'"kubernetes://NAMESPACE/LEASE" or "lock"'
         )
     if state_dir is not None:
         return lambda: LocalElection(lambda: SqliteStore(state_dir), waits=ha is not None)

@@ -58,8 +58,12 @@ class SqliteStore:
 
     blocks = True
 
-    def __init__(self, state_dir: str | os.PathLike[str]) -> None:
+    def __init__(self, state_dir: str | os.PathLike[str], *, shared: bool = False) -> None:
         """Raises StateError if the directory cannot be used, or another coordinator has it open.
+
+        `shared`: on a volume of several machines. Others that share it may have it open; the epoch
+        says which may write. A dead machine's lock on a file must not keep a successor out, and no
+        memory is shared, as SQLite's WAL needs it.
 
         A user that can write to the directory decides what `latest` means. So the directory must
         not belong to another user, be writable by all, or be a symbolic link, whose target could
@@ -73,7 +77,8 @@ class SqliteStore:
         except OSError as error:
             raise StateError(f"the state_dir {path} cannot be used: {error.strerror}") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(self._lock, kind | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
             text = f"the state_dir {path} is in use by another coordinator: give each its own"
@@ -84,16 +89,16 @@ class SqliteStore:
             for name in (_DATABASE, f"{_DATABASE}-wal", f"{_DATABASE}-shm"):
                 if name == _DATABASE or os.path.lexists(path / name):
                     os.close(_private(path / name))
-            self._open(path)
+            self._open(path, *(("DELETE", "EXTRA") if shared else ("WAL", "FULL")))
         except (*UNREADABLE, StateError, OSError) as error:
             self._lock.close()
             raise StateError(f"the state_dir {path} cannot be used: {error}") from error
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path, journal: str, synchronous: str) -> None:
         self._db = sqlite3.connect(path / _DATABASE, check_same_thread=False, isolation_level=None)
         try:
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.execute(f"PRAGMA journal_mode={journal}")
+            self._db.execute(f"PRAGMA synchronous={synchronous}")
             self._db.executescript(SCHEMA)
             self._tables = Tables(self._db, f"the state_dir {path}")
             with self._tables.transaction():
