@@ -38,6 +38,7 @@ from tensorhub.worker.registration_session import Shard
 MODEL = "actor"
 SEED_S = 30.0
 REMOVE_S = 10.0
+AGAIN_S = 2.0  # after a version could not be had: until it is asked for again
 AWAY_S = (0.1, 2.0, 8.0)  # from a crash until it is back
 LEAVES_S = 2.0  # for a reader of what is to be unloaded
 
@@ -220,6 +221,7 @@ class SimArchive:
         self._retains = False  # the rules of retention are still to be applied
         self.has_ended = False
         self._seen: VersionInfo | None = None  # the newest that it has tried to archive
+        self._again_at = 0.0  # when it asks for that version again
         worker.copies.on_unload = self._unload
         worker.copies.machine.budget.last_used = self._last_used
         self.after(0.0, self._turn)
@@ -318,7 +320,9 @@ class SimArchive:
             self._restore(self._in_effect())
         elif lost := self._lost():
             self._restore(lost)
-        elif newest is not None and not self.has_newest:
+        elif not (newest is None or self.has_newest) and (
+            newest != self._seen or self.now >= self._again_at
+        ):
             self._seed(newest)
         elif self._retains and self._keep is not None:
             self._retains = False
@@ -332,7 +336,7 @@ class SimArchive:
         def seeded() -> None:
             found = self._held(info)
             self._is_busy = found is not None
-            self._seen = info  # perhaps in vain
+            self._seen, self._again_at = info, self.now + AGAIN_S  # perhaps in vain
             if found is not None:
                 self.after(self._write_s, self._write, info, found)
 

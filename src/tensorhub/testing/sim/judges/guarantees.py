@@ -51,7 +51,7 @@ from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.crossings import CrossingJudge
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
-from tensorhub.testing.sim.judges.retention import RetentionJudge, abandons
+from tensorhub.testing.sim.judges.retention import RetentionJudge, abandons, is_as_published
 from tensorhub.testing.sim.layouts import bytes_read, part_of, tags_in
 from tensorhub.testing.sim.rendering import show_error
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
@@ -85,6 +85,8 @@ class Guarantees:
         self._epochs: dict[tuple[str, str, int, int], str] = {}
         # when some owner of which content took it from its readers, or wanted to
         self._given_up: dict[str, float] = {}
+        # by content and shard: its last live holder has given it up, and no handle has it since
+        self._left_shards: set[tuple[str, int]] = set()
         # By content, selection ("": none) and shard: the chunks of which publishers have told
         # digests.
         self._told: dict[tuple[str, str, int], set[int]] = {}
@@ -336,6 +338,8 @@ class Guarantees:
         # left, and be lost since.
         other = handle.shard.declared is not None
         gone = any(self._given_up.get(content_id, -inf) >= record.began for content_id in wanted)
+        # one shard was left before, and another shard is lost now
+        gone = gone or any(content_id in wanted for content_id, _ in self._left_shards)
         going = any(
             h.last_held in wanted
             and h.last_call is not None
@@ -473,6 +477,10 @@ class Guarantees:
         """No reader reads that memory any more."""
         self._given_up[handle.last_held] = self._world.now
         self._fenced[handle.id] = handle.last_held
+        place = handle.last_held, handle.shard.number
+        others = (each for each in self._world.live_handles() if each is not handle)
+        if not any(place == (h.last_held, h.shard.number) and _holds(h) for h in others):
+            self._left_shards.add(place)
         self.retained.fenced(handle, generation)
 
     def told_to_write(self, handle: JudgedHandle | None, message: Start | Write) -> None:
@@ -592,6 +600,8 @@ class Guarantees:
         content = handle.member.in_place
         if content is not None:
             handle.last_held = content.version.content_id
+            if handle.fencing_since is None and _holds(handle):
+                self._left_shards.discard((handle.last_held, handle.shard.number))
             self.contents.check_cells(handle, content.version)
 
     def check_closed(self, handle: JudgedHandle) -> None:
@@ -604,6 +614,11 @@ class Guarantees:
         held = handle.worker.owner._memories.get(handle.id)
         if held is not None and held.is_open and held.serves:
             raise GuaranteeBroken(f"mutability: {handle} can still be read under {held}")
+
+
+def _holds(handle: JudgedHandle) -> bool:
+    """Whether readers of the published layout can read what it holds."""
+    return handle.member.state in HOLDING and is_as_published(handle)
 
 
 def _publishes(handle: JudgedHandle, content_id: str) -> bool:
