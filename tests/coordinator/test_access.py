@@ -97,7 +97,7 @@ class Reader:
             if isinstance(action, Send) and action.session == self.session:
                 heard.append(action.message)
             elif isinstance(action, Send) and action.session in self.cluster.links:
-                self.cluster._send_down(action.session, action.message)
+                self.cluster._send_down(action.session, action.message, self.cluster.term)
             self.closed = self.closed or (
                 isinstance(action, CloseSession) and action.session == self.session
             )

@@ -23,7 +23,7 @@ class Behind(StepwiseCluster):
         super().__init__()
         self.asked: list[int] = []
 
-    def looked_for(self, session: int) -> None:
+    def looked_for(self, session: int, term: object) -> None:
         self.asked.append(session)
 
 

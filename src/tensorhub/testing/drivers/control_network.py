@@ -16,7 +16,8 @@ from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Prepared,
 from tensorhub.runtime.control.server import LAST_WORDS_S
 from tensorhub.testing.drivers.injecting import Injector
 from tensorhub.testing.drivers.timeline import Timeline
-from tensorhub.testing.sim.network import COORDINATOR, Link
+from tensorhub.testing.sim.network import Link, Process
+from tensorhub.testing.sim.terms import Term
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.testing.sim.world import World
 
@@ -36,6 +37,8 @@ class ControlNetwork:
         self._world = world
         # how long each waits before it tries again, on average
         self._waits_s: dict[SimWorker, float] = {}
+        # the coordinator to which it connects just now
+        self._dialled: dict[SimWorker, Process] = {}
         self._touch = touch
         self._timeline = timeline
         self._faults = faults
@@ -47,16 +50,16 @@ class ControlNetwork:
 
     def _blocked(self, worker: SimWorker, link: Link) -> float:
         until = max(
-            link.held_until, self._timeline.partitions.blocked_until(worker.name, COORDINATOR)
+            link.held_until, self._timeline.partitions.blocked_until(worker.name, link.party.name)
         )
         return until if until > self._timeline.now else 0.0
 
     def new_link(self, worker: SimWorker) -> Link:
         """The worker connects: the coordinator will see it, before anything that is said."""
         timeline = self._timeline
-        link = Link(next(self._world.sessions))
+        link = Link(next(self._world.sessions), self._dialled.pop(worker, timeline.coordinator))
         link.up_due = timeline.now + self.latency()
-        timeline.at(link.up_due, timeline.coordinator, self._read, worker, link, self._accepted)
+        timeline.at(link.up_due, link.party, self._read, worker, link, self._accepted)
         return link
 
     # -- what lies unread at the coordinator
@@ -76,7 +79,7 @@ class ControlNetwork:
     ) -> None:
         timeline = self._timeline
         link.read_due = max(link.read_due, self._faults.reads_at(worker))
-        timeline.at(link.read_due, timeline.coordinator, self._read_now, worker, link, act)
+        timeline.at(link.read_due, link.party, self._read_now, worker, link, act)
 
     def _read_now(
         self, worker: SimWorker, link: Link, act: Callable[[SimWorker, Link], None]
@@ -90,8 +93,10 @@ class ControlNetwork:
             self._touch(handle)  # whoever is counted on for what is so old is found out
 
     def _accepted(self, worker: SimWorker, link: Link) -> None:
-        self._world.links[link.session] = (worker, link)
-        self._world.step(Connected(link.session, worker.incarnation, "worker"))
+        term = self._world.term_at(link.party)
+        if term is not None:
+            term.links[link.session] = (worker, link)
+            self._world.step(Connected(link.session, worker.incarnation, "worker"), term)
 
     # -- up
 
@@ -102,60 +107,63 @@ class ControlNetwork:
             link.up.pop()
             return
         link.up_due = max(link.up_due, timeline.now + self.latency())
-        timeline.at(link.up_due, timeline.coordinator, self._arrive_up, worker, link)
+        timeline.at(link.up_due, link.party, self._arrive_up, worker, link)
 
     def _arrive_up(self, worker: SimWorker, link: Link) -> None:
         timeline = self._timeline
         blocked = self._blocked(worker, link)
         if blocked:
             link.up_due = max(link.up_due, blocked)
-            timeline.at(blocked, timeline.coordinator, self._arrive_up, worker, link)
+            timeline.at(blocked, link.party, self._arrive_up, worker, link)
             return
         self._read(worker, link, self._hear)
 
     def _hear(self, worker: SimWorker, link: Link) -> None:
-        message = link.up.popleft()
-        if link.session not in self._world.links or link.is_lossy:
+        message, term = link.up.popleft(), self._world.term_at(link.party)
+        if term is None or link.session not in term.links or link.is_lossy:
             return
         if self._faults.garbles(worker):
             self.close_session(worker, link)  # what is malformed costs its sender the connection
             return
-        self._hand_over(worker, link, message)
+        self._hand_over(worker, link, message, term)
         if self._faults.doubles(message):
-            self._hand_over(worker, link, message)
+            self._hand_over(worker, link, message, term)
 
-    def _hand_over(self, worker: SimWorker, link: Link, message: FromWorker) -> None:
+    def _hand_over(self, worker: SimWorker, link: Link, message: FromWorker, term: Term) -> None:
         self._timeline.trace(worker.name, "->", message)
         if isinstance(message, Prepared):
             self._faults.voted(worker, message)
         elif isinstance(message, Rollback):
             self._faults.rolls_back()
-        self._world.step(Received(link.session, message))
+        self._world.step(Received(link.session, message), term)
 
-    def looked_for(self, session: int) -> None:
+    def looked_for(self, session: int, term: Term) -> None:
         """The coordinator asks what of this session lies unread. If nothing does, it is told so,
         after all of now, and if nothing has come meanwhile.
         """
-        if self._has_nothing_unread(session):
-            self._timeline.at(self._timeline.now, self._timeline.coordinator, self._looked, session)
+        if self._has_nothing_unread(session, term):
+            self._timeline.at(self._timeline.now, term.party, self._looked, session, term)
 
-    def _has_nothing_unread(self, session: int) -> bool:
+    def _has_nothing_unread(self, session: int, term: Term) -> bool:
         if session == DOOR:
-            return not any(map(self._waits_at_door, self._world.workers.values()))
-        _, link = self._world.links.get(session, (None, None))
+            workers = self._world.workers.values()
+            return not any(self._waits_at_door(worker, term) for worker in workers)
+        _, link = term.links.get(session, (None, None))
         return link is None or not link.unread
 
-    def _waits_at_door(self, worker: SimWorker) -> bool:
+    @staticmethod
+    def _waits_at_door(worker: SimWorker, term: Term) -> bool:
         link = worker.link
         return (
             link is not None
             and link.unread > 0
-            and self._world.session_of(worker.incarnation) != link.session
+            and link.party is term.party
+            and term.joined.get(worker.incarnation) != link.session
         )
 
-    def _looked(self, session: int) -> None:
-        if self._has_nothing_unread(session):
-            self._world.step(Silent((session,)))
+    def _looked(self, session: int, term: Term) -> None:
+        if self._has_nothing_unread(session, term):
+            self._world.step(Silent((session,)), term)
 
     def link_lost(self, worker: SimWorker, link: Link) -> None:
         """The worker's end is gone: the coordinator will notice after the messages on their way, if
@@ -164,18 +172,19 @@ class ControlNetwork:
         timeline = self._timeline
         self._faults.link_lost(link)
         link.up_due = max(link.up_due, timeline.now + self.latency())
-        timeline.at(link.up_due, timeline.coordinator, self._arrive_end, worker, link)
+        timeline.at(link.up_due, link.party, self._arrive_end, worker, link)
 
     def _arrive_end(self, worker: SimWorker, link: Link) -> None:
         blocked = self._blocked(worker, link)
         if blocked:
-            self._timeline.at(blocked, self._timeline.coordinator, self._arrive_end, worker, link)
+            self._timeline.at(blocked, link.party, self._arrive_end, worker, link)
         elif not link.is_lossy:
             self._read(worker, link, lambda _, ended: self._over(ended))
 
     def _over(self, link: Link) -> None:
-        if self._world.links.pop(link.session, None) is not None:
-            self._world.step(Disconnected(link.session))
+        term = self._world.term_at(link.party)
+        if term is not None and term.links.pop(link.session, None) is not None:
+            self._world.step(Disconnected(link.session), term)
 
     def close_session(self, worker: SimWorker, link: Link) -> None:
         """The coordinator's end breaks."""
@@ -190,9 +199,7 @@ class ControlNetwork:
         timeline = self._timeline
         if link.down[-1] is None:  # closed once that can be said; soon, if it can not
             said_at = min(self._blocked(worker, link), timeline.now + LAST_WORDS_S)
-            timeline.at(
-                max(said_at, timeline.now) + self.latency(), timeline.coordinator, self._over, link
-            )
+            timeline.at(max(said_at, timeline.now) + self.latency(), link.party, self._over, link)
         if link.is_lossy:
             link.down.pop()
             return
@@ -218,13 +225,13 @@ class ControlNetwork:
         if message is not None and worker.link is link and self._faults.doubles(message):
             self._received(worker, link, message)
 
-    def coordinator_died(self) -> None:
-        """Every connection breaks, also those that are being made."""
+    def coordinator_died(self, term: Term) -> None:
+        """Every connection to it breaks, also those that are being made."""
         timeline = self._timeline
-        self._world.links.clear()
+        term.links.clear()
         for worker in list(self._world.workers.values()):
             link = worker.link
-            if link is not None and worker.alive:
+            if link is not None and worker.alive and link.party is term.party:
                 timeline.after(self.latency(), worker, self._broken, worker, link)
 
     def _broken(self, worker: SimWorker, link: Link) -> None:
@@ -241,14 +248,24 @@ class ControlNetwork:
         timeline = self._timeline
         if worker.link is not None or not worker.alive:
             return
-        blocked = timeline.partitions.blocked_until(worker.name, COORDINATOR)
-        if blocked > timeline.now or not timeline.coordinator.alive:
+        there = [term.party for term in self._world.terms() if self._can_reach(worker, term.party)]
+        if not there:
             self.connect_again(worker)
             return
+        self._dialled[worker] = timeline.random.choice(there) if len(there) > 1 else there[0]
         worker.connect()
         timeline.after(
             self._world.options.connect_timeout_s, worker, self._expect_welcome, worker, worker.link
         )
+
+    def _can_reach(self, worker: SimWorker, party: Process) -> bool:
+        """Whether that coordinator takes a connection; a stopped one that leads no more does not:
+        the worker tries all addresses at once.
+        """
+        now, partitions = self._timeline.now, self._timeline.partitions
+        if party is not self._timeline.coordinator and party.stopped_until > now:
+            return False
+        return party.alive and partitions.blocked_until(worker.name, party.name) <= now
 
     def connect_again(self, worker: SimWorker) -> None:
         """After a while."""

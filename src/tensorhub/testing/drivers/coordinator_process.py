@@ -1,123 +1,228 @@
-"""The coordinator's process in virtual time: its deadlines, its store, how it dies and comes
-back.
+"""The processes of coordinators in virtual time: their deadlines, their store, how they die, and
+how another one takes over.
+
+One process leads. A former leader that was stopped, or whose clock is wrong, may run beside it
+until it notices (`split`): by its own clock, or when its store refuses a write. A process that is
+cut off from its store for long steps down before its lease is over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from tensorhub.coordinator import Action, Persist, Persisted, PersistFailed, Tick
 from tensorhub.coordinator.entities import Worker
 from tensorhub.testing.drivers.injecting import Injector
-from tensorhub.testing.drivers.timeline import Process, Timeline
-from tensorhub.testing.sim.network import COORDINATOR
+from tensorhub.testing.drivers.timeline import Timeline
+from tensorhub.testing.sim.network import COORDINATOR, STANDBY, Process
 from tensorhub.testing.sim.rendering import show
+from tensorhub.testing.sim.terms import Deposed, Term
 from tensorhub.testing.sim.world import World
+
+NOTICES_S = 0.2  # at most: from waking up until it has looked at its clock by itself
 
 
 class CoordinatorProcess:
-    """`died`: called when its connections break."""
+    """`died`: called when the connections of a term break."""
 
     def __init__(
-        self, world: World, timeline: Timeline, faults: Injector, died: Callable[[], None]
+        self, world: World, timeline: Timeline, faults: Injector, died: Callable[[Term], None]
     ) -> None:
         self._world = world
         self._timeline = timeline
         self._faults = faults
         self._died = died
-        self._tick_at: float | None = None
         self._dies = False  # in the midst of what it has to do
-        self._stored_at = 0.0  # when the store is done with what it has
+        world.term.party = timeline.coordinator
 
     # -- its steps
 
-    @property
-    def runs(self) -> bool:
-        return self._timeline.coordinator.alive
+    def leads(self, term: Term) -> bool:
+        if not term.party.alive:
+            return False
+        if self._is_over(term):
+            self.step_down(term, "its lease is over")
+            return False
+        return True
+
+    def _is_over(self, term: Term) -> bool:
+        """By its own clock."""
+        return self._timeline.now >= term.lease_ends
 
     def gets_out(self, actions: list[Action]) -> list[Action]:
         """Those of a step's actions that it comes to."""
-        if not self._timeline.coordinator.alive:
-            return []
         heard = self._faults.cuts_short(actions)
         self._dies = len(heard) < len(actions)
         return heard
 
-    def stepped(self) -> None:
+    def stepped(self, term: Term) -> None:
         """A step is over."""
-        coordinator = self._world.coordinator
-        coordinator.check_touched()
-        if any(not isinstance(about, Worker) for about in coordinator.cluster.noted):
-            coordinator.check_waits()  # what only renews leases lets no call go on
+        core = term.core
+        core.check_touched()
+        if any(not isinstance(about, Worker) for about in core.cluster.noted):
+            core.check_waits()  # what only renews leases lets no call go on
         if self._dies:
             self._dies = False
             self._faults.was_cut_short()
         else:
-            self.tick_soon()
+            self.tick_soon(term)
 
-    def tick_soon(self) -> None:
+    def tick_soon(self, term: Term | None = None) -> None:
         """Wake it at its next deadline."""
-        due = self._world.coordinator.next_deadline()
-        if due is not None and (self._tick_at is None or due < self._tick_at):
-            self._tick_at = due
-            self._timeline.at(
-                max(due, self._timeline.now), self._timeline.coordinator, self._tick, self._tick_at
-            )
+        term = term or self._world.term
+        due = term.core.next_deadline()
+        if due is not None and (term.tick_at is None or due < term.tick_at):
+            term.tick_at = due
+            self._timeline.at(max(due, self._timeline.now), term.party, self._tick, term, due)
 
-    def _tick(self, due: float) -> None:
-        if self._tick_at != due:
+    def _tick(self, term: Term, due: float) -> None:
+        if term.tick_at != due:
             return
-        self._tick_at = None
-        wanted = self._world.coordinator.next_deadline()
+        term.tick_at = None
+        wanted = term.core.next_deadline()
         if wanted is not None and wanted <= self._timeline.now:
-            self._world.step(Tick())
+            self._world.step(Tick(), term)
         else:
-            self.tick_soon()
+            self.tick_soon(term)
 
     # -- its store
 
-    def to_be_stored(self, persist: Persist) -> None:
+    def to_be_stored(self, persist: Persist, term: Term) -> None:
         """This is written, after what came before it."""
         timeline = self._timeline
-        self._stored_at = max(self._stored_at, timeline.now) + self._faults.store_s()
-        timeline.at(self._stored_at, timeline.coordinator, self._stored, persist)
+        term.stored_at = max(term.stored_at, timeline.now) + self._faults.store_s()
+        if not term.is_cut_off:
+            timeline.at(term.stored_at, term.party, self._stored, persist, term)
 
     def hurry_store(self) -> None:
         """It is fast again: what waits for it is written now."""
-        self._stored_at = self._timeline.now
+        self._world.term.stored_at = self._timeline.now
         for persist in list(self._world.unstored.values()):
-            self.to_be_stored(persist)
+            self.to_be_stored(persist, self._world.term)
 
-    def _stored(self, persist: Persist) -> None:
-        world = self._world
-        if world.unstored.pop(persist.record, None) is None:
-            return  # it was written sooner
-        if self._faults.store_fails():
-            world.note(f"the store fails: {show(persist.entry)}")
-            world.step(PersistFailed(persist.record, "disk full"))
-        else:
+    def _stored(self, persist: Persist, term: Term) -> None:
+        world, record = self._world, persist.record
+        if term.unstored.get(record) is not persist or term.is_cut_off:
+            return  # it was written sooner; or it will be asked for again
+        if record not in term.durable:
+            if self._faults.store_fails():
+                del term.unstored[record]
+                world.note(f"the store fails: {show(persist.entry)}")
+                world.step(PersistFailed(record, "disk full"), term)
+                return
+            try:
+                world.keep(persist.entry, term)
+            except Deposed as error:
+                world.took("deposed: a write was refused")
+                self.step_down(term, str(error))
+                return
             world.note(f"stored {show(persist.entry)}")
-            world.keep(persist.entry)
-            world.step(Persisted(persist.record))
+            late_s = self._faults.reply_s()
+            if late_s:
+                world.note(f"{term} does not hear so")
+                self._reply_is_lost(persist, term, late_s)
+                return
+        del term.unstored[record]
+        term.durable.discard(record)
+        world.step(Persisted(record), term)
+
+    def _reply_is_lost(self, persist: Persist, term: Term, late_s: float) -> None:
+        """It tries again, in vain at first, and so learns that the entry is durable."""
+        term.durable.add(persist.record)
+        term.stored_at = max(term.stored_at, self._timeline.now + late_s)
+        self._timeline.at(term.stored_at, term.party, self._stored, persist, term)
+        for each in [each for each in term.unstored.values() if each is not persist]:
+            self.to_be_stored(each, term)  # in their order, after that
 
     # -- its end
 
-    def crash(self, *, kept: bool, down_s: float, lost: bool = False) -> None:
-        """It dies, and is back after `down_s`. `kept`: running writes become durable. `lost`: all
-        its state is gone.
+    def crash(
+        self, *, kept: float, down_s: float, lost: bool = False, elsewhere: bool = False
+    ) -> None:
+        """It dies, and is back after `down_s`, or (`elsewhere`) another one on another machine.
+        `kept`: that share of the running writes becomes durable. `lost`: all its state is gone.
         """
-        self._world.note(f"the coordinator dies; kept={kept}")
-        self._timeline.coordinator.alive = False
-        self._world.coordinator_died(kept=kept)
+        world, term = self._world, self._world.term
+        world.note(f"the coordinator dies; kept={kept}")
+        term.party.alive = False
+        world.coordinator_died(kept=kept)
         if lost:
-            self._world.note("its state is lost")
-            self._world.lose_state()
-        self._died()
-        self._timeline.after(down_s, None, self._restart)
+            if world.former is not None:
+                self.step_down(world.former, "its store is gone")
+            world.note("its state is lost")
+            world.lose_state()
+        self._died(term)
+        self._timeline.after(down_s, None, self._lead, term, elsewhere)
 
-    def _restart(self) -> None:
-        self._world.note("the coordinator is back")
-        self._timeline.coordinator = Process(COORDINATOR)
-        self._world.start_coordinator()
-        self._tick_at, self._stored_at = None, self._timeline.now
+    def split(self, *, lease_s: float, stops_s: float, believes_s: float) -> bool:
+        """Another one leads when the lease of this one is over. Until then it is stopped
+        (`stops_s`), or cut off from its store. It goes on for `believes_s` too long, by a clock
+        that is wrong. False: it can not be.
+        """
+        world, term, now = self._world, self._world.term, self._timeline.now
+        party = term.party
+        if world.former is not None or not party.alive or term.lease_ends < inf:
+            return False
+        term.lease_ends, term.is_cut_off = now + lease_s + believes_s, not stops_s
+        term.is_clock_wrong = believes_s > 0
+        party.stopped_until = max(party.stopped_until, now + stops_s)
+        world.note(
+            f"{term} is {f'stopped for {stops_s:.3f} s' if stops_s else 'cut off from the store'}, "
+            f"its lease of {lease_s:.3f} s ends, it believes in it for {believes_s:.3f} s more"
+        )
+        self._timeline.at(term.lease_ends, party, self._notice, term)
+        self._timeline.after(lease_s, None, self._lead, term, True)
+        return True
+
+    def _notice(self, term: Term) -> None:
+        """It looks at its clock by itself, perhaps after other things that have happened when it
+        was stopped.
+        """
+        late_s = self._timeline.random.uniform(0.0, NOTICES_S)
+        late_s = late_s if self._timeline.now > term.lease_ends else 0.0
+        self._timeline.after(late_s, term.party, self.step_down, term, "it looks at its clock")
+
+    def step_down(self, term: Term, why: str) -> None:
+        """A leader ends its sessions, and forgets all that it knows."""
+        world = self._world
+        if not term.party.alive:
+            return
+        world.note(f"{term} steps down: {why}")
+        world.took("stepped down in time" if term is world.term else "stepped down late")
+        term.party.alive = False
+        if term is world.former:
+            world.former = None
+        self._died(term)
+
+    def _lead(self, after: Term, elsewhere: bool) -> None:
+        """Another one leads, or the same one again."""
+        world, timeline = self._world, self._timeline
+        if world.term is not after:
+            return  # it has died, and yet another one leads
+        name = after.party.name
+        if elsewhere:
+            name = STANDBY if name == COORDINATOR else COORDINATOR
+            left = [each for each in after.unstored if each not in after.durable]
+            if left:  # some writes come to the store without their writer
+                for record in left[: round(timeline.random.random() * len(left))]:
+                    world.keep(after.unstored[record].entry)
+                    after.durable.add(record)
+        if after.party.alive:
+            world.former = after
+        world.note(f"a coordinator leads on {name}, beside {world.former}")
+        world.guarantees.history.deposed()
+        timeline.coordinator = Process(name)
+        world.start_coordinator(timeline.coordinator)
+        after.is_cut_off = False  # what it writes is refused
+        for persist in list(after.unstored.values()) if world.former is not None else ():
+            self.to_be_stored(persist, after)
         self.tick_soon()
+
+    def heal(self) -> None:
+        """No former leader goes on, and no leader is cut off."""
+        former, now = self._world.former, self._timeline.now
+        if former is not None:
+            former.lease_ends = now
+            self._timeline.at(now, former.party, self.step_down, former, "faults are over")
+        self.hurry_store()

@@ -138,6 +138,7 @@ class Healing:
         return (
             self._cluster.timeline.coordinator.alive
             and not world.unstored
+            and world.former is None
             and self._cluster.timeline.coordinator.stopped_until <= world.now
             # those that ended as well
             and all(link.read_due <= world.now for _, link in world.links.values())

@@ -15,7 +15,7 @@ from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim import misdeeds
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault, FaultPlan
 from tensorhub.testing.sim.handle import BrokenHook
-from tensorhub.testing.sim.network import COORDINATOR, Link
+from tensorhub.testing.sim.network import COORDINATOR, STANDBY, Link
 from tensorhub.testing.sim.pulling import SimLane
 from tensorhub.testing.sim.sites import HERE
 from tensorhub.testing.sim.worker import SimHandle, SimWorker, WorkerUsers
@@ -57,13 +57,20 @@ class StruckUsers(WorkerUsers):
 class StruckCoordinator(Protocol):
     """The coordinator's process."""
 
-    def crash(self, *, kept: bool, down_s: float, lost: bool = False) -> None:
-        """The coordinator dies, and is back after so long; `kept`: running writes become durable;
-        `lost`: all its state is gone.
+    def crash(
+        self, *, kept: float, down_s: float, lost: bool = False, elsewhere: bool = False
+    ) -> None:
+        """The coordinator dies, and is back after so long, perhaps on another machine; `kept`: that
+        share of the running writes becomes durable; `lost`: all its state is gone.
         """
 
-    def hurry_store(self) -> None:
-        """Its store is fast again: what waits for it is written now."""
+    def split(self, *, lease_s: float, stops_s: float, believes_s: float) -> bool:
+        """Another one leads after `lease_s`, while it is stopped, or cut off from its store. It
+        notices `believes_s` too late. Whether that can be.
+        """
+
+    def heal(self) -> None:
+        """What waits for its store is written now, and no former leader goes on."""
 
 
 class Injector:
@@ -87,6 +94,8 @@ class Injector:
         self.slow_store_until = 0.0
         self.failing_store_until = 0.0
         self.late_tails_until = 0.0
+        self._unsure_until = 0.0  # replies of the store are lost
+        self._standby_s = timeline.random.choice((0.5, 2.0, 5.0)) if _has_standby(plan) else 0.0
         self.doubles_left = 0  # messages still to be delivered twice
         self.damaged: dict[str, int] = {}  # frames to which worker are damaged next
         self._broader_at = 2 * events_least
@@ -136,6 +145,7 @@ class Injector:
         """No fault strikes any more; broken parts are mended."""
         self.is_over = True
         self.slow_store_until = self.failing_store_until = self.late_tails_until = 0.0
+        self._unsure_until = 0.0
         self.doubles_left = 0
         self._garbled.clear()
         self._ambushes.clear()
@@ -150,7 +160,7 @@ class Injector:
         last = list(self._world.workers) if Fault.CORRUPT in self.plan.weights else []
         self.damaged = dict.fromkeys(last, 1)
         self._timeline.partitions.heal()
-        self.coordinator.hurry_store()
+        self.coordinator.heal()
         for handle in self._world.live_handles():
             handle.hook_error = handle.before_vote = None
             if handle.access is not None:
@@ -177,6 +187,13 @@ class Injector:
             return False
         self.happens(Fault.STORE_FAIL)
         return True
+
+    def reply_s(self) -> float:
+        """How late its writer hears that this write is durable; 0: at once."""
+        if self._timeline.now >= self._unsure_until or self._random.random() < 0.5:
+            return 0.0
+        self.happens(Fault.STORE_UNSURE)
+        return self._random.choice(LONG_S)
 
     def link_lost(self, link: Link) -> None:
         """Its worker's end is gone: what it has said may come late."""
@@ -228,7 +245,7 @@ class Injector:
             running = [handle.member.running for handle in voters]
             ends = [call.next_deadline() for call in running if call is not None]
             least = max(ends) + SHORT_S[0] if ends and self._random.random() < 0.5 else 0.0
-            if self._strike_worker(kind, worker, COORDINATOR, least):
+            if self._strike_worker(kind, worker, self._leader, least):
                 self.happens(kind)
 
     def rolls_back(self) -> None:
@@ -244,7 +261,7 @@ class Injector:
         ]
         if holders:
             worker, kind = self._random.choice(holders), self._absences.pop()
-            if self._strike_worker(kind, worker, COORDINATOR, self._timeline.now + ABSENT_S):
+            if self._strike_worker(kind, worker, self._leader, self._timeline.now + ABSENT_S):
                 self.happens(kind)
 
     def reads_at(self, worker: SimWorker) -> float:
@@ -306,6 +323,11 @@ class Injector:
 
     # -- striking
 
+    @property
+    def _leader(self) -> str:
+        """The machine of the coordinator that leads."""
+        return self._timeline.coordinator.name
+
     def _worker(self) -> SimWorker | None:
         """A random live worker; often one that reads or is read."""
         lane = self._lane() if self._random.random() < 0.5 else None
@@ -348,6 +370,15 @@ class Injector:
             case Fault.STORE_FAIL:
                 self.failing_store_until = now + random.choice(SHORT_S)
                 return False
+            case Fault.STORE_UNSURE:
+                self._unsure_until = now + random.choice(LONG_S)
+                return False
+            case Fault.FAILOVER:
+                return self._crash_coordinator(lost=False, lease_s=self._standby_s)
+            case Fault.SPLIT:
+                return self._split()
+            case Fault.STORE_AWAY:
+                return self._store_away()
             case Fault.REORDER:
                 self.late_tails_until = now + random.choice(LONG_S)
                 if worker is not None and random.random() < 0.5:
@@ -385,13 +416,37 @@ class Injector:
                 assert worker is not None
                 return self._strike_worker(kind, worker)
 
-    def _crash_coordinator(self, *, lost: bool) -> bool:
+    def _crash_coordinator(self, *, lost: bool, lease_s: float = 0.0) -> bool:
+        """`lease_s`: a standby leads within that time, on another machine."""
         if not self._timeline.coordinator.alive:
             return False
         down_s = self._random.choice((0.01, 0.3, 3.0, 12.0))
         self._unread.clear()
-        self.coordinator.crash(kept=self._random.random() < 0.5, down_s=down_s, lost=lost)
+        share = self._random.random()
+        kept = 1.0 if share < 0.4 else 0.0 if share < 0.8 else 5 * share - 4  # a batch may be split
+        if lease_s:
+            down_s = lease_s * self._random.random()
+        self.coordinator.crash(kept=kept, down_s=down_s, lost=lost, elsewhere=lease_s > 0)
         return True
+
+    def _split(self) -> bool:
+        """A leader that is stopped, or whose clock is wrong, goes on when another one leads."""
+        random, lease_s = self._random, self._standby_s
+        stops_s = lease_s * random.uniform(1.1, 4.0) if random.random() < 0.6 else 0.0
+        believes_s = 0.0 if random.random() < 0.6 else lease_s * random.uniform(0.1, 4.0)
+        return self.coordinator.split(
+            lease_s=lease_s, stops_s=stops_s, believes_s=max(believes_s, 0.0 if stops_s else 0.1)
+        )
+
+    def _store_away(self) -> bool:
+        """No write gets through for a while. Long before another one may lead, it steps down."""
+        random, away_s = self._random, self._random.choice(LONG_S)
+        if away_s < self._standby_s:
+            self.slow_store_until = self._timeline.now + away_s
+            return True
+        return self.coordinator.split(
+            lease_s=away_s, stops_s=0.0, believes_s=self._standby_s * random.random() - away_s
+        )
 
     def _fall_behind(self, worker: SimWorker) -> bool:
         """The coordinator reads no message of that worker, or of any worker: it is starved, so that
@@ -455,7 +510,11 @@ class Injector:
     def _part_sites(self, until: float) -> None:
         """No message passes between the coordinator's site and the second site."""
         workers, partitions = self._world.workers.values(), self._timeline.partitions
-        here = [COORDINATOR, *(each.name for each in workers if each.location.site == HERE)]
+        here = [
+            COORDINATOR,
+            STANDBY,
+            *(each.name for each in workers if each.location.site == HERE),
+        ]
         there = [each.name for each in workers if each.location.site != HERE]
         self._world.note(f"{', '.join(there)} are cut off from {', '.join(here)} until {until:.3f}")
         for one, other in product(here, there):
@@ -474,7 +533,7 @@ class Injector:
                 and content.published
                 and content.version.content_id == content_id
             ):
-                self._strike_worker(Fault.PARTITION, handle.worker, COORDINATOR)
+                self._strike_worker(Fault.PARTITION, handle.worker, self._leader)
                 handle.worker.disconnect()
 
     def _strike_worker(
@@ -496,7 +555,7 @@ class Injector:
                 lane = self._lane()
                 if lane is not None and lane.reader.worker is worker and random.random() < 0.5:
                     others = [lane.grant.source]
-                other = other or random.choice([COORDINATOR, *others[:3]])
+                other = other or random.choice([self._leader, *others[:3]])
                 until = max(until, now + random.choice(LONG_S))
                 world.note(f"{worker.name} and {other} are cut off until {until:.3f}")
                 self._timeline.partitions.block(worker.name, other, until)
@@ -522,3 +581,8 @@ class Injector:
             case _:
                 return False
         return True
+
+
+def _has_standby(plan: FaultPlan) -> bool:
+    """Whether several coordinators are there for the seed."""
+    return not {Fault.FAILOVER, Fault.SPLIT, Fault.STORE_AWAY}.isdisjoint(plan.weights)

@@ -27,6 +27,7 @@ from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort
 from tensorhub.testing.sim.pulling import Frame, LaneEnd, Reading, SimLane
 from tensorhub.testing.sim.rendering import show
+from tensorhub.testing.sim.terms import Term
 from tensorhub.testing.sim.worker import SimHandle, SimWorker, WorkerUsers
 from tensorhub.testing.sim.world import World
 from tensorhub.types import Options
@@ -69,7 +70,6 @@ class StepwiseCluster(World):
         if lost:
             self.lose_state()
         self.start_coordinator()
-        self.links.clear()
         self.ending.clear()
         for worker in self.workers.values():
             if worker.link is not None:
@@ -98,17 +98,16 @@ class StepwiseCluster(World):
     def access_ended(self, handle: HandlePort) -> None:
         """So it is then."""
 
-    @property
-    def runs(self) -> bool:
+    def leads(self, term: Term) -> bool:
         return True
 
     def gets_out(self, actions: list[Action]) -> list[Action]:
         return actions
 
-    def to_be_stored(self, persist: Persist) -> None:
+    def to_be_stored(self, persist: Persist, term: Term) -> None:
         """It is stored when its turn comes."""
 
-    def stepped(self) -> None:
+    def stepped(self, term: Term) -> None:
         """Everything is checked later."""
 
     def connect(self, worker: SimWorker) -> None:
@@ -118,7 +117,7 @@ class StepwiseCluster(World):
         """Its caller does."""
 
     def new_link(self, worker: SimWorker) -> Link:
-        link = Link(next(self.sessions))
+        link = Link(next(self.sessions), self.term.party)
         self.links[link.session] = (worker, link)
         self.step(Connected(link.session, worker.incarnation, "worker"))
         return link
@@ -132,7 +131,7 @@ class StepwiseCluster(World):
     def said_down(self, worker: SimWorker, link: Link) -> None:
         """So does this."""
 
-    def looked_for(self, session: int) -> None:
+    def looked_for(self, session: int, term: Term) -> None:
         """Nothing lies unread, since the coordinator reads what comes at once."""
         self.step(Silent((session,)))
 

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, Protocol
 
 from tensorhub.messages import FromCoordinator, FromWorker, Heartbeat, HeartbeatAck
-from tensorhub.testing.sim.network import COORDINATOR, Partitions
+from tensorhub.testing.sim.network import COORDINATOR, Partitions, Process
 from tensorhub.testing.sim.recovery_paths import path_of
 from tensorhub.testing.sim.rendering import show
 
@@ -25,15 +25,6 @@ class Party(Protocol):
     name: str
     alive: bool  # what is to happen in a dead one does not
     stopped_until: float  # what is to happen in a stopped one happens later
-
-
-class Process:
-    """A party that is nothing else."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.alive = True
-        self.stopped_until = 0.0
 
 
 class Event:

@@ -40,6 +40,11 @@ class Fault(StrEnum):
     # somebody who has read a version overwrites it, and vouches for it with digests of its own
     LIE = "lie"
     PREEMPT = "preempt"  # a spot worker is told to go: it closes with little time, and dies
+    FAILOVER = "failover"  # the leading coordinator dies, and a standby leads
+    # a leader is stopped, or cut off from its store; when it goes on, another one leads
+    SPLIT = "split"
+    STORE_AWAY = "store-away"  # no write gets through; a leader steps down before its lease is over
+    STORE_UNSURE = "store-unsure"  # a write is durable, and its writer hears so late, or never
 
 
 FORGETTING = frozenset(
@@ -52,7 +57,7 @@ FORGETTING = frozenset(
             Fault.DELAY,
             Fault.REORDER,
         ),
-        *(Fault.DROP, Fault.PAUSE, Fault.BEHIND),
+        *(Fault.DROP, Fault.PAUSE, Fault.BEHIND, Fault.FAILOVER, Fault.SPLIT, Fault.STORE_AWAY),
     }
 )
 """Those with which a coordinator may forget what it knows of what others hold still: it dies, or

@@ -11,14 +11,24 @@ from dataclasses import dataclass, field
 
 from tensorhub.messages import FromCoordinator, FromWorker
 
-COORDINATOR = "coordinator"
+COORDINATOR, STANDBY = "coordinator", "standby"  # the machines on which a coordinator may lead
+
+
+class Process:
+    """A party that is nothing else."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.alive = True
+        self.stopped_until = 0.0
 
 
 @dataclass(eq=False)
 class Link:
-    """One connection between a worker and the coordinator."""
+    """One connection between a worker and a coordinator."""
 
     session: int
+    party: Process  # the coordinator's
     up: deque[FromWorker] = field(default_factory=deque)
     # None: closed by the coordinator
     down: deque[FromCoordinator | None] = field(default_factory=deque)

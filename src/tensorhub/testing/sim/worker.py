@@ -25,6 +25,7 @@ from tensorhub.testing.sim.memory import written
 from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.ports import HandlePort
 from tensorhub.testing.sim.questions import SimQuestions
+from tensorhub.testing.sim.terms import Term
 from tensorhub.types import (
     Endpoint,
     HandleState,
@@ -182,7 +183,7 @@ class ControlPlane(Protocol):
     def link_lost(self, worker: SimWorker, link: Link) -> None:
         """The worker's end of this connection is gone."""
 
-    def looked_for(self, session: int) -> None:
+    def looked_for(self, session: int, term: Term) -> None:
         """The coordinator asks what of this session lies unread."""
 
 
@@ -421,6 +422,10 @@ class SimWorker:
         """Hand the message to its handle or module."""
         self.beats.heard(message)
         if isinstance(message, messages.Welcome):
+            if self.router.is_former(message):
+                self.cluster.took("welcome of a former leader refused")
+                self.disconnect()
+                return
             self._welcomed(message)
         elif isinstance(message, messages.Dismissed):
             self._dismissed(message)
@@ -456,6 +461,8 @@ class SimWorker:
 
     def _tell(self, handle: SimHandle, message: messages.ToRank) -> None:
         guarantees, record = self.cluster.guarantees, handle.last_call
+        if record is not None and not record.done:
+            guarantees.history.answered_by(self, record.judged, handle.shard.model)
         if (
             record is not None
             and not record.done

@@ -47,31 +47,31 @@ from tensorhub.testing.sim.handle import BrokenHook, CallRecord, HandleShell
 from tensorhub.testing.sim.judges.explained import Explained
 from tensorhub.testing.sim.judges.guarantees import Guarantees
 from tensorhub.testing.sim.judges.losses import Losses
-from tensorhub.testing.sim.judges.ports import JudgedHandle
+from tensorhub.testing.sim.judges.ports import JudgedHandle, JudgedWorker
 from tensorhub.testing.sim.judges.verified import VerifiedChunks
 from tensorhub.testing.sim.memory import CHUNKS, MANIFEST
-from tensorhub.testing.sim.network import Link
+from tensorhub.testing.sim.network import COORDINATOR, Link, Process
 from tensorhub.testing.sim.ports import Driver
 from tensorhub.testing.sim.pulling import DataPlane
 from tensorhub.testing.sim.rendering import show_error
+from tensorhub.testing.sim.terms import FencedStore, Term
 from tensorhub.testing.sim.worker import ControlPlane, SimHandle, SimWorker, WorkerUsers
 from tensorhub.types import HandleState, Location, OpKey, Options
 
 
 class CoordinatorHost(Protocol):
-    """The process that the coordinator runs in."""
+    """The processes that coordinators run in."""
 
-    @property
-    def runs(self) -> bool:
-        """Whether it is alive."""
+    def leads(self, term: Term) -> bool:
+        """Whether it is alive, and may take an event, as far as it can know by its own clock."""
 
     def gets_out(self, actions: list[Action]) -> list[Action]:
         """Those of a step's actions that it comes to."""
 
-    def to_be_stored(self, persist: Persist) -> None:
+    def to_be_stored(self, persist: Persist, term: Term) -> None:
         """The coordinator wants this recorded."""
 
-    def stepped(self) -> None:
+    def stepped(self, term: Term) -> None:
         """A step is over."""
 
 
@@ -105,10 +105,8 @@ class World(Driver):
         self.sessions = count(1)
         self.workers: dict[str, SimWorker] = {}
         self.by_registration: dict[str, SimHandle] = {}
-        self.links: dict[int, tuple[SimWorker, Link]] = {}  # that the coordinator has not seen end
-        self.store: list[Entry] = []
-        self.unstored: dict[int, Persist] = {}
-        self.epoch = 0
+        self.store = FencedStore()
+        self.former: Term | None = None  # it has not noticed that another one leads
         self.ident = "c"  # of the coordinator's state
         # Whether a coordinator dies, or takes for lost who is not.
         self.forgets: Callable[[], bool] = lambda: True
@@ -116,13 +114,47 @@ class World(Driver):
         # fills that this coordinator has heard: their operations, and ranks
         self._called: set[tuple[OpKey, int]] = set()
         self._heard_again = False  # the present event is one of these, said again
-        # by incarnation: its newest connection that this coordinator has welcomed
-        self._joined: dict[str, int] = {}
         self.guarantees = Guarantees(self)
         self.losses = Losses(self)
         self.verified = VerifiedChunks()
         self.explained = Explained()
         self.start_coordinator()
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The one that leads, or that has led last."""
+        return self.term.core
+
+    @property
+    def links(self) -> dict[int, tuple[SimWorker, Link]]:
+        """Those that this coordinator has not seen end."""
+        return self.term.links
+
+    @property
+    def unstored(self) -> dict[int, Persist]:
+        """What this coordinator has not heard to be durable."""
+        return self.term.unstored
+
+    def terms(self) -> Iterator[Term]:
+        """Of coordinators that lead, or believe so."""
+        yield from (each for each in (self.term, self.former) if each is not None)
+
+    def term_at(self, party: Process) -> Term | None:
+        """The term of the coordinator that runs there."""
+        return next((each for each in self.terms() if each.party is party), None)
+
+    def term_of(self, worker: JudgedWorker) -> Term:
+        """The term of the coordinator that the worker has heard last."""
+        here, former = worker.incarnation, self.former
+        led = former is not None and here in former.joined and here not in self.term.joined
+        return former if former is not None and led else self.term
+
+    def core_of(self, worker: JudgedWorker) -> Coordinator:
+        return self.term_of(worker).core
+
+    def is_behind(self, worker: JudgedWorker) -> bool:
+        term = self.term_of(worker)
+        return term is not self.term and term.is_clock_wrong
 
     # -- making things
 
@@ -156,31 +188,33 @@ class World(Driver):
 
     def lose_state(self) -> None:
         """The next coordinator will be a new cluster (R2)."""
+        assert self.former is None
         self.guarantees.state_lost(self.store)
         self.store.clear()
         self.ident += "'"
 
-    def start_coordinator(self) -> None:
-        """A new one begins, on the durable entries."""
-        self.epoch += 1
-        self._joined.clear()
+    def start_coordinator(self, party: Process | None = None) -> None:
+        """A new one begins there, on the durable entries."""
+        epoch, found = self.store.begin()
         self._called.clear()
         self.losses.forget()
-        self.coordinator = Coordinator(
+        core = Coordinator(
             cluster=self.ident,
-            epoch=self.epoch,
+            epoch=epoch,
             options=self.options,
             ids=lambda: f"id{next(self.ids)}",
             now=self.now,
-            durable=Durable.of(self.store) if self.epoch > 1 else None,
+            durable=Durable.of(found) if epoch > 1 else None,
         )
+        self.term = Term(epoch, core, party or Process(COORDINATOR), stored_at=self.now)
 
-    def coordinator_died(self, *, kept: bool) -> None:
-        """`kept`: running writes become durable."""
-        if kept:
-            for persist in self.unstored.values():
-                self.keep(persist.entry)
-        self.unstored.clear()
+    def coordinator_died(self, *, kept: float) -> None:
+        """`kept`: that share of the running writes becomes durable, from the first one on."""
+        term = self.term
+        left = [each for record, each in term.unstored.items() if record not in term.durable]
+        for persist in left[: round(kept * len(left))]:
+            self.keep(persist.entry)
+        term.unstored.clear()
 
     # -- looking
 
@@ -213,7 +247,7 @@ class World(Driver):
 
     def session_of(self, incarnation: str) -> int | None:
         """The newest connection over which the present coordinator has welcomed it."""
-        return self._joined.get(incarnation)
+        return self.term.joined.get(incarnation)
 
     def is_coming(self, incarnation: str) -> bool:
         """Whether what it has said over a new connection lies unread at the coordinator."""
@@ -248,22 +282,24 @@ class World(Driver):
             if h.shard.group == handle.shard.group and h is not handle
         ]
 
-    def step(self, event: Event) -> None:
-        """Feed the coordinator one event, and do what follows."""
-        if not self.process.runs:
+    def step(self, event: Event, term: Term | None = None) -> None:
+        """Feed the coordinator (of that term) one event, and do what follows."""
+        term = term or self.term
+        if not self.process.leads(term):
             return  # it may have died in the midst of this event
-        former = isinstance(event, Received) and self._is_former(event.session)
+        former = isinstance(event, Received) and self._is_former(event.session, term)
         if isinstance(event, Received):
             self.guarantees.heard(event.message)
         if former:
-            self.step(Tick())  # so that all that follows is this event's
+            self.step(Tick(), term)  # so that all that follows is this event's
         self._heard_again = False
         if isinstance(event, Received) and isinstance(event.message, Fill):
             call = event.message.key, event.message.rank
             self._heard_again = call in self._called
             self._called.add(call)
-        asked = list[int]()
-        for action in self.process.gets_out(self.coordinator.step(event, self.now)):
+        asked, leads = list[int](), term is self.term
+        actions = term.core.step(event, self.now)
+        for action in self.process.gets_out(actions) if leads else actions:
             if former:
                 demand(
                     self._is_reply(action, event),
@@ -271,31 +307,33 @@ class World(Driver):
                 )
             match action:
                 case Send():
-                    self._check_said(action, event)
-                    if action.session in self.links:
-                        self._send_down(action.session, action.message)
+                    self._check_said(action, event, term)
+                    if action.session in term.links:
+                        self._send_down(action.session, action.message, term)
                 case CloseSession():
-                    if action.session in self.links:
-                        self._send_down(action.session, None)
+                    if action.session in term.links:
+                        self._send_down(action.session, None, term)
                 case Persist():
-                    self.guarantees.decided(action.entry)
-                    self.unstored[action.record] = action
-                    self.process.to_be_stored(action)
+                    if leads:
+                        self.guarantees.decided(action.entry)
+                    term.unstored[action.record] = action
+                    self.process.to_be_stored(action, term)
                 case LookFor():
                     asked.append(action.session)
                 case WorkerLost():
                     pass  # for people
                 case _:
                     assert_never(action)
-        self.losses.stepped(event)
+        if leads:
+            self.losses.stepped(event)
         for session in asked:
-            self.control.looked_for(session)
-        self.process.stepped()
+            self.control.looked_for(session, term)
+        self.process.stepped(term)
 
-    def _check_said(self, said: Send, event: Event) -> None:
+    def _check_said(self, said: Send, event: Event, term: Term) -> None:
         """What the coordinator must not say before it is so."""
-        message, (worker, _) = said.message, self.links.get(said.session, (None, None))
-        if isinstance(message, Done):
+        message, (worker, _) = said.message, term.links.get(said.session, (None, None))
+        if isinstance(message, Done) and term is self.term:
             self.guarantees.retained.check_told(message)
         elif worker is not None and isinstance(message, Start | Write | Outcome):
             if isinstance(event, Received) and isinstance(event.message, Resolve):
@@ -316,14 +354,15 @@ class World(Driver):
                 self.guarantees.commits(
                     handle, message.version.content_id, by_source=message.by_source
                 )
-            if handle is not None and not isinstance(message, Write):
+            if handle is not None and not isinstance(message, Write) and term is self.term:
                 self.guarantees.available.told(handle, message)
 
-    def _is_former(self, session: int) -> bool:
+    @staticmethod
+    def _is_former(session: int, term: Term) -> bool:
         """Whether the worker at its other end was welcomed over a newer connection, which is up."""
-        known = self.coordinator.cluster.sessions.get(session)
-        newest = self._joined.get(known.incarnation, session) if known is not None else session
-        return session < newest and newest in self.links
+        known = term.core.cluster.sessions.get(session)
+        newest = term.joined.get(known.incarnation, session) if known is not None else session
+        return session < newest and newest in term.links
 
     @staticmethod
     def _is_reply(action: Action, event: Event) -> bool:
@@ -335,40 +374,44 @@ class World(Driver):
         here = isinstance(event, Received) and action.session == event.session
         return here and not (isinstance(action, Send) and isinstance(action.message, Welcome))
 
-    def _welcome(self, session: int, worker: SimWorker, message: Welcome) -> None:
+    def _welcome(self, session: int, worker: SimWorker, message: Welcome, term: Term) -> None:
         """A coordinator that has known an incarnation knows it ever after, or the incarnation is
         lost for good (G9).
         """
-        incarnation = self.coordinator.cluster.sessions[session].incarnation
-        new = incarnation not in self._joined
+        incarnation = term.core.cluster.sessions[session].incarnation
+        new = incarnation not in term.joined
         demand(
             new != message.known,
-            f"incarnations: {incarnation} is welcomed as {message}, and was in {self._joined}",
+            f"incarnations: {incarnation} is welcomed as {message}, and was in {term.joined}",
         )
-        self._joined[incarnation] = session
+        term.joined[incarnation] = session
         if new:
             worker.known_since = self.now
 
-    def _send_down(self, session: int, message: FromCoordinator | None) -> None:
-        worker, link = self.links[session]
+    def _send_down(self, session: int, message: FromCoordinator | None, term: Term) -> None:
+        worker, link = term.links[session]
         if isinstance(message, LeaveGranted):
             worker.granted(message)
         elif isinstance(message, Registered):
             worker.known(message)
         elif isinstance(message, Welcome):
-            self._welcome(session, worker, message)
+            self._welcome(session, worker, message, term)
         link.down.append(message)
         self.control.said_down(worker, link)
 
-    def keep(self, entry: Entry) -> None:
-        """It is durable now."""
-        self.guarantees.stored(entry, self.store)
-        self.store.append(entry)
+    def keep(self, entry: Entry, term: Term | None = None) -> None:
+        """It is durable now. Raises Deposed."""
+        term = term or self.term
+        self.store.write(term.epoch, entry)
+        leads = term is self.term
+        demand(leads, f"incarnations: {term} has written {entry}, and {self.term} leads")
+        self.guarantees.stored(entry, self.store[:-1])
 
     def check(self) -> None:
         """Everything that holds between two steps."""
-        self.coordinator.check_invariants()
-        self.coordinator.check_waits()
+        for term in self.terms():
+            term.core.check_invariants()
+            term.core.check_waits()
         for worker in self.workers.values():
             if worker.alive:
                 worker.owner.check_invariants()
@@ -437,5 +480,6 @@ class World(Driver):
         if record.key is not None:
             who = handle.worker.incarnation, record.key, handle.shard.rank
             seconds, is_committed = self.now - record.began, record.error is None
-            self.explained.ended(self.coordinator, self.now, *who, seconds, committed=is_committed)
+            core = self.core_of(handle.worker)
+            self.explained.ended(core, self.now, *who, seconds, committed=is_committed)
         self.users.ended(handle, record)

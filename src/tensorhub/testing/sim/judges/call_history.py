@@ -54,7 +54,20 @@ class CallHistory:
         # Watches of the present connections, by incarnation and model. When one is said again,
         # older news may be coming.
         self._watches: set[tuple[str, str]] = set()
+        # by model: the moment at which the last leader was deposed
+        self._deposed: dict[str, int] = {}
         self._rollbacks: dict[str, RollingBack] = {}  # by the names under which they are said again
+
+    def deposed(self) -> None:
+        """Another coordinator leads from now on."""
+        self._deposed = {name: model.moment for name, model in self.models.items()}
+
+    def answered_by(self, worker: JudgedWorker, call: Call, model: str) -> None:
+        """The worker's coordinator answers. One whose clock is wrong may have been deposed: then
+        the call takes effect at some moment since.
+        """
+        if self._world.is_behind(worker):
+            call.began = min(call.began, self._deposed.get(model, 0))
 
     def state_lost(self) -> None:
         """The coordinator will be back without its state, as a new cluster."""
@@ -165,7 +178,9 @@ class CallHistory:
     def announced(self, worker: JudgedWorker, message: Announce) -> None:
         """A worker is told which version is the newest."""
         if not self._contents.has_outsiders:
-            self.models[message.model].announced(worker.incarnation, message.newest)
+            is_behind = self._world.is_behind(worker)
+            since = self._deposed.get(message.model, 0) if is_behind else inf
+            self.models[message.model].announced(worker.incarnation, message.newest, since)
 
     def answered(self, worker: JudgedWorker, message: Done | Refused) -> None:
         """A worker hears what became of what it has asked for."""
@@ -176,6 +191,8 @@ class CallHistory:
         )
         if self._contents.has_outsiders:
             return
+        if call is not None:
+            self.answered_by(worker, call, name)
         match call:
             case RollingBack() if call.ended < inf:
                 pass  # it was answered before

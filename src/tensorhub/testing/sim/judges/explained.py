@@ -24,6 +24,7 @@ class Explained:
         self.judged = 0  # explanations
         # of the last operation of each group: the longest call of those that have ended
         self._walls: dict[tuple[str, str], tuple[OpKey, float]] = {}
+        self._left: set[OpKey] = set()  # operations that go on when a rank's call has ended
 
     def ended(
         self,
@@ -37,8 +38,10 @@ class Explained:
         committed: bool,
     ) -> None:
         """A rank's call has taken so long. Parts add up; and of a commit the explanation is as long
-        as the call of some rank that has ended.
+        as the call of some rank that has ended, unless a rank has left before.
         """
+        if not committed:
+            self._left.add(key)
         worker = core.cluster.workers.get(incarnation)
         if worker is None or not self.tells:
             return
@@ -61,7 +64,7 @@ class Explained:
             f"seconds: the parts of {found} add up to {total}",
         )
         demand(
-            not committed or math.isclose(found.seconds, longest_s, abs_tol=EPSILON_S),
+            key in self._left or math.isclose(found.seconds, longest_s, abs_tol=EPSILON_S),
             f"seconds: {found} does not take the {longest_s} s of its longest call",
         )
         self.judged += 1

@@ -115,10 +115,21 @@ class JudgedWorld(Protocol):
 
     now: float
     options: Options
-    coordinator: Coordinator
-    store: list[Entry]
     is_unharmed: Callable[[], bool]  # whether no fault has happened so far, as far as anybody knows
     user_errors: tuple[type[Exception], ...]  # that a user's own code raises
+
+    @property
+    def coordinator(self) -> Coordinator: ...
+    @property
+    def store(self) -> Sequence[Entry]: ...
+
+    def core_of(self, worker: JudgedWorker) -> Coordinator:
+        """The coordinator that the worker has heard last; it may not lead any more."""
+
+    def is_behind(self, worker: JudgedWorker) -> bool:
+        """Whether that one does not lead any more, and believes so by a wrong clock: what it says
+        was so when its lease ended.
+        """
 
     def handle_of(self, registration: str) -> JudgedHandle | None:
         """The handle of that registration, unless it is gone."""

@@ -132,6 +132,11 @@ class ReferenceModel:
             case _:
                 pass
 
+    @property
+    def moment(self) -> int:
+        """The present one."""
+        return self._tick
+
     def listens(self, who: str) -> None:
         """What it hears from now on is not older than this."""
         self._listens[who] = self._next()
@@ -218,12 +223,12 @@ class ReferenceModel:
             f"selectors: {call.who} was told that there is no {number}, which there is",
         )
 
-    def announced(self, who: str, info: VersionInfo | None) -> None:
-        """A caller is told that this is the newest version now, or was not long ago; None: there is
-        none.
+    def announced(self, who: str, info: VersionInfo | None, since: float = inf) -> None:
+        """A caller is told that this is the newest version now, or was not long ago (`since`);
+        None: there is none.
         """
         (last, then), now = self._heard.get(who, (-1, 0)), self._next()
-        began = max(then, self._listens.get(who, 0))
+        began = max(then, int(min(since, self._listens.get(who, 0))))
         version, number = (None, -1) if info is None else (self._see(info, began), info.version)
 
         # a rollback alone makes an older one the newest, or one that nobody remembers

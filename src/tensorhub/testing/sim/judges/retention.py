@@ -93,7 +93,7 @@ class RetentionJudge:
         """
         key, known = (
             (handle.shard.group, content_id),
-            self._world.coordinator.cluster.members.get(handle.id),
+            self._world.core_of(handle.worker).cluster.members.get(handle.id),
         )
         holding = known.holding if known is not None else None
         if handle.last_call is not None and holding is not None:
@@ -117,7 +117,7 @@ class RetentionJudge:
         ):
             key = handle.shard.group, content.version.content_id
             self._leaving[key] = handle, record.granted_at
-            members = self._world.coordinator.cluster.members
+            members = self._world.core_of(handle.worker).cluster.members
             mates = [mate for mate in self._world.mates(handle) if mate.id in members]
             self._stayed[key] = {
                 mate
@@ -175,7 +175,7 @@ class RetentionJudge:
         """Whether a mate's leave is decided, and waits for the mate's readers. (It is judged when
         the readers are gone.)
         """
-        model = self._world.coordinator.cluster.models[handle.shard.model]
+        model = self._world.core_of(handle.worker).cluster.models[handle.shard.model]
         begun = (each.holding for each in model.withdrawals.values() if each.begun)
         mates = (
             held
@@ -226,7 +226,8 @@ class RetentionJudge:
                 )
             self.lost(handle)  # not by its owner's own wish, or without a leave
             return
-        content_id, cluster = content.version.content_id, self._world.coordinator.cluster
+        content_id = content.version.content_id
+        cluster = self._world.core_of(handle.worker).cluster
         if not self._must_stay(handle, content_id) or self._world.is_recording_rollback(model):
             return
         if handle.id not in cluster.members and not cluster.is_recovering:
@@ -320,7 +321,7 @@ class RetentionJudge:
         anything of its worker that the coordinator has heard of.
         """
         group, is_copy = handle.shard.group, handle.shard.medium is Medium.HOST
-        known = self._world.coordinator.cluster.members
+        known = self._world.core_of(handle.worker).cluster.members
         # the newest of each
         ranks = {h.shard.rank: h for h in self._world.all_handles() if h.shard.group == group}
         open_ = [h for h in handle.worker.handles if h.shard.serves and h.id in known]
@@ -335,7 +336,8 @@ class RetentionJudge:
         alone that it is back, so one handle may leave before the rest is known.)
         """
         worker = handle.worker
-        sure = worker.unsure_at < since and handle.id in self._world.coordinator.cluster.members
+        cluster = self._world.core_of(leaver.worker).cluster
+        sure = worker.unsure_at < since and handle.id in cluster.members
         if (
             _asks_to_leave(handle)
             and handle.last_call is not None
@@ -344,9 +346,7 @@ class RetentionJudge:
             # while `leaver` was lost every holder was free to give that up: it goes, and may not
             # know yet
             return False
-        leave = self._world.coordinator.cluster.models[handle.shard.model].withdrawals.get(
-            handle.id
-        )
+        leave = cluster.models[handle.shard.model].withdrawals.get(handle.id)
         if self._is_let_go(handle, content_id) or (leave is not None and leave.begun):
             return False  # it goes, and is judged itself
         holds = handle.member.state in HOLDING and self._holds(handle, content_id, leaver)
@@ -416,7 +416,7 @@ class RetentionJudge:
     def check_known(self, handle: JudgedHandle) -> None:
         """R4, R8: what the coordinator counts on, its owner knows."""
         member, content = (
-            self._world.coordinator.cluster.members.get(handle.id),
+            self._world.core_of(handle.worker).cluster.members.get(handle.id),
             handle.member.content,
         )
         holding = member.holding if member is not None else None
@@ -440,13 +440,12 @@ class RetentionJudge:
         """R4: an owner that is cut off may give its content up when its lease is over; until then,
         and no longer, a second holder may leave because the owner holds the content.
         """
-        worker, cluster = handle.worker, self._world.coordinator.cluster
+        worker, core = handle.worker, self._world.core_of(handle.worker)
+        cluster = core.cluster
         if worker.is_online or cluster.members[handle.id].worker.incarnation != worker.incarnation:
             return
         free_at = worker.cut_off_at + CUT_OFF_LEASES * self._world.options.lease_s
-        counted = holding.version.retained and self._world.coordinator._retentions.is_reliable(
-            holding
-        )
+        counted = holding.version.retained and core._retentions.is_reliable(holding)
         demand(
             cluster.now < free_at or not counted,  # `cluster.now`: when it could last grant a leave
             f"leaving: {handle} is counted on, was cut off at {worker.cut_off_at:.3f}, may have "
