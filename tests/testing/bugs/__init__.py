@@ -6,7 +6,7 @@ Modules here are `outside` (written by somebody who had read the public API and 
 the checks), `inside`, `seen` (what callers see, for the reference model), `woken` (who goes on
 when), `behind` (what lies unread at the coordinator), `carried` (what a worker's shell is told to
 carry out), `bridged` (readers of another layout), `moved` (readers that change their source),
-`changed` (deltas), and `archived` (archives).
+`changed` (deltas), `archived` (archives), and `deposed` (failover, split brain, unknown writes).
 """
 
 from __future__ import annotations

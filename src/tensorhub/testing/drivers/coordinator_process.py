@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from tensorhub.coordinator import Action, Persist, Persisted, PersistFailed, Tick
+from tensorhub.coordinator import Action, Persist, PersistFailed, Tick
 from tensorhub.coordinator.entities import Worker
 from tensorhub.testing.drivers.injecting import Injector
 from tensorhub.testing.drivers.timeline import Timeline
@@ -20,6 +20,7 @@ from tensorhub.testing.sim.rendering import show
 from tensorhub.testing.sim.terms import Deposed, Term
 from tensorhub.testing.sim.world import World
 
+PARTED = 0.4  # of the workers have lost their connection when another one leads
 NOTICES_S = 0.2  # at most: from waking up until it has looked at its clock by itself
 
 
@@ -123,9 +124,7 @@ class CoordinatorProcess:
                 world.note(f"{term} does not hear so")
                 self._reply_is_lost(persist, term, late_s)
                 return
-        del term.unstored[record]
-        term.durable.discard(record)
-        world.step(Persisted(record), term)
+        world.persisted(persist, term)
 
     def _reply_is_lost(self, persist: Persist, term: Term, late_s: float) -> None:
         """It tries again, in vain at first, and so learns that the entry is durable."""
@@ -172,6 +171,9 @@ class CoordinatorProcess:
             f"its lease of {lease_s:.3f} s ends, it believes in it for {believes_s:.3f} s more"
         )
         self._timeline.at(term.lease_ends, party, self._notice, term)
+        for worker in list(world.workers.values()):  # some come to its successor at once
+            if self._timeline.random.random() < PARTED:
+                self._timeline.after(lease_s, worker, worker.disconnect)
         self._timeline.after(lease_s, None, self._lead, term, True)
         return True
 

@@ -12,7 +12,6 @@ from tensorhub.coordinator import (
     Connected,
     Disconnected,
     Persist,
-    Persisted,
     PersistFailed,
     Received,
     Silent,
@@ -222,10 +221,10 @@ class StepwiseCluster(World):
                 self.links.pop(int(name), None)
                 self.step(Disconnected(int(name)))
             case "store":
-                persist = self.unstored.pop(int(name))
+                persist = self.unstored[int(name)]
                 self.note(f"stored {show(persist.entry)}")
                 self.keep(persist.entry)
-                self.step(Persisted(persist.record))
+                self.persisted(persist, self.term)
             case "do":
                 self._named(name).do_next()
             case "hook":

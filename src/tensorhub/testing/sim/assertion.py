@@ -13,6 +13,7 @@ CUT_OFF_LEASES = 1.6
 LATE_S_MAX = 6.0
 NO_AVAILABLE = "and 'available' waits for no worker"  # G7: the call is refused at once
 CHECKSUM_CONFIRMED = "they have digested it again: their bytes are unchanged"  # R8
+LOST_STATE = "has come back without its state, as a new cluster"  # R2
 LEFT_ON_PURPOSE = "its last holder has left on purpose"  # R4
 
 

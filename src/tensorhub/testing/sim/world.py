@@ -22,6 +22,7 @@ from tensorhub.coordinator import (
     Event,
     LookFor,
     Persist,
+    Persisted,
     Received,
     Rollback,
     Send,
@@ -406,6 +407,14 @@ class World(Driver):
         leads = term is self.term
         demand(leads, f"incarnations: {term} has written {entry}, and {self.term} leads")
         self.guarantees.stored(entry, self.store[:-1])
+
+    def persisted(self, persist: Persist, term: Term) -> None:
+        """The coordinator hears that it is durable."""
+        del term.unstored[persist.record]
+        term.durable.discard(persist.record)
+        is_so = any(entry is persist.entry for entry in reversed(self.store))
+        demand(is_so, f"durable mark: {term} takes {persist.entry} for durable, which it is not")
+        self.step(Persisted(persist.record), term)
 
     def check(self) -> None:
         """Everything that holds between two steps."""

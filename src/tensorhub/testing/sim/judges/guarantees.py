@@ -42,6 +42,7 @@ from tensorhub.testing.sim.assertion import (
     HOLDING,
     LATE_S_MAX,
     LEFT_ON_PURPOSE,
+    LOST_STATE,
     GuaranteeBroken,
     demand,
 )
@@ -80,6 +81,7 @@ class Guarantees:
         # by rank: committed, and how it was learnt
         self.outcomes: dict[OpKey, dict[int, tuple[bool, str]]] = {}
         self.bound: dict[OpKey, int] = {}  # of each group call: the version that a rank returned
+        self._is_state_lost = False  # once at least
         self.rolled_back: set[OpKey] = set()  # publications of these
         # which registration a group's rank has had in an epoch
         self._epochs: dict[tuple[str, str, int, int], str] = {}
@@ -100,6 +102,7 @@ class Guarantees:
         """Whatever was published before must not come back; retention in the former cluster counts
         no more.
         """
+        self._is_state_lost = True
         self.contents.retired.update(entry.content_id for entry in published_in(store))
         self.contents.state_lost()
         self.archived.state_lost()
@@ -183,6 +186,10 @@ class Guarantees:
         if isinstance(error, DrainTimeout):
             self._given_up[handle.last_held] = self._world.now  # for a while
         if error is not None:
+            demand(
+                self._is_state_lost or LOST_STATE not in str(error),
+                f"durable mark: {handle} hears of a new cluster, which there is not: {error}",
+            )
             if isinstance(record.what, UnpublishCall | CloseCall):
                 self.retained.refused(handle)
             demand(

@@ -1,0 +1,93 @@
+"""Bugs of leaders that lead no more, of takeovers, and of writes of which nothing is known."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tensorhub.coordinator import Entry, Persist, PersistFailed, Publication
+from tensorhub.testing import Fault
+from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
+from tensorhub.testing.sim.terms import Deposed, FencedStore, Term
+from tensorhub.testing.sim.world import World
+from tensorhub.worker.router import Router
+from tests.testing.bugs import bug, replaced
+from tests.testing.bugs.inside import around
+
+SPLIT = (Fault.SPLIT, Fault.CUT, Fault.CANCEL)
+UNSURE = (Fault.STORE_UNSURE, Fault.FAILOVER, Fault.CUT)
+
+
+@bug("G9: the store takes what a deposed leader writes", faults=SPLIT)
+def deposed_leader_writes() -> Iterator[None]:
+    with replaced(FencedStore, "write", lambda self, epoch, entry: self.append(entry)):
+        yield
+
+
+@bug("G9: a deposed leader takes a refused write for done", faults=SPLIT)
+def refused_write_is_done() -> Iterator[None]:
+    def keep(before: Callable[..., None], *args: Any) -> None:
+        with contextlib.suppress(Deposed):
+            before(*args)
+
+    with around(World, "keep", keep):
+        yield
+
+
+@bug(
+    "G3: a leader that wakes up takes what has come meanwhile before it looks at its clock",
+    faults=SPLIT,
+)
+def woken_leader_does_not_look() -> Iterator[None]:
+    with replaced(CoordinatorProcess, "_is_over", lambda self, term: False):
+        yield
+
+
+@bug("G9: a takeover keeps the epoch of the leader before", faults=(Fault.FAILOVER, *SPLIT))
+def takeover_keeps_the_epoch() -> Iterator[None]:
+    def begin(self: FencedStore) -> tuple[int, list[Entry]]:
+        self.epoch = 1
+        return max(1, len(self) and 2), list(self)
+
+    with replaced(FencedStore, "begin", begin):
+        yield
+
+
+@bug("G3: a takeover reads a copy that lacks the last records", faults=(Fault.FAILOVER, *SPLIT))
+def takeover_reads_a_stale_copy() -> Iterator[None]:
+    def begin(before: Callable[..., Any], self: FencedStore) -> tuple[int, list[Entry]]:
+        epoch, found = before(self)
+        return epoch, found[:-2]
+
+    with around(FencedStore, "begin", begin):
+        yield
+
+
+@bug("G4: a write of which nothing is known is reported as failed", faults=UNSURE)
+def unknown_write_has_failed() -> Iterator[None]:
+    def lost(self: Any, persist: Persist, term: Term, late_s: float) -> None:
+        del term.unstored[persist.record]
+        self._world.step(PersistFailed(persist.record, "timeout"), term)
+
+    with replaced(CoordinatorProcess, "_reply_is_lost", lost):
+        yield
+
+
+@bug("G4: of a split batch a commit record is durable before its publication", faults=UNSURE)
+def part_of_a_publication_is_kept() -> Iterator[None]:
+    def died(before: Callable[..., None], self: World, *, kept: float) -> None:
+        running = list(self.unstored.values())
+        before(self, kept=kept)
+        for entry in (persist.entry for persist in running[round(kept * len(running)) :]):
+            if isinstance(entry, Publication):
+                self.keep(entry.decision())
+
+    with around(World, "coordinator_died", died):
+        yield
+
+
+@bug("G3: a worker believes a leader of an older epoch", faults=SPLIT)
+def older_welcome_accepted() -> Iterator[None]:
+    with replaced(Router, "is_former", lambda self, message: False):
+        yield
