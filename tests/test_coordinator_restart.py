@@ -269,6 +269,38 @@ async def test_a_coordinator_whose_state_is_older_than_it_was_is_a_loss_too(tmp_
         assert (await source.publish(1)).version == 1
 
 
+@pytest.mark.parametrize("remembers", ["held", "watched"])
+async def test_a_copy_from_before_a_version_is_a_loss_to_all_once_one_worker_remembers(
+    tmp_path: Path, remembers: str
+) -> None:
+    """Its epoch is no older than what the workers know. A reader that remembers nothing hears of
+    it, too, before `latest` goes back.
+    """
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    async with cluster("trainer", "watcher", "idle", state_dir=state) as (coordinator, hubs):
+        mine = tensors(7)
+        source = await hubs[0].register("m", mine)
+        await source.publish(7)
+        idle = await hubs[2].register("m", tensors())
+        await coordinator.stop()
+        shutil.copytree(state, copy)
+        await coordinator.start()
+        async with source.mutate(8):
+            write(mine, 8)
+        if remembers == "watched":
+            assert (await hubs[1].wait_for("m", at_least=8)).version == 8
+            await source.close()
+        await coordinator.stop()
+        shutil.rmtree(state)
+        copy.rename(state)
+        await coordinator.start()
+        with pytest.raises(LeaseLost, match=LOST):
+            await idle.update()
+        again = await hubs[0].register("m", mine, group="again")
+        assert (await again.publish(9)).version == 9
+        assert (await idle.update()).version == 9
+
+
 async def holding_one(hubs: list[Hub]) -> tuple[Weights, Weights, Tensors]:
     """The trainer holds version 2, the reader version 1."""
     mine, theirs = tensors(1), tensors()

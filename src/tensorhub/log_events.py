@@ -28,6 +28,12 @@ class Told:
 E = Told
 EVENTS: Final[Mapping[str, Told]] = {
     # the coordinator, as docs/operating.md lists it
+    "coordinator_outlived": E(
+        "error",
+        "cluster reason",
+        "A worker remembers more than the state does, which was restored from an older copy. It "
+        "goes on as the state of a new cluster: each handle raises `LeaseLost` once.",
+    ),
     "coordinator_behind": E(
         "warning",
         "busy coordinator reason seconds sessions",

@@ -26,6 +26,7 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Connected
 from tensorhub.coordinator.cluster import Cluster, Session
 from tensorhub.coordinator.membership import Membership
+from tensorhub.coordinator.versions import beyond_record
 from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError, read_only_refusal
 from tensorhub.types import READ_ONLY, OpKind, Purpose
 
@@ -106,13 +107,17 @@ class Access:
             max(session.heard_at, self._cluster.listens_since) + self._cluster.options.lease_s,
         )
 
-    def watch(self, session: Session, name: str) -> None:
+    def watch(self, session: Session, message: messages.Watch) -> None:
         """A session wants to hear of this model's newest version, now and whenever another one is
         the newest.
         """
+        name = message.model
         if self._may_watch(session, name):
             self._cluster.watch(session, name)
             watched = self._cluster.models.get(name)
+            if message.version is not None and not session.read_only:
+                told = message.lineage, message.version
+                self._cluster.outlived(beyond_record(name, watched, *told))
             newest = watched.newest_visible() if watched is not None else None
             self._cluster.send(
                 session.number, messages.Announce(name, newest.info if newest is not None else None)

@@ -354,7 +354,19 @@ class WorkerLost:
     reason: str
 
 
-Action = Send | Persist | CloseSession | LookFor | WorkerLost
+@dataclass(frozen=True, slots=True)
+class Outlived:
+    """A worker remembers more than the store does: the store has come back from an older copy, or
+    this coordinator is deposed and does not know it. Nothing more may be said to any worker. If the
+    store can still be written, the cluster begins anew under another id, so that each worker is
+    told that numbers may go back (G3).
+    """
+
+    cause: int
+    reason: str
+
+
+Action = Send | Persist | CloseSession | LookFor | WorkerLost | Outlived
 
 
 @dataclass(frozen=True, slots=True)

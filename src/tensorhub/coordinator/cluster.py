@@ -22,6 +22,7 @@ from tensorhub.coordinator.actions import (
     Described,
     Entry,
     LookFor,
+    Outlived,
     Persist,
     Pinned,
     Send,
@@ -243,6 +244,11 @@ class Cluster:
         """Tell a worker that this incarnation of it is lost for good, and close the session."""
         self.send(session, Dismissed(text[: limits.DISMISSED_CHARS_MAX]))
         self.close_session(session, reason)
+
+    def outlived(self, reason: str | None) -> None:
+        """A worker remembers more than is recorded; None: none does."""
+        if reason is not None:
+            self._actions.append(Outlived(self.cause, reason))
 
     def persist(self, entry: Entry) -> int:
         """Have an entry made durable. Returns the number by which `Persisted` or `PersistFailed`

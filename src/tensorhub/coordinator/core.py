@@ -394,7 +394,7 @@ class Coordinator(Stateful[CoordinatorState]):
             case messages.Join():
                 self.cluster.close_session(session.number, "only a worker joins, and only once")
             case messages.Watch():
-                self._access.watch(session, message.model)
+                self._access.watch(session, message)
             case messages.Unwatch():
                 self.cluster.unwatch(session, message.model)
             case messages.Describe():

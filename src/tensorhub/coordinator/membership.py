@@ -74,6 +74,11 @@ class Membership:
         lease.
         """
         cluster = self._cluster
+        is_later = message.cluster == cluster.id and message.epoch > cluster.epoch
+        if is_later and not session.read_only:
+            told = f"worker {message.name!r} was welcomed in epoch {message.epoch} already"
+            cluster.outlived(f"{told}, and this is epoch {cluster.epoch}")
+            return
         if session.incarnation in cluster.lost:
             cluster.dismiss(
                 session.number,

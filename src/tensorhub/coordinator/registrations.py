@@ -29,6 +29,7 @@ from tensorhub.coordinator.entities import OF_ONE_SHARD, Holding, Member, Trust,
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.states import ReplicaState
 from tensorhub.coordinator.testimonies import Testimonies
+from tensorhub.coordinator.versions import beyond_record
 from tensorhub.errors import RegistrationError, TensorHubError
 from tensorhub.messages import Held, ReadyAgain, ReadyToWrite, Register, RegisterAgain
 from tensorhub.model.manifest import id_of
@@ -152,6 +153,10 @@ class Announcements:
             return True
         if not (member.said.serves and held.manifest):
             return False
+        # a copy may be of an archive of another cluster
+        if held.lineage is not None and member.said.purpose is Purpose.USE:
+            told = held.lineage, held.version, held.content_id
+            cluster.outlived(beyond_record(group.model.name, group.model, *told))
         version = group.model.versions.get(held.version)
         if version is None or not version.visible or version.info.content_id != held.content_id:
             return False

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from tensorhub.coordinator import ways
-from tensorhub.coordinator.actions import Bounds, Decision
+from tensorhub.coordinator.actions import STAND_IN, Bounds, Decision
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Model, Operation, Version
 from tensorhub.coordinator.refusals import held_text, nothing_available
@@ -19,6 +19,29 @@ from tensorhub.coordinator.states import OperationState, VersionState
 from tensorhub.errors import VersionConflict, VersionUnavailable
 from tensorhub.messages import Announce, Begun, Fill, Restore
 from tensorhub.types import LATEST, PREVIOUS, OpKind, Selector, VersionInfo
+
+
+def beyond_record(
+    name: str, model: Model | None, lineage: int, number: int, content_id: str = ""
+) -> str | None:
+    """What a worker was told that the record of this model contradicts, so that it is older than
+    the worker's memory (G3); None: nothing.
+    """
+    recorded = (model.history.lineage, model.mark) if model is not None else (0, None)
+    version = model.versions.get(number) if model is not None else None
+    is_other = (
+        version is not None
+        and version.visible
+        and version.info.lineage == lineage
+        and content_id not in ("", version.info.content_id)
+        and not version.info.content_id.startswith(STAND_IN)
+    )
+    mark = -1 if recorded[1] is None else recorded[1]
+    if (lineage, number) <= (recorded[0], mark) and not is_other:
+        return None
+    here = f"number {recorded[1]} of lineage {recorded[0]} is the newest here"
+    what = "other content" if is_other else here
+    return f"a worker was told of version {number} of {name!r}, lineage {lineage}: {what}"
 
 
 @dataclass(eq=False, repr=False)

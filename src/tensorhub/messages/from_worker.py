@@ -55,7 +55,11 @@ WATCHES_MAX = 4096  # models that one session follows
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A worker's first message after the handshake."""
+    """A worker's first message after the handshake.
+
+    `cluster`, `epoch`: of the coordinator that has welcomed it last. One of an earlier epoch knows
+    less than this worker.
+    """
 
     name: Name
     location: Location
@@ -63,6 +67,8 @@ class Join:
     pid: U64
     host_bytes: U64  # for copies in host memory (MakeCopy, prefetch); 0: it makes none
     release: Annotated[Name, Since(19)] = ""  # of TensorHub, for people
+    cluster: Annotated[Id, Since(19)] = ""
+    epoch: Annotated[U64, Since(19)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,9 +431,13 @@ class GetPublication:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Announce this model's newest visible version now, and whenever it changes."""
+    """Announce this model's newest visible version now, and whenever it changes. `lineage`,
+    `version`: the newest version that this worker was told of; None: of none.
+    """
 
     model: Name
+    lineage: Annotated[Number, Since(19)] = 0
+    version: Annotated[Number | None, Since(19)] = None
 
 
 @dataclass(frozen=True, slots=True)

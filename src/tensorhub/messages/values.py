@@ -19,6 +19,7 @@ from tensorhub.types import (
     Purpose,
     Range,
     Seconds,
+    Since,
     Text,
     VersionInfo,
     printable,
@@ -173,6 +174,8 @@ class Held:
     part_ids: PartIds = ()
     # from which its grid follows (`Start`); "": it has that of what was published
     publication: Id = ""
+    # of the version; None: it may be of a cluster before this one
+    lineage: Annotated[Number | None, Since(19)] = None
 
 
 @dataclass(frozen=True, slots=True)

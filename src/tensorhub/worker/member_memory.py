@@ -46,6 +46,7 @@ class Content:
     part_ids: tuple[str, ...] = ()  # of this content, as the coordinator names them
     # these parts by their ids, where this worker has had them from elsewhere than the coordinator
     parts: Mapping[str, bytes] = field(default_factory=dict)
+    former: bool = False  # the coordinator has lost its state since
     spoiled: bool = False  # its bytes have changed since, so it is not restated
 
     def held(self, *, told: bool) -> Held:
@@ -69,6 +70,7 @@ class Content:
             manifest_id=manifest.manifest_id,
             part_ids=self.part_ids,
             publication="" if of is None else of.publication_id,
+            lineage=None if self.former else version.lineage,
         )
 
 
@@ -448,6 +450,9 @@ class MemberMemory(Stateful[HandleState]):
         update. A host copy reports no loss, because it has no caller.
         """
         number = self.content.version.version if self.content is not None else None
+        for content in (self.content, self.staged):
+            if content is not None:
+                content.former = True
         if self.applying:
             self._restate_pending = True
         elif self.state is HandleState.READY and not self.fencing:

@@ -30,6 +30,12 @@ class Store(Protocol):
         """
         ...
 
+    def begin_anew(self) -> None:
+        """Keep the entries, under the id of a new cluster: those who know more of the present one
+        are told that numbers may go back. Blocks. Raises as `write`. `read` by the next term.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of it. A second call does nothing."""
         ...

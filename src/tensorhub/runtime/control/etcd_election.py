@@ -144,7 +144,7 @@ class EtcdElection:
             before = etcd.is_value(key, cluster.value)
             record = replace(last, epoch=last.epoch + 1, sequence=0)
         seen = self._seen
-        if seen and (record.cluster != seen.cluster or record.epoch <= seen.epoch):
+        if seen and record.epoch <= seen.epoch:
             text = (
                 f"it knows less than this coordinator: epoch {record.epoch - 1} of cluster "
                 f"{record.cluster}, after epoch {seen.epoch} of {seen.cluster}. Was etcd restored "
@@ -245,9 +245,12 @@ class EtcdTerm:
         except Unanswered as error:
             raise StateError(f"{self._place}: {error}", retryable=True) from error
 
-    async def commit(self, operations: Sequence[dict[str, Any]], staged: int = 0) -> None:
+    async def commit(
+        self, operations: Sequence[dict[str, Any]], staged: int = 0, cluster: str = ""
+    ) -> None:
         """See `Fence`. Repeats the transaction until its outcome is known, or the term ends."""
-        record = replace(self._record, sequence=self._record.sequence + 1, staged=staged)
+        sequence, cluster = self._record.sequence + 1, cluster or self._record.cluster
+        record = replace(self._record, cluster=cluster, sequence=sequence, staged=staged)
         with anyio.CancelScope(shield=True) as self._writing:
             if not self._why_ended:
                 await self._commit(record, operations)

@@ -11,6 +11,7 @@ then they are carried out. `read` carries out what a leader before has named and
 from __future__ import annotations
 
 import json
+import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -68,8 +69,12 @@ class Fence(Protocol):
         """As of the last transaction."""
         ...
 
-    async def commit(self, operations: Sequence[dict[str, Any]], staged: int = 0) -> None:
-        """One transaction. Raises OSError: nothing of it is durable; Deposed: that is unknown."""
+    async def commit(
+        self, operations: Sequence[dict[str, Any]], staged: int = 0, cluster: str = ""
+    ) -> None:
+        """One transaction. `cluster`: the id of a new cluster, from now on. Raises OSError: nothing
+        of it is durable; Deposed: that is unknown.
+        """
         ...
 
     async def values(self, name: str) -> list[KeyValue]:
@@ -130,6 +135,9 @@ class EtcdStore:
                 self._commit(list(self._operations()))
         except (sqlite3.Error, OverflowError) as error:  # OverflowError: a number beyond 2**63 - 1
             raise OSError(f"the state cannot be written: {error}") from error
+
+    def begin_anew(self) -> None:
+        anyio.from_thread.run(self._fence.commit, (), 0, secrets.token_hex(8))
 
     def close(self) -> None:
         self._db.close()

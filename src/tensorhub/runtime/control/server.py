@@ -34,6 +34,7 @@ from tensorhub.coordinator import (
     Durable,
     Event,
     LookFor,
+    Outlived,
     Persist,
     Persisted,
     PersistFailed,
@@ -42,7 +43,7 @@ from tensorhub.coordinator import (
     Tick,
     WorkerLost,
 )
-from tensorhub.errors import TensorHubError
+from tensorhub.errors import StateError, TensorHubError
 from tensorhub.logs import TALLY_S, Tally, get_logger
 from tensorhub.messages import FromCoordinator, FromWorker
 from tensorhub.protocol.certificates import Certificates
@@ -113,6 +114,8 @@ class CoordinatorServer:
         self._look_wanted = anyio.Event()
         self._lost: list[WorkerLost] = []  # of which the log says nothing yet
         self._lost_wanted = anyio.Event()
+        self._outlived = ""  # what a worker remembers that the store does not
+        self._is_outlived = anyio.Event()
         self._accept_loop: AcceptLoop
         self._wakes_at = math.inf  # when time is let pass for the core
         self._is_sooner = anyio.Event()  # it wants that earlier
@@ -179,6 +182,7 @@ class CoordinatorServer:
             tasks.start_soon(self._keep_records)
             tasks.start_soon(self._keep_looking)
             tasks.start_soon(self._keep_telling)
+            tasks.start_soon(self._begin_anew)
             tasks.start_soon(self._poller.keep)
             pulse = partial(self._turn.pulse.keep, catch_up=self._hearing.catch_up, late=self._late)
             tasks.start_soon(pulse, self._options.lease_s, lambda: len(self._sessions))
@@ -204,6 +208,8 @@ class CoordinatorServer:
         """Feed one event, and do what follows. Never awaits: nothing comes between an event and its
         actions.
         """
+        if self._outlived:
+            return
         began = time.perf_counter()
         for action in self._core.step(event, self._now()):
             match action:
@@ -218,6 +224,10 @@ class CoordinatorServer:
                 case WorkerLost():
                     self._lost.append(action)
                     self._lost_wanted.set()
+                case Outlived():
+                    self._outlived = action.reason
+                    self._is_outlived.set()
+                    return
                 case LookFor():
                     self._asked.append(action.session)
                     self._look_wanted.set()
@@ -330,6 +340,13 @@ class CoordinatorServer:
             lost, self._lost = self._lost, []
             names = ", ".join([each.worker for each in lost[:LOST_NAMED_MAX]])
             log.warning("worker_lost", times=len(lost), workers=names, reason=lost[0].reason)
+
+    async def _begin_anew(self) -> None:
+        """Once this coordinator is outlived, end it: the next one is of another cluster."""
+        await self._is_outlived.wait()
+        log.error("coordinator_outlived", cluster=self._store.cluster, reason=self._outlived)
+        await anyio.to_thread.run_sync(self._store.begin_anew)
+        raise StateError(f"the cluster begins anew, as its state is older: {self._outlived}")
 
     def _has_nothing_unread(self, number: int) -> bool:
         if number == DOOR:

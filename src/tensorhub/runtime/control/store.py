@@ -6,12 +6,13 @@ machine. Not responsible for what the entries mean (`tables`).
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
 import sqlite3
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tensorhub.coordinator import Durable, Entry
@@ -46,6 +47,9 @@ class MemoryStore:
 
     def write(self, entries: Sequence[Entry]) -> None:
         pass
+
+    def begin_anew(self) -> None:
+        """The next term has a store of its own anyway."""
 
     def close(self) -> None:
         pass
@@ -117,13 +121,23 @@ class SqliteStore:
         return self._tables.read()
 
     def write(self, entries: Sequence[Entry]) -> None:
+        with self._fenced():
+            for entry in entries:
+                self._tables.write(entry)
+
+    def begin_anew(self) -> None:
+        with self._fenced():
+            self._db.execute("UPDATE cluster SET id = ?", (secrets.token_hex(8),))
+
+    @contextlib.contextmanager
+    def _fenced(self) -> Iterator[None]:
+        """A transaction of this term."""
         try:
             with self._tables.transaction():
                 now = self._db.execute(_IDENTITY).fetchone()
                 if now != (self.cluster, self.epoch, FORMAT):
                     raise Deposed(f"the state_dir {self._path} has another leader since: {now}")
-                for entry in entries:
-                    self._tables.write(entry)
+                yield
         except (sqlite3.Error, OverflowError) as error:  # OverflowError: a number beyond 2**63 - 1
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_IOERR:
                 # what was written before a failed sync may be found after a crash

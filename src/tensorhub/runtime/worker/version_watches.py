@@ -101,8 +101,9 @@ class VersionWatches:
 
     def welcomed(self) -> None:
         """A session is up: ask for everything anew."""
-        for model in self._newest:
-            self._link.say(Watch(model))
+        for model, newest in self._newest.items():
+            told = (newest.lineage, newest.version) if newest is not None else ()
+            self._link.say(Watch(model, *told))
 
     def heard_of(self, model: str) -> None:
         """Note that a caller was told of a version: if the version is lost, the next caller that

@@ -323,6 +323,8 @@ class Worker(CallersWorker):
             os.getpid(),
             self.options.host_memory_bytes,
             release(),
+            self.router.cluster,
+            self.router.epoch,
         )
 
     def welcomed(self, message: messages.Welcome) -> None:

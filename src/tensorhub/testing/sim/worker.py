@@ -323,7 +323,10 @@ class SimWorker:
         assert self.link is None
         self.beats.connected()
         self.link = self.cluster.control.new_link(self)
-        self.say(messages.Join(self.name, self.location, self.endpoints, 1, self.host_bytes))
+        seen = self.router.cluster, self.router.epoch
+        self.say(
+            messages.Join(self.name, self.location, self.endpoints, 1, self.host_bytes, "", *seen)
+        )
 
     def disconnect(self) -> None:
         """The connection breaks; messages on their way are lost, and the coordinator will notice

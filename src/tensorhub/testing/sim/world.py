@@ -21,6 +21,7 @@ from tensorhub.coordinator import (
     Entry,
     Event,
     LookFor,
+    Outlived,
     Persist,
     Persisted,
     Received,
@@ -323,6 +324,8 @@ class World(Driver):
                     asked.append(action.session)
                 case WorkerLost():
                     pass  # for people
+                case Outlived():
+                    demand(False, f"R2: a worker was told what is not durable: {action.reason}")
                 case _:
                     assert_never(action)
         if leads:
@@ -370,7 +373,7 @@ class World(Driver):
         """Whether it only answers over, or closes, the connection of that event (every session may
         ask).
         """
-        if isinstance(action, Persist | WorkerLost):
+        if isinstance(action, Persist | WorkerLost | Outlived):
             return False
         here = isinstance(event, Received) and action.session == event.session
         return here and not (isinstance(action, Send) and isinstance(action.message, Welcome))

@@ -1,0 +1,99 @@
+"""A coordinator whose store is older than what a worker remembers says so before it says anything
+else to that worker (G3). Without the rules of `beyond_record`, `latest` would silently go back.
+
+A restored store with real processes: `tests/test_coordinator_restart.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tensorhub.coordinator import Connected, Outlived, Received
+from tensorhub.messages import FromWorker, Held, Join, Register, Watch
+from tensorhub.testing import DEVICE, StepwiseCluster
+from tensorhub.types import Location, Medium, Purpose
+from tests.worker.test_member import published
+
+SESSION = 77
+JOIN = Join("x", Location(), (), 1, 0)
+HELD = Held(9, "other", 1, 1, 1, b"m", lineage=0)
+REGISTER = Register(7, "r", "actor", "g", 0, 0, 1, True, False, *DEVICE, "", 1, 1, b"m", HELD)
+
+
+def said(message: FromWorker, *, lineage: int = 0, read_only: bool = False) -> str:
+    """What makes a coordinator outlived, where version 1 is the newest, of that lineage; "": it
+    is not.
+    """
+    cluster, _, _ = published()
+    model = cluster.coordinator.cluster.models["actor"]
+    model.history.lineage = lineage
+    cluster.coordinator.step(Connected(SESSION, "x.1", "worker", read_only=read_only), 0.0)
+    before = [] if isinstance(message, Join) else [JOIN]
+    reasons = [""]
+    for each in (*before, message):
+        for action in cluster.coordinator.step(Received(SESSION, each), cluster.now):
+            if isinstance(action, Outlived):
+                reasons.append(action.reason)
+    return reasons[-1]
+
+
+def joins(epoch: int, cluster: str = "c") -> Join:
+    return dataclasses.replace(JOIN, cluster=cluster, epoch=epoch)
+
+
+def holds(**more: object) -> FromWorker:
+    return dataclasses.replace(REGISTER, held=dataclasses.replace(HELD, **more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (joins(2), "worker 'x' was welcomed in epoch 2 already, and this is epoch 1"),
+        (Watch("actor", 0, 2), "version 2 of 'actor', lineage 0: number 1 of lineage 0"),
+        (Watch("actor", 1, 1), "version 1 of 'actor', lineage 1: number 1 of lineage 0"),
+        (Watch("unknown", 0, 0), "version 0 of 'unknown', lineage 0: number None of lineage 0"),
+        (holds(), "version 9 of 'actor', lineage 0: number 1 of lineage 0"),
+        (holds(version=1), "version 1 of 'actor', lineage 0: other content"),
+    ],
+)
+def test_what_only_a_later_coordinator_could_have_told_is_no_secret(
+    message: FromWorker, why: str
+) -> None:
+    assert why in said(message)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        joins(1),
+        joins(2, "another"),
+        Watch("actor"),
+        Watch("actor", 0, 1),
+        Watch("unknown"),
+        holds(voted=True),
+        holds(lineage=None),  # of a cluster before this one, or an older release
+        dataclasses.replace(REGISTER, medium=Medium.HOST, purpose=Purpose.ARCHIVE),
+    ],
+)
+def test_what_this_coordinator_could_have_told_is_none_of_it(message: FromWorker) -> None:
+    assert not said(message)
+
+
+@pytest.mark.parametrize("message", [Watch("actor", 0, 9), holds()])
+def test_versions_of_an_earlier_lineage_prove_nothing(message: FromWorker) -> None:
+    """A rollback has left them behind."""
+    assert not said(message, lineage=1)
+
+
+@pytest.mark.parametrize("message", [joins(9), Watch("actor", 0, 9)])
+def test_the_read_only_token_ends_no_coordinator(message: FromWorker) -> None:
+    assert not said(message, read_only=True)
+
+
+def test_nothing_follows_a_later_join() -> None:
+    cluster = StepwiseCluster()
+    cluster.coordinator.step(Connected(SESSION, "x.1", "worker"), 0.0)
+    (action,) = cluster.coordinator.step(Received(SESSION, joins(2)), 0.0)
+    assert isinstance(action, Outlived)
