@@ -101,8 +101,8 @@ def connect(
     keep the process as long as they run, and may use the hub.
 
     `address`: a coordinator's "tcp://host:port", or those of several candidates, as a list or with
-    commas between them; on Ray "ray-actor://NAME", which is looked up anew at each connection
-    (`tensorhub.integrations.ray`). `name`: for people; default:
+    commas between them; the etcd:// URL that they were started with (`serve(ha=)`); on Ray
+    "ray-actor://NAME". etcd and Ray are asked anew at each connection. `name`: for people; default:
     host and process id. `token`: as for `serve` (text is the token itself, a `pathlib.Path` a token
     file, of which the first token is presented). With a read-only one (`read_only_token`) `fetch`,
     `newest`, `wait_for`, `watch`, `describe` and `plan` may be called; all other calls raise

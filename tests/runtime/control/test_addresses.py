@@ -13,6 +13,7 @@ import pytest
 import tensorhub
 from tensorhub import CoordinatorUnavailable, InvalidValue
 from tensorhub.runtime.control import addresses
+from tests.etcd_rig import etcd_servers, needs_etcd
 from tests.rig import OPTIONS, WAIT_S, connect, holds, nothing_left, tensors, until
 
 
@@ -94,3 +95,40 @@ async def test_ray_is_not_needed_to_be_told_that_it_is() -> None:
         match="ray-actor://x cannot be looked up here: No module named 'ray'",
     ):
         await tensorhub.connect("ray-actor://x")
+
+
+@needs_etcd
+async def test_etcd_names_the_leader_and_the_next_one_is_found_without_it(tmp_path: Path) -> None:
+    """What etcd has said is remembered: it need not answer while the leader changes."""
+    with etcd_servers(tmp_path) as (member,):
+        url = f"etcd://{member.endpoint}/a/cluster"
+        async with nothing_left():
+            with pytest.raises(CoordinatorUnavailable, match=f"{url}: no coordinator leads there"):
+                await tensorhub.connect(url, token="", options=OPTIONS)
+            first = await tensorhub.serve(token="", ha=url, options=OPTIONS)
+            second = await tensorhub.serve(token="", ha=url, options=OPTIONS)
+            assert (first.leading, second.leading) == (True, False)
+            async with connect(url, "worker") as hub:
+                weights = await hub.register("m", tensors(1))
+                await weights.publish(1)
+                await first.close()
+                await until(lambda: second.leading)
+                await weights.unpublish()
+                await weights.publish(2)
+                member.kill()
+                with pytest.raises(CoordinatorUnavailable, match=f"{url}: etcd does not answer"):
+                    await tensorhub.connect(url, token="", options=OPTIONS)
+            await second.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("etcd://user:secret@h:1/p", "credentials do not belong in a URL"),
+        ("tcp://h:1,etcd://h:2", "give etcd://HOST:PORT"),
+        ("tcp://h:1,h:2", "is not a TensorHub address"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_at_once(address: str, why: str) -> None:
+    with pytest.raises(InvalidValue, match=why):
+        tensorhub.connect(address)

@@ -20,6 +20,8 @@ from tensorhub.types import check_name, parse_address
 # By scheme, a module whose `look_up(name)` gives the coordinator's "tcp://host:port" of now. It is
 # named and not imported: it is an adapter, above this layer, and brings its framework.
 LOOKED_UP: Final = {"ray-actor": "tensorhub.integrations.ray"}
+ETCD: Final = "etcd"
+ASKED_S = 5.0  # how long etcd may take to answer
 _BETWEEN = re.compile(r",\s*(?=[a-z][a-z0-9+.-]*://)")  # other commas are an etcd:// URL's own
 
 
@@ -44,12 +46,18 @@ def check_address(address: object) -> None:
     scheme, name = _split(address)
     if scheme in LOOKED_UP:
         check_name("coordinator", name)
+    elif scheme == ETCD:
+        from tensorhub.runtime.control.etcd import place_of
+
+        place_of(str(address))
     else:
         try:
             parse_address(address)
         except StateError as error:
             others = ", ".join(f'"{each}://NAME"' for each in LOOKED_UP)
-            raise type(error)(f"{error}, or {others}") from None
+            raise type(error)(
+                f'{error}, "etcd://HOST:PORT[,HOST:PORT...]/PREFIX", or {others}'
+            ) from None
 
 
 class Addresses:
@@ -67,17 +75,22 @@ class Addresses:
 
     def known(self) -> list[str]:
         """Each "tcp://host:port" where a coordinator may be, the best first."""
-        found = [each for each in self._given if _split(each)[0] not in LOOKED_UP]
+        found = [each for each in self._given if each not in self.names()]
         found += [each for behind in self._behind.values() for each in behind]
         return sorted(dict.fromkeys(found), key=lambda each: each != self._reached)
 
     def names(self) -> list[str]:
         """The names to look up."""
-        return [each for each in self._given if _split(each)[0] in LOOKED_UP]
+        return [each for each in self._given if _split(each)[0] in (*LOOKED_UP, ETCD)]
 
     async def look_up(self, name: str) -> Sequence[str]:
-        """The coordinators behind a name now. Raises CoordinatorUnavailable."""
+        """The coordinators behind a name now. Raises CoordinatorUnavailable; where etcd refuses to
+        say, AuthenticationFailed or StateError.
+        """
         scheme, name_there = _split(name)
+        if scheme == ETCD:
+            self._behind[name] = await _candidates(name)
+            return self._behind[name]
         try:
             look_up = import_module(LOOKED_UP[scheme]).look_up
         except ImportError as error:
@@ -94,6 +107,30 @@ class Addresses:
     def reached(self, address: str) -> None:
         """A coordinator was reached by that address: it is the best from now on."""
         self._reached = address
+
+
+async def _candidates(url: str) -> list[str]:
+    """Where etcd says that coordinators lead or stand by; the leader is first."""
+    from tensorhub.runtime.control import etcd
+
+    place = etcd.place_of(url)
+    client = etcd.Etcd(place)
+    leader, candidates = place.key("leader"), place.key("candidates/")
+    ranges = [etcd.get(leader), etcd.get(candidates, etcd.after(candidates))]
+    try:
+        found = await client.transact((), ranges, within_s=ASKED_S)
+    except etcd.Unanswered as error:
+        raise CoordinatorUnavailable(f"{place}: {error}") from error
+    except etcd.Refused as error:
+        raise error.for_caller() from error
+    finally:
+        await client.aclose()
+    told = [each.value.decode(errors="replace") for some in found.ranges for each in some]
+    for address in told:
+        parse_address(address)
+    if not told:
+        raise CoordinatorUnavailable(f"{place}: no coordinator leads there, or stands by")
+    return list(dict.fromkeys(told))
 
 
 def _split(address: object) -> tuple[str, str]:
