@@ -18,12 +18,11 @@ from typing import Any
 import kubernetes_validate
 import trustme
 
-LEASES = "/apis/coordination.k8s.io/v1/namespaces/train/leases"
-
 
 @dataclass
 class LeaseServer:
     account: Path  # as a pod's service account is mounted
+    namespace: str = "train"
     port: int = 0
     token: str = "first"  # that is accepted
     leases: dict[str, Any] = field(default_factory=dict)
@@ -35,11 +34,12 @@ class LeaseServer:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, method: str, path: str, token: str, body: Any) -> tuple[int, Any]:
-        name = path.removeprefix(f"{LEASES}/")
+        leases = f"/apis/coordination.k8s.io/v1/namespaces/{self.namespace}/leases"
+        name = path.removeprefix(f"{leases}/")
         found = self.leases.get(name)
         if token != f"Bearer {self.token}":
             return 401, {"kind": "Status", "message": "Unauthorized"}
-        if not path.startswith(LEASES):
+        if not path.startswith(leases):
             return 404, {"kind": "Status", "message": "namespaces not found"}
         if body is not None:
             kubernetes_validate.validate(body, "1.37", strict=True)
@@ -72,12 +72,14 @@ class LeaseServer:
 
 
 @contextlib.contextmanager
-def lease_server(account: Path, address: str = "127.0.0.1") -> Iterator[LeaseServer]:
+def lease_server(
+    account: Path, address: str = "127.0.0.1", namespace: str = "train"
+) -> Iterator[LeaseServer]:
     """A server, and the files by which a pod finds it."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(account / "ca.crt")
     (account / "token").write_text("first\n")
-    server = LeaseServer(account)
+    server = LeaseServer(account, namespace)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -71,6 +71,7 @@ timeoutSeconds: 5
 {{- end }}
 
 {{- define "tensorhub.mounts" -}}
+- {name: tmp, mountPath: /tmp}
 - {name: token, mountPath: /var/run/tensorhub/token, readOnly: true}
 {{- if .Values.tls.existingSecret }}
 - {name: tls, mountPath: /var/run/tensorhub/tls, readOnly: true}
@@ -78,6 +79,7 @@ timeoutSeconds: 5
 {{- end }}
 
 {{- define "tensorhub.volumes" -}}
+- {name: tmp, emptyDir: {sizeLimit: 64Mi}}
 - name: token
   secret:
     secretName: {{ include "tensorhub.tokenSecret" . }}

@@ -1,0 +1,120 @@
+"""The manifests' commands, in their environment: what a pod of each kind does, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+import tensorhub
+from tensorhub import sync
+from tensorhub.types import Options
+from tests.cli.processes import WAIT_S, eventually, line_with
+from tests.deploy.pods import node, templates
+from tests.rig import CHUNK_BYTES, tensors
+from tests.runtime.control.lease_api import lease_server
+
+pytestmark = pytest.mark.root
+TOKEN = "of-the-test"
+OPTIONS = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES)
+SECRETS = {"tensorhub-token": {"token": TOKEN.encode()}}
+
+
+def asked(url: str, token: str = "") -> tuple[int, str]:
+    """As a kubelet or Prometheus asks."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        with urlopen(Request(url, headers=headers), timeout=WAIT_S) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as error:
+        return error.code, ""
+    except OSError:  # it does not listen yet
+        return 0, ""
+
+
+def test_a_coordinator_and_a_seed(tmp_path: Path) -> None:
+    pods = templates("single.yaml")
+    with node(tmp_path, SECRETS) as here:
+        here.attach("tensorhub-0")
+        address = f"tcp://{here.addresses['tensorhub-0']}:17337"
+
+        def publish() -> sync.Hub:
+            hub = sync.connect(address, token=TOKEN, name="trainer", options=OPTIONS)
+            hub.register("actor", tensors(1)).publish(1)
+            return hub
+
+        def probed(pod: str, path: str, token: str = "") -> tuple[int, str]:
+            url = f"http://{here.addresses[pod]}:8080{path}"
+            return here.inside("client", lambda: asked(url, token))
+
+        with here.run("tensorhub-0", pods["tensorhub"]) as coordinator:
+            hub = here.inside("client", publish)
+            with here.run("seed", pods["tensorhub-seed-actor-a"]) as seed:
+                assert json.loads(line_with("{", seed.process.stdout))["version"] == 1
+                view = hub.describe("actor")
+                (place,) = [each.location for each in view.workers if each.name != "trainer"]
+                assert (place.site, place.rack) == ("zone-a", "node-1")
+                for pod in ("tensorhub-0", "seed"):
+                    assert probed(pod, "/healthz") == (200, "ok\n")
+                    assert eventually(lambda pod=pod: probed(pod, "/readyz")[0] == 200)  # type: ignore[misc]
+                    assert probed(pod, "/readyz") == (200, '{"ready": true}')
+                    assert probed(pod, "/metrics")[0] == 401
+                    assert probed(pod, "/metrics", tensorhub.read_only_token(TOKEN))[0] == 200
+                assert seed.end() == 0
+            assert coordinator.end() == 0
+        with here.run("tensorhub-0", pods["tensorhub"]) as coordinator:  # the same volume
+            assert hub.describe("actor", timeout=WAIT_S).mark == 1
+            hub.close()
+            assert coordinator.end() == 0
+
+
+@pytest.mark.slow
+def test_an_archive_waits_for_its_coordinator_and_keeps_a_version(tmp_path: Path) -> None:
+    pods = templates("single.yaml")
+    arguments = pods["tensorhub-archive"]["spec"]["containers"][0]["args"]
+    arguments[arguments.index("--to=s3://bucket/runs")] = "--to=file:///tmp/runs"
+    with node(tmp_path, SECRETS) as here, ExitStack() as stack:
+        here.attach("tensorhub-0")
+        archive = stack.enter_context(here.run("archive", pods["tensorhub-archive"]))
+        coordinator = stack.enter_context(here.run("tensorhub-0", pods["tensorhub"]))
+        address = f"tcp://{here.addresses['tensorhub-0']}:17337"
+        hub = here.inside(
+            "client",
+            lambda: stack.enter_context(sync.connect(address, token=TOKEN, options=OPTIONS)),
+        )
+        hub.register("actor", tensors(1)).publish(1)
+        assert json.loads(line_with("{", archive.process.stdout))["version"] == 1
+        assert archive.end() == 0
+        hub.close()
+        assert coordinator.end() == 0
+
+
+@pytest.mark.slow
+def test_two_coordinators_with_a_lease(tmp_path: Path) -> None:
+    template = templates("lease.yaml")["tensorhub"]
+    (tmp_path / "account").mkdir()
+    with ExitStack() as stack:
+        here = stack.enter_context(node(tmp_path, {}))
+        server = lease_server(tmp_path / "account", here.addresses["client"], "tensorhub")
+        api = here.inside("client", lambda: stack.enter_context(server))
+        account = {file.name: file.read_bytes() for file in api.account.iterdir()}
+        here.secrets = {**SECRETS, "account": account}
+        here.environment = {
+            "KUBERNETES_SERVICE_HOST": here.addresses["client"],
+            "KUBERNETES_SERVICE_PORT": str(api.port),
+        }
+        for name in ("tensorhub-0", "tensorhub-1"):
+            here.attach(name)
+        first = stack.enter_context(here.run("tensorhub-0", template))
+        line_with("coordinator_listens", first.process.stderr)
+        second = stack.enter_context(here.run("tensorhub-1", template))
+        line_with("coordinator_stands_by", second.process.stderr)
+        holder = api.leases["tensorhub"]["spec"]["holderIdentity"]
+        assert holder.startswith("tcp://tensorhub-0.tensorhub.svc:17337#")
+        assert first.end() == 0
+        assert json.loads(line_with("coordinator_listens", second.process.stderr))["epoch"] == 2
+        assert second.end() == 0
