@@ -55,6 +55,12 @@ EVENT_KINDS: Final = {
     "serving": "the coordinator has its state",
 }
 
+# of a worker's own endpoint
+WORKER_EVENT_KINDS: Final = {
+    "called": "a call of this worker that fills memory has ended",
+    "served": "a reader of this worker is done",
+}
+
 PART_NAMES: Final = {
     "ranks": "waiting for the group's last rank to call",
     "version": "waiting for a version",
@@ -85,7 +91,8 @@ PART_NAMES: Final = {
 class ClusterEvent:
     """One thing that happened. `number` counts one coordinator's events from 1 on.
 
-    `kind`: see `EVENT_KINDS`. `worker`: a worker's or a group's name. `text`: one sentence.
+    `kind`: see `EVENT_KINDS`, and `WORKER_EVENT_KINDS` for those of a worker's own endpoint.
+    `worker`: a worker's or a group's name. `text`: one sentence.
     """
 
     number: U64

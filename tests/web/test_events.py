@@ -16,9 +16,9 @@ import pytest
 
 import tensorhub
 from tensorhub.coordinator.observing import Observations
-from tensorhub.observed import ClusterEvent
+from tensorhub.observed import WORKER_EVENT_KINDS, ClusterEvent
 from tensorhub.web.news import News
-from tests.rig import WAIT_S, connect, published
+from tests.rig import WAIT_S, connect, published, tensors
 from tests.web.rig import HTTP, connection_to, coordinator, get, place_of
 
 
@@ -117,6 +117,23 @@ async def test_a_client_hears_what_happens_while_it_follows() -> None:
     ):
         await published(hub, 5)
         await follower.until("published", 5)
+
+
+async def test_a_worker_tells_its_own_calls_and_readers() -> None:
+    async with (
+        coordinator() as serving,
+        connect(serving.address, "source", HTTP) as source,
+        connect(serving.address, "reader", HTTP) as reader,
+    ):
+        await published(source)
+        weights = await reader.register("m", tensors())
+        async with following(reader.http_url) as calls, following(source.http_url) as readers:
+            report = await weights.update()
+            called, served = await calls.event(), await readers.event()
+        assert (called["kind"], called["model"], called["worker"]) == ("called", "m", "reader")
+        assert f"{report.bytes_read:,} bytes from 'source'" in called["text"]
+        assert (served["kind"], served["worker"]) == ("served", "source")
+        assert {called["kind"], served["kind"]} == WORKER_EVENT_KINDS.keys()
 
 
 @pytest.mark.parametrize("last_id", ["x", "-1", "..", "1.2.3", "9" * 400, "\xff", "abc.1.7"])

@@ -1,6 +1,6 @@
-"""The newest events of a coordinator, for all clients that follow them.
+"""The newest events of a coordinator or a worker, for all clients that follow them.
 
-The coordinator's loop is asked for them while at least one client follows, equally often for one
+Its loop is asked for them while at least one client follows, equally often for one
 as for all. A client that is too slow misses the oldest ones: their numbers are missing. Lives in
 the endpoint's loop.
 """
@@ -14,9 +14,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import asdict
 from itertools import islice
 
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
 from tensorhub.coordinator.observing import EVENTS_MAX
 from tensorhub.observed import ClusterEvent
 from tensorhub.web.asking import Unanswered
+from tensorhub.web.pages import STREAMS_MAX, Stream, text_of
 
 LOOK_S = 0.25  # between two looks for new events
 QUIET_S = 15.0  # of a stream; then it says that it is there
@@ -35,6 +40,15 @@ class News:
         self._looked = asyncio.Event()  # replaced when there are new ones
         self._looking: asyncio.Task[None] | None = None
         self.followers = 0
+
+    async def answer(self, request: Request) -> Response:
+        """What happens, as server-sent events. A client that comes back goes on after
+        `Last-Event-ID`; a new one begins with the oldest event that is kept.
+        """
+        last = request.headers.get("last-event-id") or text_of(request, "after") or ""
+        if self.followers >= STREAMS_MAX:
+            raise HTTPException(503, f"{STREAMS_MAX} clients follow already", {"Retry-After": "5"})
+        return Stream(self.follow(last))
 
     async def follow(self, last: str) -> AsyncGenerator[bytes, None]:
         """Events in the form of a stream, after the event with that id; comments while there are

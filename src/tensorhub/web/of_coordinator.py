@@ -44,9 +44,7 @@ from tensorhub.web.endpoint import Endpoint
 from tensorhub.web.exposition import Figures, exposition, form_for, of_coordinator
 from tensorhub.web.news import News
 from tensorhub.web.pages import (
-    STREAMS_MAX,
     Answer,
-    Stream,
     application,
     healthz,
     json_answer,
@@ -112,7 +110,7 @@ class CoordinatorPages:
             "/models/{model:path}": self.model,
             "/explain": self.explain,
             "/updates": self.updates,
-            "/events": self.events,
+            "/events": self._news.answer,
             "/": static,
             "/static/{name}": static,
         }
@@ -284,15 +282,6 @@ class CoordinatorPages:
         question = partial(self._ask, lambda core, now: core.observations.updates(now, model))
         rows = await self._questions.ask(("updates", model), question)
         return json_answer({"updates": [asdict(each) for each in rows]})
-
-    async def events(self, request: Request) -> Response:
-        """What happens, as server-sent events. A client that comes back goes on after
-        `Last-Event-ID`; a new one begins with the oldest event that is kept.
-        """
-        last = request.headers.get("last-event-id") or text_of(request, "after") or ""
-        if self._news.followers >= STREAMS_MAX:
-            raise HTTPException(503, f"{STREAMS_MAX} clients follow already", {"Retry-After": "5"})
-        return Stream(self._news.follow(last))
 
     async def _events_after(self, number: int) -> tuple[str, tuple[ClusterEvent, ...], bool]:
         """What the ids of this coordinator's events begin with, some events after that number, and

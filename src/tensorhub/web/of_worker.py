@@ -13,20 +13,23 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
+from secrets import token_hex
 
 from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from tensorhub.coordinator.observing import Histogram
+from tensorhub.coordinator.observing import Histogram, Observations
+from tensorhub.errors import some
 from tensorhub.messages import Took
-from tensorhub.observed import PHASE_NAMES, ServedTiming
+from tensorhub.observed import PHASE_NAMES, ClusterEvent, ServedTiming
 from tensorhub.runtime.worker.worker import Worker
 from tensorhub.types import release
 from tensorhub.web.asking import OtherLoop, Post, Questions
 from tensorhub.web.endpoint import Endpoint
 from tensorhub.web.exposition import MODELS_MAX, counter, gauge, histogram, label_of, metrics_answer
+from tensorhub.web.news import News
 from tensorhub.web.pages import Answer, application, healthz, readiness
 
 HANDLES_MAX = 1024  # that a summary lists
@@ -54,6 +57,27 @@ class Counts:
     def add_reader(self, timing: ServedTiming) -> None:
         self.served_bytes += timing.nbytes
         self.readers += 1
+
+
+class WorkerEvents:
+    """The newest ones since the endpoint was opened. Lives in the worker's loop. `life`: what their
+    ids begin with.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.life = token_hex(6)
+        self.kept = Observations(0.0)
+        self._name = name
+
+    def called(self, took: Took) -> None:
+        read = sum(link.nbytes for link in took.links)
+        sources = some([repr(link.source) for link in took.links]) or "no other worker"
+        text = f"{took.seconds:.3f} s, {read:,} bytes from {sources}"
+        self.kept.happened(time.time(), "called", took.key.model, None, self._name, text)
+
+    def served(self, timing: ServedTiming) -> None:
+        text = f"{timing.seconds:.3f} s, {timing.nbytes:,} bytes"
+        self.kept.happened(time.time(), "served", "", None, self._name, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +111,23 @@ class WorkerPages:
     """Lives in the endpoint's loop; `show` in the worker's."""
 
     def __init__(
-        self, worker: Worker, counts: Counts, post: Post, secrets: Sequence[bytes], host: str
+        self,
+        worker: Worker,
+        counts: Counts,
+        events: WorkerEvents,
+        post: Post,
+        secrets: Sequence[bytes],
+        host: str,
     ) -> None:
         """`post`: has a function called in the worker's loop."""
         self._worker = worker
         self._counts = counts
+        self._events = events
         self._loop = OtherLoop(post)
         self._secrets = secrets
         self._host = host
         self._questions = Questions(self._loop)
+        self._news = News(self._events_after)
 
     def __repr__(self) -> str:
         return f"<WorkerPages of {self._worker!r}>"
@@ -106,6 +138,7 @@ class WorkerPages:
             "/readyz": self.readyz,
             "/metrics": self.metrics,
             "/summary": self.summary,
+            "/events": self._news.answer,
         }
         return application(routes, self._secrets, self._host)
 
@@ -135,6 +168,10 @@ class WorkerPages:
             tuple(handles),
             copy.deepcopy(self._counts),
         )
+
+    async def _events_after(self, number: int) -> tuple[str, tuple[ClusterEvent, ...], bool]:
+        events = self._events
+        return events.life, *await self._loop.ask(lambda: events.kept.events_after(number))
 
     async def _shown(self) -> Shown:
         return await self._questions.ask("shown", lambda: self._loop.ask(self._show))
@@ -193,6 +230,17 @@ def _families(shown: Shown) -> Iterator[Metric]:
 
 def show_worker(endpoint: Endpoint, worker: Worker, post: Post, secrets: Sequence[bytes]) -> None:
     """Begin to serve it. In the worker's loop."""
-    counts = Counts()
-    worker.timings.on_call, worker.timings.on_reader = counts.add_call, counts.add_reader
-    endpoint.start(lambda: WorkerPages(worker, counts, post, secrets, endpoint.host).application())
+    counts, events = Counts(), WorkerEvents(worker.name)
+
+    def on_call(took: Took, retries: int) -> None:
+        counts.add_call(took, retries)
+        events.called(took)
+
+    def on_reader(timing: ServedTiming) -> None:
+        counts.add_reader(timing)
+        events.served(timing)
+
+    worker.timings.on_call, worker.timings.on_reader = on_call, on_reader
+    endpoint.start(
+        lambda: WorkerPages(worker, counts, events, post, secrets, endpoint.host).application()
+    )
