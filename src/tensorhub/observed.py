@@ -40,6 +40,7 @@ PHASE_NAMES: Final = {
 
 EVENT_KINDS: Final = {
     "published": "a version became visible",
+    "readable": "a version can be read again",
     "unpublished": "a version has no complete copy any more",
     "updated": "a group has committed a version",
     "failed": "a call of a group has failed",

@@ -856,7 +856,7 @@ def test_there_is_an_event_of_each_kind() -> None:
     cluster.advance(2 * cluster.options.lease_s)
     assert other.worker.alive
     found = kinds(cluster)
-    assert set(found) == EVENT_KINDS.keys() - {"corrupt"}
+    assert set(found) == EVENT_KINDS.keys() - {"corrupt", "readable"}
     assert found.count("behind") == 1
     by_kind = {event.kind: event for event in observations(cluster).events_after(0)[0]}
     assert (by_kind["source_failed"].worker, by_kind["lost"].worker) == ("trainer", "trainer")

@@ -68,7 +68,7 @@ class Recording:
         for info in self.models.values():
             few = len(info.workers) <= 64
             some = info if few else replace(info, replicas=(), leases=(), workers=())  # counts only
-            shown.append(asdict(some) | {"age_s": 12.4})
+            shown.append(asdict(some) | {"age_s": 12.4, "age_is_least": False})
         return {"coordinator": about, "models": shown, "events_last": len(self.events)}
 
     def page(self, model: str, after: str) -> dict[str, Any] | None:

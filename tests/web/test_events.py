@@ -15,6 +15,8 @@ import anyio.to_thread
 import pytest
 
 import tensorhub
+from tensorhub.cli.top_data import Watch
+from tensorhub.cli.top_rows import age
 from tensorhub.coordinator.observing import Observations
 from tensorhub.observed import WORKER_EVENT_KINDS, ClusterEvent
 from tensorhub.web.news import News
@@ -212,3 +214,12 @@ async def test_a_client_follows_over_a_restart_of_the_coordinator(tmp_path: Path
                     assert event["number"] == 1 < seen[-1]["number"]
                     await follower.until("serving")
                 assert (await get(second.http_url, "/readyz")).json["ready"]
+                # how old the version is at least, said alike everywhere
+                (model,) = (await get(second.http_url, "/summary")).json["models"]
+                assert model["age_is_least"]
+                metrics = (await get(second.http_url, "/metrics")).text
+                assert 'tensorhub_version_age_seconds{model="m"}' in metrics
+                async with connect(second.address) as other:
+                    seen_now = await Watch(other, second.address).look("m", WAIT_S)
+                assert age(seen_now, "m", 7).startswith("> ")
+                assert seen_now.since < seen_now.at - model["age_s"] + options.lease_s

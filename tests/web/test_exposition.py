@@ -19,7 +19,7 @@ def model(number: int) -> ModelOverview:
     name = f"{number}-" + "\U0001f600" * (511 - len(str(number)))
     counted = VersionSummary(1, 10**6, 10**6, 10**6, 10**6, 0, 0, 0)
     version = VersionView(7, "c", "available", 1, 1, 0, False, summary=counted)
-    return ModelOverview(ModelInfo(name, 0, 2**63 - 1, 0, (version,), (), (), ()), 1e6)
+    return ModelOverview(ModelInfo(name, 0, 2**63 - 1, 0, (version,), (), (), ()), 1e6, False)
 
 
 def test_a_scrape_stays_small_whatever_names_there_are() -> None:

@@ -197,6 +197,7 @@ async def test_the_summary_is_what_status_shows() -> None:
         (model,) = summary["models"]
         (described,) = await hub.describe()
         assert model.pop("age_s") >= 0
+        assert not model.pop("age_is_least")
         model["coordinator_behind_s"] = described.coordinator_behind_s
         assert model == json.loads(json.dumps(asdict(described)))
         page = (await get(serving.http_url, "/models/m")).json

@@ -84,9 +84,8 @@ class Run:
         """As the coordinator's endpoints have it, for `web/static/source.js`."""
         workers = {each.incarnation: each.state for info in self.models for each in info.workers}
         states = list(workers.values())
-        ages = {
-            event.model: self.now - event.at for event in self.events if event.kind == "published"
-        }
+        since = {each.model: each.at for each in self.events if each.kind == "published"}
+        began_at = next((each.at for each in self.events if each.kind == "serving"), None)
         about = {
             "address": address,
             "state": "serving",
@@ -98,7 +97,14 @@ class Run:
             "release": tensorhub.__version__,
         }
         models = {info.model: asdict(info) for info in self.models}
-        shown = [each | {"age_s": ages.get(name)} for name, each in models.items()]
+        shown = [
+            each
+            | {
+                "age_s": None if (at := since.get(name, began_at)) is None else self.now - at,
+                "age_is_least": name not in since,
+            }
+            for name, each in models.items()
+        ]
         return {
             "summary": {"coordinator": about, "models": shown, "events_last": len(self.events)},
             "models": models,

@@ -35,9 +35,10 @@ class Seen:
 
     `models`: all, in counts, by name. `chosen`: the model that is shown, "" if there is none.
     `rows`: all of it; None: it has more than `WORKERS_MAX` workers. `published`: when versions of
-    any model became visible, as far as that is known. `since`: when `top` began to look; what it
-    found then is older. `fault`: why no answer has come since `answered_at`; then all else is as it
-    was. `ahead_s`: of the coordinator's clock, if the clocks differ.
+    any model became visible, as far as that is known. `since`: when the coordinator had its state,
+    or `top` began to look; all other versions are older. `fault`: why no answer has come since
+    `answered_at`; then all else is as it was. `ahead_s`: of the coordinator's clock, if the clocks
+    differ.
     """
 
     at: float
@@ -73,6 +74,7 @@ class Watch:
         self.seen = Seen(clock(), address, clock(), clock())
         self._after, self._epoch = 0, -1  # of the events that were read; of no coordinator
         self._events = deque[ClusterEvent](maxlen=EVENTS_KEPT)
+        self._since = self.seen.since
         self._published: dict[tuple[str, int], float] = {}
         self._chunks: dict[ShardKey, deque[tuple[float, int]]] = {}  # of each fill, when how many
         self._ahead_s: float | None = None  # of events that were heard as they happened, the most
@@ -111,7 +113,7 @@ class Watch:
         self.seen = Seen(
             now,
             self.seen.address,
-            self.seen.since,
+            self._since - (ahead_s or 0.0),
             now,
             models,
             chosen,
@@ -137,6 +139,8 @@ class Watch:
                 if event.kind == "published" and event.version is not None:
                     self._published.pop((event.model, event.version), None)  # the newest last
                     self._published[event.model, event.version] = event.at
+                elif event.kind == "serving":
+                    self._since = min(self._since, event.at)
             while len(self._published) > 4 * EVENTS_KEPT:
                 del self._published[next(iter(self._published))]
             if page.events and (is_following or page.events[-1].at > self._clock()):

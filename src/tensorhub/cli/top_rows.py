@@ -33,7 +33,7 @@ enter    one model, all of it
 escape   back
 ?        this
 
-age       since the version was published; > 9 s: since before top began
+age       since the version was published; > 9 s: longer than that
 ready     groups, and copies, that hold all of it and can be read
 filling   groups that read it now
 waits for what the call that has stood still longest waits for
@@ -267,7 +267,7 @@ def _shards(seen: Seen, state: str | None = None) -> Iterator[tuple[ReplicaView,
 
 
 def age(seen: Seen, model: str, version: int) -> str:
-    """Since it was published; "> 9 s" if that was before the events that are known."""
+    """Since it was published; "> 9 s" if that is not known."""
     published = seen.published.get((model, version))
     if published is None:
         return f"> {ago(seen.at - seen.since)}"

@@ -131,7 +131,7 @@ class Cluster:
         self.epoch = epoch  # of this coordinator
         self.options = options
         self.new_id = ids
-        self.now = 0.0
+        self.now = self.began_at = 0.0
         self.listens_since = (
             # the end of the newest gap in which this coordinator did not run; its start, if there
             # was none

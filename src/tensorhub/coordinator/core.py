@@ -86,7 +86,7 @@ class Coordinator(Stateful[CoordinatorState]):
     ) -> None:
         super().__init__(CoordinatorState.RECOVERING)
         self.cluster = Cluster(cluster, epoch, options, ids, Observations(wall_offset_s))
-        self.cluster.now = self.cluster.listens_since = now
+        self.cluster.now = self.cluster.began_at = self.cluster.listens_since = now
         self._versions = Versions(self.cluster)
         self._retentions = Retentions(self.cluster)
         self._feeding = Feeding(self.cluster)

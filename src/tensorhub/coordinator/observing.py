@@ -248,8 +248,8 @@ class Observations:
     def _version_became(self, now: float, version: Version, before: object, why: str) -> None:
         info = version.info
         if version.state is VersionState.AVAILABLE:
-            text = "" if before is VersionState.STAGED else "it can be read again"
-            self.happened(now, "published", info.model, info.version, "", text)
+            kind = "published" if before is VersionState.STAGED else "readable"
+            self.happened(now, kind, info.model, info.version)
         elif before is VersionState.AVAILABLE and version.state is VersionState.UNAVAILABLE:
             self.happened(now, "unpublished", info.model, info.version, "", why)
 

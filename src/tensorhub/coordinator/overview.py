@@ -46,11 +46,13 @@ class Overview:
 class ModelOverview:
     """One model, with its replicas and workers if it has at most 64 of these.
 
-    `age_s`: since its newest publication; None: that was before this coordinator's start.
+    `age_s`: since its newest publication; since this coordinator's start, if that was before it
+    (`age_is_least`).
     """
 
     info: ModelInfo
-    age_s: float | None
+    age_s: float
+    age_is_least: bool
 
 
 def overview(core: Coordinator, now: float) -> Overview:
@@ -110,7 +112,8 @@ def model_overviews(
             counted += rows_of(info)
         counted += 1 + (info.summary.groups + info.summary.shards if info.summary else 0)
         shown_at = model.history.shown_at
-        yield name, ModelOverview(info, None if shown_at is None else max(0.0, now - shown_at))
+        since = core.cluster.began_at if shown_at is None else shown_at
+        yield name, ModelOverview(info, max(0.0, now - since), shown_at is None)
 
 
 def rows_of(info: ModelInfo) -> int:

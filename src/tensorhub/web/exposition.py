@@ -151,7 +151,9 @@ def _of_counters(counters: Counters) -> Iterator[Metric]:
 
 def _of_models(models: Sequence[ModelOverview]) -> Iterator[Metric]:
     age = GaugeMetricFamily(
-        "tensorhub_version_age_seconds", "Since the newest publication", labels=["model"]
+        "tensorhub_version_age_seconds",
+        "Since the newest publication; at least, where the coordinator has restarted since",
+        labels=["model"],
     )
     newest = GaugeMetricFamily(
         "tensorhub_newest_version", "The newest number ever published", labels=["model"]
@@ -164,11 +166,9 @@ def _of_models(models: Sequence[ModelOverview]) -> Iterator[Metric]:
     longest: dict[tuple[str, str], float] = {}
     for place, each in enumerate(models):
         info, label = each.info, label_of(each.info.model) if place < MODELS_MAX else OTHER
-        if place < MODELS_MAX:
-            if each.age_s is not None:
-                age.add_metric([label], round(each.age_s, 3))
-            if info.mark is not None:
-                newest.add_metric([label], info.mark)
+        if place < MODELS_MAX and info.mark is not None:
+            age.add_metric([label], round(each.age_s, 3))
+            newest.add_metric([label], info.mark)
         counted = states.setdefault(label, Counter())
         for version in info.versions:
             if version.summary is not None:

@@ -237,7 +237,10 @@ class CoordinatorPages:
         }
         document = {
             "coordinator": about,
-            "models": [asdict(each.info) | {"age_s": each.age_s} for each in snapshot.models],
+            "models": [
+                asdict(each.info) | {"age_s": each.age_s, "age_is_least": each.age_is_least}
+                for each in snapshot.models
+            ],
             "events_last": snapshot.last_event,
         }
         return json.dumps(document).encode()

@@ -19,7 +19,7 @@ function modelView(known, place) {
         newest
           ? [
               `version ${newest.version}`,
-              age === null ? "" : `, ${inSeconds(age)} old`,
+              age === null ? "" : `, ${age} old`,
               `, ${inBytes(newest.nbytes)} in ${counted(newest.world_size, "shard")}`,
             ]
           : "nothing published yet",
@@ -220,10 +220,7 @@ function versionsTable(known, info) {
       ["state", (each) => stateTag(each.state)],
       [
         "age",
-        (each) => {
-          const age = ageOf(known, info.model, each.version);
-          return age === null ? "–" : inSeconds(age);
-        },
+        (each) => ageOf(known, info.model, each.version) ?? "–",
         "number",
       ],
       [

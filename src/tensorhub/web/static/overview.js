@@ -84,10 +84,7 @@ const MODEL_COLUMNS = (known) => [
   ],
   [
     "age",
-    (info) => {
-      const age = ageOf(known, info.model, info.mark);
-      return age === null ? "–" : inSeconds(age);
-    },
+    (info) => (info.mark === null ? "–" : (ageOf(known, info.model, info.mark) ?? "–")),
     "number",
   ],
   [

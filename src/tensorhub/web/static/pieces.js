@@ -177,11 +177,11 @@ function sharesOf(info) {
   ];
 }
 
-/** Seconds since a version of a model was published; null: not known. */
+/** How long ago a version of a model was published, for people; null: not known. */
 function ageOf(known, model, version) {
   const info = known.told(model);
   if (info && String(info.mark) === String(version) && typeof info.age_s === "number")
-    return info.age_s;
+    return `${info.age_is_least ? "> " : ""}${inSeconds(info.age_s)}`;
   const at = known.publishedAt.get(model)?.get(String(version));
-  return at === undefined ? null : Math.max(0, known.now() - at);
+  return at === undefined ? null : inSeconds(Math.max(0, known.now() - at));
 }

@@ -81,6 +81,7 @@ const WAITS = {
 /** Kinds of events, by how much they matter. */
 const EVENTS = {
   published: "good",
+  readable: "plain",
   unpublished: "plain",
   updated: "good",
   failed: "bad",
