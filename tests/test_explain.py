@@ -124,13 +124,18 @@ async def test_events_are_told_in_order_and_followed_over_a_restart(tmp_path: Pa
             assert [event.kind for event in seen] == ["serving", "joined", "published"]
             assert (seen[1].worker, seen[2].model, seen[2].version) == ("trainer", "m", 1)
             assert [each async for each in hub.events(after=2)] == seen[2:]
+            async with connect(coordinator.address, "looks only") as other:
+                assert await other.describe()
+            assert [each async for each in hub.events(after=seen[-1])] == []
             followed = hub.events(follow=True, after=3)
             await weights.unpublish()
             assert (await anext(followed)).kind == "unpublished"
             await coordinator.restart(hub)
             assert (await anext(followed)).number == 1
             await followed.aclose()  # type: ignore[attr-defined]
-            with pytest.raises(InvalidValue, match="after=-1: give the number of an event"):
+            anew = [each async for each in hub.events(after=seen[-1])]
+            assert (anew[0].number, anew[0].epoch) == (1, seen[-1].epoch + 1)
+            with pytest.raises(InvalidValue, match="after=-1: give an event, its number"):
                 await anext(hub.events(after=-1))
             with pytest.raises(InvalidType):
                 await anext(hub.events(after="1"))  # type: ignore[arg-type]
@@ -147,7 +152,7 @@ def test_the_blocking_form_and_the_command_say_the_same() -> None:
         reader.register("m", tensors(), group="g").replicate()
         found = trainer.explain("m", 1, group="g")
         check(found)
-        assert [event.kind for event in trainer.events()][-2:] == ["published", "updated"]
+        assert [event.kind for event in trainer.events()][-3:] == ["published", "joined", "updated"]
         for event in trainer.events(follow=True):
             assert event.kind == "serving"
             break

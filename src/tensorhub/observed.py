@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Final
 
-from tensorhub.types import U64, Id, Length, Name, OpKey, Range, Seconds, Text
+from tensorhub.types import U64, Id, Length, Name, OpKey, Range, Seconds, Since, Text
 
 UnixTime = Annotated[float, Range(0, 10**11)]  # seconds since 1970, by the coordinator's clock
 
@@ -44,7 +44,7 @@ EVENT_KINDS: Final = {
     "unpublished": "a version has no complete copy any more",
     "updated": "a group has committed a version",
     "failed": "a call of a group has failed",
-    "joined": "a worker has joined",
+    "joined": "a worker has joined, with its first memory",
     "left": "a worker has left",
     "suspect": "a worker is silent",
     "lost": "a worker is taken for dead",
@@ -90,7 +90,8 @@ PART_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvent:
-    """One thing that happened. `number` counts one coordinator's events from 1 on.
+    """One thing that happened. `number` counts one coordinator's events from 1 on; `epoch` says
+    which one's: it grows with each start (0: not known).
 
     `kind`: see `EVENT_KINDS`, and `WORKER_EVENT_KINDS` for those of a worker's own endpoint.
     `worker`: a worker's or a group's name. `text`: one sentence.
@@ -103,6 +104,7 @@ class ClusterEvent:
     version: U64 | None = None
     worker: Name = ""
     text: Text = ""
+    epoch: Annotated[U64, Since(19)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,7 @@ class Explanation:
     unsure_s: Seconds = 0.0
     nbytes: U64 = 0  # of the version
     help: Annotated[tuple[Text, ...], Length(8)] = ()
+    lineage: Annotated[U64, Since(19)] = 0  # of the version: each rollback begins the next one
 
     def __str__(self) -> str:
         return self.sentence

@@ -272,7 +272,11 @@ class Hub(_Opened[_hub.Hub]):
         return Watcher(self._async.watch(model))
 
     def events(
-        self, *, follow: bool = False, after: int | None = None, timeout: float | None = None
+        self,
+        *,
+        follow: bool = False,
+        after: int | ClusterEvent | None = None,
+        timeout: float | None = None,
     ) -> Iterator[ClusterEvent]:
         """Iterate over what has happened in the cluster; see `tensorhub.Hub.events`."""
         events = self._async.events(follow=follow, after=after, timeout=timeout)

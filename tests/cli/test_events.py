@@ -36,6 +36,9 @@ def test_what_has_happened_is_listed_and_filtered(address: str) -> None:
         assert any(" published m 1" in each for each in lines)
         of_n = run_here("events", "--model", "n", "--json", "--address", address)
         (event,) = map(json.loads, of_n.stdout.splitlines())
+        unknown = run_here("events", "--model", "mm", "--address", address)
+        assert (unknown.returncode, unknown.stdout) == (1, "")
+        assert "no model 'mm' is known here; known models: m, n" in unknown.stderr
         assert (event["kind"], event["model"], event["version"]) == ("published", "n", 5)
         assert event.keys() == {
             *("epoch", "number", "at", "kind", "model", "version", "worker", "text")

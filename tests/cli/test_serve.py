@@ -83,7 +83,9 @@ def test_a_port_in_use_for_http() -> None:
         port = other.getsockname()[1]
         done = run_here("serve", "--http", f"127.0.0.1:{port}")
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"Options.http: port {port} of 127.0.0.1 is in use: " in done.stderr
+    assert f"--http: port {port} of 127.0.0.1 is in use: " in done.stderr
+    done = run_here("serve", "--http", "0.0.0.0:0")
+    assert "AuthenticationFailed: --http: open access is for loopback only" in done.stderr
 
 
 def test_its_log_as_lines_of_json() -> None:

@@ -470,6 +470,9 @@ def test_once_and_in_a_pipe_it_prints_plain_lines(address: str) -> None:
         assert any(row.startswith("> actor 7 ") for row in rows)
         assert any(row.startswith("7 ready 0 0 - trainer trainer-") for row in rows)
         assert any(row.endswith("published actor 7") for row in rows)
+        unknown = run_here("top", "actr", "--once", "--address", address)
+        assert (unknown.returncode, unknown.stdout) == (1, "")
+        assert "no model 'actr' is known here; known models: actor" in unknown.stderr
         assert "\x1b" not in done.stdout
         with started("top", "actor", "--interval-s", "0.2", "--address", address) as piped:
             for _ in range(2):

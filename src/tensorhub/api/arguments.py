@@ -98,7 +98,7 @@ def check_event(number: object) -> int:
     """The number of an event, or 0: before the first one."""
     after = as_integer(number)
     if after is None or not 0 <= after < 2**64:
-        raise invalid(number, int, f"after={shown(number)}: give the number of an event, or None")
+        raise invalid(number, int, f"after={shown(number)}: give an event, its number, or None")
     return after
 
 

@@ -439,18 +439,24 @@ class Hub(Unpicklable):
         )
 
     async def events(
-        self, *, follow: bool = False, after: int | None = None, timeout: float | None = None
+        self,
+        *,
+        follow: bool = False,
+        after: int | ClusterEvent | None = None,
+        timeout: float | None = None,
     ) -> AsyncIterator[ClusterEvent]:
         """Iterate over what has happened in the cluster, oldest first: `async for event in ...`.
 
-        The coordinator keeps the last 1,024 events. `after`: only those with larger numbers.
-        `follow`: go on with each event that happens, about half a second after it, until the
-        iteration is left. Each coordinator counts from 1 on: after its restart, the iteration goes
-        on with all events of the new one. `timeout`: of each question, in seconds. Raises
-        StateError, OperationTimeout, CoordinatorUnavailable; go on with `after=event.number` of the
-        last one.
+        The coordinator keeps the last 1,024 events. `after`: only those after this event, or with
+        larger numbers. `follow`: go on with each event that happens, about half a second after it,
+        until the iteration is left. Each coordinator counts from 1 on: after its restart, the
+        iteration goes on with all events of the new one, also if `after` is an event of the old one
+        (of a number that cannot be told). `timeout`: of each question, in seconds. Raises
+        StateError, OperationTimeout, CoordinatorUnavailable; go on with `after=` the last event.
         """
-        number, epoch = 0 if after is None else check_event(after), None
+        epoch = (after.epoch or None) if isinstance(after, ClusterEvent) else None
+        said = after.number if isinstance(after, ClusterEvent) else after
+        number = 0 if said is None else check_event(said)
         timeout_s = self._worker.timeout_s(timeout)
         while True:
             ask = partial(self._worker.coordinator.events, waits=follow)

@@ -375,7 +375,9 @@ def report(error: BaseException) -> int:
             kind, code = type(leaf).__name__, FAILED
         case _:
             raise error
-    print(f"error: {kind}: {printable(' '.join(str(leaf).split()))}", file=sys.stderr, flush=True)
+    # of all options, only this one fails after it was checked
+    text = " ".join(str(leaf).split()).replace("Options.http", "--http")
+    print(f"error: {kind}: {printable(text)}", file=sys.stderr, flush=True)
     return code
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import anyio
@@ -46,13 +46,15 @@ def events(
     connect = common.connecting(address, token_file)
 
     async def body() -> int:
+        is_known = False
         async with connect() as hub:
             async for epoch, event in listed(hub, follow=follow):
                 if model in (None, event.model):
-                    print(
-                        json.dumps({"epoch": epoch, **asdict(event)}) if as_json else line(event),
-                        flush=True,
-                    )
+                    about = {"epoch": epoch, **asdict(replace(event, epoch=epoch))}
+                    print(json.dumps(about) if as_json else line(event), flush=True)
+                    is_known = True
+            if model is not None and not is_known:
+                await hub.describe(model, limit=0)  # says that it is not known
         return 0
 
     common.run(body)

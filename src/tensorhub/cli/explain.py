@@ -64,7 +64,8 @@ def explain(
 
 def sheets(found: Explanation) -> list[Sheet]:
     """The sentence, a row for each part, and notes."""
-    what = f"{found.call} of {found.model!r} to version {found.version} by {found.group}"
+    version = f"{found.version}" + (f" of lineage {found.lineage}" if found.lineage else "")
+    what = f"{found.call} of {found.model!r} to version {version} by {found.group}"
     rows = [
         (
             f"{part.seconds:.3f}",

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 import tensorhub
-from tensorhub.api.tools import recent_updates
+from tensorhub.api.tools import events_page, recent_updates
 from tensorhub.cli import common
 from tensorhub.errors import VersionUnavailable
 from tensorhub.observed import ClusterEvent, Explanation, UpdateRow
@@ -117,7 +117,6 @@ class Run:
 
 async def collect(hub: tensorhub.Hub, model: str | None) -> Run:
     """Ask the coordinator for all that a page shows. Raises as `Hub.describe`."""
-    connected_at = time.time()
     run = Run()
     counts = await hub.describe(limit=0) if model is None else [await hub.describe(model, limit=0)]
     # those with versions first
@@ -129,17 +128,13 @@ async def collect(hub: tensorhub.Hub, model: str | None) -> Run:
     for info in run.models:
         run.updates[info.model] = await recent_updates(hub, info.model)
     await _explain(hub, run)
-    run.events = [
-        event async for event in hub.events() if model is None or event.model in ("", model)
-    ]
-    # this worker's own event says what time the coordinator had when it came
-    ahead_s = [
-        event.at - connected_at
-        for event in run.events
-        if event.kind == "joined" and event.worker == hub.name
-    ]
-    now = time.time() + (ahead_s[-1] if ahead_s else 0.0)
-    run.now = max([now, *(event.at for event in run.events)])
+    page = await events_page(hub, 0, None)
+    while True:
+        run.events += [each for each in page.events if model is None or each.model in ("", model)]
+        if not page.more:
+            break
+        page = await events_page(hub, page.following, page.epoch)
+    run.now = max([page.at or time.time(), *(event.at for event in run.events)])
     return run
 
 

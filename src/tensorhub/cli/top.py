@@ -57,6 +57,8 @@ def top(
             watch = Watch(hub, str(address))
             look = partial(watch.look, timeout_s=ANSWER_S)
             seen = await look(model)
+            if once and model is not None and seen.model is None and not seen.fault:
+                await hub.describe(model, limit=0)  # says that it is not known
             if is_screen:
                 return await _on_terminal(look, seen, model, interval_s)
             show = _JsonLines() if as_json else _print

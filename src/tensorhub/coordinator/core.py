@@ -85,7 +85,7 @@ class Coordinator(Stateful[CoordinatorState]):
         wall_offset_s: float = 0.0,
     ) -> None:
         super().__init__(CoordinatorState.RECOVERING)
-        self.cluster = Cluster(cluster, epoch, options, ids, Observations(wall_offset_s))
+        self.cluster = Cluster(cluster, epoch, options, ids, Observations(wall_offset_s, epoch))
         self.cluster.now = self.cluster.began_at = self.cluster.listens_since = now
         self._versions = Versions(self.cluster)
         self._retentions = Retentions(self.cluster)

@@ -112,6 +112,7 @@ class Worker(_Moving[WorkerState]):
     slowness: int = 0
     members: dict[str, Member] = field(default_factory=dict)  # by registration id; empty once LOST
     release: str = ""  # of TensorHub, in its process
+    is_shown: bool = False  # it has registered memory, so that events tell of it
     # of the endpoints; kept, since each reader looks at every source
     transports: frozenset[str] = field(init=False)
     strided: frozenset[str] = field(init=False)  # those of them that go across layouts

@@ -149,6 +149,7 @@ def explanation(update: Update, now: float, wall_offset_s: float, known: Known) 
         links=critical.links if critical is not None else (),
         unsure_s=sum(part.seconds for part in parts if part.name in ("control", "coordinator")),
         nbytes=update.info.nbytes if update.info is not None else 0,
+        lineage=update.info.lineage if update.info is not None else 0,
     )
 
 

@@ -116,7 +116,6 @@ class Membership:
                 session.read_only,
             )
             cluster.workers[session.incarnation] = worker
-            self._tell("joined", worker, f"from {message.location.host}")
             if worker.host_bytes:
                 cluster.hosts[worker.incarnation] = worker
                 self._handovers.room_changed()
@@ -352,8 +351,10 @@ class Membership:
         self.lose(worker, f"worker {worker.name!r} has left: {reason}")
 
     def _tell(self, kind: str, worker: Worker, text: str) -> None:
-        """Have people told, but not of read-only workers, which come and go as they like."""
-        if not worker.read_only:
+        """Have people told, but not of workers that only look, nor of read-only ones: these come
+        and go as they like.
+        """
+        if worker.is_shown and not worker.read_only:
             self._cluster.happened(kind, "", None, worker.name, text)
 
     def lose(self, worker: Worker, why: str) -> None:
@@ -431,6 +432,9 @@ class Membership:
         group.members[member.rank] = cluster.members[member.registration] = member
         cluster.read_only.registrations += worker.read_only
         worker.members[member.registration] = member
+        if not worker.is_shown:
+            worker.is_shown = True
+            self._tell("joined", worker, f"from {worker.location.host}")
         group.model.groups[group.name] = group
         if member.said.serves:
             group.model.serving[group.name] = group

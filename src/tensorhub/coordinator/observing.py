@@ -95,10 +95,11 @@ class Counters:
 
 
 class Observations:
-    """Of one coordinator. `wall_offset_s` is added to its times, for people."""
+    """Of one coordinator. `wall_offset_s` is added to its times, for people; `epoch`: its own."""
 
-    def __init__(self, wall_offset_s: float) -> None:
+    def __init__(self, wall_offset_s: float, epoch: int = 0) -> None:
         self.wall_offset_s = wall_offset_s
+        self._epoch = epoch
         self.counters = Counters()
         self.last_event = 0  # the number of the newest event
         self._events: deque[ClusterEvent] = deque(maxlen=EVENTS_MAX)
@@ -135,9 +136,12 @@ class Observations:
     ) -> None:
         """Keep an event."""
         self.last_event += 1
-        at = max(0.0, now + self.wall_offset_s)
-        what = (kind, model, version, worker, text[:EVENT_CHARS_MAX])
-        self._events.append(ClusterEvent(self.last_event, at, *what))
+        what = (kind, model, version, worker, text[:EVENT_CHARS_MAX], self._epoch)
+        self._events.append(ClusterEvent(self.last_event, self.clock(now), *what))
+
+    def clock(self, now: float) -> float:
+        """That time, for people."""
+        return max(0.0, now + self.wall_offset_s)
 
     def events_after(self, number: int) -> tuple[tuple[ClusterEvent, ...], bool]:
         """The events that are kept with larger numbers, the oldest first, at most EVENTS_PAGE_MAX;

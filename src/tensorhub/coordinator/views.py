@@ -164,10 +164,11 @@ class Answers:
 
     def events(self, session: int, message: GetEvents) -> None:
         """A page of what has happened since."""
-        page, more = self._cluster.observations.events_after(message.after)
-        following = page[-1].number if page else self._cluster.observations.last_event
-        answer = Events(message.request, page, following, self._cluster.epoch, more)
-        self._cluster.send(session, answer)
+        seen = self._cluster.observations
+        page, more = seen.events_after(message.after)
+        following = page[-1].number if page else seen.last_event
+        about = following, self._cluster.epoch, more, seen.clock(self._cluster.now)
+        self._cluster.send(session, Events(message.request, page, *about))
 
     def explain(self, session: int, message: Explain) -> None:
         """Where the seconds of an update went."""

@@ -21,6 +21,7 @@ from tensorhub.observed import (
     UPDATES_PAGE_MAX,
     ClusterEvent,
     Explanation,
+    UnixTime,
     UpdateRow,
 )
 from tensorhub.types import (
@@ -381,7 +382,7 @@ class Events:
     """Answer to GetEvents: the next ones, in their order; the oldest may be forgotten.
 
     `following`: the `after` of the next question. `epoch`: of the coordinator that counts them; a
-    new one begins with 1 again. `more`: there are more already.
+    new one begins with 1 again. `more`: there are more already. `at`: its time now (0: not known).
     """
 
     request: U64
@@ -389,6 +390,7 @@ class Events:
     following: U64
     epoch: U64
     more: bool = False
+    at: Annotated[UnixTime, Since(19)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from tensorhub.errors import StateError, TensorHubError, shortage, shown
+from tensorhub.errors import (
+    AuthenticationFailed,
+    StateError,
+    TensorHubError,
+    shortage,
+    shown,
+)
 from tensorhub.logs import Tally, get_logger
 from tensorhub.protocol.certificates import Certificates
 from tensorhub.protocol.secret import check_open_access
@@ -55,7 +61,10 @@ class Endpoint:
         access beyond loopback). `secret`: empty for open access.
         """
         host, port = parse_address(f"tcp://{where}")
-        check_open_access(secret, host)
+        try:
+            check_open_access(secret, host)
+        except AuthenticationFailed as error:
+            raise AuthenticationFailed(f"Options.http: {error}") from None
         try:
             self._listener = close_in_children(sockets.listen(host, port))
         except OSError as error:
