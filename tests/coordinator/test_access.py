@@ -70,7 +70,7 @@ from tensorhub.messages import (
 from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS, DEVICE, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.memory import make_manifest
-from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose
+from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose, release
 
 SESSION = 7000
 JOIN = Join("dashboard", Location(), (Endpoint("tcp", "nowhere"),), 1, 2**40)
@@ -138,7 +138,7 @@ def world() -> tuple[StepwiseCluster, Reader, SimHandle]:
     trainer.publish(1)
     cluster.run()
     reader = Reader(cluster)
-    assert reader.say(JOIN) == [Welcome("c", 1, 10.0, False, read_only=True)]
+    assert reader.say(JOIN) == [Welcome("c", 1, 10.0, False, read_only=True, release=release())]
     return cluster, reader, trainer
 
 

@@ -8,7 +8,7 @@ from tensorhub.coordinator import Connected, Disconnected
 from tensorhub.machine import Timers
 from tensorhub.messages import Heartbeat, Join, Prepared, Publish, Welcome
 from tensorhub.testing import StepwiseCluster
-from tensorhub.types import Location
+from tensorhub.types import Location, release
 from tests.coordinator.test_membership import answers
 from tests.coordinator.test_publishes import states
 from tests.coordinator.test_recovery import reconnect
@@ -39,7 +39,7 @@ def test_only_workers_join_and_only_once() -> None:
     assert answers(cluster, 77, join) == ["only a worker joins, and only once"]
     cluster.coordinator.step(Connected(78, "x.2", "worker"), 0.0)
     assert answers(cluster, 78, join, join) == [
-        Welcome("c", 1, 10.0, False),
+        Welcome("c", 1, 10.0, False, release=release()),
         "only a worker joins, and only once",
     ]
     cluster.coordinator.step(Disconnected(78), 0.0)
