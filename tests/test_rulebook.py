@@ -138,7 +138,7 @@ def test_no_text_for_users_needs_a_code() -> None:
 
 
 def test_each_term_is_defined_once() -> None:
-    rows = re.findall(r"^\| \*\*([^*]+)\*\* \| ([^|]+) \|$", GLOSSARY, re.MULTILINE)
+    rows = re.findall(r"^- \*\*([^*]+)\*\*: (.+)$", GLOSSARY, re.MULTILINE)
     terms = [term for term, _ in rows]
     assert 40 < len(terms) <= 60
     assert sorted(terms) == sorted(set(terms))
