@@ -5,8 +5,9 @@ do not listen.
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.stream import UNKNOWN_MAX, MessageStream
 from tensorhub.runtime.control import hearing
+from tensorhub.runtime.control.election import Deposed
 from tensorhub.runtime.control.port import bound
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.runtime.control.store import MemoryStore
@@ -66,11 +68,13 @@ class FailingStore(MemoryStore):
 
 @contextlib.asynccontextmanager
 async def serving(
-    options: Options, store: MemoryStore | None = None
+    options: Options,
+    store: MemoryStore | None = None,
+    left_s: Callable[[], float] = lambda: math.inf,
 ) -> AsyncIterator[CoordinatorServer]:
     """A server in this very loop."""
     server = CoordinatorServer(
-        options=options, secrets_accepted=(b"",), store=store or MemoryStore()
+        options=options, secrets_accepted=(b"",), store=store or MemoryStore(), left_s=left_s
     )
     listening = anyio.Event()
     with await bound("127.0.0.1", 0, 5.0) as holder:
@@ -112,6 +116,21 @@ async def talk(
 
 
 JOIN = Join("by hand", Location(), (), 1, 0)
+
+
+async def test_a_leader_whose_term_is_over_answers_nothing_that_it_finds_unread() -> None:
+    left_s, ends = [1.0], pytest.RaisesExc(Deposed, match="term has ended")
+    with pytest.RaisesGroup(ends, flatten_subgroups=True):
+        async with (
+            serving(OPTIONS, left_s=lambda: left_s[0]) as server,
+            await talk(server, JOIN, Describe(7, None)) as messages,
+        ):
+            heard = [type(await messages.receive()) for _ in range(2)]
+            assert heard == [Welcome, Description]
+            left_s[0] = 0.0
+            await messages.send(Describe(8, None))
+            with contextlib.suppress(ConnectionLost):
+                pytest.fail(f"it answers {await messages.receive()}")
 
 
 async def test_messages_of_a_younger_release_are_refused_by_number_or_passed_over_and_bounded() -> (

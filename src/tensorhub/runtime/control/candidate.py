@@ -102,6 +102,7 @@ class Candidate:
             secrets_accepted=self._secrets,
             store=term.store,
             certificates=self._certificates,
+            left_s=lambda: term.left_s,
         )
         why, pause_s = "", 0.0
 

@@ -52,6 +52,13 @@ class Term(Protocol):
 
     store: Store  # fenced: `write` raises Deposed once the term has ended
 
+    @property
+    def left_s(self) -> float:
+        """How long no other candidate can lead, by this machine's own clock. The shell asks before
+        each event: what a stopped process finds unread may be younger than another leader.
+        """
+        ...
+
     async def lost(self) -> str:
         """Keep the leadership. Returns why it has ended, before another candidate can lead, by
         this machine's own clock. The shell runs this for as long as it leads.

@@ -4,6 +4,7 @@ directory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import anyio
@@ -83,6 +84,7 @@ class LocalTerm:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.left_s = math.inf
 
     async def lost(self) -> str:
         await anyio.sleep_forever()

@@ -192,6 +192,10 @@ class EtcdTerm:
     def record(self) -> Record:
         return self._record
 
+    @property
+    def left_s(self) -> float:
+        return 0.0 if self._why_ended else self._lease.left_s
+
     async def lost(self) -> str:
         why = "its shell ended the term"
         try:

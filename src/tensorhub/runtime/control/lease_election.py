@@ -221,10 +221,15 @@ class LeaseTerm:
         self._record = record
         self._ends_at = sent_at + LEASE_S - MARGIN_S  # counted from before it was asked for
 
+    @property
+    def left_s(self) -> float:
+        """See `Term`."""
+        return self._ends_at - now_s()
+
     async def lost(self) -> str:
         """See `Term`."""
         why, pause_s = "this process was stopped, or its machine slept", RENEW_S
-        while (left_s := self._ends_at - now_s()) > 0:
+        while (left_s := self.left_s) > 0:
             await anyio.sleep(min(pause_s, left_s))
             sent_at, pause_s = now_s(), LOOK_S
             if sent_at >= self._ends_at:

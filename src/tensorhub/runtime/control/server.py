@@ -98,7 +98,11 @@ class CoordinatorServer:
         secrets_accepted: Sequence[bytes],
         store: Store,
         certificates: Certificates | None = None,
+        left_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
+        """`left_s`: see `Term`."""
+        self._left_s = left_s
+        self._term_over = anyio.Event()
         self.address = ""  # "tcp://host:port", once it listens
         self._options = options
         self._secrets = secrets_accepted
@@ -178,6 +182,7 @@ class CoordinatorServer:
             wall_offset_s=time.time() - self._now(),
         )
         async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._keep_term)
             tasks.start_soon(self._keep_time)
             tasks.start_soon(self._keep_records)
             tasks.start_soon(self._keep_looking)
@@ -208,7 +213,9 @@ class CoordinatorServer:
         """Feed one event, and do what follows. Never awaits: nothing comes between an event and its
         actions.
         """
-        if self._outlived:
+        if self._left_s() <= 0.0:
+            self._term_over.set()
+        if self._outlived or self._term_over.is_set():
             return
         began = time.perf_counter()
         for action in self._core.step(event, self._now()):
@@ -265,6 +272,11 @@ class CoordinatorServer:
             session.is_ending = True
             session.scope.deadline = self._now() + LAST_WORDS_S
             self._send(number, None)
+
+    async def _keep_term(self) -> None:
+        """End the server with the term: after a stop of this process an event may come first."""
+        await self._term_over.wait()
+        raise Deposed("its term has ended by this machine's clock: it was stopped, or slept")
 
     async def _keep_time(self) -> None:
         """Let time pass for the core when it wants that. Most deadlines are moved on before they
