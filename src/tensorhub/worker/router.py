@@ -191,12 +191,6 @@ class Router(Generic[H]):
 
     # -- messages
 
-    def is_former(self, message: messages.Welcome) -> bool:
-        """Whether a later coordinator of the same state has welcomed this worker before. The sender
-        was deposed, and does not know it yet; or its state is an older one.
-        """
-        return self.cluster == message.cluster and self.epoch > message.epoch
-
     def welcomed(self, message: messages.Welcome) -> list[Welcomed[H]]:
         """A session is up. If the coordinator is a new cluster, or has an older state than its
         predecessor, no state may go back silently (R2, G3): the loss comes first. Pins are restated

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from tensorhub.coordinator import Entry, Persist, PersistFailed, Publication
+from tensorhub.coordinator.membership import Membership
+from tensorhub.messages import Join
 from tensorhub.testing import Fault
 from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
 from tensorhub.testing.sim.terms import Deposed, FencedStore, Term
 from tensorhub.testing.sim.world import World
-from tensorhub.worker.router import Router
 from tests.testing.bugs import bug, replaced
 from tests.testing.bugs.inside import around
 
@@ -87,7 +89,10 @@ def part_of_a_publication_is_kept() -> Iterator[None]:
         yield
 
 
-@bug("G3: a worker believes a leader of an older epoch", faults=SPLIT)
-def older_welcome_accepted() -> Iterator[None]:
-    with replaced(Router, "is_former", lambda self, message: False):
+@bug("G3: a deposed leader welcomes a worker that its successor has welcomed", faults=SPLIT)
+def worker_of_a_later_epoch_welcomed() -> Iterator[None]:
+    def join(before: Callable[..., None], self: Any, session: Any, message: Join) -> None:
+        before(self, session, replace(message, cluster="", epoch=0))
+
+    with around(Membership, "join", join):
         yield

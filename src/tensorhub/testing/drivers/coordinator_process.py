@@ -171,9 +171,10 @@ class CoordinatorProcess:
             f"its lease of {lease_s:.3f} s ends, it believes in it for {believes_s:.3f} s more"
         )
         self._timeline.at(term.lease_ends, party, self._notice, term)
-        for worker in list(world.workers.values()):  # some come to its successor at once
-            if self._timeline.random.random() < PARTED:
-                self._timeline.after(lease_s, worker, worker.disconnect)
+        for worker in list(world.workers.values()):  # some come to its successor, and come back
+            for when_s in (lease_s, lease_s + believes_s / 2):
+                if self._timeline.random.random() < PARTED:
+                    self._timeline.after(when_s, worker, worker.disconnect)
         self._timeline.after(lease_s, None, self._lead, term, True)
         return True
 
@@ -191,6 +192,8 @@ class CoordinatorProcess:
         if not term.party.alive:
             return
         world.note(f"{term} steps down: {why}")
+        if "welcomed in epoch" in why:
+            world.took("deposed: a worker knew its successor")
         world.took("stepped down in time" if term is world.term else "stepped down late")
         term.party.alive = False
         if term is world.former:

@@ -109,6 +109,9 @@ class StepwiseCluster(World):
     def stepped(self, term: Term) -> None:
         """Everything is checked later."""
 
+    def step_down(self, term: Term, why: str) -> None:
+        """There is no other one."""
+
     def connect(self, worker: SimWorker) -> None:
         worker.connect()
 

@@ -41,7 +41,7 @@ RECOVERY_PATHS: Final = (
     "deposed: a write was refused",
     "stepped down in time",
     "stepped down late",
-    "welcome of a former leader refused",
+    "deposed: a worker knew its successor",
     "copy not released",
     "completed from partial replicas",
     "copied from device memory (use)",

@@ -425,10 +425,6 @@ class SimWorker:
         """Hand the message to its handle or module."""
         self.beats.heard(message)
         if isinstance(message, messages.Welcome):
-            if self.router.is_former(message):
-                self.cluster.took("welcome of a former leader refused")
-                self.disconnect()
-                return
             self._welcomed(message)
         elif isinstance(message, messages.Dismissed):
             self._dismissed(message)

@@ -76,6 +76,9 @@ class CoordinatorHost(Protocol):
     def stepped(self, term: Term) -> None:
         """A step is over."""
 
+    def step_down(self, term: Term, why: str) -> None:
+        """The coordinator has found out that another one leads."""
+
 
 class World(Driver):
     """The coordinator, its store, its workers, and the guarantees."""
@@ -299,7 +302,7 @@ class World(Driver):
             call = event.message.key, event.message.rank
             self._heard_again = call in self._called
             self._called.add(call)
-        asked, leads = list[int](), term is self.term
+        asked, leads, outlived = list[int](), term is self.term, ""
         actions = term.core.step(event, self.now)
         for action in self.process.gets_out(actions) if leads else actions:
             if former:
@@ -325,7 +328,9 @@ class World(Driver):
                 case WorkerLost():
                     pass  # for people
                 case Outlived():
-                    demand(False, f"R2: a worker was told what is not durable: {action.reason}")
+                    text = f"durable mark: a worker was told what is not durable: {action.reason}"
+                    demand(not leads, text)
+                    outlived = action.reason
                 case _:
                     assert_never(action)
         if leads:
@@ -333,6 +338,8 @@ class World(Driver):
         for session in asked:
             self.control.looked_for(session, term)
         self.process.stepped(term)
+        if outlived:
+            self.process.step_down(term, outlived)  # its store refuses to begin anew
 
     def _check_said(self, said: Send, event: Event, term: Term) -> None:
         """What the coordinator must not say before it is so."""
