@@ -28,7 +28,8 @@ from deploy.render import MANIFESTS
 from tests.cli.processes import children, eventually
 
 ROOT = Path(__file__).parents[2]
-IMAGE = ("/usr", "/bin", "/lib", "/lib64", "/etc", sys.base_prefix, sys.prefix, str(ROOT))
+PYTHON = (sys.base_prefix, sys.prefix, os.path.realpath(sys.prefix))
+IMAGE = ("/usr", "/bin", "/lib", "/lib64", "/etc", *PYTHON, str(ROOT))
 PROGRAM = (sys.executable, "-c", "from tensorhub.cli import main; main()")
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 CLONE_NEWNET = 0x40000000
@@ -54,6 +55,7 @@ class Node:
     directory: Path
     secrets: Mapping[str, Mapping[str, bytes]]  # by name, by key
     environment: Mapping[str, str] = field(default_factory=dict)  # of every container
+    hosts: dict[str, str] = field(default_factory=dict)  # further names, and their addresses
     prefix: str = f"pods{os.getpid()}"  # of network namespaces
     addresses: dict[str, str] = field(default_factory=dict)  # of pods, and of "client"
 
@@ -61,7 +63,7 @@ class Node:
         """A namespace for that pod, reached as Services would be."""
         if name not in self.addresses:
             at, number = f"{self.prefix}-{name}", len(self.addresses) + 1
-            self.addresses[name] = f"10.77.0.{number}"
+            self.addresses[name] = f"192.0.2.{number}"
             _ip("netns", "add", at)
             link = ("type", "veth", "peer", "name", f"p{number}", "netns", self.prefix)
             _ip("-n", at, "link", "add", "eth0", *link)
@@ -139,6 +141,9 @@ class Node:
                     found[each["name"]] = value
                 case {"fieldRef": {"fieldPath": path}}:  # of a pod without topology labels
                     found[each["name"]] = fields.get(path, "")
+                case {"secretKeyRef": {"name": secret, "key": key, "optional": True}}:
+                    if key in self.secrets[secret]:
+                        found[each["name"]] = self.secrets[secret][key].decode()
                 case {"resourceFieldRef": {"resource": "limits.memory", "divisor": divisor}}:
                     limit = container["resources"]["limits"]["memory"]
                     nbytes = int(limit[:-2]) * UNITS[limit[-2:]]
@@ -166,8 +171,8 @@ class Node:
         if spec["automountServiceAccountToken"]:
             yield ACCOUNT, str(self._secret(self.secrets["account"], 0o440, group))
         hosts = self.directory / "hosts"
-        lines = [f"{at} {pod}.tensorhub.svc" for pod, at in self.addresses.items()]
-        hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        named = {f"{pod}.tensorhub.svc": at for pod, at in self.addresses.items()} | self.hosts
+        hosts.write_text("".join(f"{at} {name}\n" for name, at in named.items()))
         yield "/etc/hosts", str(hosts)
 
     def _secret(self, files: Mapping[str, bytes], mode: int, group: int) -> Path:

@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from deploy.render import MANIFESTS, manifests, rendered
+from deploy.render import CHART, DEPLOY, MANIFESTS, manifests, rendered
 
 CUSTOM = "ServiceMonitor"  # Prometheus' operator brings its schema
 
@@ -28,7 +28,7 @@ def needs_helm() -> Any:
 
 
 def test_the_manifests_are_what_the_chart_renders() -> None:
-    needs_helm()
+    assert needs_helm().lint(CHART)["errors"] == []
     lying = {path.name: path.read_text(encoding="utf-8") for path in MANIFESTS.glob("*.yaml")}
     assert manifests() == lying, "python deploy/render.py"
 
@@ -73,6 +73,8 @@ def test_the_parts_of_the_manifests_fit_each_other(name: str) -> None:
             "capabilities": {"drop": ["ALL"]},
         }
         assert pod["securityContext"]["runAsNonRoot"]
+        user, image = pod["securityContext"]["runAsUser"], DEPLOY / "Containerfile"
+        assert f"USER {user}:{user}\n" in image.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import ssl
+import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+import trustme
 
 import tensorhub
 from tensorhub import sync
 from tensorhub.types import Options
 from tests.cli.processes import WAIT_S, eventually, line_with
 from tests.deploy.pods import node, templates
+from tests.etcd_rig import ETCD, needs_etcd
 from tests.rig import CHUNK_BYTES, tensors
 from tests.runtime.control.lease_api import lease_server
 
@@ -24,11 +28,11 @@ OPTIONS = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES)
 SECRETS = {"tensorhub-token": {"token": TOKEN.encode()}}
 
 
-def asked(url: str, token: str = "") -> tuple[int, str]:
+def asked(url: str, token: str = "", trust: ssl.SSLContext | None = None) -> tuple[int, str]:
     """As a kubelet or Prometheus asks."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        with urlopen(Request(url, headers=headers), timeout=WAIT_S) as answer:
+        with urlopen(Request(url, headers=headers), timeout=WAIT_S, context=trust) as answer:
             return answer.status, answer.read().decode()
     except HTTPError as error:
         return error.code, ""
@@ -117,4 +121,72 @@ def test_two_coordinators_with_a_lease(tmp_path: Path) -> None:
         assert holder.startswith("tcp://tensorhub-0.tensorhub.svc:17337#")
         assert first.end() == 0
         assert json.loads(line_with("coordinator_listens", second.process.stderr))["epoch"] == 2
+        assert second.end() == 0
+
+
+@pytest.mark.slow
+@needs_etcd
+def test_two_coordinators_with_etcd_and_tls(tmp_path: Path) -> None:
+    template = templates("etcd.yaml")["tensorhub"]
+    pods = ("tensorhub-0", "tensorhub-1")
+    etcds = [f"etcd-{number}.etcd" for number in range(3)]
+    authority, key = trustme.CA(), tmp_path / "key"
+    with node(tmp_path, {}) as here, ExitStack() as stack:
+        for name in pods:
+            here.attach(name)
+        at = here.addresses["client"]
+        here.hosts = dict.fromkeys(etcds, at)
+        services = [f"{name}.tensorhub.svc" for name in pods]
+        made = authority.issue_cert(*here.addresses.values(), *services, *etcds)
+        made.private_key_and_cert_chain_pem.write_to_path(key)
+        key.chmod(0o600)
+        (ca := tmp_path / "ca").write_bytes(authority.cert_pem.bytes())
+        files = {
+            "tls.crt": key.read_bytes(),
+            "tls.key": key.read_bytes(),
+            "ca.crt": ca.read_bytes(),
+        }
+        here.secrets = {
+            **SECRETS,
+            "tensorhub-tls": files,
+            "tensorhub-etcd": {"ca.crt": files["ca.crt"]},
+        }
+        options = (f"--cert-file={key}", f"--key-file={key}", f"--data-dir={tmp_path}/etcd")
+        urls = (
+            f"--listen-client-urls=https://{at}:2379",
+            f"--advertise-client-urls=https://{at}:2379",
+        )
+        more = ("--listen-metrics-urls=http://127.0.0.1:2381",)
+        etcd = subprocess.Popen(
+            ["ip", "netns", "exec", f"{here.prefix}-client", ETCD, *options, *urls, *more],
+            stderr=subprocess.DEVNULL,
+        )
+        stack.callback(etcd.wait)
+        stack.callback(etcd.kill)
+        metrics = "http://127.0.0.1:2381/health"
+        assert eventually(lambda: here.inside("client", lambda: asked(metrics))[0] == 200)
+        first = stack.enter_context(here.run(pods[0], template))
+        line_with("coordinator_listens", first.process.stderr)
+        second = stack.enter_context(here.run(pods[1], template))
+        line_with("coordinator_stands_by", second.process.stderr)
+        tls = tensorhub.TLS(cert=key, key=key, ca=ca)
+        addresses = [f"tcp://{here.addresses[name]}:17337" for name in pods]
+        hub = here.inside(
+            "client", lambda: sync.connect(addresses, token=TOKEN, tls=tls, options=OPTIONS)
+        )
+        stack.callback(hub.close)
+        hub.register("actor", tensors(1)).publish(1)
+        trust = ssl.create_default_context(cafile=ca)
+        for name, ready in zip(pods, (200, 503), strict=True):
+            for path, status in (("/healthz", 200), ("/readyz", ready)):
+                url = f"https://{here.addresses[name]}:8080{path}"
+                assert eventually(
+                    lambda url=url, status=status: (  # type: ignore[misc]
+                        here.inside("client", lambda: asked(url, trust=trust))[0] == status
+                    )
+                )
+        assert first.end() == 0
+        line_with("coordinator_listens", second.process.stderr)
+        assert hub.describe("actor", timeout=WAIT_S).mark == 1
+        hub.close()
         assert second.end() == 0
