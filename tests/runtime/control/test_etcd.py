@@ -33,7 +33,7 @@ from tensorhub.coordinator import (
 from tensorhub.errors import AuthenticationFailed, InvalidValue, StateError
 from tensorhub.layouts.published import Published
 from tensorhub.model.manifest import id_of
-from tensorhub.runtime.control import etcd, etcd_election
+from tensorhub.runtime.control import etcd, etcd_election, etcd_store
 from tensorhub.runtime.control.election import Deposed
 from tensorhub.runtime.control.etcd import Etcd, Found, Place, Refused, Unanswered, place_of
 from tensorhub.runtime.control.etcd_election import EtcdElection, EtcdTerm
@@ -104,7 +104,7 @@ async def kept(place: Place) -> Durable:
 
 async def values(place: Place) -> dict[bytes, bytes]:
     async with connected(place) as client:
-        return {each.key: each.value for each in await client.values(place.key(""), within_s=10)}
+        return {each.key: each.value for each in await client.values(place.key(""))}
 
 
 def publication(number: int, lineage: int = 0, ids: bytes = b"", model: str = "m") -> Publication:
@@ -172,18 +172,18 @@ async def test_it_keeps_what_a_directory_keeps(place: Place, tmp_path: Path, cou
     local.close()
 
 
+@pytest.mark.parametrize("how", ["killed", "refused"])
 async def test_a_batch_of_any_size_is_durable_as_a_whole_or_not_at_all(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Its leader dies after each of its transactions in turn."""
-    before: list[Entry] = [publication(number) for number in range(1, 41)]
-    before += [Digested("m", number, f"c-0-{number}", bytes(32)) for number in range(1, 41)]
-    before.append(Digested("m", 40, "c-0-40", bytes(3 * VALUE_BYTES_MAX)))
+    """Its leader dies before each of its transactions in turn, or etcd refuses that."""
+    for limit, value in (("VALUE_BYTES", 512), ("TRANSACTION_BYTES", 1024), ("OPERATIONS", 10)):
+        monkeypatch.setattr(etcd_store, f"{limit}_MAX", value)
+    before: list[Entry] = [publication(number) for number in range(1, 11)]
+    before += [Digested("m", number, f"c-0-{number}", bytes(32)) for number in range(1, 10)]
+    before.append(Digested("m", 10, "c-0-10", bytes(2000)))  # in keys, of which all end
     batch: list[Entry] = [Rollback("m", 1, 1, "why"), publication(2, 1)]
-    batch += [
-        Decision(OpKey("m", f"g{number}", 7, 1), "m", 1, "c-0-1", 12, 2) for number in range(90)
-    ]
-    batch.append(Digested("m", 2, "c-1-2", bytes(2 * VALUE_BYTES_MAX)))
+    batch.append(Digested("m", 2, "c-1-2", bytes(1024)))
     async with elected(place) as term:
         await read(term)
         await write(term, *before)
@@ -194,29 +194,28 @@ async def test_a_batch_of_any_size_is_durable_as_a_whole_or_not_at_all(
     async def dying(term: EtcdTerm, operations: Sequence[Any], staged: int = 0) -> None:
         nonlocal left
         if not left:
-            term.depose("the process was killed")
+            if how == "killed":
+                term.depose("the process was killed")
+            raise OSError("the state cannot be written: no room")
         left -= 1
         await commit(term, operations, staged)
 
-    outcomes = []
-    for number in range(20):
+    refusals, found = 0, old
+    while found == old:
         async with elected(place) as term:
             await read(term)
             monkeypatch.setattr(EtcdTerm, "commit", dying)
-            left = number
-            with contextlib.suppress(Deposed):
+            left = refusals
+            with pytest.raises(OSError, match=r"killed|no room") as caught:
                 await write(term, *batch)
-                outcomes.append("written")
             monkeypatch.setattr(EtcdTerm, "commit", commit)
+        refusals += 1
         found = await kept(place)
-        if found != old:
-            assert found == Durable.of([*before, *batch])
-            break
-        outcomes.append("nothing")
-    else:
-        raise AssertionError(outcomes)
-    assert len(outcomes) > 2
-    assert "written" not in outcomes  # the last one died when it was durable, and not carried out
+        # an error that is none of the term's says that nothing is durable
+        assert isinstance(caught.value, Deposed) or found == old
+    assert found == Durable.of([*before, *batch])
+    assert isinstance(caught.value, Deposed)
+    assert refusals > 3
     assert not [key for key in await values(place) if key.startswith(place.key("staged/"))]
 
 
@@ -245,7 +244,7 @@ async def test_a_damaged_row_is_refused(place: Place, name: str, value: bytes, w
     async with elected(place):
         pass
     async with connected(place) as client:
-        await client.transact((), [etcd.put(place.key(name), value)], within_s=10)
+        await client.transact((), [etcd.put(place.key(name), value)])
     with pytest.raises(StateError, match=rf"{place.prefix} is damaged \(.*{why}"):
         await kept(place)
 
@@ -288,7 +287,7 @@ async def test_a_deposed_leader_changes_nothing(place: Place) -> None:
     await read(old)
     await write(old, publication(1))
     async with connected(place) as client:
-        await client.revoke(old._lease.id, within_s=10)
+        await client.revoke(old._lease.id)
     with pytest.raises(Deposed, match="another coordinator has written"):
         await write(old, publication(2))  # also before there is another leader
     with pytest.raises(Deposed):
@@ -316,11 +315,11 @@ async def test_a_leader_notices_its_end_by_itself(
     term = await election.campaign(ADDRESS, lambda leader: None)
     async with connected(place) as client:
         if how == "revoked":
-            await client.revoke(term._lease.id, within_s=10)
+            await client.revoke(term._lease.id)
         elif how == "replaced":
             leader = place.key("leader")
-            await client.transact((), [etcd.delete(leader)], within_s=10)
-            await client.transact((), [etcd.put(leader, b"other")], within_s=10)
+            await client.transact((), [etcd.delete(leader)])
+            await client.transact((), [etcd.put(leader, b"other")])
         else:
             now = etcd_election.now
             monkeypatch.setattr(etcd_election, "now", lambda: now() + place.lease_s)
@@ -347,17 +346,17 @@ async def test_a_transaction_without_an_answer_is_repeated_until_it_is_known(
     faults: list[str] = []
     late: list[tuple[Any, ...]] = []
 
-    async def faulty(client: Etcd, *given: Any, within_s: float) -> Found:
+    async def faulty(client: Etcd, *given: Any, **named: float) -> Found:
         match faults.pop(0) if faults else "":
             case "lost":
                 late.append(given)
                 raise Unanswered("no answer in time")
             case "unanswered":
-                await transact(client, *given, within_s=within_s)
+                await transact(client, *given, **named)
                 raise Unanswered("no answer in time")
             case "refused":
                 raise Refused("mvcc: database space exceeded", 8, True)
-        return await transact(client, *given, within_s=within_s)
+        return await transact(client, *given, **named)
 
     async with elected(place) as term, connected(place) as client:
         await read(term)
@@ -370,7 +369,7 @@ async def test_a_transaction_without_an_answer_is_repeated_until_it_is_known(
         await write(term, Retention("m", 4))
         sequence = term.record.sequence
         for given in late:
-            assert not (await transact(client, *given, within_s=10)).succeeded
+            assert not (await transact(client, *given)).succeeded
         faults[:] = ["refused"]
         with pytest.raises(OSError, match="cannot be written: mvcc: database space") as caught:
             await write(term, publication(2))
@@ -381,8 +380,9 @@ async def test_a_transaction_without_an_answer_is_repeated_until_it_is_known(
 
 
 async def test_an_etcd_that_goes_away_ends_the_term_and_one_that_comes_back_begins_another(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(etcd, "ATTEMPT_S", 0.2)
     with etcd_servers(tmp_path) as (member,):
         place = Place((member.endpoint,), "t", 1)
         election = EtcdElection(place)
@@ -443,12 +443,12 @@ async def test_of_three_members_any_may_go(tmp_path: Path) -> None:
 
 async def test_a_prefix_that_has_something_else(place: Place) -> None:
     async with connected(place) as client:
-        await client.transact((), [etcd.put(place.key("zoo"), b"animals")], within_s=10)
+        await client.transact((), [etcd.put(place.key("zoo"), b"animals")])
     with pytest.raises(StateError, match=r"has something else, such as b'test-\d+/zoo'"):
         await kept(place)
     for record in (b"animals", b"[]", b'{"cluster": 1, "epoch": 1}', b"{}"):
         async with connected(place) as client:
-            await client.transact((), [etcd.put(place.key("cluster"), record)], within_s=10)
+            await client.transact((), [etcd.put(place.key("cluster"), record)])
         with pytest.raises(StateError, match="is no record of a cluster that this release can"):
             await kept(place)
 
@@ -457,7 +457,7 @@ async def test_another_format_is_named(place: Place) -> None:
     record = {"cluster": "c", "epoch": 1, "format": 99, "sequence": 0, "staged": 0}
     async with connected(place) as client:
         made = etcd.put(place.key("cluster"), json.dumps(record).encode())
-        await client.transact((), [made], within_s=10)
+        await client.transact((), [made])
     with pytest.raises(StateError, match="its format is 99, this version writes"):
         await kept(place)
 
@@ -473,7 +473,7 @@ async def test_an_etcd_that_was_restored_from_an_old_copy_is_refused(place: Plac
         [etcd.delete(place.key("cluster"))],
     ):
         async with connected(place) as client:
-            await client.transact((), restored, within_s=10)
+            await client.transact((), restored)
         with pytest.raises(StateError, match=r"knows less than this coordinator.*from an old copy"):
             await election.campaign(ADDRESS, lambda leader: None)
     await election.aclose()
@@ -481,7 +481,7 @@ async def test_an_etcd_that_was_restored_from_an_old_copy_is_refused(place: Plac
 
 async def test_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the environment or a file; and a token that etcd has forgotten is renewed."""
-    with etcd_servers(tmp_path) as (member,):
+    with etcd_servers(tmp_path, 1, "--bcrypt-cost=4") as (member,):
         place = Place((member.endpoint,), "t", 60)
         async with connected(place) as client:
             for path, body in (

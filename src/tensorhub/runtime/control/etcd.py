@@ -7,6 +7,7 @@ apart what etcd has refused and what may have happened. Not responsible for what
 from __future__ import annotations
 
 import base64
+import json
 import logging
 import math
 import os
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 LEASE_S = (
     5  # the default: etcd needs 1 to 2 s to choose a leader of its own, a worker's lease is 10 s
 )
-ATTEMPT_S = 1.0  # for one member to answer; then the next member is asked
+ANSWER_S = 5.0  # for etcd to answer, where nothing presses
+ATTEMPT_S = 1.0  # at least, for one member of several; then the next member is asked
 PAGE_KEYS = 128  # in one answer; each has 512 KiB at most
 _USER, _PASSWORD = "TENSORHUB_ETCD_USER", "TENSORHUB_ETCD_PASSWORD"
 _PASSWORD_FILE = "TENSORHUB_ETCD_PASSWORD_FILE"
@@ -151,6 +153,23 @@ def after(prefix: bytes) -> bytes:
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
+class _Body:
+    """A request's body that is no async generator, as httpx's are: where sending fails, trio warns
+    of those.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._left = [content]
+
+    def __aiter__(self) -> _Body:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if not self._left:
+            raise StopAsyncIteration
+        return self._left.pop()
+
+
 class Etcd:
     """A connection to a cluster of etcd, of one loop. Requests go to a member that answers."""
 
@@ -167,12 +186,11 @@ class Etcd:
             requests.setLevel(logging.WARNING)
         tls = _tls()
         self._scheme = "http" if tls is None else "https"
+        self._body = type("Body", (_Body, httpx.AsyncByteStream), {})
         self._endpoints = place.endpoints
         self._at = 0  # the endpoint that has answered last
         self._token = ""
-        self._client: httpx.AsyncClient = httpx.AsyncClient(
-            verify=tls or False, trust_env=False, timeout=ATTEMPT_S
-        )
+        self._client: httpx.AsyncClient = httpx.AsyncClient(verify=tls or False, trust_env=False)
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -185,7 +203,7 @@ class Etcd:
         then: Sequence[Mapping[str, Any]],
         otherwise: Sequence[Mapping[str, Any]] = (),
         *,
-        within_s: float,
+        within_s: float = ANSWER_S,
     ) -> Found:
         """One transaction. Raises Unanswered, Refused."""
         body = {"compare": compare, "success": then, "failure": otherwise}
@@ -196,21 +214,21 @@ class Etcd:
             tuple(_key_values(each) for each in ranges if each is not None),
         )
 
-    async def values(self, prefix: bytes, *, within_s: float) -> list[KeyValue]:
-        """All keys that begin with a prefix, in their order. `within_s`: for each page."""
+    async def values(self, prefix: bytes) -> list[KeyValue]:
+        """All keys that begin with a prefix, in their order."""
         found: list[KeyValue] = []
         key, end = prefix, after(prefix)
         while True:
             page = get(key, end, PAGE_KEYS)["request_range"]
-            answer = await self._call("kv/range", page, within_s)
+            answer = await self._call("kv/range", page, ANSWER_S)
             found += _key_values(answer)
             if not answer.get("more"):
                 return found
             key = found[-1].key + b"\0"
 
-    async def grant(self, seconds: int, *, within_s: float) -> tuple[int, float]:
+    async def grant(self, seconds: int) -> tuple[int, float]:
         """A new lease: its id, and how long it is, which may be more."""
-        answer = await self._call("lease/grant", {"TTL": str(seconds)}, within_s)
+        answer = await self._call("lease/grant", {"TTL": str(seconds)}, ANSWER_S)
         return int(answer["ID"]), float(answer["TTL"])
 
     async def keep_alive(self, lease: int, *, within_s: float) -> float:
@@ -223,10 +241,10 @@ class Etcd:
             raise
         return float(answer.get("result", {}).get("TTL", 0))
 
-    async def revoke(self, lease: int, *, within_s: float) -> None:
+    async def revoke(self, lease: int) -> None:
         """End a lease, with its keys. It may have ended already."""
         try:
-            await self._call("lease/revoke", {"ID": str(lease)}, within_s)
+            await self._call("lease/revoke", {"ID": str(lease)}, 2 * ATTEMPT_S)
         except Refused as error:
             if error.code != _NOT_FOUND:
                 raise
@@ -236,6 +254,7 @@ class Etcd:
     async def _call(self, path: str, body: Mapping[str, Any], within_s: float) -> Any:
         """Ask one member after the other, each once, until one answers."""
         surely, reason, begin = True, "no time was left", anyio.current_time()
+        attempt_s = max(ATTEMPT_S, within_s / len(self._endpoints))
         first = self._at
         for step in range(len(self._endpoints)):
             left_s = within_s - (anyio.current_time() - begin)
@@ -243,7 +262,7 @@ class Etcd:
                 break
             at = (first + step) % len(self._endpoints)
             try:
-                with anyio.fail_after(min(ATTEMPT_S, left_s)):
+                with anyio.fail_after(min(attempt_s, left_s)):
                     answer = await self._ask(self._endpoints[at], path, body, surely)
             except TimeoutError:
                 surely, reason = False, f"{self._endpoints[at]}: no answer in time"
@@ -272,7 +291,15 @@ class Etcd:
     async def _post(self, member: str, path: str, body: Mapping[str, Any], surely: bool) -> Any:
         url = f"{self._scheme}://{member}/v3/{path}"
         headers = {"Authorization": self._token} if self._token else {}
-        response = await self._client.post(url, json=body, headers=headers)
+        left_s = anyio.current_effective_deadline() - anyio.current_time()
+        # two steps that must not be cancelled: a connection that is being made would be leaked
+        timeout = (0.4 * left_s, left_s, left_s, left_s)
+        content = json.dumps(body).encode()
+        request = self._client.build_request(
+            "POST", url, content=content, headers=headers, timeout=timeout
+        )
+        request.stream = self._body(content)
+        response = await self._client.send(request)
         try:
             answer = response.json()
         except ValueError as error:

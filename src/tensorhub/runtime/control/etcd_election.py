@@ -27,7 +27,15 @@ import anyio
 from tensorhub.errors import StateError, shown
 from tensorhub.runtime.control import etcd
 from tensorhub.runtime.control.election import Deposed, Store
-from tensorhub.runtime.control.etcd import ATTEMPT_S, Etcd, KeyValue, Place, Refused, Unanswered
+from tensorhub.runtime.control.etcd import (
+    ANSWER_S,
+    ATTEMPT_S,
+    Etcd,
+    KeyValue,
+    Place,
+    Refused,
+    Unanswered,
+)
 from tensorhub.runtime.control.etcd_store import EtcdStore, Record
 
 POLL_S = 0.1  # between a candidate's looks at the leader's key
@@ -60,10 +68,10 @@ class Lease:
 
     async def grant(self, seconds: int) -> None:
         began = now()
-        self.id, granted_s = await self._etcd.grant(seconds, within_s=2 * ATTEMPT_S)
+        self.id, granted_s = await self._etcd.grant(seconds)
         self._count(began, granted_s)
 
-    async def renew(self, within_s: float = 2 * ATTEMPT_S) -> bool:
+    async def renew(self, within_s: float = ANSWER_S) -> bool:
         """Whether etcd still has it."""
         began = now()
         seconds = await self._etcd.keep_alive(self.id, within_s=within_s)
@@ -78,7 +86,7 @@ class Lease:
     async def revoke(self) -> None:
         """End it, if there is one, and by that its keys. Raises Unanswered, Refused."""
         if self.id:
-            await self._etcd.revoke(self.id, within_s=ATTEMPT_S)
+            await self._etcd.revoke(self.id)
             self.id = 0
 
 
@@ -112,9 +120,7 @@ class EtcdElection:
             if not self._lease.id or (self._lease.is_due and not await self._lease.renew()):
                 await self._lease.grant(self._place.lease_s)
                 await self._put(self._candidate, address)
-            found = await self._etcd.transact(
-                (), [etcd.get(key) for key in keys], within_s=2 * ATTEMPT_S
-            )
+            found = await self._etcd.transact((), [etcd.get(key) for key in keys])
             cluster, leader = (each[0] if each else None for each in found.ranges)
             if leader is None:
                 await self._take(cluster, address)
@@ -129,7 +135,7 @@ class EtcdElection:
 
     async def _put(self, key: bytes, value: bytes) -> None:
         put = etcd.put(key, value, self._lease.id)
-        await self._etcd.transact((), [put], within_s=2 * ATTEMPT_S)
+        await self._etcd.transact((), [put])
 
     async def _take(self, cluster: KeyValue | None, address: bytes) -> None:
         """Begin a term, if no other candidate is faster: a new leader and its epoch, in one
@@ -154,14 +160,13 @@ class EtcdElection:
         await self._etcd.transact(
             [before, etcd.is_created(leader, 0)],
             [etcd.put(key, record.encode()), etcd.put(leader, address, self._lease.id)],
-            within_s=2 * ATTEMPT_S,
         )
 
     async def _check_unused(self) -> None:
         """Raise StateError if there are keys, and no record of a cluster."""
         whole, ours = self._place.key(""), self._place.key("candidates/")
         ranges = [etcd.get(whole, ours, 1), etcd.get(etcd.after(ours), etcd.after(whole), 1)]
-        found = await self._etcd.transact((), ranges, within_s=2 * ATTEMPT_S)
+        found = await self._etcd.transact((), ranges)
         for each in [each for some in found.ranges for each in some]:
             text = f"the prefix has something else, such as {shown(each.key)}: give another one"
             raise StateError(f"{self._place}: {text}")
@@ -245,7 +250,7 @@ class EtcdTerm:
 
     async def values(self, name: str) -> list[KeyValue]:
         try:
-            return await self._etcd.values(self._place.key(name), within_s=2 * ATTEMPT_S)
+            return await self._etcd.values(self._place.key(name))
         except Unanswered as error:
             raise StateError(f"{self._place}: {error}", retryable=True) from error
 
@@ -273,7 +278,7 @@ class EtcdTerm:
         while (left_s := self._lease.left_s) > 0:
             try:
                 found = await self._etcd.transact(
-                    compare, then, [etcd.get(key), etcd.get(leader)], within_s=left_s
+                    compare, then, [etcd.get(key), etcd.get(leader)], within_s=min(ANSWER_S, left_s)
                 )
             except Unanswered as error:
                 surely, reason = False, str(error)
