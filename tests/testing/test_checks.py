@@ -23,9 +23,10 @@ from tensorhub.testing.drivers.users import UserGroup
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.layouts import Layout
 from tensorhub.testing.sim.memory import CHUNKS, make_manifest
+from tensorhub.testing.sim.terms import Deposed
 from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.types import HandleState
-from tests.testing.bugs import inside, outside, replaced
+from tests.testing.bugs import deposed, inside, outside, replaced
 
 
 def published() -> tuple[StepwiseCluster, SimHandle, SimHandle]:
@@ -257,6 +258,39 @@ def one_published(world_size: int) -> tuple[SimulatedCluster, UserGroup, UserGro
     assert cluster.run_until(lambda: all(asked.done for asked in published), 10.0)
     cluster.users.next_version = 2
     return cluster, writers, readers
+
+
+def test_a_leader_that_wakes_up_changes_nothing_and_steps_down() -> None:
+    cluster, _, readers = one_published(2)
+    former = cluster.term
+    times = {"lease_s": 1.0, "stops_s": 4.0, "believes_s": 0.0}
+    assert cluster.process.split(**times)
+    assert cluster.run_until(lambda: cluster.term is not former, 2.0)
+    assert cluster.former is former
+    assert not cluster.process.split(**times)  # one that leads no more at a time
+    asked = [handle.replicate("latest") for handle in readers.ranks]
+    assert cluster.run_until(lambda: all(each.done for each in asked), 60.0)
+    assert [each.number for each in asked] == [1, 1]
+    assert cluster.run_until(lambda: cluster.former is None, 5.0)
+    assert not former.party.alive
+    with pytest.raises(Deposed):
+        cluster.keep(cluster.store[-1], former)
+    with (
+        deposed.deposed_leader_writes(),
+        pytest.raises(GuaranteeBroken, match=r"incarnations: .* has written"),
+    ):
+        cluster.keep(cluster.store[-1], former)
+
+
+def test_a_write_that_is_not_durable_and_counts_as_written_is_noticed() -> None:
+    cluster, trainer, _ = published()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run(until=lambda: cluster.unstored)
+    persist = next(iter(cluster.unstored.values()))
+    with pytest.raises(GuaranteeBroken, match="which it is not"):
+        cluster.persisted(persist, cluster.term)
 
 
 def two_that_begin() -> tuple[SimulatedCluster, Healing, UserGroup]:
