@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tensorhub.errors import ProtocolError, StateError
 from tensorhub.logs import Tally, get_logger
@@ -64,8 +64,11 @@ class ReadServer:
         memory: OwnedMemory,
         sides: Sequence[OwnerSide],
         patience_s: float,
+        granted: Callable[[str], object] = lambda lease: None,
     ) -> None:
-        """`patience_s`: how long one request waits for chunks that the owner lacks."""
+        """`patience_s`: how long one request waits for chunks that the owner lacks. `granted` hears
+        under which lease the reader may have some, each time before it gets or lacks them.
+        """
         self.lane = lane
         self.connection = connection
         self.memory = memory
@@ -73,6 +76,7 @@ class ReadServer:
         self._sessions: dict[str, OwnerSession] = {}
         self._sender = TcpSession(self)  # any reader may ask for bytes over its connection
         self._patience_s = patience_s
+        self._granted = granted
         # the chunks served last had their digests already, so the next ones will have them, too
         self._is_digested = False
         # of the last answer that had digests made: small, so that it comes soon
@@ -212,6 +216,8 @@ class ReadServer:
             with self.memory.access(
                 *right, wanted, bytes_max, patience_s, read.selection
             ) as answer:
+                if not isinstance(answer, Refusal):
+                    self._granted(read.lease)
                 if isinstance(answer, tuple):
                     if answer[1].is_strided and not strides:
                         raise CannotServe(NOT_STRIDED)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tensorhub.observed import ServedTiming
-from tensorhub.runtime.data.served_times import ServedTimes
+from tensorhub.runtime.data.served_times import LaneTimes, ServedTimes
 
 
 def test_the_lanes_of_a_lease_are_told_once_and_as_their_sum() -> None:
@@ -27,3 +29,22 @@ def test_the_lanes_of_a_lease_are_told_once_and_as_their_sum() -> None:
     summed = ServedTiming("lease", *expected)
     assert replace(summed, seconds=found.seconds, readers=found.readers) == found
     assert found.readers == pytest.approx(0.0)
+
+
+def test_a_request_that_is_refused_counts_as_no_reader() -> None:
+    connection = SimpleNamespace(tcp_counts=lambda: None, sent_bytes=0, calls=0, has_room=True)
+    lane: Any = SimpleNamespace(reader="r", connection=connection, given_bytes=0, empty_s=0.0)
+    all_times, told = ServedTimes(), list[ServedTiming]()
+    all_times.on_served = told.append
+    times = LaneTimes(lane, all_times)
+    for number in range(3):
+        times.asked(f"invented-{number}")
+        times.answered()
+        assert "0 leases" in repr(all_times)
+    times.asked("lent")
+    times.granted("lent")
+    lane.given_bytes = 7
+    times.answered()
+    assert "1 leases" in repr(all_times)
+    times.close()
+    assert [(each.lease, each.nbytes) for each in told] == [("lent", 7)]

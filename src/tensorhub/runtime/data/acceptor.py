@@ -257,7 +257,7 @@ def _serve_lane(
         with (
             contextlib.closing(LaneTimes(lane, owner.served_times)) as times,
             contextlib.closing(
-                ReadServer(lane, connection, owner, owner.sides, settings.patience_s)
+                ReadServer(lane, connection, owner, owner.sides, settings.patience_s, times.granted)
             ) as server,
         ):
             while (read := server.pending() or _next_read(lane, connection)) is not None:

@@ -26,7 +26,8 @@ OFTEN = 4  # once in so many answers
 
 @dataclass(slots=True)
 class _Lease:
-    began: float
+    asked: float  # when it was asked for
+    began: float  # when it was granted
     readers_s: float  # of all leases, up to then
     lanes: int = 0  # that serve it now
     timing: ServedTiming = field(default_factory=lambda: ServedTiming("", 0, 0.0))
@@ -52,10 +53,11 @@ class ServedTimes:
         self._counted = now
         return now
 
-    def begin(self, reader: str | None, lease: str) -> None:
-        """A lane serves that reader's lease from now on."""
+    def begin(self, reader: str | None, lease: str, since: float | None = None) -> None:
+        """A lane serves that reader's lease, and was asked for that at this time (None: now)."""
         with self._lock:
-            new = _Lease(self._count(), self._readers_s)
+            now = self._count()
+            new = _Lease(now if since is None else since, now, self._readers_s)
             self._leases.setdefault((reader, lease), new).lanes += 1
 
     def end(self, reader: str | None, part: ServedTiming) -> None:
@@ -68,8 +70,8 @@ class ServedTimes:
             if found.lanes:
                 return
             del self._leases[key]
-            seconds = now - found.began
-            readers = max(0.0, (self._readers_s - found.readers_s) / max(seconds, 1e-9) - 1)
+            seconds, served_s = now - found.asked, max(now - found.began, 1e-9)
+            readers = max(0.0, (self._readers_s - found.readers_s) / served_s - 1)
         if found.timing.nbytes:
             self.on_served(replace(found.timing, seconds=seconds, readers=readers))
 
@@ -98,7 +100,9 @@ class LaneTimes:
     def __init__(self, lane: Lane, all_times: ServedTimes) -> None:
         self._lane = lane
         self._all = all_times
-        self._lease = ""  # that is served
+        self._lease = ""  # that is asked for
+        self._since = 0.0  # from when on
+        self._is_counted = False  # some of it was served
         self._answered = 0.0  # when the last request was; 0.0: one is being answered
         # from here on: of that lease
         self._thread = ThreadTime()
@@ -114,6 +118,12 @@ class LaneTimes:
             self._begin(lease)
         else:
             self._idle()
+
+    def granted(self, lease: str) -> None:
+        """The reader may have what it asks for under that lease: only then it counts."""
+        if not self._is_counted and lease == self._lease:
+            self._is_counted = True
+            self._all.begin(self._lane.reader, lease, self._since)
 
     def answered(self) -> None:
         """It is."""
@@ -134,17 +144,18 @@ class LaneTimes:
         if not self._lease:
             return
         lease, self._lease = self._lease, ""
-        self._all.end(self._lane.reader, self._part(lease))
+        if self._is_counted:
+            self._all.end(self._lane.reader, self._part(lease))
 
     close = done
 
     def _begin(self, lease: str) -> None:
         self._lease, connection, self._answered = lease, self._lane.connection, 0.0
+        self._since, self._is_counted = time.perf_counter(), False
         self._tcp, self._faults = connection.tcp_counts(), _major_faults()
         self._bytes, self._calls = connection.sent_bytes, connection.calls
         self._given_before, self._empty_before_s = self._lane.given_bytes, self._lane.empty_s
         self._answers = self._roomy = 0
-        self._all.begin(self._lane.reader, lease)
         self._thread = ThreadTime()
 
     def _part(self, lease: str) -> ServedTiming:
