@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from tensorhub.observed import ClusterEvent, Explanation, LinkTiming, Part, UpdateRow
 from tensorhub.types import (
@@ -333,9 +333,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._static(url.path.rpartition("/")[2] or "index.html")
         elif url.path == "/summary":
             self._json(recording.summary())
-        elif url.path.startswith("/models/"):
-            after = query.get("after", [""])[0]
-            self._json(recording.page(unquote(url.path.removeprefix("/models/")), after))
+        elif url.path == "/models":
+            self._json(recording.page(query["name"][0], query.get("after", [""])[0]))
         elif url.path == "/updates":
             rows = recording.updates.get(query["model"][0], [])
             self._json({"updates": [asdict(each) for each in rows]})

@@ -140,7 +140,7 @@ async def test_clients_without_a_token_keep_none_out_that_have_one(
 
 
 async def test_followers_have_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub.web.of_coordinator.STREAMS_MAX", 2)
+    monkeypatch.setattr("tensorhub.web.news.STREAMS_MAX", 2)
     async with coordinator() as serving:
         with connections(serving.http_url, 2) as following:
             for connection in following:

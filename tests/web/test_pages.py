@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -21,6 +23,7 @@ import tensorhub
 from tensorhub import sync
 from tensorhub.errors import AuthenticationFailed, StateError
 from tensorhub.types import Options
+from tensorhub.web.asking import WAITING_OF_CLIENT_MAX, OtherLoop, Questions, Unanswered
 from tests.rig import connect, published, tensors
 from tests.web.rig import HTTP, TOKEN, coordinator, fresh, get, raw
 
@@ -241,6 +244,54 @@ async def test_names_are_text_wherever_they_come() -> None:
         assert len(set(labels)) == len(HOSTILE)
         assert set(HOSTILE[:4]) <= set(labels)
         assert max(len(label.encode()) for label in labels) <= 128
+
+
+async def test_models_whose_names_are_no_paths_have_pages() -> None:
+    async with coordinator() as serving, connect(serving.address) as hub:
+        for name in (".", "..", "a/../b", "?"):
+            await hub.register(name, tensors())
+            page = await get(serving.http_url, f"/models?{urlencode({'name': name})}")
+            assert page.json["model"]["model"] == name
+        assert (await get(serving.http_url, "/models")).status == 404
+
+
+async def test_a_client_that_goes_on_after_a_bad_body_is_no_error_of_ours(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with coordinator() as serving:
+        with raw(serving.http_url) as connection:
+            head = b"GET /summary HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+            connection.sendall(head + b"\r\nzzz\r\n")
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 400 ")
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"qqq\r\n")
+                while connection.recv(65_536):
+                    pass
+        assert (await get(serving.http_url, "/readyz")).json["ready"]
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # an endpoint's loop
+async def test_clients_that_ask_take_turns() -> None:
+    questions, order = Questions(OtherLoop(lambda call: True)), list[str]()
+    gate = anyio.Event()
+
+    async def question(name: str) -> None:
+        await gate.wait()
+        order.append(name)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(WAITING_OF_CLIENT_MAX):
+            name = f"greedy-{number}"
+            tasks.start_soon(questions.ask, name, partial(question, name), "greedy")
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(Unanswered, match="too many questions wait"):
+            await questions.ask("one more", partial(question, "one more"), "greedy")
+        tasks.start_soon(questions.ask, "modest", partial(question, "modest"), "modest")
+        await anyio.wait_all_tasks_blocked()
+        gate.set()
+    assert order.index("modest") <= 2
+    assert len(order) == WAITING_OF_CLIENT_MAX + 1
 
 
 async def test_metrics_are_prometheus_text_or_openmetrics() -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ FRESH_S = 1.0  # an answer is given again for so long
 SHARE = 0.01
 ANSWER_S = 3.0  # a loop that has not answered by then is behind
 WAITING_MAX = 32  # questions
+WAITING_OF_CLIENT_MAX = 8  # of these
 ANSWERS_MAX = 64  # that are kept
 
 
@@ -64,33 +66,59 @@ class OtherLoop:
             raise Unanswered(f"it is behind: it has not answered for {ANSWER_S:g} s") from None
 
 
+class Turns:
+    """One question at a time. Clients take turns, however many questions each of them has."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by client; the next one first
+
+    @contextlib.asynccontextmanager
+    async def turn(self, client: str) -> AsyncIterator[None]:
+        if self._is_taken:
+            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(client, deque()).append(mine)
+            await mine
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._is_taken = bool(self._waiting)
+            for first in list(self._waiting)[:1]:
+                others = self._waiting.pop(first)
+                others.popleft().set_result(None)
+                if others:
+                    self._waiting[first] = others
+
+
 class Questions:
     """Of clients, which choose what they ask. Equal questions are asked once."""
 
     def __init__(self, asked: OtherLoop) -> None:
         self._asked = asked
         self._answers: dict[object, asyncio.Task[Any]] = {}  # oldest first
-        self._waiting = 0
-        self._turn = asyncio.Lock()
+        self._waiting: Counter[str] = Counter()  # by client
+        self._turns = Turns()
         self._not_before = 0.0
 
-    async def ask(self, key: object, question: Callable[[], Awaitable[T]]) -> T:
+    async def ask(self, key: object, question: Callable[[], Awaitable[T]], client: str = "") -> T:
         """The answer to the question that `key` names: a fresh one, or that of a moment ago. Raises
-        what the question raises, and Unanswered.
+        what the question raises, and Unanswered. `client`: its address.
         """
         task = self._answers.get(key)
         if task is None:
-            if self._waiting >= WAITING_MAX:
+            of_client = self._waiting[client]
+            if self._waiting.total() >= WAITING_MAX or of_client >= WAITING_OF_CLIENT_MAX:
                 raise Unanswered("too many questions wait: try again soon")
-            task = self._answers[key] = asyncio.create_task(self._ask(question))
-            task.add_done_callback(partial(self._done, key))
-            self._waiting += 1
+            task = self._answers[key] = asyncio.create_task(self._ask(question, client))
+            task.add_done_callback(partial(self._done, key, client))
+            self._waiting[client] += 1
         answer: T = await asyncio.shield(task)
         return answer
 
-    async def _ask(self, question: Callable[[], Awaitable[T]]) -> T:
+    async def _ask(self, question: Callable[[], Awaitable[T]], client: str) -> T:
         loop = asyncio.get_running_loop()
-        async with self._turn:
+        async with self._turns.turn(client):
             await asyncio.sleep(max(0.0, self._not_before - loop.time()))
             before_s = self._asked.used_s
             try:
@@ -99,8 +127,8 @@ class Questions:
                 used_s = self._asked.used_s - before_s
                 self._not_before = loop.time() + used_s / SHARE
 
-    def _done(self, key: object, task: asyncio.Task[Any]) -> None:
-        self._waiting -= 1
+    def _done(self, key: object, client: str, task: asyncio.Task[Any]) -> None:
+        self._waiting -= Counter({client: 1})
         if not task.cancelled():
             task.exception()  # was told, unless every client has gone
         self._answers = dict(list(self._answers.items())[-ANSWERS_MAX:])

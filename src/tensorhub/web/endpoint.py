@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
+from h11 import ProtocolError
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -233,6 +234,12 @@ class Connection(H11Protocol):
         """See `close_in_children`: the child's copy of the socket."""
         socket: Any = self.transport.get_extra_info("socket")
         socket._sock.close()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            super().data_received(data)
+        except ProtocolError:  # the client goes on after what was no request
+            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -47,6 +47,7 @@ from tensorhub.web.pages import (
     Answer,
     application,
     healthz,
+    host_of,
     json_answer,
     number_of,
     readiness,
@@ -107,6 +108,7 @@ class CoordinatorPages:
             "/readyz": self.readyz,
             "/metrics": self.metrics,
             "/summary": self.summary,
+            "/models": self.model,  # ?name=: browsers take "." and ".." out of a path
             "/models/{model:path}": self.model,
             "/explain": self.explain,
             "/updates": self.updates,
@@ -247,11 +249,11 @@ class CoordinatorPages:
 
     async def model(self, request: Request) -> Response:
         """One model with its next workers. `next`: the parameters of the next page, or null."""
-        name = request.path_params["model"]
+        name = request.path_params.get("model") or text_of(request, "name") or ""
         after, incarnation = text_of(request, "after"), text_of(request, "incarnation")
         place = None if after is None else (after, incarnation)
         question = partial(self._ask, lambda core, now: model_page(core, now, name, place))
-        found = await self._questions.ask(("model", name, place), question)
+        found = await self._questions.ask(("model", name, place), question, host_of(request))
         if found is None:
             raise HTTPException(404, f"no model {name[:100]!r} is known here")
         info, more = found
@@ -272,7 +274,9 @@ class CoordinatorPages:
             lambda core, now: explained(core.cluster, now, model, version, group),
         )
         try:
-            found = await self._questions.ask(("explain", model, version, group), question)
+            found = await self._questions.ask(
+                ("explain", model, version, group), question, host_of(request)
+            )
         except VersionUnavailable as error:
             raise HTTPException(404, str(error)) from None
         except TensorHubError as error:
@@ -283,7 +287,7 @@ class CoordinatorPages:
         """The newest updates, newest first."""
         model = text_of(request, "model")
         question = partial(self._ask, lambda core, now: core.observations.updates(now, model))
-        rows = await self._questions.ask(("updates", model), question)
+        rows = await self._questions.ask(("updates", model), question, host_of(request))
         return json_answer({"updates": [asdict(each) for each in rows]})
 
     async def _events_after(self, number: int) -> tuple[str, tuple[ClusterEvent, ...], bool]:

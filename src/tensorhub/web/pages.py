@@ -131,6 +131,11 @@ def number_of(request: Request, name: str) -> int | None:
     return int(value)
 
 
+def host_of(request: Request) -> str:
+    """From where it comes."""
+    return request.client.host if request.client is not None else ""
+
+
 def application(routes: Mapping[str, Handler], secrets: Sequence[bytes], host: str) -> ASGIApp:
     """Answers these paths, each by GET. `host`: where it listens."""
 

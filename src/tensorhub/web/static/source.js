@@ -54,11 +54,10 @@ class LiveSource {
 
   /** A model's description, from as many pages as it has. */
   async model(model) {
-    const path = `models/${encodeURIComponent(model)}`;
     let whole = null;
     let next = {};
     for (let pages = 0; next && pages < PAGES_MAX; pages++) {
-      const page = await this.json(query(path, next));
+      const page = await this.json(query("models", { name: model, ...next }));
       if (page === null) break;
       whole = whole === null ? page.model : joined(whole, page.model);
       next = page.next;
