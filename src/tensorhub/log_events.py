@@ -216,6 +216,9 @@ EVENTS: Final[Mapping[str, Told]] = {
     "coordinator_cannot_restart_here": E("error", "reason state_dir", "It ends with its node."),
     "coordinator_has_ended": E("error", "state_dir", "Start one at its state directory."),
     "message_unknown": E("warning", "reason session", "Of another release: not taken."),
+    "state_migrated": E(
+        "warning", "now state_dir was", "A copy of the older format is kept there."
+    ),
     "older_protocol": E("info", "peer version", "The peer is the release before this one."),
     # reads
     "connection_lost": E("info", "left reason", "One of several to a source; the rest go on."),

@@ -392,6 +392,81 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
             SqliteStore(tmp_path)
 
 
+# what coordinators of format 2 had made
+FORMAT_2 = """
+CREATE TABLE cluster (id TEXT NOT NULL, epoch INTEGER NOT NULL, format INTEGER NOT NULL);
+CREATE TABLE publications (
+    model TEXT NOT NULL, lineage INTEGER NOT NULL, number INTEGER NOT NULL, content_id TEXT NOT NULL,
+    nbytes INTEGER NOT NULL, world_size INTEGER NOT NULL, layout_id TEXT NOT NULL,
+    "group" TEXT NOT NULL, epoch INTEGER NOT NULL, sequence INTEGER NOT NULL,
+    PRIMARY KEY (model, lineage, number));
+CREATE TABLE described (
+    model TEXT NOT NULL, number INTEGER NOT NULL, content_id TEXT NOT NULL, manifest_ids BLOB NOT NULL,
+    PRIMARY KEY (model, number));
+CREATE TABLE decisions (
+    model TEXT NOT NULL, "group" TEXT NOT NULL, epoch INTEGER NOT NULL, sequence INTEGER NOT NULL,
+    number INTEGER NOT NULL, content_id TEXT NOT NULL, nbytes INTEGER NOT NULL, world_size INTEGER NOT NULL,
+    PRIMARY KEY (model, "group"));
+CREATE TABLE models (
+    model TEXT NOT NULL PRIMARY KEY, lineage INTEGER NOT NULL DEFAULT 0, mark INTEGER,
+    rollback TEXT NOT NULL DEFAULT '', retain INTEGER NOT NULL DEFAULT 0);
+INSERT INTO cluster VALUES ('c', 6, 2);
+INSERT INTO models VALUES ('m', 0, 2, '', 3);
+INSERT INTO publications VALUES ('m', 0, 1, 'content-1', 12, 1, 'world/1', 'g', 7, 1);
+INSERT INTO publications VALUES ('m', 0, 2, 'content-2', 12, 1, 'world/1', 'g', 7, 2);
+INSERT INTO described VALUES ('m', 2, 'content-2', zeroblob(32));
+INSERT INTO described VALUES ('m', 1, 'another', x'01');
+"""
+MIGRATED = [publication(1), replace(publication(2), manifest_ids=bytes(32)), Retention("m", 3)]
+
+
+def of_format(path: Path, found: int) -> None:
+    with contextlib.closing(sqlite3.connect(path / "state.sqlite3")) as db:
+        db.executescript(FORMAT_2)
+        for statement in tables.MIGRATIONS[2] if found == 3 else ():
+            db.execute(statement)
+        db.execute("UPDATE cluster SET format = ?", (found,))
+        db.commit()
+
+
+@pytest.mark.parametrize("found", tables.MIGRATIONS)
+def test_an_older_format_is_migrated_and_a_copy_is_kept(tmp_path: Path, found: int) -> None:
+    of_format(tmp_path, found)
+    for epoch in (7, 8):
+        with contextlib.closing(SqliteStore(tmp_path)) as store:
+            assert (store.cluster, store.epoch) == ("c", epoch)
+            known = store.read()
+            assert known.publications == Durable.of(MIGRATED).publications
+            assert known.models == Durable.of(MIGRATED).models
+            store.write([Pinned("p", "worker", "m", 1, "content-1")])
+    kept = tmp_path / f"state.sqlite3.format{found}"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.glob("state.sqlite3.format*")] == [kept.name]
+    with contextlib.closing(sqlite3.connect(kept)) as db:
+        assert db.execute("SELECT * FROM cluster").fetchall() == [("c", 6, found)]
+        assert db.execute("SELECT count(*) FROM publications").fetchone() == (2,)
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_a_crash_within_a_migration_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """At any statement, and at the copy; what was there stays as it was."""
+    of_format(tmp_path, 2)
+    with monkeypatch.context() as patched:
+        if step:
+            steps = {**tables.MIGRATIONS, 3: ("SELECT 1 FROM never",)}
+            steps[2] = (*steps[2][: step - 1], "SELECT 1 FROM never")
+            patched.setattr(tables, "MIGRATIONS", steps)
+        else:
+            patched.setattr(Path, "replace", lambda self, target: os.close(-1))
+        with pytest.raises(StateError, match="cannot be used"):
+            SqliteStore(tmp_path)
+    with contextlib.closing(SqliteStore(tmp_path)) as store:
+        assert store.epoch == 7
+        assert store.read().publications == Durable.of(MIGRATED).publications
+
+
 def test_another_format(tmp_path: Path) -> None:
     SqliteStore(tmp_path).close()
     db = sqlite3.connect(tmp_path / "state.sqlite3")

@@ -19,7 +19,7 @@ from tensorhub.coordinator import Durable, Entry
 from tensorhub.errors import StateError
 from tensorhub.logs import get_logger
 from tensorhub.runtime.control.election import Deposed
-from tensorhub.runtime.control.tables import FORMAT, SCHEMA, UNREADABLE, Tables, identity
+from tensorhub.runtime.control.tables import FORMAT, MIGRATIONS, UNREADABLE, Tables, identity
 from tensorhub.transport.forks import close_in_children
 
 _DATABASE = "state.sqlite3"
@@ -103,9 +103,13 @@ class SqliteStore:
         try:
             self._db.execute(f"PRAGMA journal_mode={journal}")
             self._db.execute(f"PRAGMA synchronous={synchronous}")
-            self._db.executescript(SCHEMA)
             self._tables = Tables(self._db, f"the state_dir {path}")
             with self._tables.transaction():
+                found = self._format()
+                if found in MIGRATIONS:
+                    self._keep_copy(path / f"{_DATABASE}.format{found}")
+                if found in (FORMAT, *MIGRATIONS):
+                    self._tables.make(found)
                 row = self._db.execute(_IDENTITY).fetchone()
                 if row is None:
                     row = (secrets.token_hex(8), 0, FORMAT)
@@ -113,9 +117,40 @@ class SqliteStore:
                 self.cluster, last = identity(*row)
                 self.epoch = last + 1
                 self._db.execute("UPDATE cluster SET epoch = ?", (self.epoch,))
+            if found in MIGRATIONS:
+                log.warning("state_migrated", state_dir=str(path), was=found, now=FORMAT)
         except BaseException:
             self._db.close()
             raise
+
+    def _format(self) -> int:
+        """The format of what is there, if that is a number; of nothing, the present one."""
+        named = "SELECT 1 FROM sqlite_master WHERE name = 'cluster'"
+        row = self._db.execute(named).fetchone() and self._db.execute(_IDENTITY).fetchone()
+        return FORMAT if row is None else row[2] if type(row[2]) is int else -1
+
+    def _keep_copy(self, path: Path) -> None:
+        """Keep what is there, whole, before it is changed. After a crash it is made again."""
+        part = path.with_name(f"{path.name}.part")
+        part.unlink(missing_ok=True)
+        os.close(_private(part))
+        try:
+            # by a connection of its own: one that writes cannot be copied from
+            with (
+                contextlib.closing(sqlite3.connect(self._path / _DATABASE)) as whole,
+                contextlib.closing(sqlite3.connect(part)) as copy,
+            ):
+                copy.execute("PRAGMA synchronous=FULL")
+                whole.backup(copy)
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        directory = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
     def read(self) -> Durable:
         return self._tables.read()

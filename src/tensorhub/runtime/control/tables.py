@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import assert_never
 
 from tensorhub.coordinator import (
@@ -79,6 +79,17 @@ CREATE TABLE IF NOT EXISTS origins (
 """
 _OF_VERSIONS = ("publications", "digested", "described")
 FORMAT = 4
+# By format: what makes the next one of it, besides the new tables of SCHEMA.
+MIGRATIONS: Mapping[int, Sequence[str]] = {
+    2: (
+        "CREATE TABLE IF NOT EXISTS described (model, number, content_id, manifest_ids)",
+        "ALTER TABLE publications ADD COLUMN manifest_ids BLOB NOT NULL DEFAULT x''",
+        """UPDATE publications AS p SET manifest_ids = d.manifest_ids FROM described AS d
+           WHERE (d.model, d.number, d.content_id) = (p.model, p.number, p.content_id)""",
+        "DROP TABLE described",
+    ),
+    3: (),  # it had no layouts
+}
 _RECORDS: tuple[tuple[type, Callable[[Durable], Sequence[object]]], ...] = (
     (Publication, lambda durable: durable.publications),
     (Decision, lambda durable: durable.decisions),
@@ -95,7 +106,10 @@ def identity(cluster: object, epoch: object, format_: object) -> tuple[str, int]
     record, or of another format.
     """
     if format_ != FORMAT:
-        raise StateError(f"its format is {brief(format_)}, this version writes {FORMAT}")
+        raise StateError(
+            f"its format is {brief(format_)}, this version writes {FORMAT}: run the release that "
+            f"wrote it, or restore what was there before"
+        )
     if (
         type(cluster) is not str
         or not 0 < len(cluster) <= 64
@@ -126,6 +140,15 @@ class Tables:
             if self._db.in_transaction:  # a full disk has ended it already
                 self._db.execute("ROLLBACK")
             raise
+
+    def make(self, format_: int) -> None:
+        """Bring tables of this format to the present one, and make those that are missing; in a
+        transaction.
+        """
+        steps = [statement for each in range(format_, FORMAT) for statement in MIGRATIONS[each]]
+        for statement in (*steps, *SCHEMA.split(";")):
+            self._db.execute(statement)
+        self._db.execute("UPDATE cluster SET format = ?", (FORMAT,))
 
     def read(self) -> Durable:
         """All entries that still count. StateError if the stored records are damaged."""
