@@ -34,17 +34,17 @@ def release_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert found is not None, "CHANGELOG.md names no commit of the release before"
     work = tmp_path_factory.mktemp("before")
     archived = subprocess.run(
-        ["git", "-C", ROOT, "archive", found[1]], capture_output=True, timeout=60, check=False
+        ["git", "-C", str(ROOT), "archive", found[1]], capture_output=True, timeout=60, check=False
     )
     if archived.returncode:
         pytest.skip(f"commit {found[1]} cannot be had here: {archived.stderr.decode().strip()}")
     with tarfile.open(fileobj=BytesIO(archived.stdout)) as archive:
         archive.extractall(work / "source", filter="data")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", work]
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(work)]
     subprocess.run(build, cwd=work / "source", check=True, timeout=300, capture_output=True)
     (wheel,) = work.glob("*.whl")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
-    subprocess.run([*pip, work / "installed", wheel], check=True, timeout=300)
+    subprocess.run([*pip, str(work / "installed"), str(wheel)], check=True, timeout=300)
     return work / "installed"
 
 

@@ -417,7 +417,11 @@ INSERT INTO publications VALUES ('m', 0, 2, 'content-2', 12, 1, 'world/1', 'g', 
 INSERT INTO described VALUES ('m', 2, 'content-2', zeroblob(32));
 INSERT INTO described VALUES ('m', 1, 'another', x'01');
 """
-MIGRATED = [publication(1), replace(publication(2), manifest_ids=bytes(32)), Retention("m", 3)]
+MIGRATED: list[Entry] = [
+    publication(1),
+    replace(publication(2), manifest_ids=bytes(32)),
+    Retention("m", 3),
+]
 
 
 def of_format(path: Path, found: int) -> None:
