@@ -116,7 +116,7 @@ def test_a_publish_that_became_durable_is_committed_although_its_coordinator_die
     assert got.number == 1
 
 
-def test_a_publish_that_did_not_is_aborted_and_its_number_free() -> None:
+def test_a_publish_that_did_not_is_repeated() -> None:
     cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
@@ -125,12 +125,35 @@ def test_a_publish_that_did_not_is_aborted_and_its_number_free() -> None:
     cluster.restart(kept=False)
     reconnect(cluster)
     cluster.run()
-    with pytest.raises(GroupAborted, match="its coordinator restarted; call again"):
-        _ = asked.number
-    assert trainer.member.state is HandleState.EMPTY
-    again = trainer.publish(1)
+    assert asked.number == 1
+    cluster.check_agreement()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_publish_is_not_repeated_by_a_group_nor_in_another_lineage(ranks: int) -> None:
+    cluster = StepwiseCluster()
+    other = cluster.handle("other")
+    trainers = cluster.group("trainer", ranks)
     cluster.run()
-    assert again.number == 1
+    other.publish(1)
+    cluster.run()
+    calls = [handle.publish(2) for handle in trainers]
+    until_it_is_being_stored(cluster)
+    cluster.restart(kept=False)
+    if ranks == 1:
+        reconnect(cluster, but="trainer0")
+        cluster.run()
+        other.worker.asks.rollback(1)
+        cluster.run()
+    reconnect(cluster)
+    cluster.run()
+    for handle, call in zip(trainers, calls, strict=True):
+        with pytest.raises(GroupAborted, match=r"its coordinator restarted.* call again"):
+            _ = call.number
+        assert handle.member.state is HandleState.EMPTY
+    again = [handle.publish(2) for handle in trainers]
+    cluster.run()
+    assert [call.number for call in again] == [2] * ranks
 
 
 @pytest.mark.parametrize("kept", [True, False])

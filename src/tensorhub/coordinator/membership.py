@@ -507,7 +507,13 @@ class Membership:
     ) -> None:
         group = member.group
         answer = Registered(
-            request, member.registration, group.epoch, group.sequence, keep, retained
+            request,
+            member.registration,
+            group.epoch,
+            group.sequence,
+            keep,
+            retained,
+            group.model.history.lineage,
         )
         self._cluster.tell(member, answer)
 

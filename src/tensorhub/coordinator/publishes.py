@@ -32,6 +32,7 @@ from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import (
     CoordinatorUnavailable,
+    GroupAborted,
     ManifestMismatch,
     StateError,
     TensorHubError,
@@ -61,6 +62,10 @@ class Publishes:
                 StateError("publish: a copy in the library's host memory is never published"),
                 part.rank,
             )
+        history = operation.group.model.history
+        if call.in_lineage not in (None, history.lineage):
+            text = f"{operation.group.model.name!r} was rolled back since its coordinator restarted"
+            return Blame(GroupAborted(f"{text}; call again"), part.rank)
         if operation.version is None:
             conflict = self._versions.conflict(operation.group.model, call.version)
             if conflict is not None:

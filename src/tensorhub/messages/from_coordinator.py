@@ -12,6 +12,7 @@ from tensorhub.messages.values import (
     ErrorInfo,
     Grant,
     ManifestBlob,
+    Number,
     PartIds,
     Rank,
     Root,
@@ -80,7 +81,7 @@ class Registered:
     up what it holds (R2).
 
     `retained`: what the rank holds is retained (see SetRetained), under this number. None: it is
-    not.
+    not. `in_lineage`: the model's. None: not known.
     """
 
     request: U64
@@ -89,6 +90,7 @@ class Registered:
     sequence: U64
     keep: bool
     retained: U64 | None = None
+    in_lineage: Annotated[Number | None, Since(19)] = None
 
 
 @dataclass(frozen=True, slots=True)

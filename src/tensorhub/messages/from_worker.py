@@ -140,6 +140,9 @@ class Deregister:
 class Publish:
     """This rank's call of publish, and its vote: the memory is immutable under `generation` from
     now on.
+
+    `in_lineage`: the call was made to another coordinator before, which has not recorded it. It
+    counts in that lineage only. None: it is new.
     """
 
     key: OpKey
@@ -148,6 +151,7 @@ class Publish:
     version: U64
     generation: U64
     timeout_s: Seconds
+    in_lineage: Annotated[Number | None, Since(19)] = None
 
 
 @dataclass(frozen=True, slots=True)

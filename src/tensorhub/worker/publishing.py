@@ -54,6 +54,8 @@ class Publishing(GroupCall[PublishCall]):
     ) -> None:
         super().__init__(call, context, memory, timeout_s)
         self.coverage = Coverage(context, self)
+        self._lineage: int | None = None  # in which it began, as far as it was heard of
+        self._is_repeated = False
 
     def check_allowed(self) -> None:
         super().check_allowed()
@@ -67,6 +69,7 @@ class Publishing(GroupCall[PublishCall]):
     def start(self) -> None:
         """The promise begins here."""
         self._take_key()
+        self._lineage = self._context.session.lineage
         self._memory.promise(self._call.version, self.generation)
         self.enter(Phase.VOTED)
         self._say_call()
@@ -81,6 +84,7 @@ class Publishing(GroupCall[PublishCall]):
                 self._call.version,
                 self.generation,
                 left_s,
+                self._lineage if self._is_repeated else None,
             )
         )
 
@@ -99,7 +103,19 @@ class Publishing(GroupCall[PublishCall]):
     def _may_be_committed(self) -> bool:
         return True
 
+    def unheard_of(self, error: Exception) -> None:
+        """Repeat the call under a new key, unless the model was rolled back. Ranks of a larger
+        group may know of an end of their calls that the new coordinator does not know.
+        """
+        if self._context.shard.world_size > 1 or self._lineage is None:
+            self.aborted(error)
+            return
+        self._is_repeated = True
+        self._take_key()
+        self._say_call()
+
     def committed(self, version: VersionInfo) -> None:
+        self._context.session.lineage = version.lineage
         self._memory.publish(version)
         self._finish_committed(version)
 

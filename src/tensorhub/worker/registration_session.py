@@ -105,6 +105,7 @@ class RegistrationSession:
         self._register_request = 0
         self._epoch = 0
         self._sequence = 0  # of the next group call
+        self.lineage: int | None = None  # the model's, as far as it was heard of
         self.keys_taken = 0  # how many group calls this rank has said, or refused
 
     @property
@@ -168,6 +169,7 @@ class RegistrationSession:
     def confirm(self, message: Registered) -> bool:
         """The coordinator's answer; True if it is the first answer of this connection."""
         self._move_to(message.epoch, message.sequence)
+        self.lineage = message.in_lineage
         first, self.confirmed = not self.confirmed, True
         return first
 
