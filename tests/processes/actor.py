@@ -49,9 +49,15 @@ class Actor:
         self._checks: threading.Event
         self._last = 2**62  # the version at which `follow` ends
 
-    async def serve(self, port: int = 0, state_dir: str | None = None, **options: Any) -> str:
+    async def serve(
+        self,
+        port: int = 0,
+        state_dir: str | None = None,
+        ha: str | None = None,
+        **options: Any,
+    ) -> str:
         serving = tensorhub.serve(
-            port=port, state_dir=state_dir, token="", options=Options(**options)
+            port=port, state_dir=state_dir, ha=ha, token="", options=Options(**options)
         )
         return (await self._stack.enter_async_context(serving)).address
 

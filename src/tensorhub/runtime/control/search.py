@@ -72,11 +72,12 @@ class Search:
         """
         try:
             async with anyio.create_task_group() as self._tasks:
-                for name in self._addresses.names():
-                    self._pursued[name] = anyio.Event()
+                names, known = self._addresses.names(), self._addresses.known()
+                self._pursued = {each: anyio.Event() for each in (*names, *known)}
+                for name in names:
                     self._tasks.start_soon(self._follow, name)
-                for address in self._addresses.known():
-                    self._pursue(address)
+                for address in known:
+                    self._tasks.start_soon(self._try, address)
                     with anyio.move_on_after(STAGGER_S):
                         await self._pursued[address].wait()
         except BaseException:
@@ -85,11 +86,6 @@ class Search:
         if not self._found:
             raise self._error()
         return self._found[0]
-
-    def _pursue(self, address: str) -> None:
-        if address not in self._pursued:
-            self._pursued[address] = anyio.Event()
-            self._tasks.start_soon(self._try, address)
 
     async def _follow(self, name: str) -> None:
         """Pursue what is found behind a name, too, each time that it is somewhere else."""
@@ -103,7 +99,9 @@ class Search:
                 self._errors.pop(name, None)
                 self._pursued[name].set()
                 for address in found:
-                    self._pursue(address)
+                    if address not in self._pursued:
+                        self._pursued[address] = anyio.Event()
+                        self._tasks.start_soon(self._try, address)
                 if anyio.current_time() >= self._deadline:
                     return
             await anyio.sleep(LOOK_UP_S)
