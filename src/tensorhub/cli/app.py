@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 import tensorhub
 from tensorhub.cli.common import EXIT_CODES, HELP, INTERRUPTED, reporting
+from tensorhub.cli.tls_options import with_tls
 
 
 class _Commands(TyperGroup):
@@ -35,7 +36,7 @@ def _load(name: str | None) -> Any:
         one = typer.Typer(
             add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
         )
-        one.command(epilog=EXIT_CODES, context_settings=HELP)(reporting(command))
+        one.command(epilog=EXIT_CODES, context_settings=HELP)(reporting(with_tls(command)))
         command = one
     return typer.main.get_command(command)
 

@@ -12,6 +12,8 @@ from tensorhub import deltas
 from tensorhub.cli.common import JsonOption
 from tensorhub.cli.descriptors import descriptors
 from tensorhub.cuda import cupy_device
+from tensorhub.errors import TensorHubError
+from tensorhub.protocol.certificates import open_certificates, resolve_tls
 from tensorhub.transport import cma, pace, unix
 from tensorhub.transport.built_in import TRANSPORTS
 from tensorhub.transport.nixl import agents as nixl
@@ -20,13 +22,22 @@ from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options
 
 
+def _tls() -> str:
+    try:
+        certificates = open_certificates(resolve_tls(None))
+        return "off" if certificates is None else f"on, with {certificates.tls.cert}"
+    except TensorHubError as error:
+        return f"cannot be used: {error}"
+
+
 def doctor(as_json: JsonOption = False) -> None:
     """List the transports that work on this machine, best first; then those that do not, each with
     its reason and advice.
 
     Two workers use the best transport that both have and that connects them; a fetch's report names
     it (`report.sources`). See docs/transports.md. The last lines say how fast deltas are applied
-    here (docs/deltas.md), and for how many workers `tensorhub serve` has room.
+    here (docs/deltas.md), whether the environment names files for TLS, and for how many workers
+    `tensorhub serve` has room.
     """
     faults = TRANSPORTS.probe(Local(Incarnation("doctor"), (b"",), Options()))
     if faults["cuda_ipc"] is None:  # workers look no closer before they have a GPU's tensor
@@ -47,7 +58,7 @@ def doctor(as_json: JsonOption = False) -> None:
         {"name": name, "available": fault is None, "reason": fault or notes.get(name) or ""}
         for name, fault in faults.items()
     ]
-    room = descriptors()
+    room, tls = descriptors(), _tls()
     no_deltas = deltas.fault_here()
     codec_rate = pace.rate_here() if no_deltas is None else None
     if as_json:
@@ -65,6 +76,7 @@ def doctor(as_json: JsonOption = False) -> None:
                         "pay_below_bytes_per_s": codec_rate and pace.WORTH * codec_rate,
                     },
                     "coordinator": asdict(room),
+                    "tls": tls,
                 }
             )
         )
@@ -90,4 +102,5 @@ def doctor(as_json: JsonOption = False) -> None:
             f"1.5 % of the words change; they pay over connections slower than "
             f"{8 * pace.WORTH * codec_rate / 1e9:.1f} Gbit/s"
         )
+    print(f"TLS: {tls}")
     print(f"a coordinator: room for {room.room}{': ' if room.advice else ''}{room.advice}")
