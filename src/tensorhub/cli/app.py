@@ -11,7 +11,6 @@ from typer.core import TyperGroup
 
 import tensorhub
 from tensorhub.cli.common import EXIT_CODES, HELP, INTERRUPTED, reporting
-from tensorhub.cli.tls_options import with_tls
 
 
 class _Commands(TyperGroup):
@@ -33,6 +32,8 @@ def _load(name: str | None) -> Any:
     """The command of this name."""
     command = getattr(import_module(f"tensorhub.cli.{name}"), str(name))
     if not isinstance(command, typer.Typer):
+        from tensorhub.cli.tls_options import with_tls
+
         one = typer.Typer(
             add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
         )
