@@ -74,7 +74,8 @@ def test_the_sdist_is_complete_and_its_wheel_runs(built: Built, tmp_path: Path) 
         here = {
             path.relative_to(ROOT)
             for path in (ROOT / name).rglob("*")
-            if path.is_file() and "__pycache__" not in path.parts
+            if path.suffix
+            in (".py", ".md", ".cu", ".js", ".css", ".json", ".yaml", ".tpl", ".service")
         }
         there = {path.relative_to(built.source) for path in (built.source / name).rglob("*")}
         assert here <= there, name
@@ -139,7 +140,7 @@ def lowest(requirements: Sequence[str]) -> list[str]:
 
 
 EXTRAS = PROJECT["optional-dependencies"]
-LIGHT = [text for name in ("http", "top", "otel", "archive", "delta") for text in EXTRAS[name]]
+LIGHT = [text for name in ("http", "top", "otel", "archive", "delta", "ha") for text in EXTRAS[name]]
 TORCH = re.findall(r"torch==[\d.]+", (ROOT / "Makefile").read_text(encoding="utf-8"))
 
 
