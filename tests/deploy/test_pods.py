@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import ssl
 import subprocess
 from contextlib import ExitStack
@@ -22,7 +23,10 @@ from tests.etcd_rig import ETCD, needs_etcd
 from tests.rig import CHUNK_BYTES, tensors
 from tests.runtime.control.lease_api import lease_server
 
-pytestmark = pytest.mark.root
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(shutil.which("ip") is None, reason="ip is not installed (Debian: iproute2)"),
+]
 TOKEN = "of-the-test"
 OPTIONS = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES)
 SECRETS = {"tensorhub-token": {"token": TOKEN.encode()}}

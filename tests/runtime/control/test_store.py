@@ -34,7 +34,7 @@ from tensorhub.layouts.published import Published
 from tensorhub.model.manifest import id_of
 from tensorhub.runtime.control import tables
 from tensorhub.runtime.control.election import Deposed
-from tensorhub.runtime.control.store import MemoryStore, SqliteStore
+from tensorhub.runtime.control.store import InUse, MemoryStore, SqliteStore
 from tensorhub.runtime.control.tables import PUBLICATIONS_READ_MAX
 from tensorhub.types import OpKey
 
@@ -619,3 +619,21 @@ def test_a_directory_that_a_group_may_write_is_warned_of(
     tmp_path.chmod(0o755)
     SqliteStore(tmp_path).close()
     assert caplog.records == []
+
+
+def test_a_shared_state_needs_no_wal_and_fences_by_its_epoch(tmp_path: Path) -> None:
+    alone = SqliteStore(tmp_path)
+    alone.write([publication(1)])
+    alone.close()
+    first = SqliteStore(tmp_path, shared=True)
+    first.write([publication(2)])
+    assert not list(tmp_path.glob("*-wal"))
+    second = SqliteStore(tmp_path, shared=True)
+    with pytest.raises(Deposed):
+        first.write([publication(3)])
+    assert [each.number for each in second.read().publications] == [1, 2]
+    with pytest.raises(InUse):
+        SqliteStore(tmp_path)
+    first.close()
+    second.close()
+    SqliteStore(tmp_path).close()
