@@ -480,6 +480,10 @@ def test_once_and_in_a_pipe_it_prints_plain_lines(address: str) -> None:
         with on_terminal("top", "--address", address, TERM="dumb") as terminal:
             terminal.until("actor: newest 7")
             assert b"\x1b" not in terminal.written
+        hub.register("\u6a21\u578b" * 60, tensors(2)).publish(1)
+        with on_terminal("top", "actor", "--once", "--address", address) as terminal:
+            terminal.until("published")
+            assert max(map(cell_len, terminal.written.decode("utf-8", "ignore").splitlines())) <= 80
 
 
 def document(stream: Iterator[str] | None, *, is_gone: bool) -> dict[str, object]:

@@ -37,6 +37,7 @@ from tensorhub.observed import (
 from tensorhub.protocol import codec
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, Choice, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.memory import make_manifest
+from tensorhub.transport.built_in import TRANSPORTS
 from tensorhub.types import Location, OpKey, VersionInfo
 from tests.coordinator.test_answers import ask, observed
 
@@ -809,15 +810,18 @@ def ask_all(cluster: StepwiseCluster, handle: SimHandle) -> None:
 
 def test_a_flood_of_transports_has_few_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observing, "TRANSPORTS_MAX", 2)
-    cluster, readers = pair(*[f"r{number}" for number in range(4)])
-    for number, reader in enumerate(readers[1:]):
+    cluster, (_, plain, *readers) = pair(*[f"r{number}" for number in range(5)])
+    for number, reader in enumerate(readers):
         link = replace(timing(read(cluster, reader)), transport=f"t{number}", kind=f"k{number}")
         tell(cluster, reader, READ_S, {}, link)
+    tell(cluster, plain, READ_S, {}, timing(read(cluster, plain)))
     assert observations(cluster).counters.bytes_total == {
         ("t0", "other"): SIZE,
         ("t1", "other"): SIZE,
         ("other", "other"): 2 * SIZE,
+        ("tcp", "live"): SIZE,
     }
+    assert set(TRANSPORTS.built_in) == observing.OWN_TRANSPORTS
 
 
 # ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -110,6 +111,11 @@ def _print(seen: Seen) -> None:
         return
     sheets = [top_rows.overview(seen), *top_rows.of_model(seen), top_rows.events(seen, 20)]
     print(top_rows.shown(top_rows.heading(seen)))
+    if sys.stdout.isatty():  # no row wraps, however long names are
+        width = shutil.get_terminal_size().columns
+        lines = [line.text for sheet in sheets for line in top_rows.laid_out(sheet, width)]
+        print("\n".join(lines), flush=True)
+        return
     common.print_table(Group(*(sheet.table() for sheet in sheets)))
 
 

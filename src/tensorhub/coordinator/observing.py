@@ -54,6 +54,8 @@ LATE_S = 0.02  # less than that is no lateness
 LATE_KEPT_MAX = 256
 CLAIMED_S_MAX = 10.0**6  # what a worker may claim that something took
 BYTES_READ_MAX = 2**63  # what all ranks of an update may claim together
+# these have labels of their own in any case, and so do so many others, whatever workers invent
+OWN_TRANSPORTS = frozenset({"cuda_ipc", "shm", "cma", "rdma", "nixl", "archive", "tcp"})
 TRANSPORTS_MAX = 32
 KINDS = ("live", "host copy", "seed", "archive")
 KNOWN_NAMED_MAX = 8
@@ -368,8 +370,8 @@ class Observations:
         for name, value in () if is_failed else (*phases.items(), ("total", seconds)):
             counters.update_seconds[name].add(value)
         for link in links:
-            known = {transport for transport, _ in counters.bytes_total}
-            is_known = link.transport in known or len(known) < TRANSPORTS_MAX
+            known = {transport for transport, _ in counters.bytes_total} | OWN_TRANSPORTS
+            is_known = link.transport in known or len(known) < len(OWN_TRANSPORTS) + TRANSPORTS_MAX
             label = link.transport if is_known else "other"
             kind = link.kind if link.kind in KINDS else "other"
             counters.bytes_total[label, kind] += link.nbytes
