@@ -140,7 +140,9 @@ def lowest(requirements: Sequence[str]) -> list[str]:
 
 
 EXTRAS = PROJECT["optional-dependencies"]
-LIGHT = [text for name in ("http", "top", "otel", "archive", "delta", "ha") for text in EXTRAS[name]]
+LIGHT = [
+    text for name in ("http", "top", "otel", "archive", "delta", "ha") for text in EXTRAS[name]
+]
 TORCH = re.findall(r"torch==[\d.]+", (ROOT / "Makefile").read_text(encoding="utf-8"))
 
 
