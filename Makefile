@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv ins
 # Tests start some three hundred interpreters, each of which would compile the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bugs chart gpu help venv demo lint test test-slow simulate fuzz bench leaks nixl frameworks chaos rdma site dist clean
+.PHONY: bugs chart gpu help venv demo lint test test-heavy test-slow simulate fuzz bench leaks nixl frameworks chaos rdma site dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' Makefile
@@ -39,8 +39,11 @@ lint: venv ## style, types, direction of imports
 	$(BIN)/lint-imports --no-logo
 
 WORKERS ?= $(shell expr $$(nproc) + 1)
-test: lint ## lint, then all tests but the slow ones, by a process more than there are cores: many tests wait (WORKERS=)
+test: lint ## lint, then all tests but the heavy and the slow ones, by a process more than there are cores: many tests wait (WORKERS=)
 	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal
+
+test-heavy: venv ## the tests that start many processes, or take seconds: CI runs them, too (WORKERS=)
+	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "heavy and not slow"
 
 bugs: venv ## the proof that the simulator's checks can fail: each deliberate bug is found
 	$(BIN)/pytest -q -n auto --dist worksteal -m slow tests/testing/test_bugs.py tests/property -k "bug or finds or enough"
