@@ -41,6 +41,7 @@ async def published(hub: Hub, version: int = 1) -> tuple[tensorhub.Weights, Tens
 # overhead of staging
 
 
+@pytest.mark.heavy
 def test_10_memory_overhead_of_staging(processes: ChildProcesses) -> None:
     """A reader's peak memory grows by far less than what it reads: bytes go straight into its own
     tensors.

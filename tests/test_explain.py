@@ -142,6 +142,7 @@ async def test_events_are_told_in_order_and_followed_over_a_restart(tmp_path: Pa
         await coordinator.stop()
 
 
+@pytest.mark.heavy
 def test_the_blocking_form_and_the_command_say_the_same() -> None:
     with (
         sync.serve(token="", options=OPTIONS) as coordinator,

@@ -94,6 +94,7 @@ def state_dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 METADATA = st.none() | st.dictionaries(st.text(CHARACTERS), st.text("aé\n\x00"), max_size=3)
 
 
+@pytest.mark.heavy
 @settings(max_examples=30)
 @given(tensors=state_dicts(), metadata=METADATA, files=st.integers(1, 4), has_index=st.booleans())
 def test_files_come_back_to_the_byte(

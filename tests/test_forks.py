@@ -104,6 +104,7 @@ def parent(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, An
                 os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.heavy
 def test_a_child_holds_no_socket_and_no_lock_and_the_port_is_free_after_close(
     tmp_path: Path,
 ) -> None:

@@ -54,6 +54,7 @@ def _python(program: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.heavy
 def test_imports_without_torch() -> None:
     assert _python(PROGRAM, *WITHOUT_TORCH).splitlines() == list(WITHOUT_TORCH)
 
@@ -121,6 +122,7 @@ def test_every_public_name_is_there_and_the_same_to_type_checkers() -> None:
     assert "connect(" in shown
 
 
+@pytest.mark.heavy
 def test_a_public_module_needs_no_import_of_its_own() -> None:
     program = """
 import os, sys, tensorhub

@@ -89,6 +89,7 @@ def test_each_event_of_the_table_is_logged() -> None:
     assert EVENTS.keys() == {call.event for call in CALLS if call.event is not None}
 
 
+@pytest.mark.heavy
 def test_what_is_counted_has_its_fields() -> None:
     """Of a Tally: the fields are where it is counted."""
     counted = {call.event for call in CALLS if call.event and not call.fields}

@@ -159,6 +159,7 @@ async def live(tmp_path: Path) -> None:
         sync.connect("tcp://127.0.0.1:1", token=SECRET, options=OPTIONS)
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("every_object")
 async def test_a_token_is_never_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)

@@ -56,6 +56,7 @@ def test_it_can_be_killed_and_is_collected() -> None:
     assert children(os.getpid()) == before
 
 
+@pytest.mark.heavy
 def test_after_a_start_that_was_broken_off_the_next_child_is_the_one_that_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -217,6 +217,7 @@ async def worlds(seeds: range, transport: str) -> None:
             await check(c.hubs, f"m{seed}", Random(f"{transport} {seed}"), transport)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_what_arrives_is_what_gathering_and_slicing_would_give() -> None:
     await worlds(range(25), "tcp")

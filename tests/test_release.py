@@ -69,6 +69,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(sdist, source, wheel)
 
 
+@pytest.mark.heavy
 def test_the_sdist_is_complete_and_its_wheel_runs(built: Built, tmp_path: Path) -> None:
     for name in ("src", "tests", "benches", "examples", "deploy", "docs"):
         here = {

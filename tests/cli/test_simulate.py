@@ -111,6 +111,7 @@ def test_it_stops_at_the_failures_that_were_asked_for() -> None:
     assert found["seeds"] == 11  # 5 to 17, but for these two
 
 
+@pytest.mark.heavy
 def test_a_process_that_ends_costs_its_seed_only() -> None:
     code, found = simulate_apart("--seeds", 25, "--start", 5, "--jobs", 2, "--failures-max", 10)
     assert code == 1
@@ -151,6 +152,7 @@ def test_a_seed_of_which_too_little_came_fails_where_it_stands_for_something() -
         assert (code, found["seeds"]) == (0, 1)
 
 
+@pytest.mark.heavy
 def test_a_seed_that_comes_to_another_end_the_second_time_fails() -> None:
     code, found = simulate_apart("--seeds", 2, "--start", WAVERS, "--jobs", 1)
     assert (code, found["run_twice"]) == (1, 1)

@@ -55,6 +55,7 @@ def one_round(cluster: StepwiseCluster, number: int) -> None:
     cluster.run()
 
 
+@pytest.mark.heavy
 def test_books_stay_bounded_over_many_operations() -> None:
     cluster = StepwiseCluster(Options(lease_s=5.0))
     for name in ("trainer", "r0", "r1"):
@@ -107,6 +108,7 @@ def test_workers_and_groups_that_come_and_go_leave_nothing() -> None:
     assert books.leases == {}
 
 
+@pytest.mark.heavy
 def test_a_name_that_is_only_asked_for_is_forgotten_with_who_asked() -> None:
     cluster = StepwiseCluster()
     worker = cluster.worker("curious")

@@ -132,6 +132,7 @@ def test_who_was_asked_is_lost_and_the_others_hear_it() -> None:
     assert not readers[1].take(Write)
 
 
+@pytest.mark.heavy
 def test_nobody_waits_longer_than_for_its_deadline() -> None:
     world, readers = reading()
     world.pass_time(1001.0)

@@ -105,6 +105,7 @@ def everything(cluster: Cluster) -> Iterator[Noted]:
                 yield group.operation
 
 
+@pytest.mark.heavy
 def test_a_step_notes_all_that_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = 0
 
@@ -132,6 +133,7 @@ def test_a_step_notes_all_that_it_changes(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen > 2_000
 
 
+@pytest.mark.heavy
 def test_a_step_notes_little_of_a_large_cluster() -> None:
     cluster = StepwiseCluster()
     handles = [cluster.handle(f"w{number}") for number in range(50)]
@@ -193,6 +195,7 @@ def finds(check: Callable[[], None]) -> bool:
     return False
 
 
+@pytest.mark.heavy
 def test_what_a_step_breaks_is_found_by_looking_at_what_it_has_noted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

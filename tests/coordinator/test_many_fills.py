@@ -9,6 +9,8 @@ import sys
 from types import FrameType
 from typing import Any
 
+import pytest
+
 from benches.scale.core import Core
 from tensorhub.coordinator import Event
 
@@ -41,6 +43,7 @@ class Counted(Core):
             self.coordinator.step = take  # type: ignore[method-assign]
 
 
+@pytest.mark.heavy
 def test_a_fill_costs_no_more_among_many() -> None:
     costs = []
     for workers in (64, 256):

@@ -143,6 +143,7 @@ def _call(handle: SimHandle, what: str) -> CallRecord:
     return handle.update(selector.strip("'") if "'" in selector else int(selector), at_least=number)
 
 
+@pytest.mark.heavy
 def test_a_group_of_eight_in_every_order_of_its_ranks_calls() -> None:
     """Each rank is the last one once; each barrier changes nothing; each version comes to all."""
     cluster, world_size = StepwiseCluster(), 8

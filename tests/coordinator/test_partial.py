@@ -114,6 +114,7 @@ def test_two_halves_complete_each_other_when_the_only_source_is_lost() -> None:
     assert late.member.version == 1
 
 
+@pytest.mark.heavy
 def test_a_chunk_that_one_of_many_has_comes_to_all_of_them() -> None:
     """Nobody reads from more than a few; what each has goes round, also what the one has that is
     nobody's best source.

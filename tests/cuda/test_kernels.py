@@ -123,6 +123,7 @@ def spreads(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]], int]:
     return cells, draw(st.permutations(found)), run
 
 
+@pytest.mark.heavy
 @given(
     st.lists(spreads(), min_size=1, max_size=3),
     st.integers(0, ALIGNMENT - 1),

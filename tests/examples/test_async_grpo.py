@@ -81,6 +81,7 @@ def ages(told: str) -> dict[int, int]:
     return {int(age): int(count) for count, age in re.findall(r"(\d+) groups (\d+) versions", told)}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("example", "bound"),
     [("async_grpo", 2), pytest.param("async_grpo_sync", 0, marks=pytest.mark.slow)],

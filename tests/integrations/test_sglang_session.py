@@ -80,6 +80,7 @@ def test_an_engine_that_was_started_without_the_loader_is_refused() -> None:
             check_loader("E", loaders)
 
 
+@pytest.mark.heavy
 def test_a_trainer_needs_no_sglang() -> None:
     said = (
         "import sys; from tensorhub.integrations.sglang import LOADER, Trainer; print('sglang' "

@@ -199,6 +199,7 @@ def test_pieces_that_end_beyond_all_memory_are_refused() -> None:
         Coordinates.decode(msgpack.packb(coordinates), arrangement)
 
 
+@pytest.mark.heavy
 def test_a_few_hostile_bytes_cost_no_great_memory() -> None:
     many = range(2**17)
     cases = [

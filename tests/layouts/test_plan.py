@@ -154,6 +154,7 @@ def held_so_often(count: int, catalogue: Catalogue | None = None) -> Coordinates
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(60)
 def test_many_pieces_of_one_tensor_cost_what_as_many_tensors_do() -> None:
     """Not the square of it, which would be minutes."""

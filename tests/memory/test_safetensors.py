@@ -166,6 +166,7 @@ def test_space_escapes_and_order_are_the_writers_affair() -> None:
 MANY = 40_000
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

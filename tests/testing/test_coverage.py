@@ -53,6 +53,7 @@ def test_each_transition_has_one_name() -> None:
     assert "replica: filling -> ready" in names
 
 
+@pytest.mark.heavy
 def test_each_transition_is_counted_by_its_name() -> None:
     counted = Counter[str]()
     for seed in range(6):
@@ -62,6 +63,7 @@ def test_each_transition_is_counted_by_its_name() -> None:
         assert any(name.startswith(f"{machine.name}: ") for name in counted), machine.name
 
 
+@pytest.mark.heavy
 def test_each_way_of_recovery_is_one_that_a_search_asks_for() -> None:
     """But for the kinds of errors: it depends on what users do which of them they meet. And but for
     what is too rare.

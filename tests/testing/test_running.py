@@ -165,6 +165,7 @@ def test_same_seed_same_run(backend: str) -> None:
     assert hashes[0] == hashes[1] != simulate(everything, seeds=[4], faults=(), backend=backend)[0]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_same_seed_same_run_under_faults(backend: str) -> None:
     async def main(cluster: RunningCluster) -> None:

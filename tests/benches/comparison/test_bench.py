@@ -23,6 +23,8 @@ from tensorhub.cli.app import app
 from tests.benches.comparison import standin
 from tests.cli.processes import alive, eventually, run_here
 
+pytestmark = pytest.mark.heavy
+
 ROOT = Path(__file__).parents[3]
 
 

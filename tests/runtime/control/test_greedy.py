@@ -169,6 +169,7 @@ async def test_a_read_only_session_that_begins_a_large_frame_is_closed_at_once()
                 pass
 
 
+@pytest.mark.heavy
 async def test_answers_that_read_only_sessions_do_not_take_are_bounded_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

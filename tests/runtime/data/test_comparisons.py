@@ -230,6 +230,7 @@ def test_memory_of_strips_is_no_base(is_strided: bool) -> None:
     owner.fence(HERE)
 
 
+@pytest.mark.heavy
 def test_whatever_happens_beside_readers_their_deltas_make_the_newest_bytes() -> None:
     """Versions, fences that are given up, room that is recalled and lent again, a registration that
     goes: in any order, while readers ask.

@@ -78,6 +78,7 @@ Steps = st.lists(
 )
 
 
+@pytest.mark.heavy
 @settings(deadline=None, max_examples=150)
 @given(steps=Steps, asked=st.integers(1, 13))
 def test_what_is_found_makes_the_newest_bytes(

@@ -151,6 +151,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
     return 1000
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_reached", [True, False])
 @pytest.mark.parametrize("check", CHECKS)
 def test_between_gpus_the_conversation_keeps_the_rule(

@@ -326,6 +326,7 @@ def test_a_thread_that_keeps_the_gil_is_told_from_the_link() -> None:
     assert any(link.gil_s > link.link_s + link.empty_s for link, _ in reads)
 
 
+@pytest.mark.heavy
 def test_a_thread_that_keeps_the_gil_at_the_source_is_told_from_the_reader() -> None:
     reads = (seconds_of(64, source="spinning") for _ in range(READS))
     assert any(served.gil_s > served.blocked_s + served.disk_s for _, served in reads)
@@ -337,12 +338,14 @@ def test_no_thread_keeps_the_gil_of_a_quiet_process() -> None:
     assert served.gil_s < served.seconds / 10
 
 
+@pytest.mark.heavy
 @counts_delay
 def test_a_crowded_core_is_delay() -> None:
     reads = (seconds_of(64, reader="crowded") for _ in range(READS))
     assert any(longest(link) == "delay_s" for link, _ in reads)
 
 
+@pytest.mark.heavy
 @counts_delay
 def test_a_crowded_core_of_the_source_is_delay() -> None:
     reads = (seconds_of(64, source="crowded") for _ in range(READS))
