@@ -29,6 +29,7 @@ from tensorhub.errors import InvalidType, StateError, shown
 from tensorhub.memory.addresses import bytes_at
 from tensorhub.transport.generation_words import order_fault
 
+CGROUPS = Path("/sys/fs/cgroup")
 ALIGNMENT = 64  # of each tensor in its segment: a cache line, and more than any dtype wants
 _SIZE_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
 _F_SEAL_FUTURE_WRITE = 16  # Linux 5.1
@@ -95,9 +96,24 @@ def fault_here() -> str | None:
 
 
 def available_bytes() -> int:
-    """What the system can give without swapping, by its own estimate."""
+    """What the system can give without swapping, by its own estimate; and not more than the limit
+    of this process' container or unit leaves, beyond which the kernel kills.
+    """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else sys.maxsize
+    return min(int(found[1]) * 1024 if found else sys.maxsize, _left_in_cgroup())
+
+
+def _left_in_cgroup() -> int:
+    try:
+        named = Path("/proc/self/cgroup").read_text().partition("0::/")[2].partition("\n")[0]
+        limit, used, stat = [
+            (CGROUPS / named / f"memory.{each}").read_text() for each in ("max", "current", "stat")
+        ]
+        kept = dict(line.split() for line in stat.splitlines())
+        # the kernel gives up what it caches of files
+        return max(0, int(limit) - int(used) + int(kept["file"]) - int(kept["shmem"]))
+    except (OSError, ValueError, KeyError):  # "max", or there are no cgroups of version 2
+        return sys.maxsize
 
 
 _lock = threading.Lock()

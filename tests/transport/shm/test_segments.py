@@ -22,6 +22,7 @@ import torch
 from tensorhub import shared_empty_like
 from tensorhub.errors import InvalidType, StateError
 from tensorhub.memory.describing import describe
+from tensorhub.transport import segments
 from tensorhub.transport.segments import ALIGNMENT, MappedSegment, Segment, segments_of
 from tests.memory.test_tensors import quantized
 
@@ -196,3 +197,20 @@ def test_mappings_go_with_their_last_reference() -> None:
     del mapped
     gc.collect()
     assert place not in Path("/proc/self/maps").read_text().replace("\n0", "\n")
+
+
+def test_the_limit_of_a_container_is_an_error_and_not_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = Path("/proc/self/cgroup").read_text().partition("0::/")[2].partition("\n")[0]
+    here = tmp_path / named
+    here.mkdir(parents=True, exist_ok=True)
+    (here / "memory.max").write_text("10000000\n")
+    (here / "memory.current").write_text("9000000\n")
+    (here / "memory.stat").write_text("anon 1000000\nfile 8000000\nshmem 7000000\n")
+    monkeypatch.setattr(segments, "CGROUPS", tmp_path)
+    Segment(2_000_000)
+    with pytest.raises(StateError, match="2000000 are available"):
+        Segment(2_000_001)
+    (here / "memory.max").write_text("max\n")
+    Segment(2_000_001)
