@@ -280,6 +280,27 @@ async def test_one_leads_and_the_next_takes_over_at_once(place: Place) -> None:
     assert not [key for key in left if b"candidates" in key]
 
 
+async def test_of_several_that_begin_at_once_one_leads(place: Place) -> None:
+    """Also where there is nothing yet."""
+    elections = [EtcdElection(place) for _ in range(4)]
+    led: list[EtcdTerm] = []
+    told: list[str] = []
+
+    async def campaign(election: EtcdElection) -> None:
+        led.append(await election.campaign(ADDRESS, told.append))
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            for each in elections:
+                tasks.start_soon(campaign, each)
+            await until(lambda: len(told) == 3)
+            assert [term.record.epoch for term in led] == [1]
+            tasks.cancel_scope.cancel()
+    await led[0].resign()
+    for each in elections:
+        await each.aclose()
+
+
 async def test_a_deposed_leader_changes_nothing(place: Place) -> None:
     """Its lease has ended, and it does not know: it was stopped, say."""
     election = EtcdElection(place)
@@ -310,7 +331,7 @@ async def test_a_leader_notices_its_end_by_itself(
     place: Place, how: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if it has nothing to write."""
-    place = replace(place, lease_s=1)
+    monkeypatch.setattr(etcd_election, "CALM", 0.001)  # it renews its lease often
     election = EtcdElection(place)
     term = await election.campaign(ADDRESS, lambda leader: None)
     async with connected(place) as client:
@@ -384,12 +405,14 @@ async def test_an_etcd_that_goes_away_ends_the_term_and_one_that_comes_back_begi
 ) -> None:
     monkeypatch.setattr(etcd, "ATTEMPT_S", 0.2)
     with etcd_servers(tmp_path) as (member,):
-        place = Place((member.endpoint,), "t", 1)
+        place = Place((member.endpoint,), "t", 60)
         election = EtcdElection(place)
         term = await election.campaign(ADDRESS, lambda leader: None)
         await read(term)
         await write(term, publication(1))
         member.signal(signal.SIGSTOP)
+        now, most_of_it = etcd_election.now, term.left_s - 1
+        monkeypatch.setattr(etcd_election, "now", lambda: now() + most_of_it)
         why: list[str] = []
 
         async def lead() -> None:

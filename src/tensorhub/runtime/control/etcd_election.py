@@ -114,14 +114,23 @@ class EtcdElection:
 
     async def _campaign(self, address: bytes, stands_by: Callable[[str], None]) -> EtcdTerm:
         await self._lease.revoke()  # of a term before
-        keys = self._place.key("cluster"), self._place.key("leader")
+        whole, ours = self._place.key(""), self._place.key("candidates/")
+        look = [
+            etcd.get(self._place.key("cluster")),
+            etcd.get(self._place.key("leader")),
+            etcd.get(whole, ours, 1),  # the first of all other keys
+            etcd.get(etcd.after(ours), etcd.after(whole), 1),
+        ]
         told: bytes | None = None
         while True:
             if not self._lease.id or (self._lease.is_due and not await self._lease.renew()):
                 await self._lease.grant(self._place.lease_s)
                 await self._put(self._candidate, address)
-            found = await self._etcd.transact((), [etcd.get(key) for key in keys])
-            cluster, leader = (each[0] if each else None for each in found.ranges)
+            found = await self._etcd.transact((), look)
+            cluster, leader, *others = (each[0] if each else None for each in found.ranges)
+            if cluster is None and (other := others[0] or others[1]) is not None:
+                text = f"the prefix has something else, such as {shown(other.key)}"
+                raise StateError(f"{self._place}: {text}: give another one")
             if leader is None:
                 await self._take(cluster, address)
                 continue
@@ -143,7 +152,6 @@ class EtcdElection:
         """
         key, leader = self._place.key("cluster"), self._place.key("leader")
         if cluster is None:
-            await self._check_unused()
             before, record = etcd.is_created(key, 0), Record(secrets.token_hex(8), 1)
         else:
             last = Record.decode(cluster.value, self._place)
@@ -161,15 +169,6 @@ class EtcdElection:
             [before, etcd.is_created(leader, 0)],
             [etcd.put(key, record.encode()), etcd.put(leader, address, self._lease.id)],
         )
-
-    async def _check_unused(self) -> None:
-        """Raise StateError if there are keys, and no record of a cluster."""
-        whole, ours = self._place.key(""), self._place.key("candidates/")
-        ranges = [etcd.get(whole, ours, 1), etcd.get(etcd.after(ours), etcd.after(whole), 1)]
-        found = await self._etcd.transact((), ranges)
-        for each in [each for some in found.ranges for each in some]:
-            text = f"the prefix has something else, such as {shown(each.key)}: give another one"
-            raise StateError(f"{self._place}: {text}")
 
     async def aclose(self) -> None:
         with contextlib.suppress(Unanswered, Refused):  # then etcd ends it by itself
