@@ -24,6 +24,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, errors
 
 
+@pytest.mark.heavy
 def test_a_link_is_measured_and_no_machine_named(tmp_path: Path, prepared_with_torch: None) -> None:
     results = tmp_path / "results.json"
     with sync.serve(token="") as coordinator, ExitStack() as stack:
