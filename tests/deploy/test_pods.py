@@ -24,6 +24,7 @@ from tests.rig import CHUNK_BYTES, tensors
 from tests.runtime.control.lease_api import lease_server
 
 pytestmark = [
+    pytest.mark.heavy,
     pytest.mark.root,
     pytest.mark.skipif(shutil.which("ip") is None, reason="ip is not installed (Debian: iproute2)"),
 ]
@@ -80,7 +81,6 @@ def test_a_coordinator_and_a_seed(tmp_path: Path) -> None:
             assert coordinator.end() == 0
 
 
-@pytest.mark.slow
 def test_an_archive_waits_for_its_coordinator_and_keeps_a_version(tmp_path: Path) -> None:
     pods = templates("single.yaml")
     arguments = pods["tensorhub-archive"]["spec"]["containers"][0]["args"]
@@ -101,7 +101,6 @@ def test_an_archive_waits_for_its_coordinator_and_keeps_a_version(tmp_path: Path
         assert coordinator.end() == 0
 
 
-@pytest.mark.slow
 def test_two_coordinators_with_a_lease(tmp_path: Path) -> None:
     template = templates("lease.yaml")["tensorhub"]
     (tmp_path / "account").mkdir()
@@ -128,7 +127,6 @@ def test_two_coordinators_with_a_lease(tmp_path: Path) -> None:
         assert second.end() == 0
 
 
-@pytest.mark.slow
 @needs_etcd
 def test_two_coordinators_with_etcd_and_tls(tmp_path: Path) -> None:
     template = templates("etcd.yaml")["tensorhub"]
