@@ -98,13 +98,14 @@ class CoordinatorProcess:
 
     def hurry_store(self) -> None:
         """It is fast again: what waits for it is written now."""
-        self._world.term.stored_at = self._timeline.now
+        self._world.term.stored_at, self._world.term.unheard_until = self._timeline.now, 0.0
         for persist in list(self._world.unstored.values()):
             self.to_be_stored(persist, self._world.term)
 
     def _stored(self, persist: Persist, term: Term) -> None:
         world, record = self._world, persist.record
-        if term.unstored.get(record) is not persist or term.is_cut_off:
+        is_early = self._timeline.now < term.unheard_until
+        if term.unstored.get(record) is not persist or term.is_cut_off or is_early:
             return  # it was written sooner; or it will be asked for again
         if record not in term.durable:
             if self._faults.store_fails():
@@ -129,7 +130,7 @@ class CoordinatorProcess:
     def _reply_is_lost(self, persist: Persist, term: Term, late_s: float) -> None:
         """It tries again, in vain at first, and so learns that the entry is durable."""
         term.durable.add(persist.record)
-        term.stored_at = max(term.stored_at, self._timeline.now + late_s)
+        term.unheard_until = term.stored_at = max(term.stored_at, self._timeline.now + late_s)
         self._timeline.at(term.stored_at, term.party, self._stored, persist, term)
         for each in [each for each in term.unstored.values() if each is not persist]:
             self.to_be_stored(each, term)  # in their order, after that

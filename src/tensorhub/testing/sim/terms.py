@@ -55,6 +55,7 @@ class Term:
     is_cut_off: bool = False  # nothing passes between it and the store
     tick_at: float | None = None
     stored_at: float = 0.0  # when the store is done with what it has
+    unheard_until: float = 0.0  # a reply was lost: it hears of no later write before
 
     def __repr__(self) -> str:
         return f"<Term {self.epoch} of {self.party.name}, {len(self.links)} links>"
