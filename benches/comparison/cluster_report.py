@@ -35,10 +35,9 @@ class Found:
 
     def markdown(self) -> str:
         """Tables for people."""
-        lines = [
-            f"TensorHub {tensorhub.__version__}, {len(self.machines)} machines, {self.mib} MiB a copy",
-            "",
-        ]
+        how = "with" if any(each["tls"] for each in self.machines) else "without"
+        what = f"{len(self.machines)} machines, {self.mib} MiB a copy, {how} TLS"
+        lines = [f"TensorHub {tensorhub.__version__}, {what}", ""]
         lines += ["| machine | CPU | Linux | interface |", "|---|---|---|---|"]
         for rank, each in enumerate(self.machines):
             shown = ", ".join(f"{name} {value}" for name, value in each["interface"].items())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import ipaddress
+import os
 import re
 import resource
 import socket
@@ -252,6 +253,7 @@ def machine(host: str) -> dict[str, Any]:
     faults = TRANSPORTS.probe(Local(Incarnation("bench"), (b"",), Options()))
     return {
         **facts(),
+        "tls": "TENSORHUB_TLS_CERT" in os.environ,  # an option, too, is in the environment here
         "loopback": ipaddress.ip_address(host.partition("%")[0]).is_loopback,
         "interface": _interface(host),
         "rdma ports": ports,
