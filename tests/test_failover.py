@@ -131,9 +131,9 @@ def test_a_leader_that_was_stopped_wakes_up_and_stands_by(tmp_path: Path) -> Non
     """Before it answers anything."""
     with etcd_servers(tmp_path) as (member,), ExitStack() as stack:
         command = ("serve", "--json", "--ha", f"etcd://{member.endpoint}/t?lease_s=2")
-        first, second = (stack.enter_context(started(*command)) for _ in range(2))
-        line_with("address", first.stdout)
+        first = stack.enter_context(started(*command))
         line_with("coordinator_listens", first.stderr)
+        second = stack.enter_context(started(*command))
         line_with("coordinator_stands_by", second.stderr)
         first.send_signal(signal.SIGSTOP)
         assert "epoch=2" in line_with("coordinator_listens", second.stderr)

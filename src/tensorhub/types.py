@@ -377,7 +377,8 @@ class Options:
     # worker's: data listeners' address; None: that of the coordinator connection
     listen_host: str | None = None
     listen_port: int = 0  # worker's: the data listener's port; 0 takes a free one
-    # worker's: "host:port" where readers reach the data listener, if not where it listens
+    # worker's: "host:port" where readers reach the data listener, if not where it listens; also
+    # where workers reach a coordinator
     advertise: str | None = None
     # caller's: of a `mutate` that writes nothing
     stale_weights: Literal["warn", "error", "ignore"] = "warn"

@@ -57,6 +57,8 @@ def test_a_port_in_use() -> None:
         ),
         (("--port", "70000"), 2, "--port"),
         (("--host", "0.0.0.0"), 1, "error: AuthenticationFailed: "),
+        (("--ha", "zookeeper://a:1/b"), 1, "error: InvalidValue: ha='zookeeper://a:1/b': give "),
+        (("--ha", "etcd://127.0.0.1:1/b"), 1, "error: StateError: etcd://127.0.0.1:1/b: etcd does"),
     ],
 )
 def test_what_cannot_be_served(arguments: tuple[str, ...], code: int, text: str) -> None:

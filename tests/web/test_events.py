@@ -189,6 +189,28 @@ async def test_what_happens_while_a_client_takes_a_piece_is_told_next() -> None:
             assert b'"second"' in await anext(slow)
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # an endpoint's loop
+async def test_a_client_that_follows_hears_the_next_term_from_its_beginning() -> None:
+    """The coordinator has stood by in between; its numbers begin anew."""
+    terms = [Observations(0.0), Observations(0.0)]
+    terms[0].happened(1.0, "first")
+    terms[0].happened(1.0, "second")
+    terms[1].happened(2.0, "third")
+    term = 0
+
+    async def events_after(number: int) -> tuple[str, tuple[ClusterEvent, ...], bool]:
+        return (f"life.{term}", *terms[term].events_after(number))
+
+    news = News(events_after)
+    async with contextlib.aclosing(news.follow("")) as follower:
+        with anyio.fail_after(WAIT_S):
+            while b'"second"' not in await anext(follower):
+                pass
+            term = 1
+            assert b"id: life.1.1\ndata: {" in (event := await anext(follower))
+            assert b'"third"' in event
+
+
 async def test_a_client_follows_over_a_restart_of_the_coordinator(tmp_path: Path) -> None:
     """The numbers begin anew with the new coordinator; an id says which one's it is."""
     options = replace(HTTP, lease_s=2.0)

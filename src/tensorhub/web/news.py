@@ -61,8 +61,10 @@ class News:
             yield b"retry: 1000\n\n"
             if not self._life:
                 await self._looked.wait()
-            number = self._number_of(last)
+            life, number = self._life, self._number_of(last)
             while True:
+                if life != self._life:
+                    life, number = self._life, 0
                 looked, pieces, number = self._looked, self._pieces(number), self._last
                 for piece in pieces:
                     yield piece
