@@ -23,6 +23,7 @@ from benches import (
     resharded,
     strided,
     tiny,
+    tls,
     wan,
     what_if,
 )
@@ -48,6 +49,7 @@ SUBJECTS = {
     "strided": strided.main,
     "scale": core.main,
     "tiny": tiny.main,
+    "tls": tls.main,
     "wan": wan.main,
     "what_if": what_if.main,
 }

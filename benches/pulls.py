@@ -20,6 +20,7 @@ from benches.size_profiles import SizeProfile
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant
 from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
+from tensorhub.protocol.certificates import Certificates
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.lanes import AllVerified, PullRunner
 from tensorhub.runtime.data.served_times import LaneTimes
@@ -208,7 +209,10 @@ class Offers:
 
 @asynccontextmanager
 async def serving(
-    transport: str, args: argparse.Namespace, regions: list[memoryview]
+    transport: str,
+    args: argparse.Namespace,
+    regions: list[memoryview],
+    certificates: Certificates | None = None,
 ) -> AsyncIterator[Offers]:
     """A source of these regions, for the length of the block."""
     offers = Offers(transport, args, regions)
@@ -217,7 +221,7 @@ async def serving(
             serve_readers,
             offers.listener,
             offers.owner,
-            ServeSettings(Incarnation("source"), [SECRET]),
+            ServeSettings(Incarnation("source"), [SECRET], certificates=certificates),
         )
         yield offers
         tasks.cancel_scope.cancel()
@@ -240,9 +244,15 @@ class Puller:
     """
 
     def __init__(
-        self, transport: str, address: str, args: argparse.Namespace, regions: list[memoryview]
+        self,
+        transport: str,
+        address: str,
+        args: argparse.Namespace,
+        regions: list[memoryview],
+        certificates: Certificates | None = None,
     ) -> None:
-        self._transport = TRANSPORTS[transport](Local(Incarnation("reader"), (SECRET,), Options()))
+        local = Local(Incarnation("reader"), (SECRET,), Options(), certificates=certificates)
+        self._transport = TRANSPORTS[transport](local)
         self._endpoint = Endpoint(transport, address)
         self._args = args
         self._memories = Memories(args, regions)

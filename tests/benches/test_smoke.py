@@ -35,6 +35,7 @@ SLOW = [
     "resharded --transport tcp --rounds 1 --mib 4",
     "strided --transport tcp --rounds 1 --mib 2 --runs 176",
     "tiny --rounds 1 --mib 64 --tensors 20",
+    "tls --rounds 1 --mib 2 --tensors 6 --tiny 3",
 ]
 ROOT = [
     "capped --readers 1 2 --rounds 1 --mib 8",
