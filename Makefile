@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv ins
 # Tests start some three hundred interpreters, each of which would compile the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bugs chart gpu help venv demo lint test test-heavy test-slow simulate fuzz bench leaks nixl frameworks chaos rdma site dist clean
+.PHONY: bugs chart watched gpu help venv demo lint test test-heavy test-slow simulate fuzz bench leaks nixl frameworks chaos rdma site dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' Makefile
@@ -82,6 +82,12 @@ chart: venv ## the Helm chart, rendered into deploy/kubernetes, and its tests (H
 	$(PIP) helm-python-sdk==0.2.2
 	$(BIN)/python deploy/render.py
 	$(BIN)/pytest -q tests/deploy/test_chart.py
+
+watched: venv ## what measuring and observing cost, on a quiet machine (root; some 6 minutes)
+	$(BIN)/python -m benches.one_to_one --rounds 9
+	$(BIN)/python -m benches observing --rounds 8 --seconds 0.1
+	$(BIN)/python -m benches observing --rounds 2 --seconds 4
+	$(BIN)/python -m benches bottlenecks --only "throttled reader"
 
 FRAMEWORKS ?= ray trl verl vllm sglang
 frameworks: venv ## the adapters against vLLM, verl, TRL, SGLang and Ray themselves, each in .venv-frameworks/NAME (FRAMEWORKS=)

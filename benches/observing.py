@@ -4,8 +4,10 @@ alone and watched.
 The coordinator is a process of its own; thin workers (benches/scale) connect, idle, and fill each
 version. The observers are another process: a scraper, a client that asks as the dashboard does, and
 one that follows the events. Each asks as often as it may, once a second. Alternate rounds are
-watched and unwatched, on one coordinator, so that whatever else the machine does meets both. Thin workers never say Fenced, so that more
-than 16 versions in all, by more or longer rounds, end with an error.
+watched and unwatched, on one coordinator, so that whatever else the machine does meets both. Thin
+workers never say Fenced, so that more than 16 versions in all, by more or longer rounds, end with
+an error: `--rounds 8 --seconds 0.1` has one version in each half. At the end a browser, if there is
+one, opens the model's page three times.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import http.client
 import json
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -52,6 +55,7 @@ class Observers:
         self.scrapes: list[tuple[float, int]] = []  # seconds and bytes
         self.answers = 0
         self.events = 0
+        self._last = ""  # the id of the newest of these
 
     def begin(self) -> None:
         for each in (self._scrape, self._browse, self._follow):
@@ -86,10 +90,12 @@ class Observers:
     def _follow(self) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
         with contextlib.closing(connection):
-            connection.request("GET", "/events")
+            connection.request("GET", "/events", headers={"Last-Event-ID": self._last})
             answer = connection.getresponse()
             while self._may_ask.is_set():
-                self.events += answer.readline().startswith(b"data")
+                name, _, value = answer.readline().decode().rstrip().partition(": ")
+                self.events += name == "data"
+                self._last = value if name == "id" else self._last
 
     async def watch(self, *, watches: bool) -> None:
         """From now on, or no longer."""
@@ -139,6 +145,7 @@ class Figures:
     workers: int
     alone: Side
     watched: Side
+    page_s: list[float]  # until a browser shows the model's rows
     scrape_ms: list[float]
     scrape_bytes: int
     answers: int
@@ -158,6 +165,8 @@ class Figures:
         ):
             alone, watched = median(getattr(self.alone, name)), median(getattr(self.watched, name))
             lines.append(f"{text:<30}{alone:>9.2f}{watched:>12.2f}{watched / alone - 1:>12.1%}")
+        if self.page_s:
+            lines.append(f"the page: {median(self.page_s):.2f} s, at most {max(self.page_s):.2f} s")
         lines.append(
             f"a scrape: {median(self.scrape_ms):.1f} ms, at most {max(self.scrape_ms):.1f} ms, "
             f"{self.scrape_bytes:,} bytes; {self.answers} answers, {self.events} events"
@@ -186,13 +195,14 @@ async def measure(workers: int, rounds: int, seconds: float, manifest_bytes: int
                     idle = await _idle(cluster, seconds)
                     side.idle_share.append(idle[LOOP])
                     side.http_share.append(idle.get(HTTP, 0.0))
-                    until, before = time.perf_counter() + seconds, len(side.version_s)
-                    used_s = (await cluster.threads())[LOOP]
+                    before, used_s = len(side.version_s), (await cluster.threads())[LOOP]
+                    until = time.perf_counter() + seconds
                     while time.perf_counter() < until:
                         went = await cluster.version(publishers, readers)
                         side.version_s.append(went.took_s)
                     used_s = (await cluster.threads())[LOOP] - used_s
                     side.version_ms.append(used_s / (len(side.version_s) - before) * 1e3)
+                page_s = await anyio.to_thread.run_sync(_pages, port)
                 scrapes, answers, events = await anyio.to_thread.run_sync(observers.ask, "found")
             finally:
                 observers.end()
@@ -200,11 +210,29 @@ async def measure(workers: int, rounds: int, seconds: float, manifest_bytes: int
         workers,
         sides[False],
         sides[True],
+        page_s,
         [took * 1e3 for took, _ in scrapes],
         max(nbytes for _, nbytes in scrapes),
         answers,
         events,
     )
+
+
+def _pages(port: int) -> list[float]:
+    """Seconds until a browser shows a model's rows."""
+    from tests.web.browser import browser, why_not
+
+    if why_not() is not None:
+        return []
+    found = list[float]()
+    with tempfile.TemporaryDirectory() as profile, browser(Path(profile)) as tab:
+        for _ in range(3):
+            tab.open("about:blank")
+            began = time.perf_counter()
+            tab.open(f"http://127.0.0.1:{port}/#/model/{MODEL}")
+            tab.see("Who reads from whom")
+            found.append(time.perf_counter() - began)
+    return found
 
 
 async def _idle(cluster: Cluster, seconds: float) -> dict[str, float]:
