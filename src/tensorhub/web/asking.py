@@ -19,7 +19,7 @@ T = TypeVar("T")
 Post = Callable[[Callable[[], None]], bool]  # see `LoopThread.post`
 
 FRESH_S = 1.0  # an answer is given again for so long
-SHARE = 0.01
+SHARE = 0.005  # snapshots have one, and all other questions
 ANSWER_S = 3.0  # a loop that has not answered by then is behind
 WAITING_MAX = 32  # questions
 WAITING_OF_CLIENT_MAX = 8  # of these
