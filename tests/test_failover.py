@@ -24,7 +24,7 @@ from tensorhub.runtime.control.store import SqliteStore
 from tensorhub.types import parse_address
 from tests.cli.processes import WAIT_S, line_with, started
 from tests.etcd_rig import etcd_servers, needs_etcd
-from tests.rig import OPTIONS, connect, nothing_left, tensors
+from tests.rig import OPTIONS, connect, nothing_left, tensors, until
 
 
 @contextmanager
@@ -114,6 +114,24 @@ async def test_a_term_whose_last_write_is_unknown_ends_and_the_next_reads_it(
         assert coordinator.leading
     lost = [each for each in caplog.messages if "leadership_lost" in each]
     assert ["fsync failed" in each for each in lost] == [True, True]
+
+
+async def test_a_standby_that_cannot_campaign_says_so_once_and_tries_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, options = tmp_path / "state", OPTIONS
+    async with (
+        nothing_left(),
+        tensorhub.serve(token="", state_dir=state, ha="lock", options=options) as first,
+        tensorhub.serve(token="", state_dir=state, ha="lock", options=options) as second,
+    ):
+        state.chmod(0o777)
+        await until(lambda: "campaign_failed" in caplog.text)
+        state.chmod(0o700)
+        await first.close()
+        await until(lambda: second.leading)
+    failures = [each for each in caplog.messages if "campaign_failed" in each]
+    assert ["can be written by everybody" in each for each in failures] == [True]
 
 
 def test_the_blocking_form_stands_by_too(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ EVENTS: Final[Mapping[str, Told]] = {
     "campaign_failed": E(
         "error",
         "reason",
-        "The engine that elects, or the state, cannot be used. The coordinator tries again.",
+        "The engine that elects, or the state, cannot be used. The coordinator tries each second; "
+        "it logs a reason once.",
     ),
     # a worker, as docs/operating.md lists it
     "coordinator_lost": E(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import anyio
 
 from tensorhub.errors import AuthenticationFailed, StateError
-from tensorhub.logs import Tally, get_logger
+from tensorhub.logs import get_logger
 from tensorhub.protocol.certificates import Certificates
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime.control.election import Deposed, Election, Term
@@ -47,7 +47,7 @@ class Candidate:
         self._certificates = certificates  # None: no TLS
         self._election = election
         self._has_begun = False
-        self._failures = Tally(log.error, "campaign_failed")
+        self._failure = ""  # of the last campaign
 
     def __repr__(self) -> str:
         return f"<Candidate {self.address} {'leads' if self.server else 'stands by'}>"
@@ -87,11 +87,15 @@ class Candidate:
         advertised = self._options.advertise
         address = self.address if advertised is None else f"tcp://{advertised}"
         try:
-            return await self._election.campaign(address, stands_by)
+            term = await self._election.campaign(address, stands_by)
+            self._failure = ""
+            return term
         except (StateError, AuthenticationFailed, OSError) as error:
             if not self._has_begun:
                 raise
-            self._failures.count(reason=str(error))
+            if self._failure != str(error):
+                self._failure = str(error)
+                log.error("campaign_failed", reason=self._failure)
             return None
         finally:
             self.leader = ""
