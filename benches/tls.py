@@ -10,7 +10,9 @@ trustme.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
+import os
 import socket
 import statistics
 import tempfile
@@ -125,7 +127,9 @@ def measured(args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
-    args = options_parser(prog, __doc__).parse_args(arguments)
+    parser = options_parser(prog, __doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts and rows")
+    args = parser.parse_args(arguments)
     nbytes, found = sum(sizes_of(args)), measured(args)
     bare = [statistics.median(each) for each in zip(*found["bare"], strict=True)]
     for way, each in found.items():
@@ -138,6 +142,9 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
             f"({nbytes / max(used) / 1e9:.2f} to {nbytes / min(used) / 1e9:.2f}), "
             f"{bare[1] / statistics.median(used):5.2f} of bare"
         )
+    if args.json is not None:
+        facts = {"nbytes": nbytes, "cores": os.cpu_count(), "load": os.getloadavg()}
+        args.json.write_text(json.dumps(facts | {"rows": found}, indent=1))
     return 0
 
 
