@@ -74,7 +74,7 @@ async def obey(pipe: Connection, commands: Commands) -> None:
     while True:
         try:
             command, *arguments = await anyio.to_thread.run_sync(pipe.recv)
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         try:
             answer = await commands[command](*arguments)

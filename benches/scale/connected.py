@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import resource
 import secrets
 import socket
@@ -44,12 +45,12 @@ from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.polled_stream import Poller
 from tensorhub.protocol.stream import MessageStream
+from tensorhub.runtime.control.search import RECONNECT_S
 from tensorhub.types import Options, parse_address
 
 WAIT_S = 120.0
 DIALS = 64  # connections that are begun at a time, where nothing else is wanted
 BEATS_PER_LEASE = 4
-AGAIN_S = 0.05  # between two attempts to connect
 SO_TIMESTAMPNS = 35  # of Linux; `socket` does not name it
 STAMP_BYTES = socket.CMSG_SPACE(16)
 
@@ -64,15 +65,19 @@ def coordinator_main(
     port: int = 0,
     state_dir: str | None = None,
     descriptors: int | None = None,
+    ha: str | None = None,
 ) -> None:
     """`descriptors`: its `ulimit -n`."""
     if descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
-    anyio.run(_coordinate, pipe, options, port, state_dir)
+    anyio.run(_coordinate, pipe, options, port, state_dir, ha)
 
 
-async def _coordinate(pipe: Connection, options: Options, port: int, state_dir: str | None) -> None:
-    async with tensorhub.serve(port=port, state_dir=state_dir, options=options) as coordinator:
+async def _coordinate(
+    pipe: Connection, options: Options, port: int, state_dir: str | None, ha: str | None
+) -> None:
+    serving = tensorhub.serve(port=port, state_dir=state_dir, ha=ha, options=options)
+    async with serving as coordinator:
         pipe.send((True, coordinator.address))
         await obey(pipe, {"usage": _usage, "threads": _threads})
 
@@ -156,7 +161,7 @@ class Connected:
                     await self._session()
                 if self._is_welcome and self._cluster.generation == generation:
                     self.lost = True
-                await anyio.sleep(AGAIN_S)
+                await anyio.sleep(random.uniform(RECONNECT_S / 2, RECONNECT_S))
 
     async def _session(self) -> None:
         cluster = self._cluster
@@ -246,6 +251,17 @@ class Connected:
         self.done, self.fenced = anyio.Event(), anyio.Event()
 
 
+async def listens(port: int) -> None:
+    """Wait until a coordinator leads there."""
+    while True:
+        try:
+            await (await anyio.connect_tcp("127.0.0.1", port)).aclose()
+        except OSError:
+            await anyio.sleep(0.002)
+        else:
+            return
+
+
 @dataclass(frozen=True)
 class Went:
     """How a version went: milliseconds from its `Publish` until each reader was told a source,
@@ -285,16 +301,22 @@ class Cluster:
         address = await anyio.to_thread.run_sync(self._remote.hear)
         self.host, self.port = parse_address(address)
 
-    async def restart(self, state_dir: str) -> tuple[float, float]:
-        """Kill it and start it again on its state. When it was killed, and when the next one
-        listened.
+    async def restart(
+        self, state_dir: str, standby: tuple[Remote, str] | None = None
+    ) -> tuple[float, float]:
+        """Kill it and start it again on its state, or have the standby at that address take over.
+        When it was killed, and when the next one listened.
         """
         self.generation += 1
         killed_at = time.perf_counter()
         await anyio.to_thread.run_sync(self._remote.kill)
         for each in self.everybody:
             each.registered = anyio.Event()
-        await self.start(self.port, state_dir)
+        if standby is None:
+            await self.start(self.port, state_dir)
+        else:
+            self._remote, self.port = standby[0], parse_address(standby[1])[1]
+            await listens(self.port)
         return killed_at, time.perf_counter()
 
     async def usage(self) -> tuple[float, int]:

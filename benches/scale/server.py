@@ -21,9 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 
 from benches.comparison.facts import facts
-from benches.scale.connected import WAIT_S, Cluster
+from benches.remotes import Remote
+from benches.scale.connected import WAIT_S, Cluster, coordinator_main
 from tensorhub.types import Options
 
 IDLE_S = 5.0
@@ -201,19 +203,29 @@ class Restart:
         )
 
 
-async def restart(workers: int, manifest_bytes: int, lease_s: float) -> Restart:
-    cluster = Cluster(_options(workers, lease_s), 1, manifest_bytes)
+async def restart(
+    workers: int, manifest_bytes: int, lease_s: float, ha: str | None = None
+) -> Restart:
+    """`ha`: the engine by which a standby takes over, instead."""
+    options = _options(workers, lease_s)
+    cluster = Cluster(options, 1, manifest_bytes, dials=workers)
     with (
-        tempfile.TemporaryDirectory() as state_dir,
+        tempfile.TemporaryDirectory() as directory,
         anyio.fail_after(WAIT_S + PER_WORKER_S * workers),
     ):
-        async with cluster.running(0, state_dir):
+        state_dir = None if ha is not None and ha.startswith("etcd://") else directory
+        setting = 0, state_dir, None, ha
+        async with cluster.running(*setting):
+            standby = None
+            if ha is not None:
+                remote = Remote("standby", coordinator_main, options, *setting)
+                standby = remote, await anyio.to_thread.run_sync(remote.hear)
             publishers = await cluster.join(1)
             readers = await cluster.join(workers)
             await cluster.publish(publishers)
             await publishers[0].done.wait()
             await cluster.wait_for_next(readers)
-            killed_at, listened_at = await cluster.restart(state_dir)
+            killed_at, listened_at = await cluster.restart(directory, standby)
             await cluster.are_registered(publishers)
             await cluster.publish(publishers)
             await cluster.are_registered(readers)
