@@ -208,7 +208,7 @@ async def restart(
 ) -> Restart:
     """`ha`: the engine by which a standby takes over, instead."""
     options = _options(workers, lease_s)
-    cluster = Cluster(options, 1, manifest_bytes, dials=workers)
+    cluster = Cluster(options, 1, manifest_bytes)
     with (
         tempfile.TemporaryDirectory() as directory,
         anyio.fail_after(WAIT_S + PER_WORKER_S * workers),
