@@ -220,6 +220,7 @@ EVENTS: Final[Mapping[str, Told]] = {
     "state_migrated": E(
         "warning", "now state_dir was", "A copy of the older format is kept there."
     ),
+    "out_of_reach": E("warning", "advice reason", "Workers on other hosts cannot read this one."),
     "older_protocol": E("info", "peer version", "The peer is the release before this one."),
     # reads
     "connection_lost": E("info", "left reason", "One of several to a source; the rest go on."),

@@ -14,7 +14,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
@@ -376,9 +376,10 @@ class Options:
     deltas: Literal["auto", "off"] = "auto"
     # worker's: data listeners' address; None: that of the coordinator connection
     listen_host: str | None = None
-    listen_port: int = 0  # worker's: the data listener's port; 0 takes a free one
-    # worker's: "host:port" where readers reach the data listener, if not where it listens; also
-    # where workers reach a coordinator
+    # worker's: the data listener's port; 0 takes a free one, "41000-41100" the first that is free
+    listen_port: int | str = 0
+    # worker's: "host:port" where readers reach the data listener, if not where it listens (of
+    # several ports, the first one's); also where workers reach a coordinator
     advertise: str | None = None
     # caller's: of a `mutate` that writes nothing
     stale_weights: Literal["warn", "error", "ignore"] = "warn"
@@ -428,7 +429,6 @@ class Options:
             ("chunk_bytes", 4096, 2**30, "give 4096 to 2**30 bytes"),
             ("pack_bytes", 0, math.inf, "give bytes, 0 or more"),
             ("host_memory_bytes", 0, math.inf, "give bytes, 0 or more"),
-            ("listen_port", 0, 65_535, "give a port, 0 (any free one) to 65535"),
             ("readers_max", 1, math.inf, "give 1 or more"),
             ("wan_connections", 1, 16, "give 1 to 16"),
             ("sessions_max", 1, math.inf, "give 1 or more"),
@@ -440,6 +440,15 @@ class Options:
             if not least <= number <= most:
                 self._refuse(name, int, advice)
             object.__setattr__(self, name, number)
+        if (ports := _ports(self.listen_port)) is None:
+            advice = "give a port, 0 (any free one) to 65535, or a text such as '41000-41100'"
+            self._refuse("listen_port", str if isinstance(self.listen_port, str) else int, advice)
+        if self.advertise is not None and _can_be_reached(self.advertise):
+            last = parse_address(f"tcp://{self.advertise}")[1] + len(ports) - 1
+            if last > 65_535:
+                advice = f"its last port would be {last}: give one of at most {65_536 - len(ports)}"
+                self._refuse("advertise", str, advice)
+        object.__setattr__(self, "listen_port", self.listen_port if ports[1:] else ports[0])
         check_flag("Options.integrity", self.integrity)
         if not isinstance(self.listen_host, str | None):
             self._refuse(
@@ -480,6 +489,11 @@ class Options:
             self._refuse("deltas", str, "give 'auto' or 'off'")
         if self.digest not in ("xxh3-64", "sha-256"):
             self._refuse("digest", str, "give 'xxh3-64' (fast) or 'sha-256' (cryptographic)")
+
+    @property
+    def listen_ports(self) -> Sequence[int]:
+        """Those that `listen_port` allows."""
+        return _ports(self.listen_port) or ()
 
     def _refuse(self, name: str, kinds: type, advice: str) -> NoReturn:
         value = getattr(self, name)
@@ -875,6 +889,17 @@ def _brackets(address: object) -> str:
         except ValueError:
             continue
     return ""
+
+
+def _ports(said: object) -> range | None:
+    """What an `Options.listen_port` allows; None: it is none."""
+    if isinstance(said, str):
+        first, _, last = said.partition("-")
+        is_text = (first + last).isascii() and first.isdecimal() and last.isdecimal()
+        ends = (int(first), int(last)) if is_text and len(said) <= 11 else (0, 0)
+        return range(ends[0], ends[1] + 1) if 0 < ends[0] <= ends[1] <= 65_535 else None
+    port = as_integer(said)
+    return None if port is None or not 0 <= port <= 65_535 else range(port, port + 1)
 
 
 def _can_be_reached(advertised: object) -> bool:

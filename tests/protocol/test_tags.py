@@ -25,6 +25,7 @@ NUMBERS = """
     DoneReading=101
     Took=37 Served=38 GetEvents=39 Explain=52 GetUpdates=53 Events=82 Explained=83 Updates=92
     GetPublication=58 PublicationReply=98 CheckStamp=54 VersionReply=100 DeltasFollow=59
+    Advice=93
 """
 # used once, and never to be used again
 RETIRED = {36, 55, 62, 63, 81, 85, 95, 104, 105, *range(107, 112), *range(114, 120), 124, 125}

@@ -52,7 +52,7 @@ def fields_of(kind: type, found: dict[str, list[str]]) -> None:
 def test_the_release_before_is_sent_the_fields_that_it_knows() -> None:
     """If this fails, a field was added without `Since`, or one of version 18 was changed."""
     found: dict[str, list[str]] = {}
-    for kind in tags.TAGS:
+    for kind in tags.TAGS.keys() - tags.SINCE.keys():
         fields_of(kind, found)
         forms.record_of(kind, OLD)
     digest = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=8).hexdigest()

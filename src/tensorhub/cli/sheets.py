@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorhub.cli import common
+from tensorhub.protocol.secret import loopback_address
 from tensorhub.types import (
     MISSING_TOLD_MAX,
     CallsSummary,
@@ -208,6 +209,7 @@ def _across(view: LeaseView) -> str:
 
 
 def _workers(workers: tuple[WorkerView, ...]) -> Sheet:
+    has_several = len({view.location.host for view in workers}) > 1
     rows = tuple(
         (
             "not heard" if view.state == "suspect" else view.state,
@@ -216,7 +218,8 @@ def _workers(workers: tuple[WorkerView, ...]) -> Sheet:
             view.location.rack or "-",
             view.location.host or "-",
             view.release or "-",
-            ", ".join(f"{endpoint.transport} {endpoint.address}" for endpoint in view.endpoints),
+            ", ".join(f"{endpoint.transport} {endpoint.address}" for endpoint in view.endpoints)
+            + (NOT_ELSEWHERE if has_several and loopback_address(view.endpoints) else ""),
         )
         for view in sorted(workers, key=lambda view: view.name)
     )
@@ -224,6 +227,7 @@ def _workers(workers: tuple[WorkerView, ...]) -> Sheet:
     return Sheet("workers", columns, rows)
 
 
+NOT_ELSEWHERE = " (not from other hosts: set Options.advertise or Options.listen_host there)"
 BEHIND_S = 0.1  # with less, a coordinator is not behind
 
 

@@ -68,6 +68,14 @@ class Dismissed:
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """What is wrong with this worker's settings, and what to set; for its log. Since version 19."""
+
+    reason: Text
+    advice: Text
+
+
+@dataclass(frozen=True, slots=True)
 class HeartbeatAck:
     """`said_at`: as in Welcome."""
 
@@ -414,6 +422,7 @@ class Updates:
 FromCoordinator = (
     Welcome
     | Dismissed
+    | Advice
     | HeartbeatAck
     | Registered
     | RegisterAgain

@@ -13,10 +13,12 @@ import hmac
 import ipaddress
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from tensorhub.errors import AuthenticationFailed, InvalidType, TensorHubError
+from tensorhub.errors import AuthenticationFailed, InvalidType, StateError, TensorHubError
+from tensorhub.types import Endpoint, parse_address
 
 TOKEN_VARIABLE: Final = "TENSORHUB_TOKEN"
 TOKEN_FILE_VARIABLE: Final = "TENSORHUB_TOKEN_FILE"
@@ -197,6 +199,19 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
+
+
+def loopback_address(endpoints: Sequence[Endpoint]) -> str:
+    """The loopback address that a worker advertises for readers on any host; "": it advertises
+    another one, or none.
+    """
+    for endpoint in endpoints:
+        try:
+            if endpoint.transport == "tcp" and is_loopback(parse_address(endpoint.address)[0]):
+                return endpoint.address
+        except StateError:  # whatever a worker says there, it is not for its reader to refuse
+            continue
+    return ""
 
 
 def check_open_access(secret: bytes, host: str) -> None:

@@ -100,6 +100,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.Events: 82,
     m.Explained: 83,
     m.Updates: 92,
+    m.Advice: 93,
     # From a reader to an owner, and back. (104, 105, 107 to 111, 114 to 119, 124 and 125 were
     # messages of transports, which have dialects of their own since version 4.)
     m.Read: 112,
@@ -120,4 +121,4 @@ TAGS: Final[Mapping[type, int]] = {
     m.NotThisWay: 106,
 }
 # The version of the protocol that brought a message, where it is not the oldest one.
-SINCE: Final[Mapping[type, int]] = {}
+SINCE: Final[Mapping[type, int]] = {m.Advice: 19}

@@ -18,6 +18,7 @@ import select
 import socket
 import sys
 import time
+from collections.abc import Sequence
 
 from tensorhub.errors import StateError, shortage
 from tensorhub.transport.base import Cutter, ReadFailure
@@ -55,6 +56,17 @@ def listen(host: str, port: int = 0) -> socket.socket:
     listener = make(family, kind, proto)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return listen_at(listener, address)
+
+
+def listen_at_one(host: str, ports: Sequence[int]) -> tuple[socket.socket, int]:
+    """As `listen`, at the first of these ports that is free; and the how manieth it is."""
+    for nth, port in enumerate(ports):
+        try:
+            return listen(host, port), nth
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                raise
+    raise StateError("no port is given to listen at")
 
 
 def listen_at(listener: socket.socket, address: str | tuple[object, ...]) -> socket.socket:

@@ -265,7 +265,12 @@ class Router(Generic[H]):
                 | messages.DropCopy()
             ):
                 return [message]
-            case messages.HeartbeatAck() | messages.Welcome() | messages.Dismissed():
+            case (
+                messages.HeartbeatAck()
+                | messages.Welcome()
+                | messages.Dismissed()
+                | messages.Advice()
+            ):
                 return []  # the session's own
             case _:
                 assert_never(message)

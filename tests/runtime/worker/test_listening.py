@@ -15,7 +15,7 @@ import pytest
 
 import tensorhub
 from benches.chaos.relay import Path, Relay
-from tensorhub.errors import AuthenticationFailed, StateError
+from tensorhub.errors import AuthenticationFailed, InvalidType, InvalidValue, StateError
 from tensorhub.types import Options
 from tests.rig import OPTIONS, cluster, connect, holds, tensors, until
 
@@ -95,6 +95,36 @@ async def test_open_access_is_not_advertised_beyond_loopback() -> None:
             await hub.register("m", tensors())
 
 
+async def test_the_first_free_port_of_several_is_taken_and_the_port_that_leads_there_advertised() -> (
+    None
+):
+    with socket.create_server((OWN, 0)) as first:
+        port = first.getsockname()[1]
+        options = dataclasses.replace(
+            OPTIONS,
+            listen_host=OWN,
+            listen_port=f"{port}-{port + 1}",
+            advertise="127.0.0.1:7000",
+        )
+        async with cluster() as c, connect(c.address, options=options) as hub:
+            await hub.register("m", tensors())
+            (shown,) = (await hub.describe("m")).workers
+            assert "tcp://127.0.0.1:7001" in [each.address for each in shown.endpoints]
+            with pytest.raises(StateError, match=rf"port {port}-{port + 1} .* listen_port"):
+                async with connect(c.address, options=options):
+                    pass
+
+
+@pytest.mark.parametrize(
+    "ports", ["", "7", "7-", "-7", "8-7", "0-7", "7-65536", "7-8-9", "\u0667-\u0668"]
+)
+def test_several_ports_are_a_range(ports: str) -> None:
+    with pytest.raises(InvalidValue, match=r"give a port, 0 .* or a text such as '41000-41100'"):
+        Options(listen_port=ports)
+    with pytest.raises(InvalidValue, match="last port would be 65536: give one of at most 65534"):
+        Options(listen_port="7-8", advertise="h:65535")
+
+
 @pytest.mark.parametrize("port", [-1, 65_536])
 def test_a_port_is_a_port(port: int) -> None:
     with pytest.raises(
@@ -103,9 +133,9 @@ def test_a_port_is_a_port(port: int) -> None:
         Options(listen_port=port)
 
 
-@pytest.mark.parametrize("port", ["1", 1.0, None, True])
+@pytest.mark.parametrize("port", [1.0, None, True])
 def test_a_port_is_an_integer(port: object) -> None:
-    with pytest.raises(StateError, match=r"Options\.listen_port = .*: give an integer"):
+    with pytest.raises(InvalidType, match=r"Options\.listen_port = .*: give a port"):
         Options(listen_port=port)  # type: ignore[arg-type]
 
 

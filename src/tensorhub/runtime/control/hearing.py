@@ -15,14 +15,15 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable
+from weakref import WeakSet
 
 import anyio
 import anyio.lowlevel
 
 from tensorhub.coordinator import Event, Received
-from tensorhub.errors import StateError
-from tensorhub.logs import get_logger
+from tensorhub.logs import Tally, get_logger
 from tensorhub.messages import (
+    Advice,
     Describe,
     Explain,
     FromWorker,
@@ -34,9 +35,8 @@ from tensorhub.messages import (
     Join,
     Register,
 )
-from tensorhub.protocol.secret import is_loopback
+from tensorhub.protocol.secret import loopback_address
 from tensorhub.runtime.control.session import ReadOnlyAnswers, Session, call_soon
-from tensorhub.types import parse_address
 
 ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
 MESSAGES_PER_TURN = 4  # of one session; then the next one has a turn
@@ -48,6 +48,7 @@ ADVICE = (
 TURNS_S = 0.005
 
 log = get_logger("tensorhub.coordinator")
+_out_of_reach = Tally(log.warning, "worker_out_of_reach")
 
 # whose answer takes time to make
 LongQuestion = Describe | GetManifest | GetPart | GetPublication | GetEvents | Explain | GetUpdates
@@ -97,8 +98,8 @@ class Hearing:
             session.has_joined, session.join, session.scope.deadline = True, message, math.inf
             self._reach.joined(message)
             session.messages.limit_received(session.kind.frame_bytes_max, session.kind.pot)
-        elif isinstance(message, Register) and message.serves and session.join is not None:
-            self._reach.registered(session.join)
+        elif isinstance(message, Register) and message.serves:
+            self._reach.registered(session)
         self._step(Received(session.number, message))
 
     async def hear(self, session: Session) -> None:
@@ -211,22 +212,9 @@ class _Ear:
         return True
 
 
-def loopback_address(join: Join) -> str:
-    """The loopback address that a worker advertises for readers on any host; "": it advertises
-    another one, or none.
-    """
-    for endpoint in join.endpoints:
-        try:
-            if endpoint.transport == "tcp" and is_loopback(parse_address(endpoint.address)[0]):
-                return endpoint.address
-        except StateError:  # whatever a worker says there, it is not this module's to refuse
-            continue
-    return ""
-
-
 class Reach:
-    """Warns if workers of one coordinator are on several hosts, and one worker registers memory at
-    an address that only its own host reaches.
+    """Warns, here and at the worker, if workers of one coordinator are on several hosts, and one
+    worker registers memory at an address that only its own host reaches.
 
     A worker listens for readers on the address by which it has reached its coordinator. On the
     coordinator's own machine, or behind a tunnel, that is 127.0.0.1. While all workers are on one
@@ -236,7 +224,8 @@ class Reach:
     def __init__(self) -> None:
         self._host: str | None = None  # of the first worker
         self._has_several = False  # hosts, from some time on
-        self._unreachable: Join | None = None  # one that has registered while there was one host
+        # those that have registered such memory while there was one host
+        self._unreachable = WeakSet[Session]()
 
     def joined(self, join: Join) -> None:
         """A worker of that host is here."""
@@ -244,21 +233,25 @@ class Reach:
             self._host = join.location.host
         if join.location.host != self._host and not self._has_several:
             self._has_several = True
-            if self._unreachable is not None:
-                self._warn(self._unreachable)
+            for session in self._unreachable:
+                self._warn(session)
+            self._unreachable.clear()
 
-    def registered(self, join: Join) -> None:
+    def registered(self, session: Session) -> None:
         """Note that a worker has registered memory, which other workers may read."""
-        if not loopback_address(join):
+        if session.join is None or not loopback_address(session.join.endpoints):
             return
         if self._has_several:
-            self._warn(join)
+            self._warn(session)
         else:
-            self._unreachable = join
+            self._unreachable.add(session)
 
-    def _warn(self, join: Join) -> None:
+    def _warn(self, session: Session) -> None:
+        assert session.join is not None
+        join = session.join
         reason = (
-            f"it advertises {loopback_address(join)}, and there are workers on other hosts "
-            f"than {join.location.host!r}"
+            f"it advertises {loopback_address(join.endpoints)}, and there are workers on other "
+            f"hosts than {join.location.host!r}"
         )
-        log.warning("worker_out_of_reach", source=join.name, reason=reason, advice=ADVICE)
+        _out_of_reach.count(source=join.name, reason=reason, advice=ADVICE)
+        session.say(Advice(f"this worker is out of reach: {reason}", ADVICE.replace(" there", "")))

@@ -28,6 +28,7 @@ from tensorhub.logs import get_logger
 from tensorhub.messages import (
     NO_REQUEST,
     PROTOCOL_VERSION,
+    Advice,
     Dismissed,
     ErrorInfo,
     FromCoordinator,
@@ -275,6 +276,8 @@ class CoordinatorLink:
                         refusal = message.error.error()
                         self.refusal = str(refusal)
                         raise refusal
+                    elif isinstance(message, Advice):
+                        log.warning("out_of_reach", reason=message.reason, advice=message.advice)
                     elif not isinstance(message, HeartbeatAck):
                         self._ears.received(message)
                 tasks.cancel_scope.cancel()

@@ -65,6 +65,7 @@ from tensorhub.types import (
     Options,
     Purpose,
     RegistrationId,
+    format_address,
     parse_address,
     release,
 )
@@ -231,30 +232,29 @@ class Worker(CallersWorker):
         Unix socket for processes on this host that share memory with it.
         """
         options = self.options
-        host, port, advertised = (
-            options.listen_host or self.link.local_host,
-            options.listen_port,
-            options.advertise,
-        )
+        host, advertised = options.listen_host or self.link.local_host, options.advertise
         check_open_access(self._secrets[0], host)
         if advertised is not None:  # a forwarder to loopback makes it reachable from other hosts
             check_open_access(self._secrets[0], parse_address(f"tcp://{advertised}")[0])
         sides = self._owner.sides
         local = unix.listen() if any(side.shares_memory for side in sides) else None
         try:
-            listener = sockets.listen(host, port)
+            listener, nth = sockets.listen_at_one(host, options.listen_ports)
         except BaseException as error:
             if local is not None:
                 local.close()
             if not isinstance(error, OSError):
                 raise
-            where = f"{host!r}, port {port or 'any'}"
+            where = f"{host!r}, port {options.listen_port or 'any'}"
             text = (
                 f"readers cannot be listened for on {where} ({error}): set Options.listen_host "
                 f"and listen_port"
             )
             raise StateError(text) from error
-        there = f"tcp://{advertised}" if advertised else sockets.address_of(listener)
+        there = sockets.address_of(listener)
+        if advertised is not None:
+            its_host, its_port = parse_address(f"tcp://{advertised}")
+            there = format_address(its_host, its_port + nth)
         here = unix.address_of(local) if local is not None else None
         offered = [(side, side.endpoint(there, here)) for side in sides]
         able = self.channels.strided  # a worker reads and serves by the same transports
