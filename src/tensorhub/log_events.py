@@ -98,16 +98,16 @@ EVENTS: Final[Mapping[str, Told]] = {
     "coordinator_lost": E(
         "warning",
         "coordinator reason",
-        "The session ended, or no connection succeeds. The worker retries at least every two "
-        "seconds. Reads continue.",
+        "The session ended, or no connection succeeds. The worker retries at least four times "
+        "a second. Reads continue.",
         "Start the coordinator again.",
         "worker",
     ),
     "coordinator_unreachable": E(
         "warning",
         "coordinator reason",
-        "The session ended, or no connection succeeds. The worker retries at least every two "
-        "seconds. Reads continue.",
+        "The session ended, or no connection succeeds. The worker retries at least four times "
+        "a second. Reads continue.",
         "Start the coordinator again.",
         "worker",
     ),
