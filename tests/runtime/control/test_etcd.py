@@ -253,6 +253,22 @@ async def test_a_damaged_row_is_refused(place: Place, name: str, value: bytes, w
 # who leads
 
 
+async def test_a_state_that_is_outlived_is_kept_by_a_new_cluster(place: Place) -> None:
+    election = EtcdElection(place)
+    term = await election.campaign(ADDRESS, lambda leader: None)
+    await read(term)
+    await write(term, publication(1))
+    await anyio.to_thread.run_sync(term.store.begin_anew)
+    await term.resign()
+    again = await election.campaign(ADDRESS, lambda leader: None)
+    assert again.store.cluster != term.store.cluster
+    assert await read(again) == Durable.of([publication(1)])
+    await again.resign()
+    with pytest.raises(Deposed):
+        await anyio.to_thread.run_sync(term.store.begin_anew)
+    await election.aclose()
+
+
 async def test_one_leads_and_the_next_takes_over_at_once(place: Place) -> None:
     told: list[str] = []
     second = EtcdElection(place)
