@@ -257,6 +257,10 @@ class Puller:
         self._args = args
         self._memories = Memories(args, regions)
 
+    def close(self) -> None:
+        """End the connections that are kept."""
+        self._transport.close()
+
     def pull(self, mode: str, generation: int) -> Pulled:
         """One pull. SystemExit if it fails."""
         return anyio.run(self._pull, mode, generation)

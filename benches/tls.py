@@ -121,6 +121,8 @@ def measured(args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
                 used_s += pipe.recv()
                 if number:
                     found[way].append((seconds, used_s))
+        for each in pullers.values():
+            each.close()
         pipe.send("stop")
         process.join()
     return found
