@@ -504,10 +504,11 @@ class SimWorker:
     def _anew(self, step: Anew) -> None:
         match step:
             case Anew.FORGET_VERSIONS:
-                pass  # the news that it has come to are its last
+                self.newest = dict.fromkeys(self.newest)
             case Anew.WATCH:
-                for model in self.newest:
-                    self.say(messages.Watch(model))
+                for model, newest in self.newest.items():
+                    told = (newest.lineage, newest.version) if newest is not None else ()
+                    self.say(messages.Watch(model, *told))
             case Anew.PIN:
                 self.asks.say_pins()
             case _:
