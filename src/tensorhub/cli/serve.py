@@ -35,8 +35,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="ENGINE",
-            help="Stand by until this coordinator leads, by etcd://HOST:PORT/PREFIX (several members "
-            "with commas) or, with --state-dir, kubernetes://NAMESPACE/LEASE or lock.",
+            help="Stand by until this coordinator leads, by etcd://HOST:PORT/PREFIX (several "
+            "members with commas) or, with --state-dir, kubernetes://NAMESPACE/LEASE or lock.",
         ),
     ] = None,
     advertise: Annotated[
