@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import typing
+from dataclasses import replace
 from typing import Any
 
 from tensorhub.coordinator import (
@@ -23,7 +24,16 @@ from tensorhub.coordinator import (
     Silent,
     Tick,
 )
-from tensorhub.messages import FromWorker, Join, Leave, Register, Retain, Rollback
+from tensorhub.messages import (
+    FromWorker,
+    Held,
+    Join,
+    Leave,
+    Register,
+    Retain,
+    Rollback,
+    Watch,
+)
 from tensorhub.protocol import codec
 from tensorhub.testing import DEVICE, MANIFEST, SimHandle, StepwiseCluster
 from tensorhub.types import Location, OpKey, Options
@@ -242,10 +252,22 @@ def _any_step(
             KINDS[kind % len(KINDS)], pools_of(cluster.coordinator, registrations)
         )
         if not isinstance(message, CHANGE_ALL):
-            cluster.step(Received(sessions[index], message))
+            cluster.step(Received(sessions[index], _remembers_nothing(message)))
     cluster.coordinator.check_touched()
     for handle in honest:
         assert before.get(handle.id) in (None, _holds(cluster, handle)), (kind, before)
+
+
+def _remembers_nothing(message: FromWorker) -> FromWorker:
+    """The message without what would have the cluster begin anew: a peer with the secret may."""
+    match message:
+        case Join():
+            return replace(message, epoch=0)
+        case Watch():
+            return replace(message, version=None)
+        case Register(held=Held() as held):
+            return replace(message, held=replace(held, lineage=None))
+    return message
 
 
 def _holds(cluster: StepwiseCluster, handle: SimHandle) -> int | None:
