@@ -26,6 +26,7 @@ from tensorhub.protocol.frames import PREFACE, SpeaksTls, check_preface
 from tensorhub.protocol.polled_stream import Poller
 from tensorhub.protocol.tls import RECORD_BYTES, SEALED_BYTES_MAX, Tls
 from tensorhub.protocol.tls_stream import TlsStream, accept
+from tensorhub.runtime.control.accepting import Turns
 from tests.certificates import HERE, LONG_AGO, issue, usual
 from tests.runtime.data_rig import WAIT_S
 
@@ -255,7 +256,7 @@ async def test_streams_of_both_sides() -> None:
                     assert await one.receive() == b"thanks"
 
             tasks.start_soon(speak)
-            await accept(there, two, anyio.Lock(), WAIT_S)
+            await accept(there, two, Turns().of(there), WAIT_S)
             async with poller.stream(there, two) as polled:
                 heard = b""
                 while len(heard) < len(said):
@@ -268,29 +269,32 @@ async def test_streams_of_both_sides() -> None:
             tasks.cancel_scope.cancel()
 
 
-async def test_a_flood_of_handshakes_leaves_the_loop_its_turns() -> None:
-    """One step of one handshake in each turn."""
-    turns, steps = 0, list[int]()
-    lock, certificates = anyio.Lock(), Certificates(usual())
+async def test_a_flood_of_handshakes_leaves_the_loop_and_other_addresses_their_turns() -> None:
+    """One step of one handshake in each turn, and of the address that floods every other one."""
+    count, steps, turns = 0, dict[int, str](), Turns()
+    certificates = Certificates(usual())
 
     class Counting(Tls):
         def handshake(self, data: bytes | memoryview = b"") -> None:
-            steps.append(turns)
+            assert count not in steps
+            steps[count] = self._peer
             super().handshake(data)
 
     with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         async with anyio.create_task_group() as tasks:
-            for _ in range(20):
-                here, there = stack.enter_context(connected())
+            for host in (*["127.0.0.2"] * 20, "127.0.0.3"):
+                here = socket.create_connection(listener.getsockname(), source_address=(host, 0))
+                there = stack.enter_context(listener.accept()[0])
                 one = Tls(certificates, "reader", peer="owner")
                 one.handshake()
-                here.sendall(one.data_to_send())
+                stack.enter_context(here).sendall(one.data_to_send())
                 there.setblocking(False)
-                two = Counting(certificates, "server", peer="client")
-                tasks.start_soon(accept, there, two, lock, WAIT_S)
+                two = Counting(certificates, "server", peer=host)
+                tasks.start_soon(accept, there, two, turns.of(there), WAIT_S)
             with anyio.fail_after(WAIT_S):
-                while len(steps) < 20:
+                while len(steps) < 21:
                     await anyio.lowlevel.checkpoint()
-                    turns += 1
+                    count += 1
             tasks.cancel_scope.cancel()
-    assert len(set(steps)) == 20
+    assert "127.0.0.3" in list(steps.values())[:3]

@@ -22,11 +22,13 @@ from tensorhub.protocol.frames import READ_BYTES_MAX
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.tls import SEALED_BYTES_MAX, Tls
 
+Turn = tuple[anyio.Lock, anyio.Lock]
 
-async def accept(connection: socket.socket, tls: Tls, turn: anyio.Lock, timeout_s: float) -> None:
-    """A server's handshake over a non-blocking socket. `turn`: all handshakes of a loop share it;
-    each turn of the loop has one step of one handshake, so that a flood of them does not keep
-    the loop from its other tasks.
+
+async def accept(connection: socket.socket, tls: Tls, turn: Turn, timeout_s: float) -> None:
+    """A server's handshake over a non-blocking socket. `turn`: the handshakes of an address share
+    the first lock, all handshakes of a loop the second. So each turn of the loop has one step of
+    one handshake, and a flood of them does not keep the loop from its other tasks.
     """
     with _deadline(timeout_s):
         await _accept(connection, tls, turn)
@@ -40,10 +42,10 @@ def _deadline(timeout_s: float) -> Iterator[None]:
         raise OperationTimeout("the TLS handshake did not end in time")
 
 
-async def _accept(connection: socket.socket, tls: Tls, turn: anyio.Lock) -> None:
+async def _accept(connection: socket.socket, tls: Tls, turn: Turn) -> None:
     while not tls.is_open:
         await anyio.wait_readable(connection)
-        async with turn:
+        async with turn[0], turn[1]:
             try:
                 if not (data := connection.recv(READ_BYTES_MAX)):
                     raise tls.receive_eof()

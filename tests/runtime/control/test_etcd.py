@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.abc
 import anyio.to_thread
 import pytest
 import trustme
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 import tensorhub
 from tensorhub.coordinator import (
@@ -530,7 +532,7 @@ async def test_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 ("enable", {}),
             ):
                 with contextlib.suppress(Refused):
-                    await client._call(f"auth/{path}", body, 10)
+                    await client._call(f"auth/{path}", body, 10, bool)
         with pytest.raises(AuthenticationFailed, match="set TENSORHUB_ETCD_USER"):
             await kept(place)
         (tmp_path / "password").write_text("secret\n")
@@ -594,6 +596,62 @@ async def test_an_etcd_without_room_is_told_of_and_goes_on_with_room(tmp_path: P
             assert (await read(term)).publications == (publication(1),)
         with pytest.raises(StateError, match="database space exceeded"):
             await kept(place)
+
+
+@pytest.mark.parametrize(
+    ("ask", "body"),
+    [
+        (ask, body)
+        for ask, bodies in {
+            "grant": (
+                b"[" * 10**5,
+                b" " * 2**17 + b'{"ID": "7", "TTL": "5"}',  # longer than may be
+                b'{"error": "\\u001b[2J", "code": [3]}',
+                b'{"TTL": "5"}',
+                b'{"ID": "7", "TTL": "nan"}',
+                b'{"ID": "' + b"7" * 5000 + b'", "TTL": "5"}',
+            ),
+            "get": (
+                b"{}",
+                b'{"responses": null}',
+                b'{"responses": [1]}',
+                b'{"responses": [{"response_range": {"kvs": [{"key": "!"}]}}]}',
+                b'{"responses": [{"response_range": {"kvs": [{"key": 5}]}}]}',
+            ),
+            "values": (b'{"more": true, "kvs": [{"key": "cA=="}]}',),  # for ever
+        }.items()
+        for body in bodies
+    ],
+)
+async def test_what_etcd_never_answers_counts_as_no_answer(
+    ask: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd, "ANSWER_BYTES_MAX", 2**17)
+
+    async def answer(stream: anyio.abc.ByteStream) -> None:
+        async with stream:
+            request = BufferedByteReceiveStream(stream)
+            head = await request.receive_until(b"\r\n\r\n", 2**16)
+            await request.receive_exactly(
+                int(head.lower().split(b"content-length: ")[1].split()[0])
+            )
+            start = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+            await stream.send(start % len(body) + body)
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, answer)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        async with connected(Place((f"127.0.0.1:{port}",), "p")) as client:
+            asked: dict[str, Callable[[], Awaitable[object]]] = {
+                "grant": lambda: client.grant(5),
+                "get": lambda: client.transact((), [etcd.get(b"p")]),
+                "values": lambda: client.values(b"p/"),
+            }
+            with pytest.raises(Unanswered) as caught:
+                await asked[ask]()
+            assert str(caught.value).isprintable()
+        tasks.cancel_scope.cancel()
 
 
 async def test_an_etcd_that_is_not_there() -> None:

@@ -188,6 +188,19 @@ async def test_a_term_outlasts_answers_that_do_not_come(server: LeaseServer, clo
         assert server.holder == ""
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [["no"], "no", {"holderIdentity": 5}, {"leaseDurationSeconds": -1}, {"leaseTransitions": "5"}],
+)
+async def test_a_lease_that_no_candidate_writes_is_refused(
+    server: LeaseServer, spec: object
+) -> None:
+    server.leases["hub"] = {"metadata": {"name": "hub", "resourceVersion": "1"}, "spec": spec}
+    async with candidate(server) as election:
+        with pytest.raises(StateError, match="no usable answer"):
+            await election.campaign("tcp://a:1", lambda leader: None)
+
+
 async def test_a_term_that_cannot_renew_ends_before_its_lease(
     server: LeaseServer, clock: Clock
 ) -> None:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import anyio
 import anyio.abc
@@ -50,6 +51,24 @@ class _Pending:
         self.address = address
         self.is_served = False  # its task has begun
         self.scope = anyio.CancelScope()
+
+
+class Turns:
+    """Of one loop's TLS handshakes, which cost a processor much: one step has its turn at a time,
+    and of each address one step waits for that. So a flood from one address delays its own.
+    """
+
+    def __init__(self) -> None:
+        self._all = anyio.Lock()
+        self._by_address = WeakValueDictionary[str, anyio.Lock]()
+
+    def of(self, connection: socket.socket) -> tuple[anyio.Lock, anyio.Lock]:
+        """What to hold for a step, one after the other."""
+        try:
+            address = _address(connection, connection.getpeername())
+        except OSError:  # its peer has gone already
+            address = ""
+        return self._by_address.setdefault(address, anyio.Lock()), self._all
 
 
 class AcceptLoop:

@@ -22,6 +22,7 @@ from tensorhub.types import check_name, parse_address
 LOOKED_UP: Final = {"ray-actor": "tensorhub.integrations.ray"}
 ETCD: Final = "etcd"
 ASKED_S = 5.0  # how long etcd may take to answer
+CANDIDATES_MAX = 64  # besides the leader; each is connected to
 _BETWEEN = re.compile(r",\s*(?=[a-z][a-z0-9+.-]*://)")  # other commas are an etcd:// URL's own
 
 
@@ -116,7 +117,7 @@ async def _candidates(url: str) -> list[str]:
     place = etcd.place_of(url)
     client = etcd.Etcd(place)
     leader, candidates = place.key("leader"), place.key("candidates/")
-    ranges = [etcd.get(leader), etcd.get(candidates, etcd.after(candidates))]
+    ranges = [etcd.get(leader), etcd.get(candidates, etcd.after(candidates), CANDIDATES_MAX)]
     try:
         found = await client.transact((), ranges, within_s=ASKED_S)
     except etcd.Unanswered as error:

@@ -12,10 +12,10 @@ import logging
 import math
 import os
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import anyio
@@ -39,13 +39,17 @@ LEASE_S = (
 ANSWER_S = 5.0  # for etcd to answer, where nothing presses
 ATTEMPT_S = 1.0  # at least, for one member of several; then the next member is asked
 PAGE_KEYS = 128  # in one answer; each has 512 KiB at most
+ANSWER_BYTES_MAX = 2**27  # such a page in base64, and more
 _USER, _PASSWORD = "TENSORHUB_ETCD_USER", "TENSORHUB_ETCD_PASSWORD"
 _PASSWORD_FILE = "TENSORHUB_ETCD_PASSWORD_FILE"
 _CA, _CERT, _KEY = "TENSORHUB_ETCD_CA", "TENSORHUB_ETCD_CERT", "TENSORHUB_ETCD_KEY"
 _FORM = "give etcd://HOST:PORT[,HOST:PORT...]/PREFIX"
+_MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 # gRPC's codes of refusals; all others leave open what has happened, or say that a member is away
 _INVALID, _NOT_FOUND, _DENIED, _EXHAUSTED, _UNAUTHENTICATED = 3, 5, 7, 8, 16
 _REFUSALS = {_INVALID, _NOT_FOUND, _DENIED, _EXHAUSTED, 9, 11, 12, 15, _UNAUTHENTICATED}
+
+T = TypeVar("T")
 
 
 class Unanswered(OSError):
@@ -207,12 +211,20 @@ class Etcd:
     ) -> Found:
         """One transaction. Raises Unanswered, Refused."""
         body = {"compare": compare, "success": then, "failure": otherwise}
-        answer = await self._call("kv/txn", body, within_s)
-        ranges = [each.get("response_range") for each in answer.get("responses", ())]
-        return Found(
-            bool(answer.get("succeeded")),
-            tuple(_key_values(each) for each in ranges if each is not None),
-        )
+
+        def read(answer: Any) -> Found:
+            succeeded = answer.get("succeeded", False) is True
+            asked = then if succeeded or not compare else otherwise
+            return Found(
+                succeeded,
+                tuple(
+                    _key_values(each["response_range"])
+                    for ask, each in zip(asked, answer.get("responses", ()), strict=True)
+                    if "request_range" in ask
+                ),
+            )
+
+        return await self._call("kv/txn", body, within_s, read)
 
     async def values(self, prefix: bytes) -> list[KeyValue]:
         """All keys that begin with a prefix, in their order."""
@@ -220,39 +232,53 @@ class Etcd:
         key, end = prefix, after(prefix)
         while True:
             page = get(key, end, PAGE_KEYS)["request_range"]
-            answer = await self._call("kv/range", page, ANSWER_S)
-            found += _key_values(answer)
-            if not answer.get("more"):
+            more, values = await self._call(
+                "kv/range", page, ANSWER_S, lambda answer: (answer.get("more"), _key_values(answer))
+            )
+            if values and not key <= values[0].key <= values[-1].key < end:
+                raise Unanswered("etcd answers with other keys than those that were asked for")
+            found += values
+            if not more or not values:
                 return found
-            key = found[-1].key + b"\0"
+            key = values[-1].key + b"\0"
 
     async def grant(self, seconds: int) -> tuple[int, float]:
         """A new lease: its id, and how long it is, which may be more."""
-        answer = await self._call("lease/grant", {"TTL": str(seconds)}, ANSWER_S)
-        return int(answer["ID"]), float(answer["TTL"])
+        body = {"TTL": str(seconds)}
+        return await self._call(
+            "lease/grant", body, ANSWER_S, lambda answer: (int(answer["ID"]), int(answer["TTL"]))
+        )
 
     async def keep_alive(self, lease: int, *, within_s: float) -> float:
         """Renew a lease; how long it is from now. 0: there is no such lease any more."""
         try:
-            answer = await self._call("lease/keepalive", {"ID": str(lease)}, within_s)
+            return await self._call(
+                "lease/keepalive",
+                {"ID": str(lease)},
+                within_s,
+                lambda answer: int(answer["result"].get("TTL", 0)),
+            )
         except Refused as error:
             if error.code == _NOT_FOUND:
                 return 0.0
             raise
-        return float(answer.get("result", {}).get("TTL", 0))
 
     async def revoke(self, lease: int) -> None:
         """End a lease, with its keys. It may have ended already."""
         try:
-            await self._call("lease/revoke", {"ID": str(lease)}, 2 * ATTEMPT_S)
+            await self._call("lease/revoke", {"ID": str(lease)}, 2 * ATTEMPT_S, bool)
         except Refused as error:
             if error.code != _NOT_FOUND:
                 raise
 
     # -- one request
 
-    async def _call(self, path: str, body: Mapping[str, Any], within_s: float) -> Any:
-        """Ask one member after the other, each once, until one answers."""
+    async def _call(
+        self, path: str, body: Mapping[str, Any], within_s: float, read: Callable[[Any], T]
+    ) -> T:
+        """Ask one member after the other, each once, until one answers with what `read` can
+        read.
+        """
         surely, reason, begin = True, "no time was left", anyio.current_time()
         attempt_s = max(ATTEMPT_S, within_s / len(self._endpoints))
         first = self._at
@@ -263,12 +289,15 @@ class Etcd:
             at = (first + step) % len(self._endpoints)
             try:
                 with anyio.fail_after(min(attempt_s, left_s)):
-                    answer = await self._ask(self._endpoints[at], path, body, surely)
+                    answer = read(await self._ask(self._endpoints[at], path, body, surely))
             except TimeoutError:
                 surely, reason = False, f"{self._endpoints[at]}: no answer in time"
             except self._errors as error:
                 surely = surely and isinstance(error, self._unsent)
                 reason = f"{self._endpoints[at]}: {type(error).__name__}: {error}"
+            except _MISFITS as error:
+                surely = False
+                reason = f"{self._endpoints[at]}: no answer that etcd gives: {shown(error)}"
             else:
                 self._at = at
                 return answer
@@ -299,22 +328,19 @@ class Etcd:
             "POST", url, content=content, headers=headers, timeout=timeout
         )
         request.stream = self._body(content)
-        response = await self._client.send(request)
-        try:
-            answer = response.json()
-        except ValueError as error:
-            raise OSError(f"it answers {response.status_code} and no JSON") from error
+        status, answer = await answered(self._client, request)
         if not isinstance(answer, dict):
-            raise OSError(f"it answers {shown(answer)}")
-        if response.status_code == 200 and "error" not in answer:
+            raise OSError(f"it answers {status} and {shown(answer)}")
+        if status == 200 and "error" not in answer:
             return answer
         said = answer.get("error", answer)
         said = said if isinstance(said, dict) else answer  # a stream's error is an object
-        text = str(said.get("message") or said.get("error") or response.status_code)
+        text = str(said.get("message") or said.get("error") or status)
         code = said.get("code", said.get("grpc_code", math.inf))
-        if code not in _REFUSALS or "too many requests" in text:
+        text = shown(text, 200)
+        if type(code) is not int or code not in _REFUSALS or "too many requests" in text:
             raise OSError(text)
-        raise Refused(f"etcd refuses it: {text}", int(code), surely)
+        raise Refused(f"etcd refuses it: {text}", code, surely)
 
     async def _authenticate(self, member: str, surely: bool) -> None:
         path = os.environ.get(_PASSWORD_FILE)
@@ -325,11 +351,30 @@ class Etcd:
             raise Refused(text, _UNAUTHENTICATED, surely) from error
         try:
             body = {"name": os.environ[_USER], "password": password}
-            self._token = (await self._post(member, "auth/authenticate", body, surely))["token"]
+            answer = await self._post(member, "auth/authenticate", body, surely)
+            self._token = answer["token"].encode("ascii").decode()
         except Refused as error:
             if "not enabled" not in str(error):
                 text = f"{error}: set {_USER}, and {_PASSWORD} or {_PASSWORD_FILE}"
                 raise Refused(text, _UNAUTHENTICATED, surely) from error
+
+
+async def answered(client: httpx.AsyncClient, request: httpx.Request) -> tuple[int, Any]:
+    """A status, and the JSON with it; None: it is none, or too long."""
+    content = bytearray()
+    response = await client.send(request, stream=True)
+    try:
+        async for part in response.aiter_raw():  # not unpacked, which may make it far larger
+            if len(content) <= ANSWER_BYTES_MAX:  # then nothing more is kept; a deadline ends it
+                content += part
+    finally:
+        await response.aclose()
+    if len(content) > ANSWER_BYTES_MAX:
+        return response.status_code, None
+    try:
+        return response.status_code, json.loads(content)
+    except (ValueError, RecursionError):
+        return response.status_code, None
 
 
 def _explained(error: Refused) -> Refused:
@@ -365,8 +410,8 @@ def _text(key: bytes) -> str:
 def _key_values(answer: Mapping[str, Any]) -> tuple[KeyValue, ...]:
     return tuple(
         KeyValue(
-            base64.b64decode(each["key"]),
-            base64.b64decode(each.get("value", "")),
+            base64.b64decode(each["key"], validate=True),
+            base64.b64decode(each.get("value", ""), validate=True),
             int(each.get("create_revision", 0)),
             int(each.get("lease", 0)),
         )

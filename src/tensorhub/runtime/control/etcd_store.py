@@ -55,7 +55,7 @@ class Record:
             identity(record.cluster, record.epoch, record.format)
             if type(record.sequence) is not int or type(record.staged) is not int:
                 raise TypeError("a number is none")
-        except (ValueError, TypeError, StateError) as error:
+        except (ValueError, TypeError, RecursionError, StateError) as error:
             text = f"{shown(value)} is no record of a cluster that this release can use ({error})"
             raise StateError(f"{place}: {text}: give another prefix") from error
         return record

@@ -8,7 +8,6 @@ leader that was paused may still write. The epoch in the shared state does (`Sql
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -26,6 +25,7 @@ import anyio.to_thread
 from tensorhub.errors import InvalidValue, StateError, install, shown
 from tensorhub.logs import get_logger
 from tensorhub.runtime.control.election import Store
+from tensorhub.runtime.control.etcd import answered
 
 LEASE_S = 10.0
 MARGIN_S = 2.0  # a leader that cannot renew stops so long before its Lease ends
@@ -132,30 +132,36 @@ class LeaseApi:
         try:
             token = self._token.read_text(encoding="ascii").strip()  # it changes every hour
             with anyio.fail_after(REQUEST_S):
-                answer = await self._client.request(
+                request = self._client.build_request(
                     method, url, json=body, headers={"Authorization": f"Bearer {token}"}
                 )
-            status = answer.status_code
-            record = json.loads(answer.content)
+                status, record = await answered(self._client, request)
             if status < 300:
                 return _checked(record)
             why = record.get("message", "") if isinstance(record, dict) else ""
         except (httpx.HTTPError, OSError, ValueError, TypeError, KeyError) as error:
-            raise Unanswered(
-                f"{what}: no usable answer ({str(error) or type(error).__name__})", status
-            ) from error
+            text = f"{what}: no usable answer ({shown(error)})"
+            raise Unanswered(text, status) from error
         advice = ": let a Role allow get, update and create of leases" * (status in _FORBIDDEN)
         raise Unanswered(f"{what}: {status} {shown(why)}{advice}", status)
 
 
 def _checked(record: Any) -> Record:
-    """A Lease that this module can use. Raises ValueError, TypeError or KeyError."""
+    """A Lease that this module can use. Raises TypeError or KeyError."""
     if not isinstance(record["metadata"]["resourceVersion"], str):
         raise TypeError("a Lease without a resourceVersion")
-    spec = record.setdefault("spec", {})
-    for key, kind in (("holderIdentity", str), ("leaseDurationSeconds", int)):
-        if not isinstance(spec.get(key), kind | None):
-            raise TypeError(f"a Lease with {key}={shown(spec[key])}")
+    spec = record["spec"] = record.get("spec") or {}
+    if not isinstance(spec, dict):
+        raise TypeError("a Lease with a spec that is none")
+    for key in ("holderIdentity", "leaseDurationSeconds", "leaseTransitions"):
+        match spec.get(key):
+            case None:
+                continue
+            case str() if key == "holderIdentity":
+                continue
+            case int(number) if key != "holderIdentity" and 0 <= number < 2**31:
+                continue
+        raise TypeError(f"a Lease with {key}={shown(spec[key])}")
     found: Record = record
     return found
 

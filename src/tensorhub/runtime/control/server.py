@@ -57,7 +57,7 @@ from tensorhub.protocol.stream import MessageStream
 from tensorhub.protocol.tls import Tls
 from tensorhub.protocol.tls_stream import accept
 from tensorhub.runtime import clock
-from tensorhub.runtime.control.accepting import AcceptLoop, caps, descriptors_for
+from tensorhub.runtime.control.accepting import AcceptLoop, Turns, caps, descriptors_for
 from tensorhub.runtime.control.election import Deposed, Store
 from tensorhub.runtime.control.hearing import Hearing
 from tensorhub.runtime.control.keyring import LOOK_S, TokenFile
@@ -107,7 +107,7 @@ class CoordinatorServer:
         self._options = options
         self._secrets = secrets_accepted
         self._certificates = certificates  # None: no TLS
-        self._tls_turn = anyio.Lock()
+        self._tls_turns = Turns()
         self._store = store
         self._incarnation = secrets.token_hex(16)
         self._sessions: dict[int, Session] = {}
@@ -414,7 +414,7 @@ class CoordinatorServer:
         try:
             if self._certificates is not None:
                 tls = Tls(self._certificates, "server", peer="client")
-                await accept(connection, tls, self._tls_turn, until - self._now())
+                await accept(connection, tls, self._tls_turns.of(connection), until - self._now())
                 handshake.binding = tls.binding
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

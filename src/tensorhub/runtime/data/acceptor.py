@@ -30,7 +30,7 @@ from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.tls import Tls
 from tensorhub.protocol.tls_stream import accept
-from tensorhub.runtime.control.accepting import AcceptLoop, pending_readers_max
+from tensorhub.runtime.control.accepting import AcceptLoop, Turns, pending_readers_max
 from tensorhub.runtime.data.served_times import LaneTimes
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.transport import sockets, unix
@@ -73,7 +73,7 @@ class _Acceptor:
         self.owner = owner
         self.settings = settings
         self.lanes: set[Lane] = set()  # all whose sockets are open
-        self._tls_turn = anyio.Lock()
+        self._tls_turns = Turns()
         closings, shortages = (
             Tally(log.warning, "pending_connection_closed"),
             Tally(log.warning, "accept_failed"),
@@ -92,7 +92,8 @@ class _Acceptor:
         try:
             until = anyio.current_time() + self.settings.handshake_timeout_s
             if tls is not None:
-                await accept(accepted, tls, self._tls_turn, self.settings.handshake_timeout_s)
+                turn = self._tls_turns.of(accepted)
+                await accept(accepted, tls, turn, self.settings.handshake_timeout_s)
                 handshake.binding = tls.binding
             await _authenticate(accepted, tls, handshake, until - anyio.current_time())
         except ConnectionLost:
