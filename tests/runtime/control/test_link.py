@@ -47,8 +47,8 @@ PATIENT = replace(OPTIONS, coordinator_wait_s=WAIT_S)
 
 
 @contextlib.contextmanager
-def a_proxy_with_nobody_behind_it(connections: int) -> Iterator[str]:
-    """It accepts so often, and closes when it has heard something."""
+def a_proxy_with_nobody_behind_it(connections: int, answer: bytes = b"") -> Iterator[str]:
+    """It accepts so often, and answers and closes when it has heard something."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(WAIT_S)
 
@@ -57,6 +57,7 @@ def a_proxy_with_nobody_behind_it(connections: int) -> Iterator[str]:
                 connection, _ = listener.accept()
                 with connection:
                     connection.recv(65_536)
+                    connection.sendall(answer)
 
         closing = threading.Thread(target=close_each)
         closing.start()
@@ -64,17 +65,22 @@ def a_proxy_with_nobody_behind_it(connections: int) -> Iterator[str]:
         closing.join(WAIT_S)
 
 
-async def test_an_address_that_closes_in_the_handshake_is_passed_over() -> None:
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"", "closed the connection during the handshake"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not a TensorHub peer"),  # whose port it is now
+    ],
+)
+async def test_an_address_that_ends_the_handshake_is_passed_over(answer: bytes, why: str) -> None:
     """For that address alone it is a typed error; beside another address it is nothing."""
-    with a_proxy_with_nobody_behind_it(2) as closed:
+    with a_proxy_with_nobody_behind_it(2, answer) as closed:
         async with cluster("trainer") as c:
             await (await c.hubs[0].register("m", tensors(1))).publish(1)
-            with pytest.raises(
-                ProtocolError, match="closed the connection during the handshake"
-            ) as caught:
+            with pytest.raises(ProtocolError, match=why) as caught:
                 async with connect([closed]):
                     pass
-            assert caught.value.retryable
+            assert caught.value.retryable is not bool(answer)
             target = tensors()
             async with connect([closed, c.address], "reader") as reader:
                 await (await reader.register("m", target)).replicate()

@@ -76,7 +76,8 @@ class Addresses:
 
     def known(self) -> list[str]:
         """Each "tcp://host:port" where a coordinator may be, the best first."""
-        found = [each for each in self._given if each not in self.names()]
+        names = set(self.names())
+        found = [each for each in self._given if each not in names]
         found += [each for behind in self._behind.values() for each in behind]
         return sorted(dict.fromkeys(found), key=lambda each: each != self._reached)
 

@@ -22,6 +22,7 @@ from tensorhub.errors import (
     StateError,
     TensorHubError,
     shortage,
+    some,
 )
 from tensorhub.messages import FromCoordinator
 from tensorhub.protocol.lost import ConnectionLost
@@ -50,7 +51,8 @@ class Search:
     ) -> None:
         """`failed` is called with the error of all addresses, whenever each has failed. `for_s`: no
         address is tried again after that. `is_first`: a refusal that no repetition helps ends the
-        search; else it may be about a token that is being changed.
+        search, once each other address has failed, too: something else may have taken the address
+        of a coordinator. Else it may be about a token that is being changed.
         """
         self._addresses = addresses
         self._connect = connect
@@ -134,10 +136,11 @@ class Search:
         """Note that it has failed. Whether it is to be tried again."""
         self._errors[pursued] = error
         self._pursued[pursued].set()
-        if self._is_first and (isinstance(error, StateError) or not error.retryable):
-            self._tasks.cancel_scope.cancel()
         if all(each.is_set() for each in self._pursued.values()):
-            self._failed(self._error())
+            found = self._error()
+            if self._is_first and (isinstance(found, StateError) or not found.retryable):
+                self._tasks.cancel_scope.cancel()
+            self._failed(found)
         return anyio.current_time() < self._deadline
 
     def _error(self) -> TensorHubError:
@@ -146,7 +149,7 @@ class Search:
         for error in (*refusals, *errors):
             if error in refusals or not error.retryable:
                 return error
-        reasons = "; ".join(map(str, errors))
+        reasons = some([str(each) for each in errors], "; ")
         return CoordinatorUnavailable(
             f"no coordinator can be reached ({reasons}): is one running there? (tensorhub serve)"
         )
