@@ -23,7 +23,7 @@ import torch
 
 import tensorhub
 from tensorhub.cli.common import FAILED, usage
-from tensorhub.errors import TensorHubError, VersionUnavailable
+from tensorhub.errors import ProtocolError, TensorHubError, VersionUnavailable
 
 from .cluster_report import Found
 from .party import LANES, MEETING, Party, Wanted, cpu_s, host_of, machine, scrubbed
@@ -100,7 +100,22 @@ class Lines:
 
 async def _line_of(hub: tensorhub.Hub, name: str, version: int | str, timeout_s: float) -> Any:
     fetched = await hub.fetch(name, version, timeout=timeout_s)
-    return json.loads(bytes(fetched["line"].numpy()))
+    try:
+        return _printable(json.loads(bytes(fetched["line"].numpy())))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"{name} says no line of JSON") from error
+
+
+def _printable(value: Any) -> Any:
+    """A rank's line, as it may come to a terminal."""
+    match value:
+        case str():
+            return "".join(each if each.isprintable() else "?" for each in value)
+        case list():
+            return [_printable(each) for each in value]
+        case dict():
+            return {_printable(key): _printable(each) for key, each in value.items()}
+    return value
 
 
 # --------------------------------------------------------------------------------------------------

@@ -388,8 +388,25 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
         "something else, and long enough to be taken for a header" * 100
     )
     for _ in range(2):  # and the lock was let go
-        with pytest.raises(StateError, match="cannot be used: file is not a database"):
+        with pytest.raises(StateError, match="cannot be used: 'file is not a database'"):
             SqliteStore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("CREATE VIEW v AS SELECT * FROM models", "not a coordinator's, 'v'"),  # or without an end
+        ("CREATE TRIGGER t AFTER UPDATE ON cluster BEGIN DELETE FROM models; END", "'t'"),
+        ("UPDATE cluster SET id = CAST(x'1b5bff' AS TEXT)", r"text '.x1b\["),
+    ],
+)
+def test_a_database_with_something_hostile(tmp_path: Path, change: str, why: str) -> None:
+    SqliteStore(tmp_path).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "state.sqlite3")) as db, db:
+        db.execute(change)
+    with pytest.raises(StateError, match=f"cannot be used: .*{why}") as caught:
+        SqliteStore(tmp_path)
+    assert str(caught.value).isprintable()
 
 
 # what coordinators of format 2 had made

@@ -123,7 +123,7 @@ class EtcdStore:
                 self._carry_out([(key, value) for key, value in msgpack.unpackb(whole)])
             self._load(anyio.from_thread.run(self._fence.values, "state/"))
         except (*UNREADABLE, ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-            raise self._tables.damaged(str(error)) from error
+            raise self._tables.damaged(shown(str(error), 200)) from error
         self._follow()
 
     def write(self, entries: Sequence[Entry]) -> None:

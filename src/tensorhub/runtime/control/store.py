@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tensorhub.coordinator import Durable, Entry
-from tensorhub.errors import StateError
+from tensorhub.errors import StateError, shown
 from tensorhub.logs import get_logger
 from tensorhub.runtime.control.election import Deposed
 from tensorhub.runtime.control.tables import FORMAT, MIGRATIONS, UNREADABLE, Tables, identity
@@ -90,13 +90,14 @@ class SqliteStore:
         try:
             _warn_of_group(path)
             # SQLite gives new ones the mode of the first
-            for name in (_DATABASE, f"{_DATABASE}-wal", f"{_DATABASE}-shm"):
+            for name in [_DATABASE, *(f"{_DATABASE}-{each}" for each in ("wal", "shm", "journal"))]:
                 if name == _DATABASE or os.path.lexists(path / name):
                     os.close(_private(path / name))
             self._open(path, *(("DELETE", "EXTRA") if shared else ("WAL", "FULL")))
         except (*UNREADABLE, StateError, OSError) as error:
             self._lock.close()
-            raise StateError(f"the state_dir {path} cannot be used: {error}") from error
+            why = str(error) if isinstance(error, StateError) else shown(str(error), 200)
+            raise StateError(f"the state_dir {path} cannot be used: {why}") from error
 
     def _open(self, path: Path, journal: str, synchronous: str) -> None:
         self._db = sqlite3.connect(path / _DATABASE, check_same_thread=False, isolation_level=None)
@@ -124,7 +125,12 @@ class SqliteStore:
             raise
 
     def _format(self) -> int:
-        """The format of what is there, if that is a number; of nothing, the present one."""
+        """The format of what is there, if that is a number; of nothing, the present one.
+        StateError: there is something besides tables, such as a view, whose rows may have no end.
+        """
+        others = "SELECT name FROM sqlite_master WHERE type NOT IN ('table', 'index')"
+        if (row := self._db.execute(others).fetchone()) is not None:
+            raise StateError(f"it has something that is not a coordinator's, {shown(row[0])}")
         named = "SELECT 1 FROM sqlite_master WHERE name = 'cluster'"
         row = self._db.execute(named).fetchone() and self._db.execute(_IDENTITY).fetchone()
         return FORMAT if row is None else row[2] if type(row[2]) is int else -1

@@ -29,7 +29,7 @@ from tensorhub.coordinator import (
     Unpinned,
 )
 from tensorhub.coordinator.actions import IDENTS_CHARS_MAX, STAND_IN, bounded
-from tensorhub.errors import ProtocolError, StateError
+from tensorhub.errors import ProtocolError, StateError, shown
 from tensorhub.layouts.published import Published
 from tensorhub.model.manifest import ID_BYTES, id_of
 from tensorhub.protocol.forms import Violation, brief, record_of
@@ -158,7 +158,7 @@ class Tables:
                 for record in records(found):
                     record_of(kind).encode(record)
         except UNREADABLE as error:
-            raise self.damaged(str(error)) from error
+            raise self.damaged(shown(str(error), 200)) from error
         except Violation as error:
             raise self.damaged(f"{'.'.join(error.where)}: {error.what}") from error
         models = {model.model: model for model in found.models}
