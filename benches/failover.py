@@ -39,7 +39,6 @@ ENGINES = ("state_dir", "lock", "etcd")
 NBYTES = 8 * 2**20
 LEASE_S = 2  # of etcd
 MANIFEST_BYTES = 100_000  # of a thin worker
-WORKERS_LEASE_S = 10.0
 BEFORE_S, AFTER_S = 2.0, 3.0  # how long the hubs read before the kill, and after the takeover
 
 
@@ -86,9 +85,9 @@ def _free_port() -> int:
         return port
 
 
-async def hubs(engine: str, ha: str | None, readers: int) -> str:
+async def hubs(engine: str, ha: str | None, readers: int, lease_s: float) -> str:
     """Kill the leader under hubs that read and write all the time."""
-    seen, options = Seen(), Options(lease_s=WORKERS_LEASE_S)
+    seen, options = Seen(), Options(lease_s=lease_s)
     with tempfile.TemporaryDirectory() as state_dir:
         setting = None if engine == "etcd" else state_dir, None, ha
         leader = Remote("leader", coordinator_main, options, 0, *setting)
@@ -164,6 +163,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--readers", type=int, default=8)
     parser.add_argument("--workers", type=int, default=1024, help="thin ones; 0: none")
+    parser.add_argument("--lease", type=float, default=Options().lease_s, help="of workers")
     parser.add_argument("--rounds", type=int, default=1)
     given = parser.parse_args(arguments)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -171,10 +171,10 @@ def main(arguments: list[str]) -> int:
     print(facts())
     for engine in given.engines * given.rounds:
         with engine_of(engine) as ha:
-            print(anyio.run(hubs, engine, ha, given.readers), flush=True)
+            print(anyio.run(hubs, engine, ha, given.readers, given.lease), flush=True)
         if given.workers:
             with engine_of(engine) as ha:
-                thin = anyio.run(restart, given.workers, MANIFEST_BYTES, WORKERS_LEASE_S, ha)
+                thin = anyio.run(restart, given.workers, MANIFEST_BYTES, given.lease, ha)
             print(f"{engine}: {thin}", flush=True)
     return 0
 

@@ -162,6 +162,10 @@ class Connected:
                 if self._is_welcome and self._cluster.generation == generation:
                     self.lost = True
                 await anyio.sleep(random.uniform(RECONNECT_S / 2, RECONNECT_S))
+            if self.worker.publishes:
+                raise RuntimeError(f"the publisher is gone: {self.refused or 'it was lost'}")
+            for each in (self.registered, self.done):
+                each.set()  # it is counted, not waited for
 
     async def _session(self) -> None:
         cluster = self._cluster
@@ -248,7 +252,8 @@ class Connected:
     def begin(self) -> None:
         """Forget how the last version went."""
         self.assigned_at = self.arrived_at = None
-        self.done, self.fenced = anyio.Event(), anyio.Event()
+        if not self.lost:
+            self.done, self.fenced = anyio.Event(), anyio.Event()
 
 
 async def listens(port: int) -> None:
@@ -295,6 +300,16 @@ class Cluster:
         self._remote: Remote
         self._tasks: anyio.abc.TaskGroup
 
+    def __repr__(self) -> str:
+        registered, done = (
+            sum(getattr(each, name).is_set() for each in self.everybody)
+            for name in ("registered", "done")
+        )
+        return (
+            f"<Cluster: of {len(self.everybody)} workers {registered} are registered, {done} have "
+            f"the version, {self.lost} are lost; {self.handshakes_in_vain} handshakes in vain>"
+        )
+
     async def start(self, *arguments: Any) -> None:
         """The coordinator: `coordinator_main` with these arguments."""
         self._remote = Remote("coordinator", coordinator_main, self._options, *arguments)
@@ -311,7 +326,8 @@ class Cluster:
         killed_at = time.perf_counter()
         await anyio.to_thread.run_sync(self._remote.kill)
         for each in self.everybody:
-            each.registered = anyio.Event()
+            if not each.lost:
+                each.registered = anyio.Event()
         if standby is None:
             await self.start(self.port, state_dir)
         else:

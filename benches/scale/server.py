@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 
 import anyio
@@ -193,51 +194,65 @@ class Restart:
     listening_s: float  # from its death until the next one listens
     back_s: float  # from then on, until all are registered again
     assigned_s: float  # the same, until all of the calls that waited are assigned a source
+    back_cpu_s: float  # of the coordinator, from when it listens until all are registered again
+    workers_cpu_s: float  # the same, of the process of all workers
+    handshakes_in_vain: int  # that began before the kill, or that the coordinator has ended
     lost: int
 
     def __str__(self) -> str:
         return (
             f"restart with {self.workers} workers: listens after {self.listening_s:.2f} s; from "
             f"then on all are back after "
-            f"{self.back_s:.2f} s, and assigned after {self.assigned_s:.2f} s; {self.lost} lost"
+            f"{self.back_s:.2f} s (CPU: coordinator {self.back_cpu_s:.2f} s, workers "
+            f"{self.workers_cpu_s:.2f} s; {self.handshakes_in_vain} handshakes in vain), and "
+            f"assigned after {self.assigned_s:.2f} s; {self.lost} lost"
         )
 
 
 async def restart(
     workers: int, manifest_bytes: int, lease_s: float, ha: str | None = None
 ) -> Restart:
-    """`ha`: the engine by which a standby takes over, instead."""
+    """`ha`: the engine by which a standby takes over, instead. TimeoutError says how far all are."""
     options = _options(workers, lease_s)
-    cluster = Cluster(options, 1, manifest_bytes)
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        anyio.fail_after(WAIT_S + PER_WORKER_S * workers),
-    ):
-        state_dir = None if ha is not None and ha.startswith("etcd://") else directory
-        setting = 0, state_dir, None, ha
-        async with cluster.running(*setting):
-            standby = None
-            if ha is not None:
-                remote = Remote("standby", coordinator_main, options, *setting)
-                standby = remote, await anyio.to_thread.run_sync(remote.hear)
-            publishers = await cluster.join(1)
-            readers = await cluster.join(workers)
-            await cluster.publish(publishers)
-            await publishers[0].done.wait()
-            await cluster.wait_for_next(readers)
-            killed_at, listened_at = await cluster.restart(directory, standby)
-            await cluster.are_registered(publishers)
-            await cluster.publish(publishers)
-            await cluster.are_registered(readers)
-            back_at = time.perf_counter()
-            for each in readers:
-                await each.done.wait()
-            assigned_at = max(each.assigned_at or float("inf") for each in readers)
+    cluster, within_s = Cluster(options, 1, manifest_bytes), WAIT_S + PER_WORKER_S * workers
+    with tempfile.TemporaryDirectory() as directory, anyio.move_on_after(within_s):
+        return await _restart(cluster, workers, options, directory, ha)
+    raise TimeoutError(f"not over within {within_s:g} s: {cluster}")
+
+
+async def _restart(
+    cluster: Cluster, workers: int, options: Options, directory: str, ha: str | None
+) -> Restart:
+    state_dir = None if ha is not None and ha.startswith("etcd://") else directory
+    setting = 0, state_dir, None, ha
+    async with cluster.running(*setting):
+        standby = None
+        if ha is not None:
+            remote = Remote("standby", coordinator_main, options, *setting)
+            standby = remote, await anyio.to_thread.run_sync(remote.hear)
+        publishers = await cluster.join(1)
+        readers = await cluster.join(workers)
+        await cluster.publish(publishers)
+        await publishers[0].done.wait()
+        await cluster.wait_for_next(readers)
+        killed_at, listened_at = await cluster.restart(directory, standby)
+        (used_s, _), mine_s = await cluster.usage(), time.process_time()
+        await cluster.are_registered(publishers)
+        await cluster.publish(publishers)
+        await cluster.are_registered(readers)
+        back_at, mine_s = time.perf_counter(), time.process_time() - mine_s
+        used_s = (await cluster.usage())[0] - used_s
+        for each in readers:
+            await each.done.wait()
+        assigned_at = max(each.assigned_at or inf for each in readers if not each.lost)
     return Restart(
         workers,
         listened_at - killed_at,
         back_at - listened_at,
         assigned_at - listened_at,
+        used_s,
+        mine_s,
+        cluster.handshakes_in_vain,
         cluster.lost,
     )
 
