@@ -108,6 +108,10 @@ async def test_etcd_names_the_leader_and_the_next_one_is_found_without_it(tmp_pa
             first = await tensorhub.serve(token="", ha=url, options=OPTIONS)
             second = await tensorhub.serve(token="", ha=url, options=OPTIONS)
             assert (first.leading, second.leading) == (True, False)
+            found = addresses.Addresses([url])
+            assert await found.look_up(url) == [first.address, second.address]
+            found.reached(second.address)
+            assert found.known() == [second.address, first.address]
             async with connect(url, "worker") as hub:
                 weights = await hub.register("m", tensors(1))
                 await weights.publish(1)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from tensorhub.coordinator import (
 from tensorhub.errors import AuthenticationFailed, InvalidValue, StateError
 from tensorhub.layouts.published import Published
 from tensorhub.model.manifest import id_of
-from tensorhub.runtime.control import etcd, etcd_election, etcd_store
+from tensorhub.runtime.control import etcd, etcd_election, etcd_store, lease_election
 from tensorhub.runtime.control.election import Deposed
 from tensorhub.runtime.control.etcd import Etcd, Found, Place, Refused, Unanswered, place_of
 from tensorhub.runtime.control.etcd_election import EtcdElection, EtcdTerm
@@ -158,7 +159,10 @@ def batches(chance: random.Random, count: int) -> Iterator[list[Entry]]:
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
-async def test_it_keeps_what_a_directory_keeps(place: Place, tmp_path: Path, count: int) -> None:
+async def test_it_keeps_what_a_directory_keeps(
+    place: Place, tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd, "PAGE_KEYS", 3)
     seed = random.randrange(2**32)
     local = SqliteStore(tmp_path)
     async with elected(place) as term:
@@ -191,6 +195,10 @@ async def test_a_batch_of_any_size_is_durable_as_a_whole_or_not_at_all(
         await write(term, *before)
     old = await kept(place)
     assert old == Durable.of(before)
+    async with connected(place) as client:  # of a larger batch, whose leader died before it counted
+        await client.transact(
+            (), [etcd.put(place.key(f"staged/{n:06}"), b"left") for n in range(99)]
+        )
     commit, left = EtcdTerm.commit, 0
 
     async def dying(term: EtcdTerm, operations: Sequence[Any], staged: int = 0) -> None:
@@ -210,6 +218,10 @@ async def test_a_batch_of_any_size_is_durable_as_a_whole_or_not_at_all(
             left = refusals
             with pytest.raises(OSError, match=r"killed|no room") as caught:
                 await write(term, *batch)
+        async with elected(place) as term:
+            left = 1  # the next leader dies within what it carries out
+            with contextlib.suppress(Deposed):
+                await read(term)
             monkeypatch.setattr(EtcdTerm, "commit", commit)
         refusals += 1
         found = await kept(place)
@@ -296,6 +308,36 @@ async def test_one_leads_and_the_next_takes_over_at_once(place: Place) -> None:
     left = await values(place)
     assert place.key("leader") not in left
     assert not [key for key in left if b"candidates" in key]
+
+
+async def test_a_lease_ends_by_when_it_was_asked_for(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the answer comes: etcd may count from the request."""
+    asked: list[float] = []
+
+    def now() -> float:
+        asked.append(1000.0 + 40 * len(asked))
+        return asked[-1]
+
+    monkeypatch.setattr(etcd_election, "now", now)
+    async with connected(place) as client:
+        lease = etcd_election.Lease(client)
+        await lease.grant(place.lease_s)
+        assert lease.ends_at < asked[0] + place.lease_s
+        asked.clear()
+        assert await lease.renew()
+        assert lease.ends_at < asked[0] + place.lease_s
+        await lease.revoke()
+
+
+@pytest.mark.parametrize("now", [etcd_election.now, lease_election.now_s])
+def test_a_leader_counts_the_sleep_of_its_machine(
+    now: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = {time.CLOCK_BOOTTIME: 5000.0}  # of all clocks, this one goes on
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: clocks.get(clock, 0.0))
+    assert now() == 5000.0
 
 
 async def test_of_several_that_begin_at_once_one_leads(place: Place) -> None:

@@ -19,8 +19,10 @@ from tensorhub.runtime.control.elections import election_of
 from tensorhub.runtime.control.lease_election import (
     LEASE_S,
     MARGIN_S,
+    LeaseApi,
     LeaseElection,
     LeaseTerm,
+    Record,
     lease_of,
 )
 from tensorhub.runtime.control.store import InUse, SqliteStore
@@ -216,6 +218,27 @@ async def test_a_term_that_cannot_renew_ends_before_its_lease(
         await term.resign()  # which is no error while the server is away
 
 
+async def test_a_term_is_counted_from_before_it_was_asked_for(
+    server: LeaseServer, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the answer comes: another candidate may have seen the Lease before it."""
+    swap, asked = LeaseApi.swap, []
+
+    async def late(api: LeaseApi, found: Record | None, spec: Record) -> Record | None:
+        asked.append(clock.now)
+        record = await swap(api, found, spec)
+        clock.now += 3
+        return record
+
+    monkeypatch.setattr(LeaseApi, "swap", late)
+    async with candidate(server) as election:
+        term = await election.campaign("tcp://a:1", lambda leader: None)
+        assert clock.now + term.left_s <= asked[0] + LEASE_S - MARGIN_S
+        await kept(term, server, lambda: setattr(clock, "now", clock.now + LEASE_S))
+        assert clock.now + term.left_s <= asked[-1] + LEASE_S - MARGIN_S
+        await term.resign()
+
+
 @pytest.mark.parametrize("now", ["tcp://b:1#other", None])
 async def test_a_lease_that_another_one_took_or_deleted_ends_the_term(
     server: LeaseServer, now: str | None
@@ -247,6 +270,14 @@ async def test_a_server_that_cannot_be_used_at_first_is_an_error(
         with pytest.raises(StateError, match=text) as caught:
             await election.campaign("tcp://a:1", lambda leader: None)
     assert caught.value.retryable is retryable
+
+
+async def test_an_api_server_may_have_an_address_of_ipv6(
+    server: LeaseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    async with candidate(server) as election:
+        assert election._api._leases.startswith(f"https://[fd00::1]:{server.port}/apis/")
 
 
 async def test_a_token_that_has_changed_and_a_state_that_cannot_be_opened(

@@ -9,11 +9,13 @@ import errno
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import anyio
 import anyio.abc
 import anyio.to_thread
 import pytest
@@ -29,7 +31,9 @@ from tensorhub.errors import (
 )
 from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Join
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.runtime.control.addresses import Addresses
 from tensorhub.runtime.control.link import CoordinatorLink
+from tensorhub.runtime.control.search import Search
 from tensorhub.types import Incarnation, Location, Options
 from tests.rig import (
     OPTIONS,
@@ -85,6 +89,57 @@ async def test_an_address_that_ends_the_handshake_is_passed_over(answer: bytes, 
             async with connect([closed, c.address], "reader") as reader:
                 await (await reader.register("m", target)).replicate()
                 assert holds(target, 1)
+
+
+class Taken:
+    """A connection, as far as a search knows it."""
+
+    is_closed = False
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+
+def search(connect_to: Callable[[str], Awaitable[Taken]], *, is_first: bool = True) -> Search:
+    given = Addresses(["tcp://a:1", "tcp://b:1"])
+    connect_: Any = connect_to
+    return Search(given, connect_, lambda error: None, WAIT_S, is_first=is_first)
+
+
+async def test_of_two_addresses_that_answer_at_once_one_connection_is_closed() -> None:
+    made: list[Taken] = []
+    both = anyio.Event()
+
+    async def connect_to(address: str) -> Taken:
+        made.append(taken := Taken())
+        if len(made) == 1:
+            await both.wait()
+        both.set()
+        return taken
+
+    found: object = await search(connect_to).run()
+    assert sorted((each is found, each.is_closed) for each in made) == [
+        (False, True),
+        (True, False),
+    ]
+
+
+async def test_a_worker_that_was_welcomed_once_outlasts_refusals() -> None:
+    """The token of the coordinator is being changed, say. At first, a refusal ends the search."""
+    made, refusals = Taken(), 1
+
+    async def connect_to(address: str) -> Taken:
+        nonlocal refusals
+        refusals -= 1
+        if refusals >= 0:
+            raise AuthenticationFailed("another token")
+        return made
+
+    found: object = await search(connect_to, is_first=False).run()
+    assert found is made
+    refusals = 1
+    with pytest.raises(AuthenticationFailed, match="another token"):
+        await search(connect_to).run()
 
 
 async def test_a_machine_that_does_not_answer_delays_no_other_address(tmp_path: Path) -> None:

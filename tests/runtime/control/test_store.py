@@ -515,6 +515,8 @@ def test_a_deposed_one_writes_nothing(tmp_path: Path) -> None:
     with contextlib.closing(SqliteStore(tmp_path)) as second:
         with pytest.raises(Deposed, match="has another leader since"):
             first.write([publication(2)])
+        with pytest.raises(Deposed, match="has another leader since"):
+            first.begin_anew()
         second.write([publication(3)])
         assert second.read() == Durable.of([publication(1), publication(3)])
     first._db.close()
