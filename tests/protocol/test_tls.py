@@ -169,6 +169,18 @@ def test_a_peer_without_tls_is_told_of_it() -> None:
         one.handshake(PREFACE)
 
 
+def test_an_older_tls_is_not_spoken() -> None:
+    older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    older.check_hostname, older.verify_mode = False, ssl.CERT_NONE
+    older.maximum_version = ssl.TLSVersion.TLSv1_2
+    outgoing = ssl.MemoryBIO()
+    session = older.wrap_bio(ssl.MemoryBIO(), outgoing)
+    with pytest.raises(ssl.SSLWantReadError):
+        session.do_handshake()
+    with pytest.raises(ProtocolError, match="unsupported protocol"):
+        server().handshake(outgoing.read())
+
+
 def test_a_byte_that_was_changed_ends_the_connection() -> None:
     one, two = client(), server()
     shake_hands(one, two)

@@ -29,7 +29,8 @@ from tensorhub.errors import (
     StateError,
     TensorHubError,
 )
-from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Join
+from tensorhub.messages import VERSIONS, Dismissed, FromCoordinator, FromWorker, Join
+from tensorhub.protocol.frames import PREFACE_BYTES, preface
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.control.addresses import Addresses
 from tensorhub.runtime.control.link import CoordinatorLink
@@ -91,6 +92,31 @@ async def test_an_address_that_ends_the_handshake_is_passed_over(answer: bytes, 
                 assert holds(target, 1)
 
 
+async def test_a_worker_comes_again_in_the_older_version_of_its_coordinator() -> None:
+    """And not for ever: a coordinator that answers so each time is an error."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(WAIT_S)
+
+        def answer() -> None:
+            for _ in VERSIONS:
+                connection, _ = listener.accept()
+                with connection:
+                    heard.append(connection.recv(PREFACE_BYTES, socket.MSG_WAITALL))
+                    connection.sendall(preface(VERSIONS[0] - len(heard) + 1))
+                    while connection.recv(65_536):
+                        pass
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        with pytest.raises(ProtocolError, match="the peer speaks version 17"):
+            await tensorhub.connect(
+                f"tcp://127.0.0.1:{listener.getsockname()[1]}", token="", options=OPTIONS
+            )
+        answering.join(WAIT_S)
+    assert heard == [preface(version) for version in reversed(VERSIONS)]
+
+
 class Taken:
     """A connection, as far as a search knows it."""
 
@@ -126,7 +152,7 @@ async def test_of_two_addresses_that_answer_at_once_one_connection_is_closed() -
 
 async def test_a_worker_that_was_welcomed_once_outlasts_refusals() -> None:
     """The token of the coordinator is being changed, say. At first, a refusal ends the search."""
-    made, refusals = Taken(), 1
+    made, refusals = Taken(), 2
 
     async def connect_to(address: str) -> Taken:
         nonlocal refusals
@@ -137,7 +163,7 @@ async def test_a_worker_that_was_welcomed_once_outlasts_refusals() -> None:
 
     found: object = await search(connect_to, is_first=False).run()
     assert found is made
-    refusals = 1
+    refusals = 9
     with pytest.raises(AuthenticationFailed, match="another token"):
         await search(connect_to).run()
 
