@@ -312,7 +312,8 @@ class Bench:
             ports = (await self.step({0: ["listen"]}))[0]["value"]
         else:
             await self.all("open", mean)
-        names, version = {f"bench-{rank}": rank for rank in range(self.wanted.size)}, 0
+        names = {f"bench-{rank}": rank for rank in range(self.wanted.size)}
+        version = (round_ - 1) * len(ways) * (self.wanted.copies + 1)  # a number is used once
         for readers in ways:
             for copy in range(self.wanted.copies + 1):  # the first one is not timed
                 offered_s, version = 0.0, version + 1
