@@ -58,7 +58,7 @@ EVENTS: Final[Mapping[str, Told]] = {
     ),
     "peer_refused": E(
         "warning",
-        "kind reason",
+        "kind peer reason",
         "A handshake failed, for the reason given: another token, another release, another "
         "program.",
         told_by="coordinator",
@@ -191,6 +191,7 @@ EVENTS: Final[Mapping[str, Told]] = {
     "accept_failed": E("warning", "advice reason", "No connection could be accepted."),
     "coordinator_caught_up": E("info", "seconds sessions", "The coordinator is not behind now."),
     "coordinator_embedded": E("info", "address", "This process runs the coordinator, too."),
+    "coordinator_found": E("warning", "coordinator", "The lack of a coordinator is over."),
     "coordinator_listens": E("info", "address cluster epoch sessions_max", "It takes workers."),
     "coordinator_too_slow": E("warning", "messages", "Too many messages wait; it connects anew."),
     "frame_not_authentic": E("warning", "address reader reason source", "Bytes were changed."),

@@ -96,7 +96,8 @@ def test_its_log_as_lines_of_json() -> None:
         host, port = address.removeprefix("tcp://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as peer:
             peer.sendall(b"GET / HTTP/1.1\r\n\r\n")  # another program
-            line_with("peer_refused", process.stderr)
+            refusal = json.loads(line_with("peer_refused", process.stderr))
+        assert refusal["peer"] == "127.0.0.1"
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=WAIT_S)
     assert all(json.loads(line)["time"].endswith("+00:00") for line in err.splitlines())

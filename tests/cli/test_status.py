@@ -412,3 +412,4 @@ def test_it_watches_on_after_a_coordinator_that_was_away() -> None:
             with sync.serve(port=int(address.rpartition(":")[2])), sync.connect(address) as hub:
                 hub.register("actor", {"w": numpy.zeros(1)})
                 assert line_with('"actor"', watching.stdout)
+                assert line_with("coordinator_found", watching.stderr)

@@ -176,11 +176,7 @@ class CoordinatorLink:
                     reason=str(error),
                 )
 
-        search = Search(self._addresses, self._connect, failed, for_s, is_first=True)
-        try:
-            return await search.run()
-        finally:
-            self._told.clear()
+        return await Search(self._addresses, self._connect, failed, for_s, is_first=True).run()
 
     async def keep(self, first: Messages, ready: Callable[[], None]) -> None:
         """Hold a session; after its end, another one. `ready` is called when one is up."""
@@ -188,7 +184,6 @@ class CoordinatorLink:
         while True:
             if await self._hold_session(messages, ready):
                 wait_s = RECONNECT_S
-                self._told.clear()
             else:
                 await anyio.sleep(wait_s)
                 wait_s = min(2 * wait_s, REFUSED_S_MAX)
@@ -265,6 +260,9 @@ class CoordinatorLink:
                         welcomed.set()
                         self.welcome_came.set()
                         self._ears.welcomed(message)
+                        if self._told:  # where warnings alone are shown, their end is shown, too
+                            log.warning("coordinator_found", coordinator=self.addresses)
+                            self._told.clear()
                         ready()
                     elif isinstance(message, Dismissed):
                         if not self._closing:
@@ -284,6 +282,7 @@ class CoordinatorLink:
         except* (ConnectionLost, TensorHubError) as group:
             end = str(group.exceptions[0])
             log.warning("coordinator_lost", coordinator=self.addresses, reason=end)
+            self._told.add(end)
         finally:
             self.fault = CoordinatorUnavailable(f"{self.addresses}: {end}")
             self._outbox_done.set()

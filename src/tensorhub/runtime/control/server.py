@@ -11,6 +11,7 @@ the rate of a peer's requests makes another peer wait.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import select
@@ -407,7 +408,9 @@ class CoordinatorServer:
         """One connection, from its first byte to its last. Whatever a peer does, it costs only this
         connection.
         """
-        until, tls = self._now() + self._options.connect_timeout_s, None
+        until, tls, peer = self._now() + self._options.connect_timeout_s, None, ""
+        with contextlib.suppress(OSError):  # it has gone already
+            peer = str(connection.getpeername()[0])
         handshake = ServerHandshake(
             "coordinator", self._incarnation, self._secrets, secrets.token_bytes(NONCE_BYTES)
         )
@@ -431,7 +434,7 @@ class CoordinatorServer:
             pass
         except TensorHubError as error:
             hint = path_hint(error, self._secrets[0])
-            self._refusals.count(kind=type(error).__name__, reason=f"{error}{hint}")
+            self._refusals.count(peer=peer, kind=type(error).__name__, reason=f"{error}{hint}")
 
     async def _converse(
         self, messages: MessageStream[FromWorker], handshake: ServerHandshake
