@@ -127,7 +127,7 @@ class Candidate:
         except* (Deposed, StateError) as group:
             if not self._has_begun:
                 raise
-            why = why or _first(group)
+            why = why or _first(group) or term.why
             pause_s = AGAIN_S if group.subgroup(StateError) else 0.0
         finally:
             self.server = None

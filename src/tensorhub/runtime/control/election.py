@@ -12,6 +12,8 @@ from typing import Protocol
 
 from tensorhub.coordinator import Durable, Entry
 
+STOPPED = "this process was stopped, or its machine slept"  # if nothing else is known
+
 
 class Store(Protocol):
     """Where a coordinator's entries are kept. `cluster` and `epoch` are set once it is open."""
@@ -57,6 +59,11 @@ class Term(Protocol):
         """How long no other candidate can lead, by this machine's own clock. The shell asks before
         each event: what a stopped process finds unread may be younger than another leader.
         """
+        ...
+
+    @property
+    def why(self) -> str:
+        """Why no time is left, as far as this term knows."""
         ...
 
     async def lost(self) -> str:

@@ -85,6 +85,7 @@ class LocalTerm:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.left_s = math.inf
+        self.why = ""
 
     async def lost(self) -> str:
         await anyio.sleep_forever()

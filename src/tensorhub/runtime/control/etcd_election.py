@@ -26,7 +26,7 @@ import anyio
 
 from tensorhub.errors import StateError, shown
 from tensorhub.runtime.control import etcd
-from tensorhub.runtime.control.election import Deposed, Store
+from tensorhub.runtime.control.election import STOPPED, Deposed, Store
 from tensorhub.runtime.control.etcd import (
     ANSWER_S,
     ATTEMPT_S,
@@ -188,6 +188,7 @@ class EtcdTerm:
         self._record = record
         self._created = created  # the revision of the leader's key
         self._why_ended = ""
+        self._late = STOPPED
         self._writing = anyio.CancelScope()  # of the transaction under way
         self._ended = anyio.Event()
         self.store: Store = EtcdStore(place, self)
@@ -200,24 +201,27 @@ class EtcdTerm:
     def left_s(self) -> float:
         return 0.0 if self._why_ended else self._lease.left_s
 
+    @property
+    def why(self) -> str:
+        return self._why_ended or f"its lease was not renewed in time: {self._late}"
+
     async def lost(self) -> str:
-        why = "its shell ended the term"
         try:
-            why = await self._keep()
-        finally:
-            self._end(why)
-        return why
+            self._end(await self._keep())
+        finally:  # the shell may end it first
+            self._end("its shell ended the term" if self._lease.left_s > 0 else self.why)
+        return self.why
 
     async def _keep(self) -> str:
-        reason = "this process was stopped, or its machine slept"
         while not self._why_ended:
             if self._lease.left_s <= 0:
-                return f"its lease was not renewed in time: {reason}"
+                return self.why
             if not self._lease.is_due:
                 with anyio.move_on_after(CALM / 2 * self._lease.seconds):
                     await self._ended.wait()
                 continue
             within_s = min(2 * ATTEMPT_S, self._lease.left_s)
+            self._late = self._late if self._late != STOPPED else "etcd has not answered"
             try:
                 if not await self._lease.renew(within_s):
                     return "etcd ended its lease"
@@ -225,8 +229,9 @@ class EtcdTerm:
                 found = await self._etcd.transact((), [leader], within_s=within_s)
                 if not found.ranges[0] or found.ranges[0][0].created != self._created:
                     return f"another coordinator leads: {found.ranges[0]}"
+                self._late = STOPPED
             except (Unanswered, Refused) as error:
-                reason = str(error)
+                self._late = str(error)
                 await anyio.sleep(AGAIN_S)
         return self._why_ended
 

@@ -24,7 +24,7 @@ import anyio.to_thread
 
 from tensorhub.errors import InvalidValue, StateError, install, shown
 from tensorhub.logs import get_logger
-from tensorhub.runtime.control.election import Store
+from tensorhub.runtime.control.election import STOPPED, Store
 from tensorhub.runtime.control.etcd import answered
 
 LEASE_S = 10.0
@@ -226,15 +226,21 @@ class LeaseTerm:
         self._api = api
         self._record = record
         self._ends_at = sent_at + LEASE_S - MARGIN_S  # counted from before it was asked for
+        self._late = STOPPED
 
     @property
     def left_s(self) -> float:
         """See `Term`."""
         return self._ends_at - now_s()
 
+    @property
+    def why(self) -> str:
+        """See `Term`."""
+        return f"the Lease {self._api.name} was not renewed in time: {self._late}"
+
     async def lost(self) -> str:
         """See `Term`."""
-        why, pause_s = "this process was stopped, or its machine slept", RENEW_S
+        pause_s = RENEW_S
         while (left_s := self.left_s) > 0:
             await anyio.sleep(min(pause_s, left_s))
             sent_at, pause_s = now_s(), LOOK_S
@@ -246,16 +252,16 @@ class LeaseTerm:
                     record = await self._api.swap(self._record, spec)
                     if record is not None:
                         self._record, self._ends_at = record, sent_at + LEASE_S - MARGIN_S
-                        pause_s = RENEW_S
+                        pause_s, self._late = RENEW_S, STOPPED
                         continue
                     now = await self._api.get()
             except (Unanswered, TimeoutError) as error:
-                why = str(error) or f"no answer within {REQUEST_S:g} s"
+                self._late = str(error) or f"no answer within {REQUEST_S:g} s"
                 continue
             if now is None or _held(now)[0] != _held(self._record)[0]:
                 return f"the Lease {self._api.name} is held by {shown(_held(now)[0])}"
             self._record = now  # the answer to a renewal was lost; the next one counts
-        return f"the Lease {self._api.name} was not renewed in time: {why}"
+        return self.why
 
     async def resign(self) -> None:
         """See `Term`."""

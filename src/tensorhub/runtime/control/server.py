@@ -277,7 +277,7 @@ class CoordinatorServer:
     async def _keep_term(self) -> None:
         """End the server with the term: after a stop of this process an event may come first."""
         await self._term_over.wait()
-        raise Deposed("its term has ended by this machine's clock: it was stopped, or slept")
+        raise Deposed
 
     async def _keep_time(self) -> None:
         """Let time pass for the core when it wants that. Most deadlines are moved on before they
