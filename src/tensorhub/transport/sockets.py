@@ -69,6 +69,15 @@ def listen_at_one(host: str, ports: Sequence[int]) -> tuple[socket.socket, int]:
     raise StateError("no port is given to listen at")
 
 
+def is_here(host: str) -> bool:
+    """Whether this machine has that address."""
+    try:
+        listen(host, 0).close()
+    except OSError as error:
+        return error.errno != errno.EADDRNOTAVAIL
+    return True
+
+
 def listen_at(listener: socket.socket, address: str | tuple[object, ...]) -> socket.socket:
     """The socket, bound, listening and non-blocking. OSError: that failed, and the socket is
     closed.

@@ -147,6 +147,8 @@ class Worker(CallersWorker):
         self._owner.deltas.on_dropped = self.copies.budget.take_back
         self._generations = itertools.count(1)
         self._endpoints: tuple[Endpoint, ...] = ()
+        self._listeners: list[socket.socket] = []
+        self._listened_at = ""  # the host
         self._closed = anyio.Event()
         self._deadlines = Deadlines(self.router.handles, lambda: self.link.fault)
         self._tasks: anyio.abc.TaskGroup
@@ -178,7 +180,7 @@ class Worker(CallersWorker):
     async def _run(self, ready: Callable[[], None]) -> None:
         received = await self.link.connect_first()
         try:
-            listeners = self._listen()
+            self._listeners = self._listen()
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await received.aclose()
@@ -187,7 +189,7 @@ class Worker(CallersWorker):
         try:
             async with anyio.create_task_group() as self._tasks:
                 self.pins.tasks = self.copies.tasks = self._tasks
-                self._tasks.start_soon(self._serve_readers, listeners)
+                self._tasks.start_soon(self._serve_readers)
                 self._tasks.start_soon(self._deadlines.keep)
                 self._tasks.start_soon(self.copies.keep_time)
                 self._tasks.start_soon(self.archived.run)
@@ -211,7 +213,7 @@ class Worker(CallersWorker):
                 self._tasks.cancel_scope.cancel()
         finally:
             self.copies.end()
-            for listener in listeners:
+            for listener in self._listeners:
                 listener.close()
 
     async def close(self, parting: Parting) -> None:
@@ -265,11 +267,26 @@ class Worker(CallersWorker):
                 if address is not None
             ]
         )
+        self._listened_at = host
         return [listener] if local is None else [listener, local]
 
-    async def _serve_readers(self, listeners: Sequence[socket.socket]) -> None:
+    def _listen_anew(self) -> None:
+        """If the machine has another address since: readers would not find this worker."""
+        here = self.options.listen_host or self.link.local_host
+        if here == self._listened_at or sockets.is_here(self._listened_at):
+            return
+        try:
+            new = self._listen()
+        except StateError as error:  # and again with the next session
+            log.warning("readers_not_served", reason=str(error))
+            return
+        self._listeners = new
+        self._serving.cancel()  # and the old ones are closed
+
+    async def _serve_readers(self) -> None:
         """Serve readers as the present incarnation; again as the next one after a change."""
         while True:
+            listeners = self._listeners
             settings = ServeSettings(
                 incarnation=self.incarnation,
                 secrets=self._secrets,
@@ -287,6 +304,9 @@ class Worker(CallersWorker):
             except* StateError as group:  # this process lacks descriptors now
                 log.warning("readers_not_served", reason=str(group.exceptions[0]))
                 await anyio.sleep(RETRY_S)
+            for listener in listeners:
+                if listener not in self._listeners:
+                    listener.close()
 
     async def _hand_over(self, parting: Parting) -> None:
         """Close every handle as its caller would: readers move to other sources, and retained
@@ -316,6 +336,7 @@ class Worker(CallersWorker):
 
     def introduce(self) -> messages.Join:
         """See `SessionHandler`."""
+        self._listen_anew()
         return messages.Join(
             self.name,
             self.location,
