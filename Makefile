@@ -95,8 +95,9 @@ frameworks: venv ## the adapters against vLLM, verl, TRL, SGLang and Ray themsel
 
 MINUTES ?= 10
 SEED ?= 1
-chaos: venv ## real processes are killed, stopped and cut off while versions advance, checked (MINUTES=, SEED=)
-	$(BIN)/python -m benches.chaos --minutes $(MINUTES) --seed $(SEED) --plot chaos.svg
+HA ?=
+chaos: venv ## real processes are killed, stopped and cut off while versions advance, checked (MINUTES=, SEED=, HA=etcd|lock)
+	$(BIN)/python -m benches.chaos --minutes $(MINUTES) --seed $(SEED) --plot chaos.svg $(if $(HA),--ha $(HA))
 
 rdma: venv ## what needs an RDMA device, in a guest that has one, if this machine has none (root; the first time builds a kernel)
 	TENSORHUB_RDMA_GUEST=$${TENSORHUB_RDMA_GUEST:-1} $(BIN)/pytest -q -rs -m rdma tests/rdma

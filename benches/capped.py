@@ -60,7 +60,7 @@ class BenchProcesses:
         self._version = 0
         state = stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorhub-capped-"))
         self._coordinator = self._start("coordinator", stack)
-        host, port = network.coordinator
+        host, port = network.coordinators["coordinator"]
         self._coordinator.do("serve", host=host, port=port, state_dir=state)
         self._publisher = self._join(PUBLISHER, stack, nbytes)
         self._readers = [self._join(name, stack, nbytes) for name in names(readers)]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benches.chaos import namespaces
+from benches.chaos import engine, namespaces
 from benches.chaos.drivers import WORKERS
 from benches.chaos.network import Relays
 from benches.chaos.plan import draw
@@ -36,16 +36,26 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="real links between network namespaces; needs root",
     )
+    parser.add_argument(
+        "--ha",
+        choices=engine.ENGINES,
+        help="two coordinators; for etcd, three members, which die, too",
+    )
     parser.add_argument("--plan", action="store_true", help="print what would come, and do nothing")
     given = parser.parse_args(arguments)
     if given.namespaces and (reason := namespaces.why_not()):
         print(f"skipped: {reason}")
         return 0
+    chosen = engine.ENGINES.get(given.ha, engine.ALONE)
+    if chosen.members and not Path(engine.ETCD).exists():
+        print("skipped: etcd is not installed (Debian: etcd-server)")
+        return 0
     with (
         _ended_after(given.minutes * 60 * MEETINGS + GRACE_S),
-        _network(given.namespaces) as network,
+        _network(given.namespaces, chosen) as network,
     ):
-        plan = draw(given.seed, given.minutes * 60, ["coordinator", *WORKERS], network.kinds)
+        processes = [*chosen.coordinators, *WORKERS, *chosen.members]
+        plan = draw(given.seed, given.minutes * 60, processes, network.kinds)
         print(f"seed {given.seed}: {len(plan)} faults in {given.minutes:g} minutes", flush=True)
         if given.plan:
             print(*plan, sep="\n")
@@ -61,7 +71,8 @@ def main(arguments: Sequence[str]) -> int:
         _report(
             result,
             f"python -m benches.chaos --minutes {given.minutes:g} --seed {given.seed}"
-            + " --namespaces" * given.namespaces,
+            + " --namespaces" * given.namespaces
+            + (f" --ha {given.ha}" if given.ha else ""),
         )
     )
     return 0 if result.is_clean else 1
@@ -79,8 +90,8 @@ def _ended_after(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _network(real_links: bool) -> namespaces.Namespaces | Relays:
-    return namespaces.Namespaces(WORKERS) if real_links else Relays(WORKERS)
+def _network(real_links: bool, chosen: engine.Engine) -> namespaces.Namespaces | Relays:
+    return (namespaces.Namespaces if real_links else Relays)(WORKERS, chosen)
 
 
 def _picture(result: Result) -> str:
@@ -96,7 +107,7 @@ def _picture(result: Result) -> str:
         f"{fills} fills, {gigabytes:.1f} GB checked word by word",
     ]
     title = f"Chaos, seed {result.seed}: {minutes:g} minutes, {clean}"
-    return draw_plot(result.events, ["coordinator", *WORKERS], title, totals)
+    return draw_plot(result.events, list(result.lives), title, totals)
 
 
 def _report(result: Result, command: str) -> str:

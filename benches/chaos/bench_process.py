@@ -9,6 +9,7 @@ such.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import tempfile
 import time
@@ -48,9 +49,12 @@ class BenchProcess:
         self._weights = dict[int, Weights]()  # by rank
         self._memory = dict[int, byte_patterns.Tensors]()
 
-    async def serve(self, host: str, port: int, state_dir: str, options: dict[str, Any]) -> str:
+    async def serve(
+        self, host: str, port: int, state_dir: str | None, ha: str | None, options: dict[str, Any]
+    ) -> str:
+        logging.basicConfig(level=logging.INFO)  # the run counts when it leads
         serving = tensorhub.serve(
-            host=host, port=port, state_dir=state_dir, options=Options(**options)
+            host=host, port=port, state_dir=state_dir, ha=ha, options=Options(**options)
         )
         return (await self._stack.enter_async_context(serving)).address
 

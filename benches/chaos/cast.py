@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -31,14 +31,14 @@ class Host:
     def __init__(
         self,
         name: str,
-        backend: str,
+        program: Sequence[str],
         place: Place,
         environment: Mapping[str, str],
         folder: Path,
         note: Callable[..., None],
     ) -> None:
         self.name = name
-        self._backend = backend
+        self._program = program  # a module, and its arguments
         self._place = place
         self._environment = environment
         self._errors = folder / f"{name}.err"
@@ -71,8 +71,7 @@ class Host:
                 return
             self._process = Process(
                 self.name,
-                "benches.chaos.bench_process",
-                self._backend,
+                *self._program,
                 environment=self._environment,
                 prefix=self._place.prefix(self.name),
                 errors=self._errors,

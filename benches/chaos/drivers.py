@@ -1,5 +1,5 @@
-"""Who makes the processes work: one thread for the coordinator, one for each group, each with a
-generator of its own.
+"""Who makes the processes work: one thread for each coordinator and each group, with a generator of
+its own.
 """
 
 from __future__ import annotations
@@ -138,27 +138,29 @@ class Driver(threading.Thread):
 
 
 class Keeper(Driver):
-    """Starts the coordinator, again after each death."""
+    """Starts a coordinator, again after each death."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world, "coordinator")
-        self.host = world.hosts["coordinator"]
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(world, name)
+        self.host = world.hosts[name]
 
     def work(self) -> None:
+        network, served = self.world.network, 0  # the life that serves
+        host, port = network.coordinators[self.host.name]
+        ha = network.ha(self.host.name)
+        state_dir = None if network.engine.members else str(self.world.folder / "state")
+        settings = {"host": host, "port": port, "ha": ha, "state_dir": state_dir}
         while not self.world.is_over.is_set():
             if not self.host.is_up:
                 self.host.start()
-                host, port = self.world.network.coordinator
-                settings = {
-                    "host": host,
-                    "port": port,
-                    "state_dir": str(self.world.folder / "state"),
-                }
+            if (life := self.host.lives) != served:
                 answer = self.answer(
                     self.host.ask("serve", START_S, options=COORDINATOR_OPTIONS, **settings)
                 )
-                if answer is not None and answer["outcome"] != "ok":
-                    self.world.violated(f"the coordinator cannot serve again: {answer['text']}")
+                if answer is not None and answer["outcome"] == "ok":
+                    served = life
+                elif answer is not None and not (network.engine.members and answer["retryable"]):
+                    self.world.violated(f"{self.host.name} cannot serve again: {answer['text']}")
                     self.host.kill()
                     self.host.may_run.set()
             self.world.is_over.wait(0.05)

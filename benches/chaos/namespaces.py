@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
+from benches.chaos.engine import ALONE, CLIENT_PORT, Engine, url_of
 from benches.chaos.plan import PROCESS_KINDS, Fault
 
 PORT: Final = 7000
@@ -32,13 +33,17 @@ class Namespaces:
     of `network.Relays`.
     """
 
-    def __init__(self, workers: Sequence[str]) -> None:
-        self._numbers = {name: number for number, name in enumerate(("coordinator", *workers), 1)}
+    def __init__(self, workers: Sequence[str], engine: Engine = ALONE) -> None:
+        self.engine = engine
+        names = (*engine.coordinators, *workers, *engine.members)
+        self._numbers = {name: number for number, name in enumerate(names, 1)}
         self._faults: dict[str, list[Fault]] = {name: [] for name in self._numbers}
         self._lock = threading.Lock()
         self._usual: tuple[str, ...] = ()
         self._pid = os.getpid()
-        self.coordinator = (self.host("coordinator"), PORT)
+        self.coordinators: Mapping[str, tuple[str, int]] = {
+            name: (self.host(name), PORT) for name in engine.coordinators
+        }
         self.kinds: Sequence[str] = (*PROCESS_KINDS, "partition", "deaf", "mute", "slow")
 
     def __enter__(self) -> Self:
@@ -48,7 +53,7 @@ class Namespaces:
             _ip("link", "set", f"{LINK}{self._pid}", "up")
             for name in self._numbers:
                 self._add(name)
-            if _has_netem(self._port("coordinator")):
+            if _has_netem(self._port(self.engine.coordinators[0])):
                 self.kinds = (*self.kinds, "delay")
         except BaseException:
             self.__exit__()
@@ -99,8 +104,14 @@ class Namespaces:
         return self._space(name)
 
     def address(self, name: str) -> str:
-        """Where workers reach the coordinator."""
-        return f"tcp://{self.coordinator[0]}:{PORT}"
+        """Where workers reach the coordinators, or ask for them."""
+        listed = ",".join(f"tcp://{host}:{port}" for host, port in self.coordinators.values())
+        return (self.ha(name) if self.engine.members else None) or listed
+
+    def ha(self, name: str) -> str | None:
+        """What this coordinator is elected by."""
+        members = (f"{self.host(each)}:{CLIENT_PORT}" for each in self.engine.members)
+        return url_of(self.engine, members)
 
     def options(self, name: str) -> dict[str, Any]:
         return {}

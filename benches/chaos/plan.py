@@ -61,7 +61,7 @@ class Fault:
 def draw(
     seed: int, seconds: float, processes: Sequence[str], kinds: Sequence[str] = tuple(KINDS)
 ) -> list[Fault]:
-    """The faults of a run, in order. `processes`: the coordinator, called so, and the others."""
+    """The faults of a run, in order. `processes`: the coordinators, the workers, members of etcd."""
     chance = Random(f"chaos {seed}")
     faults, at_s = list[Fault](), 0.0
     while True:
@@ -73,11 +73,11 @@ def draw(
 
 def _one(chance: Random, at_s: float, processes: Sequence[str], kinds: Sequence[str]) -> Fault:
     process = chance.choice(processes)
-    # The coordinator has one listener, behind everybody's control path: only what concerns its
-    # process is drawn for it.
+    # A coordinator without a standby has one listener, behind everybody's control path: only what
+    # concerns its process is drawn for it, and for a member of etcd.
     usable = (
         [kind for kind in kinds if kind in PROCESS_KINDS]
-        if process == "coordinator"
+        if process == "coordinator" or process.startswith("etcd")
         else list(kinds)
     )
     [kind] = chance.choices(usable, [KINDS[kind][0] for kind in usable])

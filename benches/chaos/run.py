@@ -58,6 +58,7 @@ class Result:
     bytes_relayed: int
     lives: dict[str, int]
     stored: list[int]  # numbers in the archive at the end
+    terms: int  # how often a coordinator began to lead
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -72,6 +73,7 @@ class Result:
             "faults": dict(sorted(self.faults.items())),
             "faults on somebody who was down": self.skipped,
             "lives": self.lives,
+            "terms of coordinators": self.terms,
             "newest version": results.visible,
             "fills that changed something": results.commits,
             "bytes checked": results.bytes_checked,
@@ -104,11 +106,18 @@ class World:
         self._started = time.monotonic()
         self._lock = threading.Lock()
         environment = {"TENSORHUB_TOKEN": secrets.token_hex(16), "TMPDIR": str(folder)}
+        backends = itertools.cycle(("asyncio", "trio"))
+        programs: dict[str, Sequence[str]] = {
+            name: ("benches.chaos.bench_process", next(backends))
+            for name in (*network.engine.coordinators, *WORKERS)
+        }
+        for name in network.engine.members:
+            peers = ",".join(f"{each}={network.host(each)}" for each in network.engine.members)
+            arguments = name, network.host(name), str(folder / name), peers
+            programs[name] = ("benches.chaos.engine", *arguments)
         self.hosts = {
-            name: Host(name, backend, network, environment, folder, self.note)
-            for name, backend in zip(
-                ("coordinator", *WORKERS), itertools.cycle(("asyncio", "trio")), strict=False
-            )
+            name: Host(name, program, network, environment, folder, self.note)
+            for name, program in programs.items()
         }
 
     @property
@@ -190,13 +199,14 @@ def run(seed: int, seconds: float, network: Network) -> Result:
     """
     folder = Path(tempfile.mkdtemp(prefix="tensorhub-chaos-"))
     world = World(seed, network, folder)
-    drivers: list[Driver] = [Keeper(world)]
+    drivers: list[Driver] = [Keeper(world, name) for name in network.engine.coordinators]
     drivers += [
         Trainer(world, role) if role.group == "trainer" else Group(world, role) for role in ROLES
     ]
     drivers.append(Archivist(world, ARCHIVE))
     try:
         network.cap(LINK_BITS_PER_S)
+        _start_members(world)
         for driver in drivers:
             driver.start()
         groups = [driver for driver in drivers if isinstance(driver, Group)]
@@ -226,6 +236,10 @@ def run(seed: int, seconds: float, network: Network) -> Result:
             network.bytes_passed,
             lives,
             stored,
+            sum(
+                log.read_text(errors="replace").count("coordinator_listens")
+                for log in folder.glob("coordinator*.err")
+            ),
         )
     finally:
         world.is_over.set()
@@ -301,6 +315,7 @@ def _take_back(world: World, fault: Fault) -> None:
     host = world.hosts[fault.process]
     if fault.kind == "kill":
         host.may_run.set()
+        _start_members(world)
     elif fault.kind in PROCESS_KINDS:
         host.go_on()
     elif fault.kind != "cut":
@@ -312,7 +327,15 @@ def _heal(world: World) -> None:
     for host in world.hosts.values():
         host.go_on_for_good()
         host.may_run.set()
+    _start_members(world)
     world.note("run", "healed")
+
+
+def _start_members(world: World) -> None:
+    """Those of etcd that are down and may run; they end with this thread."""
+    for host in (world.hosts[name] for name in world.network.engine.members):
+        if not host.is_up and host.may_run.is_set():
+            host.start()
 
 
 def _meet(world: World, groups: Sequence[Group], *, anew: bool) -> None:
@@ -436,7 +459,10 @@ def _end(world: World, drivers: Sequence[Driver]) -> None:
         driver.join(END_S)
         if driver.is_alive():
             world.violated(f"{driver.name} did not end")
-    for name in (*WORKERS, "coordinator"):
+    for name in world.network.engine.members:
+        if (code := world.hosts[name].dismiss(0.0)) is not None:
+            world.violated(f"{name} ended by itself with exit code {code}")
+    for name in (*WORKERS, *world.network.engine.coordinators):
         code = world.hosts[name].dismiss(END_S)
         if code != 0:
             world.violated(

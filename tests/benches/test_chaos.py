@@ -15,7 +15,7 @@ import pytest
 
 from benches import byte_patterns
 from benches.byte_patterns import ATTEMPTS
-from benches.chaos import __main__ as program, cast, drivers, run
+from benches.chaos import __main__ as program, cast, drivers, engine, run
 from benches.chaos.bench_process import STRIPES
 from benches.chaos.results import Answer, Call, Results, Seat
 from tests.runtime.data_rig import slowness
@@ -189,7 +189,9 @@ def test_memory_is_as_the_error_says(story: Story) -> None:
 @pytest.mark.skipif(not find_spec("obstore"), reason="the extra archive is not installed")
 @pytest.mark.skipif(not find_spec("zstandard"), reason="the extra delta is not installed")
 def test_a_slice_of_chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine seconds of it, other ones for each commit. What follows has the time that it takes."""
+    """Nine seconds of it, other ones for each commit; with etcd, if it is installed. What follows
+    has the time that it takes.
+    """
     for module, names in (
         (program, ("GRACE_S",)),
         (run, ("LIVENESS_S", "SETTLE_S", "END_S")),
@@ -200,11 +202,13 @@ def test_a_slice_of_chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.setattr(module, name, getattr(module, name) * slowness())
     figures, picture = tmp_path / "figures.json", tmp_path / "plot.svg"
     written = ["--json", str(figures), "--plot", str(picture)]
+    written += ["--ha", "etcd" if Path(engine.ETCD).exists() else "lock"]
     assert program.main(["--minutes", "0.15", "--seed", str(first_seed()), *written]) == 0
     found = json.loads(figures.read_text())
     assert found["violations"] == []
     assert found["bytes checked"] > 0 < found["newest version"]
     assert found["bytes saved by deltas"] > 0
     assert found["versions in the archive"]
+    assert found["terms of coordinators"]
     assert found["fetches of archived versions"] > 0
     ElementTree.fromstring(picture.read_text())
