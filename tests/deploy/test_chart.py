@@ -75,6 +75,20 @@ def test_the_parts_of_the_manifests_fit_each_other(name: str) -> None:
         assert pod["securityContext"]["runAsNonRoot"]
         user, image = pod["securityContext"]["runAsUser"], DEPLOY / "Containerfile"
         assert f"USER {user}:{user}\n" in image.read_text(encoding="utf-8")
+        secrets = [each["secret"] for each in pod["volumes"] if "secret" in each]
+        assert secrets
+        assert all(each["defaultMode"] & 0o007 == 0 for each in secrets)
+    for each in (each["spec"] for each in found if each["kind"] == "StatefulSet"):
+        (container,) = each["template"]["spec"]["containers"]
+        if each["replicas"] > 1:  # no rollout may wait until a standby leads
+            assert container["readinessProbe"]["httpGet"]["path"] == "/healthz"
+        if any("--ha=kubernetes" in arg for arg in container["args"]):
+            (claim,) = (one for one in found if one["kind"] == "PersistentVolumeClaim")
+            assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    (policy,) = (each["spec"] for each in found if each["kind"] == "NetworkPolicy")
+    for rule in policy["ingress"]:
+        if any(each["port"] <= 8080 <= each.get("endPort", each["port"]) for each in rule["ports"]):
+            assert [bool(each.get("namespaceSelector")) for each in rule["from"]] == [True]
 
 
 @pytest.mark.parametrize(

@@ -315,6 +315,9 @@ def keys_after(one: Handshake[Any], other: Handshake[Any]) -> tuple[bytes, bytes
 
 def test_each_direction_of_each_connection_under_each_secret_has_a_key_of_its_own() -> None:
     other = ClientHandshake("worker", "client-1", SECRET, b"d" * 32)
+    in_tls = client(), server()
+    for each in in_tls:
+        each.binding = b"of the TLS connection"
     keys = [
         *keys_after(client(), server()),
         *keys_after(client(), server(nonce=b"t" * 32)),
@@ -323,6 +326,7 @@ def test_each_direction_of_each_connection_under_each_secret_has_a_key_of_its_ow
         *keys_after(client(b"new"), server(b"old", b"new")),
         *keys_after(client(read_only_secret(SECRET)), server()),
         *keys_after(client(b""), server(b"")),
+        *keys_after(*in_tls),
     ]
     assert len(set(keys)) == len(keys)
     assert all(len(key) == 32 for key in keys)

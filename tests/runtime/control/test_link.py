@@ -32,6 +32,7 @@ from tensorhub.errors import (
 from tensorhub.messages import VERSIONS, Dismissed, FromCoordinator, FromWorker, Join
 from tensorhub.protocol.frames import PREFACE_BYTES, preface
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.runtime.control import search as searching
 from tensorhub.runtime.control.addresses import Addresses
 from tensorhub.runtime.control.link import CoordinatorLink
 from tensorhub.runtime.control.search import Search
@@ -126,8 +127,13 @@ class Taken:
         self.is_closed = True
 
 
-def search(connect_to: Callable[[str], Awaitable[Taken]], *, is_first: bool = True) -> Search:
-    given = Addresses(["tcp://a:1", "tcp://b:1"])
+def search(
+    connect_to: Callable[[str], Awaitable[Taken]],
+    given: Addresses | None = None,
+    *,
+    is_first: bool = True,
+) -> Search:
+    given = given or Addresses(["tcp://a:1", "tcp://b:1"])
     connect_: Any = connect_to
     return Search(given, connect_, lambda error: None, WAIT_S, is_first=is_first)
 
@@ -148,6 +154,27 @@ async def test_of_two_addresses_that_answer_at_once_one_connection_is_closed() -
         (False, True),
         (True, False),
     ]
+
+
+async def test_a_leader_that_comes_up_elsewhere_during_the_search_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Moving(Addresses):
+        ahead = iter(["tcp://gone:1"])
+
+        async def look_up(self, name: str) -> list[str]:
+            return [next(self.ahead, "tcp://new:1")]
+
+    async def connect_to(address: str) -> Taken:
+        if address != "tcp://new:1":
+            raise ConnectionRefusedError
+        return made
+
+    monkeypatch.setattr(searching, "LOOK_UP_S", 0.0)
+    made = Taken()
+    with anyio.fail_after(WAIT_S):
+        found: object = await search(connect_to, Moving("etcd://e:1/x")).run()
+    assert found is made
 
 
 async def test_a_worker_that_was_welcomed_once_outlasts_refusals() -> None:
