@@ -4,6 +4,7 @@ replica; and its place among the host copies.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -129,6 +130,14 @@ def test_what_the_coordinator_does_not_keep_is_given_up_with_its_memory(how: str
     }
     assert why[how] in made.why
     made.check_invariants()
+
+
+def test_content_of_a_state_that_is_lost_names_no_lineage() -> None:
+    """The number is of the lost state; the present state may count another lineage by it."""
+    content = Content(replace(INFO, lineage=2), MANIFEST, 0)
+    assert content.held(told=False).lineage == 2
+    content.former = True
+    assert content.held(told=False).lineage is None
 
 
 def test_no_fill_of_this_worker_takes_it_for_content_that_is_there() -> None:

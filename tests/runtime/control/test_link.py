@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 import anyio.abc
 import anyio.to_thread
+import msgpack
 import pytest
 
 import tensorhub
@@ -29,9 +30,21 @@ from tensorhub.errors import (
     StateError,
     TensorHubError,
 )
-from tensorhub.messages import VERSIONS, Dismissed, FromCoordinator, FromWorker, Join
+from tensorhub.messages import (
+    VERSIONS,
+    Dismissed,
+    FromCoordinator,
+    FromWorker,
+    GetManifest,
+    Join,
+    Refused,
+)
+from tensorhub.protocol import codec
 from tensorhub.protocol.frames import PREFACE_BYTES, preface
+from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.stream import MessageStream
+from tensorhub.protocol.tags import TAGS
 from tensorhub.runtime.control import search as searching
 from tensorhub.runtime.control.addresses import Addresses
 from tensorhub.runtime.control.link import CoordinatorLink
@@ -369,3 +382,55 @@ async def test_the_last_words_are_heard_also_where_nothing_can_be_said_any_more(
     assert ears.dismissals == 1
     assert str(link.fault) == "tcp://127.0.0.1:1: idle"
     assert "coordinator_lost" not in caplog.text
+
+
+class Curious(Ears):
+    """Asks first."""
+
+    def __init__(self) -> None:
+        self.heard = list[FromCoordinator]()
+        self.answered = anyio.Event()
+
+    def introduce(self) -> Any:
+        return GetManifest(7, "m", "content", 0)
+
+    def received(self, message: FromCoordinator) -> None:
+        self.heard.append(message)
+        self.answered.set()
+
+
+async def test_a_session_outlasts_messages_that_one_side_does_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A message of a younger coordinator is passed over. A question that an older coordinator lacks
+    is refused to its caller.
+    """
+    monkeypatch.setattr(codec, "SINCE", {GetManifest: VERSIONS[1]})
+    monkeypatch.setattr(
+        codec, "written_for", lambda version: codec.Vocabulary[Any]("", TAGS, version=version)
+    )
+    ears = Curious()
+
+    async def coordinate(stream: anyio.abc.ByteStream) -> None:
+        async with MessageStream(stream, codec.FROM_WORKER, OPTIONS.frame_bytes_max) as messages:
+            shaken = ServerHandshake("coordinator", "c", (b"",), b"s" * NONCE_BYTES)
+            await messages.handshake(shaken, WAIT_S)
+            await messages.send_encoded(msgpack.packb([2**14, "of a younger release"]))
+            await ears.answered.wait()
+            await messages.send(Dismissed("idle"))
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, coordinate)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        link = CoordinatorLink([f"tcp://127.0.0.1:{port}"], (b"",), OPTIONS, ears)  # type: ignore[arg-type]
+        with anyio.fail_after(WAIT_S):
+            messages = await link.connect_first()
+            messages.version = VERSIONS[0]
+            await link._hold_session(messages, lambda: None)
+        tasks.cancel_scope.cancel()
+    assert str(link.fault).endswith(": idle")
+    (refused,) = ears.heard
+    assert isinstance(refused, Refused)
+    assert refused.request == 7
+    assert "upgrade the peer" in str(refused.error.error())
