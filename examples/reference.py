@@ -13,10 +13,12 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+import trustme
 
 import tensorhub
 from tensorhub import sync
@@ -53,6 +55,23 @@ async def serve() -> None:
     # without a block: until it is closed, or the process ends
     coordinator = await tensorhub.serve()
     await coordinator.close()
+
+
+@shows("TLS")
+async def encrypted(tmp_path: Path) -> None:
+    ca = trustme.CA()
+    issued = ca.issue_cert("127.0.0.1")  # in earnest: by your own authority
+    (tmp_path / "tls.crt").write_bytes(issued.cert_chain_pems[0].bytes())
+    (tmp_path / "tls.key").touch(0o600)
+    (tmp_path / "tls.key").write_bytes(issued.private_key_pem.bytes())
+    (tmp_path / "ca.crt").write_bytes(ca.cert_pem.bytes())
+
+    tls = tensorhub.TLS(tmp_path / "tls.crt", tmp_path / "tls.key", tmp_path / "ca.crt")
+    async with (
+        tensorhub.serve(tls=tls) as coordinator,
+        tensorhub.connect(coordinator.address, tls=tls) as hub,
+    ):
+        assert hub.newest("actor") is None
 
 
 @shows("connect", "Location", "Options", "Hub", "Hub.name")
@@ -557,9 +576,11 @@ async def not_a_coordinator() -> None:
 
 
 @shows("sync.serve", "sync.Coordinator", "sync.Coordinator.address", "sync.Coordinator.close")
+@shows("sync.Coordinator.leading")
 def serve_blocking() -> None:
     with sync.serve() as coordinator:
         assert coordinator.address
+        assert coordinator.leading  # with `ha=` it may stand by
     coordinator = sync.serve()  # without a block: until it is closed, or the process ends
     coordinator.close()
 

@@ -86,8 +86,8 @@ async def test_11_memory_is_registered_anew_at_every_step() -> None:
 # 15: packaging
 
 SIGNATURES = {
-    "serve": "(host, port, *, token, state_dir, options)",
-    "connect": "(address, *, name, location, token, transports, prefetch, options)",
+    "serve": "(host, port, *, token, tls, state_dir, ha, options)",
+    "connect": "(address, *, name, location, token, tls, transports, prefetch, options)",
     "Hub.register": "(self, model, tensors, *, group, rank, world_size, spot, sources, partial)",
     "Hub.retain": "(self, model, *, latest, timeout)",
     "Hub.pin": "(self, model, version, timeout)",

@@ -27,6 +27,7 @@ DELTAS = (
     "deltas: available: applied at 4.0 GiB/s by a thread, where 1.5 % of the words change; they "
     "pay over connections slower than 24.1 Gbit/s"
 )
+TLS = "TLS: off"
 ROOM = "a coordinator: room for 16,384 workers"
 ARCHIVE = "for readers with Options.direct, of archived versions only"
 SHARED = f"for tensors that tensorhub.shared_empty_like has made; {unix.given_to()}"
@@ -70,6 +71,7 @@ def test_what_works() -> None:
         f"archive: available: {ARCHIVE}",
         "tcp: available",
         DELTAS,
+        TLS,
         ROOM,
     ]
     assert json.loads(run("--json")) == {
@@ -94,13 +96,14 @@ def test_what_works() -> None:
             "codec_bytes_per_s": 2**32,
             "pay_below_bytes_per_s": pytest.approx(0.7 * 2**32),
         },
+        "tls": "off",
         "coordinator": {"hard": 2**20, "sessions": 16_384, "needed": 20_608},
     }
 
 
 def test_without_the_extra_there_are_no_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deltas, "fault_here", lambda: "deltas need numpy")
-    assert run().splitlines()[-2] == "deltas: not available: deltas need numpy"
+    assert run().splitlines()[-3] == "deltas: not available: deltas need numpy"
     assert json.loads(run("--json"))["deltas"] == {
         "available": False,
         "reason": "deltas need numpy",
@@ -151,6 +154,7 @@ def test_rdma_ports_are_shown_also_if_they_cannot_be_used(monkeypatch: pytest.Mo
         "RDMA port mlx5_1:1:0 (::): infiniband, DOWN, 400 Gb/s: the port is DOWN: check its cable",
         "memory that may be registered: 1048576 bytes",
         DELTAS,
+        TLS,
         ROOM,
     ]
     shown = json.loads(run("--json"))["rdma_ports"]

@@ -17,12 +17,14 @@ from tensorhub.types import Location, Medium, Purpose
 from tests.worker.test_member import published
 
 SESSION = 77
-JOIN = Join("x", Location(), (), 1, 0)
+JOIN = Join("x", Location(), (), 1, 0, cluster="c", epoch=1)
 HELD = Held(9, "other", 1, 1, 1, b"m", lineage=0)
 REGISTER = Register(7, "r", "actor", "g", 0, 0, 1, True, False, *DEVICE, "", 1, 1, b"m", HELD)
 
 
-def said(message: FromWorker, *, lineage: int = 0, read_only: bool = False) -> str:
+def said(
+    message: FromWorker, *, lineage: int = 0, read_only: bool = False, join: Join = JOIN
+) -> str:
     """What makes a coordinator outlived, where version 1 is the newest, of that lineage; "": it
     is not.
     """
@@ -30,7 +32,7 @@ def said(message: FromWorker, *, lineage: int = 0, read_only: bool = False) -> s
     model = cluster.coordinator.cluster.models["actor"]
     model.history.lineage = lineage
     cluster.coordinator.step(Connected(SESSION, "x.1", "worker", read_only=read_only), 0.0)
-    before = [] if isinstance(message, Join) else [JOIN]
+    before = [] if isinstance(message, Join) else [join]
     reasons = [""]
     for each in (*before, message):
         for action in cluster.coordinator.step(Received(SESSION, each), cluster.now):
@@ -85,6 +87,12 @@ def test_what_this_coordinator_could_have_told_is_none_of_it(message: FromWorker
 def test_versions_of_an_earlier_lineage_prove_nothing(message: FromWorker) -> None:
     """A rollback has left them behind."""
     assert not said(message, lineage=1)
+
+
+@pytest.mark.parametrize("message", [Watch("actor", 0, 9), holds()])
+def test_a_worker_of_another_cluster_proves_nothing(message: FromWorker) -> None:
+    """What it says may have waited since before the state was lost."""
+    assert not said(message, join=joins(9, "another"))
 
 
 @pytest.mark.parametrize("message", [joins(9), Watch("actor", 0, 9)])

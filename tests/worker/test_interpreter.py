@@ -481,6 +481,7 @@ def test_a_cancelled_call_ends_although_a_rolled_back_version_is_still_read() ->
 
 def test_a_call_hears_of_a_lost_state_although_a_rolled_back_version_is_still_read() -> None:
     at, asked = rolled_back_while_read(PublishCall(6))
+    at.cluster.guarantees.state_lost(at.cluster.store)
     at.handle.apply(at.handle.member.state_lost(at.cluster.now))
     at.cluster.run()
     assert (asked.has_ended(), type(asked.error)) == (True, LeaseLost)

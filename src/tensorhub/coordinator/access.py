@@ -115,7 +115,7 @@ class Access:
         if self._may_watch(session, name):
             self._cluster.watch(session, name)
             watched = self._cluster.models.get(name)
-            if message.version is not None and not session.read_only:
+            if message.version is not None and session.remembers:
                 told = message.lineage, message.version
                 self._cluster.outlived(beyond_record(name, watched, *told))
             newest = watched.newest_visible() if watched is not None else None

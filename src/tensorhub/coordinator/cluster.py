@@ -83,6 +83,8 @@ class Session:
     # when its worker was welcomed: whatever it says after its Join answers that
     welcomed_at: float = 0.0
     pending_writes: int = 0  # those of its Retain, Pin and Unpin that are not answered
+    # whether its worker was in this cluster before: else what it says may be of another cluster
+    remembers: bool = False
 
 
 class ReadOnlySessions:

@@ -75,7 +75,8 @@ class Membership:
         """
         cluster = self._cluster
         is_later = message.cluster == cluster.id and message.epoch > cluster.epoch
-        if is_later and not session.read_only:
+        session.remembers = message.cluster == cluster.id and not session.read_only
+        if is_later and session.remembers:
             told = f"worker {message.name!r} was welcomed in epoch {message.epoch} already"
             cluster.outlived(f"{told}, and this is epoch {cluster.epoch}")
             return

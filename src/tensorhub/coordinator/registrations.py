@@ -153,8 +153,11 @@ class Announcements:
             return True
         if not (member.said.serves and held.manifest):
             return False
-        # a copy may be of an archive of another cluster
-        if held.lineage is not None and member.said.purpose is Purpose.USE:
+        # a copy may be of an archive of another cluster, and a message may have waited for a fence
+        # since before the state was lost
+        session = member.worker.session
+        remembers = session is not None and cluster.sessions[session].remembers
+        if held.lineage is not None and member.said.purpose is Purpose.USE and remembers:
             told = held.lineage, held.version, held.content_id
             cluster.outlived(beyond_record(group.model.name, group.model, *told))
         version = group.model.versions.get(held.version)

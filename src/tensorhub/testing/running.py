@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import anyio
 import anyio.abc
@@ -30,6 +30,7 @@ import anyio.abc
 from tensorhub.api.hub import Hub
 from tensorhub.api.opening import Opening
 from tensorhub.errors import CoordinatorUnavailable, StateError
+from tensorhub.protocol.certificates import TLS
 from tensorhub.testing.drivers.facades import WorkerFacade
 from tensorhub.testing.drivers.hosted import (
     OVER,
@@ -152,6 +153,7 @@ class RunningCluster:
         name: str | None = None,
         location: Location | None = None,
         token: str | bytes | os.PathLike[str] | None = None,
+        tls: TLS | Literal[False] | None = None,
         transports: Sequence[str] | None = None,
         prefetch: bool = False,
         options: Options | None = None,
@@ -159,7 +161,7 @@ class RunningCluster:
         """As `tensorhub.connect`, as a simulated process of its own, with the real `Hub` and its
         errors.
 
-        `address`, `token` and `transports` are not looked at. `name`: one at a time of each.
+        `address`, `token`, `tls` and `transports` are not looked at. `name`: one at a time of each.
         `location`: default: a host of its own. Of `options`, `op_timeout_s`, `chunk_bytes`,
         `integrity` and `host_memory_bytes` count.
 
