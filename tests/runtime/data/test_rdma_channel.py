@@ -4,6 +4,7 @@ for the real one).
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -129,7 +130,9 @@ def test_whose_token_is_revoked_is_cut_off_though_he_asks_for_nothing(
         source._settings.secrets[:] = [b"another"]
         with source.owner._changed:
             assert source.owner._changed.wait_for(lambda: lane not in source.owner._lanes, 30)
-        assert not transport._peers._kept[0].connection.is_quiet
+        connection = transport._peers._kept[0].connection
+        assert select.select([connection.descriptor], [], [], 30)[0]  # it is closed right after
+        assert not connection.is_quiet
         transport.close()
     assert open_queues() == 0
 
