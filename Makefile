@@ -38,8 +38,8 @@ lint: venv ## style, types, direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-WORKERS ?= $(shell expr $$(nproc) + 1)
-test: lint ## lint, then all tests but the heavy and the slow ones, by a process more than there are cores: many tests wait (WORKERS=)
+WORKERS ?= $(shell expr $$(nproc) + 2)
+test: lint ## lint, then all tests but the heavy and the slow ones, by two processes more than there are cores: many tests wait (WORKERS=)
 	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 
 test-heavy: venv ## the tests that start many processes, or take seconds: CI runs them, too (WORKERS=)

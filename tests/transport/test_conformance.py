@@ -213,14 +213,19 @@ class _Stale(_Passes):
     read any more.
     """
 
+    failure: ReadFailure | None = None
+
     def submit(self, chunks: Sequence[int]) -> None:
         self.left = set(chunks)
         super().submit(chunks)
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         try:
+            if self.failure is not None:  # nothing more comes
+                raise self.failure
             answer = super().receive(bytes_max)
-        except ReadFailure:
+        except ReadFailure as failure:
+            self.failure = failure
             if not self.left:
                 raise
             return Arrival([(self.left.pop(), 0)], 0.0, 0.0)
