@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from tests.cli.processes import children, eventually
 
 ROOT = Path(__file__).parents[2]
 PYTHON = (sys.base_prefix, sys.prefix, os.path.realpath(sys.prefix))
-IMAGE = ("/usr", "/bin", "/lib", "/lib64", "/etc", *PYTHON, str(ROOT))
+IMAGE = ("/usr", "/bin", "/lib", "/lib64", "/etc", str(ROOT), *PYTHON)  # outer ones first
 PROGRAM = (sys.executable, "-c", "from tensorhub.cli import main; main()")
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 CLONE_NEWNET = 0x40000000
@@ -229,10 +229,14 @@ def become(plan: Any) -> None:
     os.makedirs(root, exist_ok=True)
     _mount("--make-rprivate", "/")
     _mount("-t", "tmpfs", "-o", "mode=755", "pod", root)
-    for path in IMAGE:
-        if os.path.isdir(path):
-            os.makedirs(root + path, exist_ok=True)
-            _mount("--rbind", path, root + path)
+
+    def take(paths: Sequence[str]) -> None:
+        for path in paths:
+            if os.path.isdir(path) and not os.path.exists(f"{root}{path}/."):
+                os.makedirs(root + path, exist_ok=True)
+                _mount("--rbind", path, root + path)
+
+    take(IMAGE)
     for path in ("/proc", "/dev"):
         os.makedirs(root + path, exist_ok=True)
     _mount("-t", "proc", "proc", f"{root}/proc")
@@ -241,6 +245,7 @@ def become(plan: Any) -> None:
         if os.path.isdir(source):
             os.makedirs(root + path, exist_ok=True)
         _mount("--bind", source, root + path)
+    take(IMAGE)  # again: a checkout below /tmp is hidden by the pod's own /tmp
     _mount("-o", "remount,ro", root)
     os.execvp("chroot", ("chroot", root, *plan["become"]))
 
