@@ -95,7 +95,10 @@ class Healing:
         for writer in writers[:1]:
             self._leave_as_last(writer)
         self._cluster.check()
-        self._start_from_archive(is_held=bool(writers))
+        # the last holder may have left although another worker refused the copy
+        newest = self._users.next_version
+        is_held = any(h.member.version == newest for h in world.live_handles())
+        self._start_from_archive(is_held=bool(writers) and is_held)
 
     def _running_calls(self) -> list[CallRecord]:
         """Calls that run when the last fault ends."""
