@@ -460,6 +460,7 @@ class CoordinatorServer:
                 number, handshake.client_incarnation, handshake.peer.role, handshake.read_only
             )
         )
+        end: BaseException | None = None
         try:
             with session.scope:
                 async with anyio.create_task_group() as tasks:
@@ -472,12 +473,14 @@ class CoordinatorServer:
                     await self._hearing.hear(session)
                     tasks.cancel_scope.cancel()
         except* (ConnectionLost, TensorHubError) as group:
-            raise group.exceptions[0] from None
+            end = group.exceptions[0]
         finally:
             del self._sessions[number]
             if isinstance(kind.answers, ReadOnlyAnswers):
                 kind.answers.ended(session)
             self._step(Disconnected(number))
+        if end is not None:  # raised within `except*`, it would come as a group
+            raise end
 
     def _tell_if_short(self) -> None:
         """Warn that sessions are refused because descriptors are short: an operator can raise the
