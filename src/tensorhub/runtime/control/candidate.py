@@ -2,7 +2,7 @@
 
 Responsible for the port, which is bound all the time and listened on only by a leader, so that
 clients are refused at once by all others; and for a server of its own for each term. Not
-responsible for who leads (`Election`).
+responsible for the election (`Election`).
 """
 
 from __future__ import annotations
