@@ -108,7 +108,7 @@ async def test_a_reader_has_what_it_asks_for_as_it_is_loaded() -> None:
     async with serving(a, b), b.open(complete=False).runner() as runner:
         runner.add_source(a.grant())
         await finish(runner)
-    archive.join()
+        archive.join()  # its threads may still say what they brought
     assert [bytes(array) for array in b.arrays] == archive.stored
     asked = {
         chunk
@@ -224,9 +224,9 @@ async def test_readers_of_another_layout_wait_for_what_lies_under_their_chunks_o
         runner.add_source(its.grant(its.a))
         runner.add_source(its.grant(its.b))
         await finish(runner)
-    for archive in (a, b):
-        archive.join()
-        assert all(archive.asked)
+        for archive in (a, b):
+            archive.join()
+            assert all(archive.asked)
     its.check()
 
 
