@@ -25,7 +25,7 @@ def transfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightTransfer]:
     """One whose training has begun, with a coordinator of its own."""
     monkeypatch.delenv("TENSORHUB_ADDRESS", raising=False)
     monkeypatch.setattr("tensorhub.integrations.trl.installed_version", lambda name: "1.16.0")
-    made = WeightTransfer(timeout_s=20.0)
+    made = WeightTransfer(timeout_s=20.0, allow_no_readers=True)
     made.init_weight_transfer()
     yield made
     made.destroy()
@@ -144,7 +144,8 @@ def test_a_second_training_counts_from_the_versions_of_the_first(
     """
     with sync.serve(token="") as coordinator:
         first, second = (
-            WeightTransfer(address=coordinator.address, timeout_s=20.0) for _ in range(2)
+            WeightTransfer(address=coordinator.address, timeout_s=20.0, allow_no_readers=True)
+            for _ in range(2)
         )
         first.init_weight_transfer()
         for version in (1, 2):
@@ -170,7 +171,8 @@ def test_a_version_that_nobody_has_any_more_is_waited_for_until_the_next_one_com
 ) -> None:
     with sync.serve(token="") as coordinator:
         first, second = (
-            WeightTransfer(address=coordinator.address, timeout_s=20.0) for _ in range(2)
+            WeightTransfer(address=coordinator.address, timeout_s=20.0, allow_no_readers=True)
+            for _ in range(2)
         )
         first.init_weight_transfer()
         settings = first.rollout_settings()

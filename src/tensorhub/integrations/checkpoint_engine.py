@@ -36,7 +36,7 @@ from tensorhub.errors import (
 from tensorhub.integrations.streamed import Receiver, Sender
 from tensorhub.logs import get_logger
 from tensorhub.runtime.control.addresses import split_addresses
-from tensorhub.types import Options, as_timeout_s, check_name
+from tensorhub.types import Options, as_timeout_s, check_flag, check_name
 
 if TYPE_CHECKING:
     import torch
@@ -71,8 +71,9 @@ class Exchange:
     coordinator, on `host`. `token`: the path of a token file, for a coordinator that is given by
     its address; see `tensorhub.connect`. `model`: the name under which weights are published;
     trainers that share a coordinator need different ones. `device`: of the buffers. `timeout_s`:
-    how long an update may take, from this process's call on. `transports`, `options`: as for
-    `tensorhub.connect`; `options` by name.
+    how long an update may take, from this process's call on. `allow_no_readers`: an update that
+    nothing reads is no error (`readers`). `transports`, `options`: as for `tensorhub.connect`;
+    `options` by name.
 
     They come from a configuration, perhaps in many processes. So all of it is checked here, before
     the first update.
@@ -87,6 +88,7 @@ class Exchange:
         model: str = "actor",
         device: str = "cpu",
         timeout_s: float = 300.0,
+        allow_no_readers: bool = False,
         transports: Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
         **unknown: object,
@@ -107,6 +109,8 @@ class Exchange:
                 f"device={shown(device)}: give 'cpu', or 'cuda' for the GPU that the process uses"
             )
         self._device = device
+        check_flag("allow_no_readers", allow_no_readers)
+        self._allow_no_readers = allow_no_readers
         self._timeout_s = as_timeout_s(timeout_s, 0.0, "timeout_s")
         if transports is not None and not is_list(transports):
             raise InvalidType(f'transports={shown(transports)}: give a list of names, as ["tcp"]')
@@ -201,7 +205,11 @@ class Exchange:
             return {}
         if self._sender is None:
             self._sender = Sender(
-                self._connected(), self.model, device=self._device, timeout_s=self._timeout_s
+                self._connected(),
+                self.model,
+                device=self._device,
+                timeout_s=self._timeout_s,
+                allow_no_readers=self._allow_no_readers,
             )
         number = meeting.next if version is None else version
         sent = self._sender.send(number, weights)

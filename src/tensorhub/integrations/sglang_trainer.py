@@ -20,6 +20,7 @@ import torch
 
 from tensorhub import sync
 from tensorhub.errors import InvalidType, InvalidValue, StateError, TensorHubError, shown, text_of
+from tensorhub.integrations.readers import Readers
 from tensorhub.integrations.sglang_session import (
     LOADER,
     PREFIX,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tensorhub.layouts.views import Sources
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
+GROUP = "trainer"
 PAUSES = ("abort", "retract", "in_place", None)
 MARGIN_S = 30.0  # an engine answers so much later than its own deadline, at most
 
@@ -132,8 +134,9 @@ class Trainer:
     have); None: engines are not paused here. `clear_cache`: drop the cache of the old weights; not
     with "in_place". `host_memory_bytes`: of each rank of an engine; with enough for its shard, a
     failed update leaves the old weights whole. `unused`: names of published tensors, with `*`, that
-    the engine's model leaves alone. `api_key`: of the servers. `sources`, `options`: as
-    `Hub.register` and `tensorhub.connect` take them.
+    the engine's model leaves alone. `allow_no_readers`: an update that nothing reads is no error
+    (`readers`). `api_key`: of the servers. `sources`, `options`: as `Hub.register` and
+    `tensorhub.connect` take them.
 
     Raises StateError: this release of SGLang, or a server's, is not supported, an engine was
     started without the loader, or a server does not answer; InvalidValue; as `tensorhub.connect`
@@ -153,6 +156,7 @@ class Trainer:
         clear_cache: bool = True,
         host_memory_bytes: int = 0,
         unused: Sequence[str] = (),
+        allow_no_readers: bool = False,
         timeout_s: float = 300.0,
         api_key: str | None = None,
         sources: Sources | None = None,
@@ -171,9 +175,12 @@ class Trainer:
         try:
             mark = next((each.mark for each in self._hub.describe() if each.model == model), None)
             self.version = -1 if mark is None else mark
+            self._sent: int | None = None
+            self._readers = Readers(self._hub, model, GROUP, are_optional=allow_no_readers)
+            self._sends = rank == 0
             asked: dict[str, Any] = {
                 "sources": sources,
-                "group": "trainer",
+                "group": GROUP,
                 "rank": rank,
                 "world_size": world_size,
             }
@@ -199,15 +206,19 @@ class Trainer:
         `weight_version` is its stamp (`tensorhub.Stamp.parse`). `version`: above every number
         before; None: the next one.
 
-        Raises what an engine's ranks have met; of several engines, the first one's error, with a
-        note for each other one. An engine is resumed, unless its weights are torn, or may be: then
+        Raises StateError (nothing has read what was published before: `allow_no_readers`), and what
+        an engine's ranks have met; of several engines, the first one's error, with a note for each
+        other one. An engine is resumed, unless its weights are torn, or may be: then
         it stays paused, and the next update that succeeds resumes it.
         """
         info = self._weights.publish(
             self.version + 1 if version is None else version, self._timeout_s
         )
-        self.version = info.version
+        before, self.version = self._sent, info.version
+        self._sent = info.version
         try:
+            if self._sends:
+                self._readers.check(before, self._timeout_s)
             self._update_all(info)
         finally:
             if self._world_size > 1:

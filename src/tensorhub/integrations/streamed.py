@@ -13,6 +13,7 @@ sends in its own way.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from tensorhub.api.hub import Hub
 from tensorhub.api.tools import published_tensors
 from tensorhub.api.weights import Weights
 from tensorhub.errors import InvalidValue, RegistrationError, VersionConflict, shown, some
+from tensorhub.integrations.readers import Readers
 from tensorhub.logs import get_logger
 from tensorhub.types import FetchReport
 
@@ -60,11 +62,14 @@ class Sender:
         *,
         device: str | torch.device = "cpu",
         timeout_s: float | None = None,
+        allow_no_readers: bool = False,
     ) -> None:
         self._hub = hub
         self._model = model
         self._device = device
         self._timeout_s = timeout_s
+        self._group = f"trainer-{secrets.token_hex(8)}"
+        self._readers = Readers(hub, model, self._group, are_optional=allow_no_readers)
         self._buffers: dict[str, torch.Tensor] = {}
         self._weights: sync.Weights | None = None
 
@@ -83,13 +88,15 @@ class Sender:
 
         A version that is held already is compared with what comes, and stays. Raises
         RegistrationError (other names, shapes or dtypes than the first time, all listed),
-        VersionConflict (the number was used, for other weights), and as `Weights.mutate`.
+        VersionConflict (the number was used, for other weights), StateError (nothing reads what was
+        published before: `allow_no_readers`), and as `Weights.mutate`.
         """
         left, began = iter(items), time.perf_counter()
         try:
             if self._weights is not None and self._weights.version == version:
                 copied = self._compare(version, left)
                 return Sent(version, self.nbytes, copied - began, copied - began, changed=False)
+            self._readers.check(self.version, self._timeout_s)
             copied = (
                 self._first(version, left)
                 if self._weights is None
@@ -117,7 +124,7 @@ class Sender:
         if twice:
             raise RegistrationError(f"{len(twice)} name(s) came twice in one update: {some(twice)}")
         copied = time.perf_counter()
-        weights = self._hub.register(self._model, buffers)
+        weights = self._hub.register(self._model, buffers, group=self._group)
         self._buffers, self._weights = buffers, weights
         log.info(
             "send_buffers",

@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.factory import (
 
 from tensorhub import shared_empty_like, sync
 from tensorhub.errors import InvalidType, InvalidValue, RegistrationError, shown, some
+from tensorhub.integrations.readers import Readers
 from tensorhub.integrations.releases import check_release
 from tensorhub.types import Options, VersionInfo
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["OfflineClient", "Trainer", "TrainerInit", "register"]
 
 BACKEND = "tensorhub"
+GROUP = "trainer"
 SUPPORTED = ("0.32", "0.33")  # releases of vLLM with the hooks that this module uses
 # In an error's text, over any client:
 INTACT, TORN, OPEN = (
@@ -74,7 +76,8 @@ class TrainerInit(TrainerInitInfo):
     `host_memory_bytes`: of each of the engine's workers; with enough for its shard, the weights are
     fetched before the engine is paused, and a failed update leaves the old ones whole. `digests`:
     workers keep digests of tensors that they compute from published tensors, for `check_weights`.
-    `sources`: as `Hub.register` takes it.
+    `allow_no_readers`: an update that nothing reads is no error (`readers`). `sources`: as
+    `Hub.register` takes it.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -87,6 +90,7 @@ class TrainerInit(TrainerInitInfo):
     resume_torn: bool = False
     host_memory_bytes: int = 0
     digests: bool = False
+    allow_no_readers: bool = False
     timeout_s: float = 300.0
     sources: Sources | None = None
     options: Options | None = None
@@ -143,6 +147,10 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
                 (each.mark for each in self._hub.describe() if each.model == init_info.model), None
             )
             self._version = -1 if mark is None else mark
+            self._sent: int | None = None
+            self._readers = Readers(
+                self._hub, init_info.model, GROUP, are_optional=init_info.allow_no_readers
+            )
             self._weights = self._register(source)
             if self.is_sender:
                 self._replica = f"vllm-{secrets.token_hex(8)}"
@@ -156,7 +164,7 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         return cls(init_info, client, source)
 
     def _register(self, source: Any) -> sync.Weights | None:
-        asked: dict[str, Any] = {"sources": self._init.sources, "group": "trainer"}
+        asked: dict[str, Any] = {"sources": self._init.sources, "group": GROUP}
         if isinstance(source, nn.Module | Mapping):
             asked.update(rank=self.rank, world_size=self._init.world_size)
             return self._hub.register(self._init.model, source, **asked)
@@ -207,7 +215,8 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         returns, or raises, the weights may be written again. `version`: above every number before;
         None: the next one.
 
-        Raises what the engine raises, as the client passes it on. A paused engine is resumed,
+        Raises StateError (nothing reads what was published before: `TrainerInit.allow_no_readers`),
+        and what the engine raises, as the client passes it on. A paused engine is resumed,
         unless its weights are torn, or may be: then its weight version is "torn", and it stays
         paused (`TrainerInit.resume_torn`) until an update succeeds.
         """
@@ -222,9 +231,11 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         if self._weights is None:
             return
         info = self._weights.publish(number, self._init.timeout_s)
-        self._version = info.version
+        before, self._version = self._sent, info.version
+        self._sent = info.version
         try:
             if self.is_sender:
+                self._readers.check(before, self._init.timeout_s)
                 self._update(info)
         finally:
             if self._init.world_size > 1 and self._buffers is None:
