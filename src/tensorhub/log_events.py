@@ -281,6 +281,12 @@ EVENTS: Final[Mapping[str, Told]] = {
     "object_not_closed_well": E("warning", "object reason version", "An object of Ray's is freed."),
     "receive_buffers": E("info", "device model nbytes tensors", "Memory for a stream was made."),
     "send_buffers": E("info", "device model nbytes tensors", "Memory for a stream was made."),
+    "release_untested": E(
+        "warning",
+        "framework installed probed tested",
+        "The adapter was not tested with this release. probed: a probe has shown that each "
+        "weight lands where it belongs.",
+    ),
     "sglang_plan": E("info", "computed in_place loaded model unread", "How tensors are filled."),
     "sglang_update_failed": E("error", "error memory", "The trainer raises the same."),
     "vllm_plan": E(

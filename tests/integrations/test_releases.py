@@ -1,0 +1,58 @@
+"""Which releases of a framework an adapter accepts."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tensorhub.errors import StateError
+from tensorhub.integrations.releases import ACCEPT_UNTESTED, check_release
+from tensorhub.log_events import EVENTS
+
+TESTED = ("0.8", "0.9.2")
+
+
+def never() -> None:
+    raise AssertionError("a tested release is not probed")
+
+
+@pytest.mark.parametrize("installed", ["0.8.0", "0.8.7", "0.9.2", "0.9.2.post1"])
+def test_a_tested_release(installed: str, caplog: pytest.LogCaptureFixture) -> None:
+    check_release("verl", installed, TESTED, probe=never)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("installed", ["0.80.0", "0.9.1", "0.9.20", "1.0"])
+def test_another_release_has_to_be_accepted(
+    installed: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(ACCEPT_UNTESTED, raising=False)
+    text = rf"verl {installed} is installed, .* made for 0\.8\.x, 0\.9\.2: .*{ACCEPT_UNTESTED}=1"
+    with pytest.raises(StateError, match=text):
+        check_release("verl", installed, TESTED)
+    monkeypatch.setenv(ACCEPT_UNTESTED, "1")
+    with caplog.at_level(logging.WARNING):
+        check_release("verl", installed, TESTED)
+    (told,) = caplog.records
+    assert "release_untested" in told.getMessage()
+    assert EVENTS["release_untested"].level == "warning"
+
+
+def test_a_probe_that_passes_is_enough(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(ACCEPT_UNTESTED, raising=False)
+    with caplog.at_level(logging.WARNING):
+        check_release("vLLM", "0.34.0", TESTED, probe=lambda: None)
+    assert "release_untested" in caplog.text
+
+
+def test_a_probe_that_fails_cannot_be_overruled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ACCEPT_UNTESTED, "1")
+
+    def fail() -> None:
+        raise RuntimeError("'lm_head.weight' has other bytes")
+
+    with pytest.raises(StateError, match=r"probe .* failed .*'lm_head.weight' has other bytes"):
+        check_release("vLLM", "0.34.0", TESTED, probe=fail)
