@@ -71,6 +71,10 @@ def environment(name: str) -> str:
     subprocess.run([sys.executable, "-m", "venv", str(root)], check=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(root)}))
     seen = [str(REPOSITORY / "src"), sysconfig.get_path("purelib")]
+    if recipe.base is not None:
+        environment(recipe.base)
+        base = str(ENVIRONMENTS / recipe.base)
+        seen.insert(1, sysconfig.get_path("purelib", vars={"base": base}))
     (packages / "tensorhub-development.pth").write_text("".join(f"{path}\n" for path in seen))
     for packages_wanted in recipe.installs:
         pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Recipe:
-    """`installs`: the arguments of one call of pip each. `tests`: modules in this directory."""
+    """`installs`: the arguments of one call of pip each. `tests`: modules in this directory. `base`:
+    another environment, whose packages are seen behind those that are installed here.
+    """
 
     installs: tuple[str, ...]
     tests: tuple[str, ...]
+    base: str | None = None
 
     @property
     def text(self) -> str:
-        return "\n".join(self.installs)
+        return "\n".join((*self.installs, *(() if self.base is None else (f"on {self.base}",))))
 
 
 VLLM = (
@@ -49,6 +52,10 @@ RECIPES = {
         ("--no-deps vllm==0.33.0", *VLLM),
         ("test_vllm.py", "test_vllm_layers.py", "test_vllm_lora.py", "test_vllm_server.py"),
     ),
-    # the oldest one that is supported
-    "vllm-0.32": Recipe(("--no-deps vllm==0.32.0", *VLLM), ("test_vllm.py",)),
+    "vllm-0.32": Recipe(("--no-deps vllm==0.32.0",), ("test_vllm.py",), base="vllm"),
+    "vllm-0.31": Recipe(("--no-deps vllm==0.31.0",), ("test_vllm.py",), base="vllm"),
+    "vllm-0.29": Recipe(("--no-deps vllm==0.29.0",), ("test_vllm.py",), base="vllm"),
+    "vllm-0.24": Recipe(("--no-deps vllm==0.24.0",), ("test_vllm.py",), base="vllm"),
+    "vllm-0.23": Recipe(("--no-deps vllm==0.23.0",), ("test_vllm.py",), base="vllm"),
+    "vllm-0.22": Recipe(("--no-deps vllm==0.22.1",), ("test_vllm.py",), base="vllm"),
 }
