@@ -277,6 +277,9 @@ EVENTS: Final[Mapping[str, Told]] = {
     "version_not_archived": E("warning", "reason version", "It went away before it was read."),
     "versions_not_announced": E("warning", "up_to", "There are too many to serve."),
     # adapters
+    "engine_excluded": E("warning", "engine failures", "Updates do not wait for it any more."),
+    "engine_not_updated": E("warning", "engine reason", "The next update tries it again."),
+    "engine_returned": E("info", "engine", "Updates wait for it again."),
     "no_readers": E("warning", "model version", "Nothing reads what a trainer publishes."),
     "object_not_closed_well": E("warning", "object reason version", "An object of Ray's is freed."),
     "receive_buffers": E("info", "device model nbytes tensors", "Memory for a stream was made."),

@@ -36,7 +36,7 @@ from tensorhub.errors import (
 from tensorhub.integrations.streamed import Receiver, Sender
 from tensorhub.logs import get_logger
 from tensorhub.runtime.control.addresses import split_addresses
-from tensorhub.types import Options, as_timeout_s, check_flag, check_name
+from tensorhub.types import Options, VersionInfo, as_timeout_s, check_flag, check_name
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +111,7 @@ class Exchange:
         self._device = device
         check_flag("allow_no_readers", allow_no_readers)
         self._allow_no_readers = allow_no_readers
-        self._timeout_s = as_timeout_s(timeout_s, 0.0, "timeout_s")
+        self.timeout_s = as_timeout_s(timeout_s, 0.0, "timeout_s")
         if transports is not None and not is_list(transports):
             raise InvalidType(f'transports={shown(transports)}: give a list of names, as ["tcp"]')
         self._transports = None if transports is None else list(transports)
@@ -121,7 +121,7 @@ class Exchange:
                 f"2**30}}"
             )
         _check_known("option", options or (), [field.name for field in fields(Options)])
-        self._options = Options(**{"op_timeout_s": self._timeout_s, **(options or {})})
+        self._options = Options(**{"op_timeout_s": self.timeout_s, **(options or {})})
         self._coordinator: sync.Coordinator | None = None
         self._own_token = secrets.token_hex(32)
         self._hub: sync.Hub | None = None  # the sender's
@@ -144,6 +144,11 @@ class Exchange:
     @property
     def _shown_token(self) -> str | None:
         return self._own_token if self._coordinator is not None else None
+
+    @property
+    def has_address(self) -> bool:
+        """Whether the coordinator is another process's."""
+        return bool(self._address)
 
     def _found(self) -> str:
         if self._address:
@@ -208,7 +213,7 @@ class Exchange:
                 self._connected(),
                 self.model,
                 device=self._device,
-                timeout_s=self._timeout_s,
+                timeout_s=self.timeout_s,
                 allow_no_readers=self._allow_no_readers,
             )
         number = meeting.next if version is None else version
@@ -228,6 +233,10 @@ class Exchange:
         }
         return {f"tensorhub/{name}": float(value) for name, value in costs.items()}
 
+    def published(self, version: int) -> VersionInfo:
+        """What was sent as `version`."""
+        return self._connected().wait_for(self.model, at_least=version, timeout=self.timeout_s)
+
     async def receive(self, version: int | None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Each tensor of the update, once all of it is verified."""
         meeting = self._joined("receiver")
@@ -244,7 +253,7 @@ class Exchange:
             self._receiving = scope
             try:
                 buffers, report = await (await self._receiver_for(meeting)).receive(
-                    number, self._timeout_s
+                    number, self.timeout_s
                 )
             finally:
                 self._receiving = None if self._receiving is scope else self._receiving

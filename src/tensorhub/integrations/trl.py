@@ -9,14 +9,18 @@ versions that were published under that name before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Any
 
 from tensorhub import sync
-from tensorhub.errors import InvalidType, StateError
+from tensorhub.api.arguments import is_list
+from tensorhub.errors import InvalidType, InvalidValue, StateError, shown
 from tensorhub.integrations.checkpoint_engine import Exchange, Meeting
+from tensorhub.integrations.fleet import Fleet
 from tensorhub.integrations.releases import check_release
+from tensorhub.integrations.vllm_session import HttpClient, Session, Settings
+from tensorhub.runtime.control.addresses import split_addresses
 from tensorhub.types import Options
 
 if TYPE_CHECKING:
@@ -31,20 +35,34 @@ class WeightTransfer:
     """The trainer's side: TRL's `WeightTransferProtocol`. TRL itself calls all its methods.
 
     `settings`: see `Exchange`. Without an address it runs a coordinator of its own on `host`, which
-    only this machine reaches by default. `pause`, `resume`: called before and after each update, to
-    stop an inference server.
+    only this machine reaches by default. `servers`: URLs of vLLM servers with TensorHub's adapter,
+    which are paused, updated and resumed together (`fleet.Fleet`); they need an address, and the
+    token in their own environment. `host_memory_bytes`: of each of their workers, see
+    `vllm.TrainerInit`. `pause`, `resume`: called before and after each update, to stop an inference
+    server of another kind.
     """
 
     def __init__(
         self,
         *,
         host: str = "127.0.0.1",
+        servers: Sequence[str] = (),
+        host_memory_bytes: int = 0,
         pause: Callable[[], object] | None = None,
         resume: Callable[[], object] | None = None,
         **settings: Any,
     ) -> None:
         check_release("trl", installed_version("trl"), SUPPORTED)
         self._exchange = Exchange(host=host, **settings)
+        if not is_list(servers):
+            raise InvalidType(f'servers={shown(servers)}: give a list, as ["http://HOST:PORT"]')
+        self._servers, self._host_memory_bytes = list(servers), host_memory_bytes
+        if self._servers and not self._exchange.has_address:
+            raise InvalidValue(
+                "servers= need a coordinator that they reach: start `tensorhub serve`, and give "
+                "its address= here, or in TENSORHUB_ADDRESS"
+            )
+        self._fleet: Fleet | None = None
         self._pause, self._resume = pause, resume
         self._meeting: Meeting | None = None
         self._sent = 0
@@ -53,6 +71,18 @@ class WeightTransfer:
         """Called once, when training begins."""
         self._meeting = self._exchange.join("sender", self._exchange.prepare())
         self._sent = 0
+        if self._servers:
+            timeout_s = self._exchange.timeout_s
+            settings = Settings(
+                split_addresses(self._meeting.address),
+                self._exchange.model,
+                pause="keep",
+                host_memory_bytes=self._host_memory_bytes,
+                timeout_s=timeout_s,
+            )
+            engines = [Session(HttpClient(url, timeout_s), settings) for url in self._servers]
+            self._fleet = Fleet(engines, timeout_s=timeout_s)
+            self._fleet.join()
 
     def rollout_settings(self) -> dict[str, Any]:
         """What `RolloutWeights` takes, here or in another process; from the beginning of training
@@ -78,8 +108,11 @@ class WeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self._meeting is None:
             raise StateError("init_weight_transfer() comes before send_weights()")
-        self._exchange.send(iterator, self._meeting.next + self._sent)
+        version = self._meeting.next + self._sent
+        self._exchange.send(iterator, version)
         self._sent += 1
+        if self._fleet is not None:
+            self._fleet.update(self._exchange.published(version))
 
     def resume(self) -> None:
         if self._resume is not None:
@@ -89,8 +122,10 @@ class WeightTransfer:
         """Called when training ends: the version is unpublished, and a coordinator of its own
         ends.
         """
+        if self._fleet is not None:
+            self._fleet.close()
         self._exchange.close()
-        self._meeting = None
+        self._meeting = self._fleet = None
 
 
 class RolloutWeights:

@@ -11,10 +11,8 @@ the engine's side (`vllm_engine`).
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
@@ -27,10 +25,12 @@ from vllm.distributed.weight_transfer.factory import (
 )
 
 from tensorhub import shared_empty_like, sync
-from tensorhub.errors import InvalidType, InvalidValue, RegistrationError, shown, some
+from tensorhub.errors import InvalidType, RegistrationError, shown, some
+from tensorhub.integrations.fleet import Fleet
 from tensorhub.integrations.readers import Readers
 from tensorhub.integrations.releases import check_release
-from tensorhub.types import Options, VersionInfo
+from tensorhub.integrations.vllm_session import HttpClient, Session, Settings
+from tensorhub.types import Options
 
 if TYPE_CHECKING:
     from tensorhub.layouts.views import Sources
@@ -40,13 +40,6 @@ __all__ = ["OfflineClient", "Trainer", "TrainerInit", "register"]
 BACKEND = "tensorhub"
 GROUP = "trainer"
 SUPPORTED = ("0.32", "0.33")  # releases of vLLM with the hooks that this module uses
-# In an error's text, over any client:
-INTACT, TORN, OPEN = (
-    "the engine's weights are intact",
-    "the engine's weights are torn",
-    "an update is open",
-)
-TORN_VERSION = "torn"  # the engine's `weight_version` where it generates with torn weights
 
 
 def register(release: str = VLLM_VERSION) -> None:
@@ -130,7 +123,8 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
 
     `source`: the module that is trained, or its tensors by name, which are published where they are
     (of a DTensor this rank's part); or one of vLLM's `WeightSource`s: rank 0 copies its tensors
-    into buffers of its own at each update.
+    into buffers of its own at each update. `client`: of the engine; or several, which take each
+    version at the same time (`fleet.Fleet`). A server's URL is a client, too.
     """
 
     init_info_cls = TrainerInit
@@ -139,7 +133,14 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self.rank = init_info.rank  # vLLM 0.32 takes none
         self._init = init_info
-        self._controls = _controls(client, init_info) if self.is_sender else None
+        clients = (client if isinstance(client, list | tuple) else [client]) * self.is_sender
+        settings = Settings(
+            **{each.name: getattr(init_info, each.name) for each in fields(Settings)}
+        )
+        self._fleet = Fleet(
+            [Session(_client(each, init_info), settings) for each in clients],
+            timeout_s=init_info.timeout_s,
+        )
         self._buffers: dict[str, torch.Tensor] | None = None
         self._hub = sync.connect(init_info.address, options=init_info.options)
         try:
@@ -153,8 +154,7 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
             )
             self._weights = self._register(source)
             if self.is_sender:
-                self._replica = f"vllm-{secrets.token_hex(8)}"
-                self._get_ready()
+                self._fleet.join()
         except BaseException:
             self._hub.close()
             raise
@@ -183,40 +183,14 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         self._buffers = shared_empty_like(like)
         return self._hub.register(self._init.model, self._buffers, **asked)
 
-    def _engine_init(self, **asked: Any) -> dict[str, Any]:
-        init = self._init
-        address = [init.address] if isinstance(init.address, str) else list(init.address)
-        sent = {
-            "address": address,
-            "model": init.model,
-            "replica": self._replica,
-            "timeout_s": init.timeout_s,
-        }
-        return {
-            **sent,
-            "host_memory_bytes": init.host_memory_bytes,
-            "digests": init.digests,
-            **asked,
-        }
-
-    def _get_ready(self, version: int | None = None) -> None:
-        init = self._engine_init(version=version)
-        try:
-            self.client.init_weight_transfer_engine(init)
-        except Exception as error:
-            if OPEN not in _text_of(error):
-                raise
-            with suppress(Exception):  # of several workers, the last one may have finished already
-                self.client.finish_weight_update()
-            self.client.init_weight_transfer_engine(init)
-
     def send_weights(self, version: int | None = None) -> None:
         """Publish the present weights, and have the engine take them; called on every rank. When it
         returns, or raises, the weights may be written again. `version`: above every number before;
         None: the next one.
 
         Raises StateError (nothing reads what was published before: `TrainerInit.allow_no_readers`),
-        and what the engine raises, as the client passes it on. A paused engine is resumed,
+        and what the engine raises, as the client passes it on; of several engines only if none has
+        taken the version. A paused engine is resumed,
         unless its weights are torn, or may be: then its weight version is "torn", and it stays
         paused (`TrainerInit.resume_torn`) until an update succeeds.
         """
@@ -236,7 +210,7 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         try:
             if self.is_sender:
                 self._readers.check(before, self._init.timeout_s)
-                self._update(info)
+                self._fleet.update(info)
         finally:
             if self._init.world_size > 1 and self._buffers is None:
                 # all ranks wait for each other, nothing is read
@@ -273,54 +247,12 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         tensors that differ; the next update writes all of them), StateError (nothing was updated
         yet, or there are no digests of computed tensors).
         """
-        self.client.init_weight_transfer_engine(self._engine_init(check=True))
-
-    def _update(self, info: VersionInfo) -> None:
-        # it binds, and fetches where it has host memory, while it still generates
-        self._get_ready(info.version)
-        controls, is_whole = self._controls or _Controls(), True
-        try:
-            controls.pause(self._init.pause, self._init.clear_cache)
-            self.client.start_weight_update()
-            is_whole = False
-            try:
-                self.client.update_weights({"version": info.version, "content_id": info.content_id})
-            except Exception as error:
-                is_whole = INTACT in _text_of(error)
-                # of several workers only the last one has closed the update
-                with suppress(Exception):
-                    self.client.finish_weight_update()
-                raise
-            assert self._weights is not None
-            self.client.finish_weight_update(weight_version=str(self._weights.stamp()))
-        except BaseException as error:
-            self._after_failure(error, controls, is_whole)
-            raise
-        controls.resume()
-
-    def _after_failure(self, error: BaseException, controls: _Controls, is_whole: bool) -> None:
-        """Whatever an engine generates bears the stamp of its weights, or "torn"."""
-        try:
-            if not is_whole:
-                controls.label(TORN_VERSION)
-                error.add_note(
-                    'the engine\'s weights may be torn: its weight version is "torn" until an '
-                    "update succeeds"
-                )
-            if is_whole or self._init.resume_torn:
-                controls.resume()
-            elif self._init.pause is not None:
-                error.add_note("generation stays paused; the next update that succeeds resumes it")
-        except Exception as failed:
-            error.add_note(f"generation stays paused, if it was: {type(failed).__name__}: {failed}")
+        self._fleet.check()
 
     def shutdown(self) -> None:
         """Leave the cluster. The engine keeps what it serves."""
+        self._fleet.close()
         self._hub.close()
-
-
-def _nothing(*_: object) -> None:
-    pass
 
 
 def _called(metadata: Any) -> Any:
@@ -328,74 +260,5 @@ def _called(metadata: Any) -> Any:
     return metadata() if callable(metadata) else metadata
 
 
-def _text_of(error: BaseException) -> str:
-    """All that an error says, with the body of an HTTP answer."""
-    response = getattr(error, "response", None)
-    return f"{error} {getattr(response, 'text', '')}"
-
-
-@dataclass(frozen=True)
-class _Controls:
-    """How a client's engine is paused, resumed, and told what its weights are: vLLM's clients have
-    no calls for it.
-    """
-
-    pause: Callable[[Any, bool], object] = _nothing
-    resume: Callable[[], object] = _nothing
-    label: Callable[[str], object] = _nothing
-
-
-def _controls(client: Any, init: TrainerInit) -> _Controls:
-    found = _of_client(client)
-    if found is None and (init.pause is not None or init.resume_torn):
-        raise InvalidValue(
-            f"client={shown(client)} cannot pause its engine: give it pause_generation(mode=, "
-            f"clear_cache=), "
-            "resume_generation() and update_weight_version(new_version), or "
-            "TrainerInit(pause=None) where nothing is "
-            "generated during an update"
-        )
-    found = found or _Controls()
-    return found if init.pause is not None else _Controls(label=found.label)
-
-
-def _of_client(client: Any) -> _Controls | None:
-    if all(
-        hasattr(client, name)
-        for name in ("pause_generation", "resume_generation", "update_weight_version")
-    ):
-        return _Controls(
-            lambda mode, clear: client.pause_generation(mode=mode, clear_cache=clear),
-            client.resume_generation,
-            client.update_weight_version,
-        )
-    if hasattr(client, "base_url"):
-
-        def post(
-            path: str, query: Mapping[str, str], body: Mapping[str, str] | None = None
-        ) -> None:
-            import requests
-
-            url = f"{client.base_url}/{path}"
-            requests.post(url, params=query, json=body, timeout=client.timeout).raise_for_status()
-
-        return _Controls(
-            lambda mode, clear: post("pause", {"mode": mode, "clear_cache": f"{clear}".lower()}),
-            lambda: post("resume", {}),
-            lambda version: post("update_weight_version", {}, {"new_version": version}),
-        )
-    if hasattr(client, "handles"):
-
-        def call(name: str, *given: Any, **arguments: Any) -> None:
-            import ray
-
-            ray.get(
-                [getattr(handle, name).remote(*given, **arguments) for handle in client.handles]
-            )
-
-        return _Controls(
-            lambda mode, clear: call("pause_generation", mode=mode, clear_cache=clear),
-            lambda: call("resume_generation"),
-            lambda version: call("update_weight_version", version),
-        )
-    return None
+def _client(client: Any, init: TrainerInit) -> Any:
+    return HttpClient(client, init.timeout_s) if isinstance(client, str) else client

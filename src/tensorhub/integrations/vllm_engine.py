@@ -53,7 +53,7 @@ from tensorhub.errors import (
 )
 from tensorhub.integrations import vllm_layers as layers
 from tensorhub.integrations.recording import Recording, Specs, record
-from tensorhub.integrations.vllm import INTACT, OPEN, TORN
+from tensorhub.integrations.vllm_session import INTACT, OPEN, TORN
 from tensorhub.logs import get_logger
 from tensorhub.runtime.loop_thread import finish_blocking
 

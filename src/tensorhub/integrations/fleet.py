@@ -1,0 +1,147 @@
+"""Several engines that take a trainer's versions at the same time.
+
+Each engine is paused, updated and resumed in a thread of its own, so a dead or slow engine leaves
+no other one paused. After `failures_max` failures in a row an engine is *excluded*: later updates
+try it, and wait for it only where all engines are excluded. The first success makes it a member
+again.
+
+Responsible for which engines are waited for. Not responsible for one engine's update
+(`vllm_session`), nor for one version on all engines at any time (`one_version`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Protocol
+
+from tensorhub.errors import OperationTimeout, text_of
+from tensorhub.logs import get_logger
+from tensorhub.types import VersionInfo
+
+log = get_logger(__name__)
+
+
+class Engine(Protocol):
+    """One engine. Each call has a deadline of its own, and raises what has failed."""
+
+    @property
+    def name(self) -> str: ...
+
+    def get_ready(self, version: int | None = None) -> None:
+        """Join the cluster; the engine goes on generating."""
+
+    def update(self, info: VersionInfo) -> None:
+        """Pause, take the version, resume."""
+
+    def check(self) -> None:
+        """Compare the engine's weights with the version that it took last."""
+
+
+@dataclass(frozen=True)
+class FleetReport:
+    """What a call has come to, by engines' names. `excluded`: they were not waited for."""
+
+    done: tuple[str, ...]
+    failed: dict[str, BaseException]
+    excluded: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class _Member:
+    engine: Engine
+    running: Future[None] | None = None  # the last call, until its outcome was counted
+    failures: int = 0  # in a row
+    is_excluded: bool = False
+
+
+class Fleet:
+    """`timeout_s`: how long a call waits for all engines together. `failures_max`: see the
+    module.
+    """
+
+    def __init__(
+        self, engines: Sequence[Engine], *, timeout_s: float = 300.0, failures_max: int = 2
+    ) -> None:
+        self._members = [_Member(engine) for engine in engines]
+        self._timeout_s, self._failures_max = timeout_s, failures_max
+        threads = max(1, len(engines))
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-fleet")
+
+    def join(self) -> FleetReport:
+        """Have all engines join the cluster. Raises as `update`."""
+        return self._on_all(lambda engine: engine.get_ready())
+
+    def update(self, info: VersionInfo) -> FleetReport:
+        """Have all engines take a version.
+
+        Raises if no engine has taken it: the first engine's error, with a note for each other one.
+        OperationTimeout is such an error where `timeout_s` is over: that engine's call goes on, and
+        no other one is begun there before it has ended.
+        """
+        return self._on_all(lambda engine: engine.update(info))
+
+    def check(self) -> None:
+        """Have all engines compare their weights. Raises the first error, with a note for each
+        other one.
+        """
+        if failed := self._on_all(lambda engine: engine.check()).failed:
+            raise _together(failed)
+
+    def close(self) -> None:
+        """Begin no call any more. The engines keep what they serve."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _on_all(self, call: Callable[[Engine], None]) -> FleetReport:
+        asked = []
+        for each in self._members:
+            if each.running is not None and each.running.done():
+                self._count(each, each.running.exception())  # it was not waited for
+            if each.running is None:
+                each.running = self._threads.submit(call, each.engine)
+                asked.append(each)
+        waited_for = [each for each in self._members if not each.is_excluded] or self._members
+        wait([each.running for each in waited_for if each.running], self._timeout_s)
+        done, failed = [], dict[str, BaseException]()
+        for each in waited_for:
+            error: BaseException | None
+            if each.running is not None and each in asked and each.running.done():
+                error = each.running.exception()
+                self._count(each, error)
+            else:
+                error = OperationTimeout(
+                    f"{each.engine.name} was not done after {self._timeout_s:.0f} s"
+                )
+                self._count_failure(each, error)
+            if error is None:
+                done.append(each.engine.name)
+            else:
+                failed[each.engine.name] = error
+        if failed and not done:
+            raise _together(failed)
+        excluded = tuple(each.engine.name for each in self._members if each.is_excluded)
+        return FleetReport(tuple(done), failed, excluded)
+
+    def _count(self, member: _Member, error: BaseException | None) -> None:
+        member.running = None
+        if error is not None:
+            self._count_failure(member, error)
+            return
+        if member.is_excluded:
+            log.info("engine_returned", engine=member.engine.name)
+        member.failures, member.is_excluded = 0, False
+
+    def _count_failure(self, member: _Member, error: BaseException) -> None:
+        member.failures += 1
+        log.warning("engine_not_updated", engine=member.engine.name, reason=text_of(error))
+        if member.failures >= self._failures_max and not member.is_excluded:
+            member.is_excluded = True
+            log.warning("engine_excluded", engine=member.engine.name, failures=member.failures)
+
+
+def _together(failed: dict[str, BaseException]) -> BaseException:
+    first, *others = failed.items()
+    for name, other in others:
+        first[1].add_note(f"{name}: {text_of(other)}")
+    return first[1]

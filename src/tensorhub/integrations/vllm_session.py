@@ -1,0 +1,265 @@
+"""One vLLM engine as a trainer sees it: an update by the calls of vLLM's weight-transfer interface,
+with the pause around it. vLLM need not be installed here.
+
+Responsible for one engine, and for what it generates with after a failure. Not responsible for
+several engines (`fleet`), nor for what a worker does (`vllm_engine`).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlencode
+from urllib.request import Request, urlopen
+
+from tensorhub.errors import InvalidValue, StateError, shown
+from tensorhub.model.stamps import Stamp
+from tensorhub.types import VersionInfo
+
+# In an error's text, over any client:
+INTACT, TORN, OPEN = (
+    "the engine's weights are intact",
+    "the engine's weights are torn",
+    "an update is open",
+)
+TORN_VERSION = "torn"  # the engine's `weight_version` where it generates with torn weights
+MARGIN_S = 30.0  # a server answers so much later than an update's own deadline, at most
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How engines are updated: see `vllm.TrainerInit`."""
+
+    address: str | list[str]
+    model: str
+    pause: Literal["abort", "wait", "keep"] | None = "abort"
+    clear_cache: bool = True
+    resume_torn: bool = False
+    host_memory_bytes: int = 0
+    digests: bool = False
+    timeout_s: float = 300.0
+
+
+class HttpClient:
+    """A vLLM server by HTTP, with the calls of vLLM's own `HTTPVLLMWeightSyncClient`. The server
+    needs VLLM_SERVER_DEV_MODE=1.
+    """
+
+    def __init__(self, url: str, timeout_s: float = 300.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InvalidValue(
+                f'{shown(url)} is not the URL of a vLLM server: give "http://HOST:PORT"'
+            )
+        self.base_url, self._timeout_s = url.rstrip("/"), timeout_s + MARGIN_S
+
+    def __repr__(self) -> str:
+        return self.base_url
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._post("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._post("start_weight_update", {})
+
+    def update_weights(self, update_info: Any) -> None:
+        self._post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._post("finish_weight_update", {"weight_version": weight_version})
+
+    def update_weight_version(self, new_version: str) -> None:
+        self._post("update_weight_version", {"new_version": new_version})
+
+    def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self._post("pause", {}, mode=mode, clear_cache=f"{clear_cache}".lower())
+
+    def resume_generation(self) -> None:
+        self._post("resume", {})
+
+    def _post(self, path: str, body: Mapping[str, Any], **query: str) -> None:
+        url = f"{self.base_url}/{path}" + (f"?{urlencode(query)}" if query else "")
+        data = json.dumps(body).encode()
+        request = Request(url, data, {"Content-Type": "application/json"}, method="POST")
+        try:
+            with urlopen(request, timeout=self._timeout_s) as answer:
+                answer.read()
+        except HTTPError as error:
+            with error:
+                text = error.read().decode(errors="replace")
+            raise StateError(
+                f"the vLLM server {self.base_url} has answered {error.code} to /{path}: {text}"
+            ) from error
+        except (URLError, OSError) as error:
+            raise StateError(
+                f"the vLLM server {self.base_url} does not answer /{path}: is it up? ({error})",
+                retryable=True,
+            ) from error
+
+
+class Session:
+    """The updates of one engine. `client`: as vLLM has them, `HttpClient`, or any object with their
+    calls.
+    """
+
+    def __init__(self, client: Any, settings: Settings) -> None:
+        self.client, self._settings = client, settings
+        self._controls = _controls(client, settings)
+        self._replica = f"vllm-{secrets.token_hex(8)}"
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.client, "base_url", None) or repr(self.client))
+
+    def _init(self, **asked: Any) -> dict[str, Any]:
+        settings = self._settings
+        address = settings.address
+        return {
+            "address": [address] if isinstance(address, str) else list(address),
+            "model": settings.model,
+            "replica": self._replica,
+            "timeout_s": settings.timeout_s,
+            "host_memory_bytes": settings.host_memory_bytes,
+            "digests": settings.digests,
+            **asked,
+        }
+
+    def get_ready(self, version: int | None = None) -> None:
+        """Have the engine join the cluster, and get ready for `version`: it binds, and fetches
+        where it has host memory, while it still generates.
+        """
+        init = self._init(version=version)
+        try:
+            self.client.init_weight_transfer_engine(init)
+        except Exception as error:
+            if OPEN not in _text_of(error):
+                raise
+            with suppress(Exception):  # of several workers, the last one may have finished already
+                self.client.finish_weight_update()
+            self.client.init_weight_transfer_engine(init)
+
+    def check(self) -> None:
+        """See `vllm.Trainer.check_weights`."""
+        self.client.init_weight_transfer_engine(self._init(check=True))
+
+    def update(self, info: VersionInfo) -> None:
+        """Have the engine take a version. A paused engine is resumed, unless its weights are torn,
+        or may be: see `vllm.Trainer.send_weights`. Raises what the client raises.
+        """
+        self.get_ready(info.version)
+        settings, is_whole = self._settings, True
+        try:
+            self._controls.pause(settings.pause, settings.clear_cache)
+            self.client.start_weight_update()
+            is_whole = False
+            try:
+                self.client.update_weights({"version": info.version, "content_id": info.content_id})
+            except Exception as error:
+                is_whole = INTACT in _text_of(error)
+                # of several workers only the last one has closed the update
+                with suppress(Exception):
+                    self.client.finish_weight_update()
+                raise
+            stamp = Stamp(info.model, info.lineage, info.version, info.content_id, b"")
+            self.client.finish_weight_update(weight_version=str(stamp))
+        except BaseException as error:
+            self._after_failure(error, is_whole)
+            raise
+        self._controls.resume()
+
+    def _after_failure(self, error: BaseException, is_whole: bool) -> None:
+        """Whatever an engine generates bears the stamp of its weights, or "torn"."""
+        try:
+            if not is_whole:
+                self._controls.label(TORN_VERSION)
+                error.add_note(
+                    'the engine\'s weights may be torn: its weight version is "torn" until an '
+                    "update succeeds"
+                )
+            if is_whole or self._settings.resume_torn:
+                self._controls.resume()
+            elif self._settings.pause is not None:
+                error.add_note("generation stays paused; the next update that succeeds resumes it")
+        except Exception as failed:
+            error.add_note(f"generation stays paused, if it was: {type(failed).__name__}: {failed}")
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _text_of(error: BaseException) -> str:
+    """All that an error says, with the body of an HTTP answer."""
+    response = getattr(error, "response", None)
+    return f"{error} {getattr(response, 'text', '')}"
+
+
+@dataclass(frozen=True)
+class _Controls:
+    """How a client's engine is paused, resumed, and told what its weights are: vLLM's clients have
+    no calls for it.
+    """
+
+    pause: Callable[[Any, bool], object] = _nothing
+    resume: Callable[[], object] = _nothing
+    label: Callable[[str], object] = _nothing
+
+
+def _controls(client: Any, init: Settings) -> _Controls:
+    found = _of_client(client)
+    if found is None and (init.pause is not None or init.resume_torn):
+        raise InvalidValue(
+            f"client={shown(client)} cannot pause its engine: give it pause_generation(mode=, "
+            f"clear_cache=), "
+            "resume_generation() and update_weight_version(new_version), or "
+            "TrainerInit(pause=None) where nothing is "
+            "generated during an update"
+        )
+    found = found or _Controls()
+    return found if init.pause is not None else _Controls(label=found.label)
+
+
+def _of_client(client: Any) -> _Controls | None:
+    if all(
+        hasattr(client, name)
+        for name in ("pause_generation", "resume_generation", "update_weight_version")
+    ):
+        return _Controls(
+            lambda mode, clear: client.pause_generation(mode=mode, clear_cache=clear),
+            client.resume_generation,
+            client.update_weight_version,
+        )
+    if hasattr(client, "base_url"):
+
+        def post(
+            path: str, query: Mapping[str, str], body: Mapping[str, str] | None = None
+        ) -> None:
+            import requests
+
+            url = f"{client.base_url}/{path}"
+            requests.post(url, params=query, json=body, timeout=client.timeout).raise_for_status()
+
+        return _Controls(
+            lambda mode, clear: post("pause", {"mode": mode, "clear_cache": f"{clear}".lower()}),
+            lambda: post("resume", {}),
+            lambda version: post("update_weight_version", {}, {"new_version": version}),
+        )
+    if hasattr(client, "handles"):
+
+        def call(name: str, *given: Any, **arguments: Any) -> None:
+            import ray
+
+            ray.get(
+                [getattr(handle, name).remote(*given, **arguments) for handle in client.handles]
+            )
+
+        return _Controls(
+            lambda mode, clear: call("pause_generation", mode=mode, clear_cache=clear),
+            lambda: call("resume_generation"),
+            lambda version: call("update_weight_version", version),
+        )
+    return None

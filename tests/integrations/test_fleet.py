@@ -1,0 +1,257 @@
+"""Several engines at the same time: which are waited for, and which are left running."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub import sync
+from tensorhub.errors import InvalidType, InvalidValue, OperationTimeout, StateError
+from tensorhub.integrations.fleet import Fleet
+from tensorhub.integrations.trl import WeightTransfer
+from tensorhub.integrations.vllm_session import INTACT, TORN, HttpClient
+from tensorhub.types import VersionInfo
+from tests.rig import OPTIONS
+
+WAIT_S = 20.0
+
+
+def info(version: int) -> VersionInfo:
+    return VersionInfo("actor", version, f"content-{version}", 16, 1)
+
+
+class FakeEngine:
+    """`gate`: an update waits for it. `fault`: an update raises it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.taken = name, list[int]()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fault: Exception | None = None
+
+    def get_ready(self, version: int | None = None) -> None:
+        pass
+
+    def update(self, info: VersionInfo) -> None:
+        assert self.gate.wait(WAIT_S)
+        if self.fault is not None:
+            raise self.fault
+        self.taken.append(info.version)
+
+    check = get_ready
+
+
+@pytest.fixture
+def engines() -> list[FakeEngine]:
+    return [FakeEngine(name) for name in ("a", "b", "c")]
+
+
+@pytest.fixture
+def fleet(engines: list[FakeEngine]) -> Iterator[Callable[..., Fleet]]:
+    made: list[Fleet] = []
+
+    def make(**settings: Any) -> Fleet:
+        made.append(Fleet(engines, **{"timeout_s": WAIT_S, **settings}))
+        return made[-1]
+
+    yield make
+    for each in engines:
+        each.gate.set()
+    for fleet in made:
+        fleet.close()
+        fleet._threads.shutdown(wait=True)
+
+
+def test_all_take_a_version(engines: list[FakeEngine], fleet: Callable[..., Fleet]) -> None:
+    assert fleet().update(info(1)).done == ("a", "b", "c")
+    assert [each.taken for each in engines] == [[1], [1], [1]]
+
+
+def test_an_engine_that_fails_twice_is_excluded_until_it_succeeds(
+    engines: list[FakeEngine], fleet: Callable[..., Fleet]
+) -> None:
+    its = fleet()
+    engines[1].fault = StateError("it is gone")
+    first, second, third = (its.update(info(version)) for version in (1, 2, 3))
+    assert (first.excluded, list(first.failed)) == ((), ["b"])
+    assert (second.excluded, list(second.failed)) == (("b",), ["b"])
+    assert (third.excluded, third.failed, third.done) == (("b",), {}, ("a", "c"))
+    engines[1].fault = None
+    while engines[1].taken == []:  # each update tries it, and does not wait for it
+        returned = its.update(info(4))
+    assert engines[1].taken[0] == 4
+    while returned.excluded:
+        returned = its.update(info(5))
+    assert returned.done == ("a", "b", "c")
+
+
+def test_a_slow_engine_keeps_no_other_one(
+    engines: list[FakeEngine], fleet: Callable[..., Fleet]
+) -> None:
+    its = fleet(timeout_s=0.2, failures_max=1)
+    engines[2].gate.clear()
+    report = its.update(info(1))
+    assert (report.done, report.excluded) == (("a", "b"), ("c",))
+    assert isinstance(report.failed["c"], OperationTimeout)
+    assert its.update(info(2)).done == ("a", "b")
+    assert engines[2].taken == []  # its first call still runs; no other one has begun
+    engines[2].gate.set()
+    while engines[2].taken[-1:] != [3]:
+        its.update(info(3))
+    assert engines[2].taken[0] == 1
+
+
+def test_an_update_that_no_engine_takes_raises_what_all_have_met(
+    engines: list[FakeEngine], fleet: Callable[..., Fleet]
+) -> None:
+    its = fleet()
+    for _ in range(3):  # excluded, too: there is nothing else to wait for
+        for each in engines:
+            each.fault = StateError(f"{each.name} is gone")
+        with pytest.raises(StateError, match="a is gone") as error:
+            its.update(info(1))
+        assert [note[:1] for note in error.value.__notes__] == ["b", "c"]
+    for each in engines:
+        each.fault = None
+    assert its.update(info(2)).done == ("a", "b", "c")
+
+
+# ---------------------------------------------------------------------------------------------
+# vLLM's routes, and TRL's trainer in front of them
+
+
+class FakeVllm:
+    """The routes that an update uses. `answers`: what a route answers instead of 200."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.bodies: list[Any] = []
+        self.answers: dict[str, tuple[int, str]] = {}
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                path = self.path.strip("/")
+                fake.calls.append(path)
+                fake.bodies.append(json.loads(body))
+                code, text = fake.answers.get(path.partition("?")[0], (200, "{}"))
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = False
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._http.shutdown()
+            self._http.server_close()
+            self._thread.join()
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FakeVllm]]:
+    made = [FakeVllm(), FakeVllm()]
+    yield made
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def transfer(
+    servers: list[FakeVllm], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[WeightTransfer, sync.Hub]]:
+    monkeypatch.delenv("TENSORHUB_ADDRESS", raising=False)
+    monkeypatch.setattr("tensorhub.integrations.trl.installed_version", lambda name: "1.16.0")
+    with (
+        sync.serve(token="", options=OPTIONS) as coordinator,
+        sync.connect(coordinator.address) as hub,
+    ):
+        made = WeightTransfer(
+            address=coordinator.address, servers=[each.url for each in servers], timeout_s=WAIT_S
+        )
+        made.init_weight_transfer()
+        yield made, hub
+        made.destroy()
+
+
+def send(transfer: WeightTransfer, value: float) -> None:
+    transfer.pause()
+    transfer.send_weights(iter([("a", torch.full((4,), value))]))
+    transfer.resume()
+
+
+UPDATE = [
+    "init_weight_transfer_engine",
+    "pause?mode=keep&clear_cache=true",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "resume",
+]
+
+
+def test_trls_trainer_updates_several_vllm_servers(
+    servers: list[FakeVllm], transfer: tuple[WeightTransfer, sync.Hub]
+) -> None:
+    trainer, hub = transfer
+    send(trainer, 1.0)
+    published = hub.wait_for("actor", at_least=1)
+    for each in servers:
+        assert each.calls == ["init_weight_transfer_engine", *UPDATE]
+        assert each.bodies[1]["init_info"]["version"] == 1
+        update = {"version": 1, "content_id": published.content_id}
+        assert each.bodies[4] == {"update_info": update}
+    assert (
+        servers[0].bodies[1]["init_info"]["replica"] != servers[1].bodies[1]["init_info"]["replica"]
+    )
+
+
+def test_a_server_that_is_gone_leaves_no_other_one_paused(
+    servers: list[FakeVllm], transfer: tuple[WeightTransfer, sync.Hub]
+) -> None:
+    trainer, hub = transfer
+    servers[0].close()
+    send(trainer, 1.0)
+    assert servers[1].calls[-1] == "resume"
+    servers[1].close()
+    hub.fetch("actor", 1)  # the fake servers read nothing
+    with pytest.raises(StateError, match="does not answer /init_weight_transfer_engine: is it up"):
+        send(trainer, 2.0)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_server_is_resumed_unless_its_weights_may_be_torn(
+    servers: list[FakeVllm], transfer: tuple[WeightTransfer, sync.Hub], whole: bool
+) -> None:
+    trainer, _ = transfer
+    servers[0].answers["update_weights"] = (500, f"no [{INTACT if whole else TORN}]")
+    send(trainer, 1.0)
+    assert (servers[0].calls[-1] == "resume") is whole
+    assert ("update_weight_version" in servers[0].calls) is not whole
+    assert servers[1].calls[-1] == "resume"
+
+
+def test_servers_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TENSORHUB_ADDRESS", raising=False)
+    monkeypatch.setattr("tensorhub.integrations.trl.installed_version", lambda name: "1.16.0")
+    with pytest.raises(InvalidValue, match="need a coordinator that they reach"):
+        WeightTransfer(servers=["http://127.0.0.1:1"])
+    with pytest.raises(InvalidType, match=r"servers='http://a': give a list"):
+        WeightTransfer(servers="http://a", address="tcp://127.0.0.1:1")
+    with pytest.raises(InvalidValue, match=r"'127\.0\.0\.1:8000' is not the URL of a vLLM server"):
+        HttpClient("127.0.0.1:8000")
