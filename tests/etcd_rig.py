@@ -10,16 +10,25 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import pytest
+
+from tensorhub.coordinator import Durable, Entry, Publication
+from tensorhub.runtime.control.etcd import Etcd, Place
+from tensorhub.runtime.control.etcd_election import EtcdElection, EtcdTerm
+from tensorhub.types import OpKey
 
 ETCD = shutil.which("etcd") or "/usr/bin/etcd"
 needs_etcd = pytest.mark.skipif(
     not Path(ETCD).exists(), reason="etcd is not installed (Debian: etcd-server)"
 )
 START_S = 60.0
+ADDRESS = "tcp://10.0.0.1:7411"  # of a candidate
+_prefixes = iter(range(10**6))
 TIMES = ("--heartbeat-interval=20", "--election-timeout=200", "--unsafe-no-fsync")
 
 
@@ -105,3 +114,60 @@ def etcd_servers(directory: Path, count: int = 1, *more: str) -> Iterator[list[M
     finally:
         for each in members:
             each.kill()
+
+
+# --------------------------------------------------------------------------------------------------
+# coordinators' terms, and what they keep
+
+
+def place_at(member: Member) -> Place:
+    """A prefix that no other test uses."""
+    return Place((member.endpoint,), f"test-{next(_prefixes)}", 60)
+
+
+@contextlib.asynccontextmanager
+async def connected(place: Place) -> AsyncIterator[Etcd]:
+    client = Etcd(place)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+@contextlib.asynccontextmanager
+async def elected(place: Place) -> AsyncIterator[EtcdTerm]:
+    """A term; its lease is longer than a test."""
+    election = EtcdElection(place)
+    try:
+        with anyio.fail_after(30):
+            term = await election.campaign(ADDRESS, lambda leader: None)
+        try:
+            yield term
+        finally:
+            await term.resign()
+    finally:
+        await election.aclose()
+
+
+async def read(term: EtcdTerm) -> Durable:
+    return await anyio.to_thread.run_sync(term.store.read)
+
+
+async def write(term: EtcdTerm, *entries: Entry) -> None:
+    await anyio.to_thread.run_sync(term.store.write, entries)
+
+
+async def kept(place: Place) -> Durable:
+    """What the next leader reads."""
+    async with elected(place) as term:
+        return await read(term)
+
+
+async def values(place: Place) -> dict[bytes, bytes]:
+    async with connected(place) as client:
+        return {each.key: each.value for each in await client.values(place.key(""))}
+
+
+def publication(number: int, lineage: int = 0, ids: bytes = b"", model: str = "m") -> Publication:
+    key = OpKey(model, "g", 7, number)
+    return Publication(model, lineage, number, f"c-{lineage}-{number}", 12, 1, "world/1", key, ids)

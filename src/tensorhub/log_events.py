@@ -219,7 +219,7 @@ EVENTS: Final[Mapping[str, Told]] = {
     "coordinator_has_ended": E("error", "state_dir", "Start one at its state directory."),
     "message_unknown": E("warning", "reason session", "Of another release: not taken."),
     "state_migrated": E(
-        "warning", "now state_dir was", "A copy of the older format is kept there."
+        "warning", "copy now was", "The state has a newer format now. The copy is as it was before."
     ),
     "out_of_reach": E("warning", "advice reason", "Workers on other hosts cannot read this one."),
     "older_protocol": E("info", "peer version", "The peer is the release before this one."),

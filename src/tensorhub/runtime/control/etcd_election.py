@@ -3,7 +3,7 @@
     PREFIX/cluster           the cluster's record: its id, the newest leader's epoch, a sequence
     PREFIX/leader            the leader's address, for as long as its lease lives
     PREFIX/candidates/ID     each candidate's address, the same
-    PREFIX/state/, staged/   rows (`etcd_store`)
+    PREFIX/state/, state.N/, staged/   rows (`etcd_store`)
 
 Each transaction of a leader compares the record's value and the revision that has created `leader`,
 and raises the sequence. So no other term, and no earlier attempt at the same transaction, comes
@@ -259,11 +259,10 @@ class EtcdTerm:
             raise StateError(f"{self._place}: {error}", retryable=True) from error
 
     async def commit(
-        self, operations: Sequence[dict[str, Any]], staged: int = 0, cluster: str = ""
+        self, operations: Sequence[dict[str, Any]], record: Record | None = None
     ) -> None:
         """See `Fence`. Repeats the transaction until its outcome is known, or the term ends."""
-        sequence, cluster = self._record.sequence + 1, cluster or self._record.cluster
-        record = replace(self._record, cluster=cluster, sequence=sequence, staged=staged)
+        record = replace(record or self._record, sequence=self._record.sequence + 1)
         with anyio.CancelScope(shield=True) as self._writing:
             if not self._why_ended:
                 await self._commit(record, operations)

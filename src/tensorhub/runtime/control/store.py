@@ -107,8 +107,9 @@ class SqliteStore:
             self._tables = Tables(self._db, f"the state_dir {path}")
             with self._tables.transaction():
                 found = self._format()
+                copy = path / f"{_DATABASE}.format{found}"
                 if found in MIGRATIONS:
-                    self._keep_copy(path / f"{_DATABASE}.format{found}")
+                    self._keep_copy(copy)
                 if found in (FORMAT, *MIGRATIONS):
                     self._tables.make(found)
                 row = self._db.execute(_IDENTITY).fetchone()
@@ -119,7 +120,7 @@ class SqliteStore:
                 self.epoch = last + 1
                 self._db.execute("UPDATE cluster SET epoch = ?", (self.epoch,))
             if found in MIGRATIONS:
-                log.warning("state_migrated", state_dir=str(path), was=found, now=FORMAT)
+                log.warning("state_migrated", copy=str(copy), was=found, now=FORMAT)
         except BaseException:
             self._db.close()
             raise

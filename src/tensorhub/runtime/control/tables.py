@@ -103,9 +103,9 @@ UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 
 def identity(cluster: object, epoch: object, format_: object) -> tuple[str, int]:
     """A state's own record, checked: its cluster and the newest epoch. StateError if it is no such
-    record, or of another format.
+    record, or of a format that cannot be migrated.
     """
-    if format_ != FORMAT:
+    if type(format_) is not int or format_ not in (FORMAT, *MIGRATIONS):
         raise StateError(
             f"its format is {brief(format_)}, this version writes {FORMAT}: run the release that "
             f"wrote it, or restore what was there before"
