@@ -39,6 +39,7 @@ from tensorhub.runtime.control.etcd import (
 from tensorhub.runtime.control.etcd_store import EtcdStore, Record
 
 POLL_S = 0.1  # between a candidate's looks at the leader's key
+TAKES_MAX = 20  # transactions for the leadership in a row, after which no look finds a leader
 AGAIN_S = 0.1  # between attempts that etcd does not answer
 CALM = 0.2  # of a lease: what is left of it when a term ends, and the time between two renewals
 
@@ -122,6 +123,7 @@ class EtcdElection:
             etcd.get(etcd.after(ours), etcd.after(whole), 1),
         ]
         told: bytes | None = None
+        takes = 0
         while True:
             if not self._lease.id or (self._lease.is_due and not await self._lease.renew()):
                 await self._lease.grant(self._place.lease_s)
@@ -132,8 +134,15 @@ class EtcdElection:
                 text = f"the prefix has something else, such as {shown(other.key)}"
                 raise StateError(f"{self._place}: {text}: give another one")
             if leader is None:
+                if takes == TAKES_MAX:
+                    text = f"{takes} transactions for the leadership, and no leader is found"
+                    hint = "are these endpoints members of one etcd?"
+                    raise StateError(f"{self._place}: {text}: {hint}", retryable=True)
+                await anyio.sleep(POLL_S if takes else 0)
                 await self._take(cluster, address)
+                takes += 1
                 continue
+            takes = 0
             if leader.lease == self._lease.id and cluster is not None:
                 self._seen = Record.decode(cluster.value, self._place)
                 return EtcdTerm(self._etcd, self._place, self._lease, self._seen, leader.created)
