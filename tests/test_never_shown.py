@@ -22,6 +22,7 @@ from tests.rig import OPTIONS, connect, gated, nothing_left, published, tensors
 
 SECRET = "Zyzzyva-0123-never-shown"
 READ_ONLY = tensorhub.read_only_token(SECRET)
+TESTS = str(Path(__file__).parent)
 SOURCE = str(Path(tensorhub.__file__).parent)
 
 
@@ -59,9 +60,9 @@ def shown(thing: object) -> str:
         return ""
 
 
-def check_error(error: BaseException) -> None:
+def check_error(error: BaseException, source: str = SOURCE) -> None:
     """All that is said of an error anywhere: itself, its causes, its traceback, and the locals of
-    the library's frames.
+    frames below `source`: the library's, or ("") all but the tests' own.
     """
     check_hidden("".join(traceback.format_exception(error)), "its traceback")
     todo: list[BaseException | None] = [error]
@@ -76,10 +77,11 @@ def check_error(error: BaseException) -> None:
             *(each.exceptions if isinstance(each, BaseExceptionGroup) else ()),
         ]
         for frame, line in traceback.walk_tb(each.__traceback__):
-            if frame.f_code.co_filename.startswith(SOURCE):
+            file = frame.f_code.co_filename
+            if file.startswith(source) and not file.startswith(TESTS):
                 check_hidden(
                     " ".join(map(shown, frame.f_locals.values())),
-                    f"{frame.f_code.co_filename}:{line}",
+                    f"{file}:{line}",
                 )
 
 

@@ -29,6 +29,7 @@ from tensorhub.runtime.control.store import InUse, SqliteStore
 from tests.rig import until
 from tests.runtime.control.lease_api import LeaseServer, lease_server
 from tests.runtime.control.test_store import publication
+from tests.test_never_shown import SECRET, check_error
 
 pytestmark = pytest.mark.anyio
 LEASE = ("train", "hub")
@@ -296,6 +297,28 @@ async def test_a_token_that_has_changed_and_a_state_that_cannot_be_opened(
         with pytest.raises(InUse):
             SqliteStore(state_dir)
         await term.resign()
+
+
+@pytest.mark.parametrize(
+    ("fault", "content"),
+    [
+        (401, SECRET),
+        ("lost", SECRET),
+        (500, SECRET),
+        ("", f"{SECRET}\nmore"),  # which no header may have
+        ("", f"{SECRET}\xff"),
+    ],
+)
+async def test_an_error_shows_no_token(server: LeaseServer, fault: int | str, content: str) -> None:
+    """Nor do the locals of any frame in its traceback, whichever library's."""
+    server.token = SECRET
+    (server.account / "token").write_bytes(content.encode("latin-1"))
+    server.faults.append(fault)
+    api = LeaseApi(*LEASE, server.account)
+    with pytest.raises(StateError) as caught:
+        await api.get()
+    await api.aclose()
+    check_error(caught.value, "")
 
 
 async def test_where_there_is_no_cluster(

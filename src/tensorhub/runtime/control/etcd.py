@@ -12,10 +12,10 @@ import logging
 import math
 import os
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import anyio
@@ -54,6 +54,10 @@ T = TypeVar("T")
 
 class Unanswered(OSError):
     """No member has answered in time: what was asked for may have happened, or may still."""
+
+
+class _Unsent(OSError):
+    """A member could not be asked."""
 
 
 class Refused(StateError):
@@ -185,6 +189,8 @@ class Etcd:
             raise StateError(f"etcd:// needs httpx: {install('ha')}") from error
         self._errors: tuple[type[Exception], ...] = (httpx.HTTPError, OSError)
         self._unsent = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+        # as an etcd ends a connection that it does not want
+        self._broken = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
         requests = logging.getLogger("httpx")
         if not requests.level:  # each request is a line
             requests.setLevel(logging.WARNING)
@@ -194,6 +200,7 @@ class Etcd:
         self._endpoints = place.endpoints
         self._at = 0  # the endpoint that has answered last
         self._token = ""
+        self._has_answered = False  # any member
         self._client: httpx.AsyncClient = httpx.AsyncClient(verify=tls or False, trust_env=False)
 
     async def aclose(self) -> None:
@@ -292,24 +299,38 @@ class Etcd:
                     answer = read(await self._ask(self._endpoints[at], path, body, surely))
             except TimeoutError:
                 surely, reason = False, f"{self._endpoints[at]}: no answer in time"
-            except self._errors as error:
-                surely = surely and isinstance(error, self._unsent)
-                reason = f"{self._endpoints[at]}: {type(error).__name__}: {error}"
+            except OSError as error:
+                surely = surely and isinstance(error, _Unsent)
+                reason = f"{self._endpoints[at]}: {error}"
             except _MISFITS as error:
                 surely = False
                 reason = f"{self._endpoints[at]}: no answer that etcd gives: {shown(error)}"
             else:
-                self._at = at
+                self._at, self._has_answered = at, True
                 return answer
         raise Unanswered(f"etcd does not answer ({reason})")
+
+    def _said(self, error: Exception) -> str:
+        """What went wrong with a connection, and which setting may be missing."""
+        tls = _tls_error(error)
+        text = f"{type(error).__name__}: {error}" if str(error) or tls is None else str(tls)
+        if "CERTIFICATE_VERIFY_FAILED" in text:
+            return f"{text}: is {_CA}={shown(os.environ.get(_CA))} the authority of etcd?"
+        if tls is None and (self._has_answered or not isinstance(error, self._broken)):
+            return text
+        if self._scheme == "http":
+            return f"{text}: if etcd speaks TLS, set {_CA}"
+        if not os.environ.get(_CERT):
+            return f"{text}: if etcd asks for a client's certificate, set {_CERT} and {_KEY}"
+        return f"{text}: is {_CERT}={shown(os.environ[_CERT])} valid now, and one that etcd trusts?"
 
     async def _ask(self, member: str, path: str, body: Mapping[str, Any], surely: bool) -> Any:
         """Ask one member. With a token that has ended, a second time with a new one."""
         for is_second in (False, True):
             if not self._token and os.environ.get(_USER):
-                await self._authenticate(member, surely)
+                await without_frames(self._authenticate(member, surely))
             try:
-                return await self._post(member, path, body, surely)
+                return await without_frames(self._post(member, path, body, surely))
             except Refused as error:
                 has_ended = error.code == _UNAUTHENTICATED or "auth revision" in str(error).lower()
                 if not (has_ended and self._token) or is_second:
@@ -328,7 +349,11 @@ class Etcd:
             "POST", url, content=content, headers=headers, timeout=timeout
         )
         request.stream = self._body(content)
-        status, answer = await answered(self._client, request)
+        try:
+            status, answer = await answered(self._client, request)
+        except self._errors as error:
+            kind = _Unsent if isinstance(error, self._unsent) else OSError
+            raise kind(self._said(error)) from error
         if not isinstance(answer, dict):
             raise OSError(f"it answers {status} and {shown(answer)}")
         if status == 200 and "error" not in answer:
@@ -352,11 +377,37 @@ class Etcd:
         try:
             body = {"name": os.environ[_USER], "password": password}
             answer = await self._post(member, "auth/authenticate", body, surely)
-            self._token = answer["token"].encode("ascii").decode()
+            self._token = checked_token(answer["token"], "the token of etcd")
         except Refused as error:
             if "not enabled" not in str(error):
                 text = f"{error}: set {_USER}, and {_PASSWORD} or {_PASSWORD_FILE}"
                 raise Refused(text, _UNAUTHENTICATED, surely) from error
+
+
+async def without_frames(call: Awaitable[T]) -> T:
+    """Await a call that has a password or a token. Its errors come without their causes, and
+    without the frames that raised them: the locals there, and httpx's, have the secret.
+    """
+    try:
+        return await call
+    except BaseException as error:
+        raised = error
+    if isinstance(raised, Exception):  # of a cancellation, anyio looks at the context
+        raised.__cause__ = raised.__context__ = None
+    each: BaseException | None = raised
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__context__
+    raise raised
+
+
+def checked_token(token: str, source: str) -> str:
+    """A token that may be sent in a header. Raises ValueError without it, where h11 would show
+    it.
+    """
+    if not token.isascii() or not token.isprintable():
+        raise ValueError(f"{source} is not text that a token may be")
+    return token
 
 
 async def answered(client: httpx.AsyncClient, request: httpx.Request) -> tuple[int, Any]:
@@ -392,15 +443,28 @@ def _read(path: str) -> str:
 def _tls() -> ssl.SSLContext | None:
     ca, cert, key = (os.environ.get(name) for name in (_CA, _CERT, _KEY))
     if not ca:
+        if cert:
+            raise StateError(f"{_CERT} is set, and {_CA} is not: set {_CA}, the authority of etcd")
         return None
+
+    def passphrase() -> NoReturn:
+        raise ValueError("the key needs a passphrase; give one without")
+
     try:
         context = ssl.create_default_context(cafile=ca)
         if cert:
-            context.load_cert_chain(cert, key)
-    except (OSError, ssl.SSLError) as error:
+            context.load_cert_chain(cert, key, passphrase)
+    except (OSError, ValueError) as error:
         text = f"{_CA}={shown(ca)}, {_CERT}={shown(cert)}, {_KEY}={shown(key)}"
         raise StateError(f"{text}: {error}") from error
     return context
+
+
+def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
+    """Among an error and its causes."""
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _text(key: bytes) -> str:

@@ -25,7 +25,7 @@ import anyio.to_thread
 from tensorhub.errors import InvalidValue, StateError, install, shown
 from tensorhub.logs import get_logger
 from tensorhub.runtime.control.election import STOPPED, Store
-from tensorhub.runtime.control.etcd import answered
+from tensorhub.runtime.control.etcd import answered, checked_token, without_frames
 
 LEASE_S = 10.0
 MARGIN_S = 2.0  # a leader that cannot renew stops so long before its Lease ends
@@ -130,12 +130,8 @@ class LeaseApi:
         what = f"{method} of the Lease {self._namespace}/{self.name}"
         status = 0
         try:
-            token = self._token.read_text(encoding="ascii").strip()  # it changes every hour
             with anyio.fail_after(REQUEST_S):
-                request = self._client.build_request(
-                    method, url, json=body, headers={"Authorization": f"Bearer {token}"}
-                )
-                status, record = await answered(self._client, request)
+                status, record = await without_frames(self._send(method, url, body))
             if status < 300:
                 return _checked(record)
             why = record.get("message", "") if isinstance(record, dict) else ""
@@ -144,6 +140,14 @@ class LeaseApi:
             raise Unanswered(text, status) from error
         advice = ": let a Role allow get, update and create of leases" * (status in _FORBIDDEN)
         raise Unanswered(f"{what}: {status} {shown(why)}{advice}", status)
+
+    async def _send(self, method: str, url: str, body: Record | None) -> tuple[int, Any]:
+        # it changes every hour
+        token = checked_token(self._token.read_text(errors="replace").strip(), f"{self._token}")
+        request = self._client.build_request(
+            method, url, json=body, headers={"Authorization": f"Bearer {token}"}
+        )
+        return await answered(self._client, request)
 
 
 def _checked(record: Any) -> Record:
