@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 
 from tensorhub.errors import AuthenticationFailed, InvalidType, InvalidValue
+from tensorhub.protocol import certificates
 from tensorhub.protocol.certificates import TLS, Certificates, resolve_tls
+from tensorhub.protocol.tls import Tls
 from tests.certificates import authority, issue, usual
+from tests.runtime.data_rig import WAIT_S
 
 
 def test_the_environment_names_files_and_an_argument_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +120,57 @@ def test_files_are_read_again_and_broken_ones_keep_the_last(
     now[0] += 1
     assert certificates.context("server")[1] not in (first[1], second[1])
     assert "BEGIN" not in caplog.text
+
+
+def test_files_that_are_replaced_one_after_the_other_count_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile, and while one of them cannot be read, the last pair is in force."""
+    monkeypatch.setattr(certificates, "LOOK_S", 0.0)
+    files, new = issue(tmp_path / "files"), issue(tmp_path / "new")
+    loaded = Certificates(files)
+    first = loaded.context("server")
+    os.replace(new.cert, files.cert)
+    assert loaded.context("server") == first
+    os.unlink(files.key)
+    assert loaded.context("server") == first
+    os.replace(new.key, files.key)
+    assert loaded.context("server")[1] != first[1]
+
+
+def test_connections_come_while_files_change_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each side knows by its hash the certificate that the other side got."""
+    monkeypatch.setattr(certificates, "LOOK_S", 0.0)
+    files = issue(tmp_path / "files")
+    sets = [
+        {name: Path(getattr(other, name)).read_bytes() for name in ("cert", "key")}
+        for other in (issue(tmp_path / "one"), issue(tmp_path / "two"))
+    ]
+    loaded, ends = Certificates(files), threading.Event()
+
+    def replace() -> None:
+        while not ends.is_set():
+            for each in sets:
+                for name, content in each.items():
+                    Path(getattr(files, name)).write_bytes(content)  # not at once
+
+    with ThreadPoolExecutor(1) as pool:
+        replacing, found = pool.submit(replace), set[bytes]()
+        try:
+            while len(found) < 2:
+                one = Tls(loaded, "client", peer="coordinator", host="localhost")
+                two = Tls(loaded, "server", peer="client")
+                one.handshake()
+                two.handshake(one.data_to_send())
+                one.handshake(two.data_to_send())
+                two.handshake(one.data_to_send())
+                assert one.binding == two.binding
+                found.add(one.binding)
+        finally:
+            ends.set()
+        replacing.result(WAIT_S)
 
 
 def test_an_authority_is_changed_without_a_stop(tmp_path: Path) -> None:

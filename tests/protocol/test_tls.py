@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
@@ -18,19 +20,22 @@ from typing import Any
 import anyio
 import pytest
 import trustme
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from tensorhub.errors import AuthenticationFailed, ProtocolError
+from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError
 from tensorhub.messages import Read, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.certificates import TLS, Certificates
 from tensorhub.protocol.codec import FROM_OWNER, FROM_READER
 from tensorhub.protocol.frames import PREFACE, SpeaksTls, check_preface
 from tensorhub.protocol.polled_stream import Poller
-from tensorhub.protocol.tls import RECORD_BYTES, SEALED_BYTES_MAX, Tls
+from tensorhub.protocol.tls import EMPTY_BYTES_MAX, RECORD_BYTES, SEALED_BYTES_MAX, Tls
 from tensorhub.protocol.tls_stream import TlsStream, accept
 from tensorhub.runtime.control.accepting import Turns
 from tests.certificates import HERE, LONG_AGO, issue, usual
-from tests.runtime.data_rig import WAIT_S
+from tests.runtime.data_rig import WAIT_S, waited_out_s
 
 READ = Read(1, "lease", "registration", 1, "content", ((0, 1),))
 
@@ -193,6 +198,92 @@ def test_a_byte_that_was_changed_ends_the_connection() -> None:
         two.read()
 
 
+def records(kind: int, content: bytes) -> bytes:
+    """Before encryption."""
+    parts = [content[at : at + 1000] for at in range(0, len(content), 1000)]
+    return b"".join([bytes([kind, 3, 3]) + len(part).to_bytes(2, "big") + part for part in parts])
+
+
+def test_an_endless_hello_ends_at_a_bound() -> None:
+    """It says that 100 kB follow: each pending connection would hold them."""
+    two, said = server(), b"\x01" + (100_000).to_bytes(3, "big") + b"\x03\x03" + bytes(10**5)
+    sealed = records(0x16, said)
+    for at in range(0, EMPTY_BYTES_MAX, 512):
+        two.handshake(sealed[at : at + 512])
+    with pytest.raises(ProtocolError, match=f"more than {EMPTY_BYTES_MAX} bytes without content"):
+        two.handshake(sealed[EMPTY_BYTES_MAX:][:512])
+
+
+def test_a_hello_byte_by_byte_is_as_good_as_whole() -> None:
+    one, two = client(), server()
+    one.handshake()
+    for byte in one.data_to_send():
+        two.handshake(bytes([byte]))
+    one.handshake(two.data_to_send())
+    for byte in one.data_to_send():
+        two.handshake(bytes([byte]))
+    assert two.binding == one.binding
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\x17\x03\x03\xff\xff",  # a record of 64 kB
+        records(0x16, b"\x01\x00\x00\x02\x03\x03"),  # another hello: a renegotiation
+        records(0x16, b"\x00\x00\x00\x00"),  # a server's wish for one
+        records(0x17, bytes(100)),  # in plain, or sealed by another key
+        records(0x14, b"\x01"),  # a change of ciphers
+        records(0x15, b"\x01\x5a"),  # a warning
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+@pytest.mark.parametrize("is_open", [False, True])
+def test_what_does_not_belong_there_ends_the_connection(said: bytes, is_open: bool) -> None:
+    one, two = client(), server()
+    one.handshake()
+    two.handshake(one.data_to_send())
+    if is_open:
+        one.handshake(two.data_to_send())
+        two.handshake(one.data_to_send())
+    with pytest.raises(ProtocolError):
+        tell(two, said + bytes(2**15))
+
+
+def changes_of_keys(secret: bytes, asks: bool) -> Iterator[bytes]:
+    """Records of a client that changes its keys, again and again (RFC 8446, 4.6.3 and 7.2)."""
+
+    def derived(label: bytes, length: int) -> bytes:
+        label = b"tls13 " + label
+        info = length.to_bytes(2, "big") + bytes([len(label)]) + label + b"\0"
+        return HKDFExpand(hashes.SHA384(), length, info).derive(secret)
+
+    said = b"\x18\x00\x00\x01" + bytes([asks]) + b"\x16"
+    while True:
+        head = b"\x17\x03\x03" + (len(said) + 16).to_bytes(2, "big")
+        yield head + AESGCM(derived(b"key", 32)).encrypt(derived(b"iv", 12), said, head)
+        secret = derived(b"traffic upd", 48)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_endless_changes_of_keys_end_at_a_bound(tmp_path: Path, asks: bool) -> None:
+    """One that asks for a change in return is owed an answer; none of them has content."""
+    certificates = Certificates(usual())
+    certificates.context("client")[0].keylog_filename = str(tmp_path / "secrets")
+    one, two = Tls(certificates, "client", peer="coordinator", host="localhost"), server()
+    shake_hands(one, two)
+    found = re.search(
+        r"^CLIENT_TRAFFIC_SECRET_0 \w+ (\w+)$", (tmp_path / "secrets").read_text(), re.MULTILINE
+    )
+    assert found is not None
+    records = changes_of_keys(bytes.fromhex(found[1]), asks)
+    for _ in range(1000):
+        two.receive_data(next(records))
+        assert two.read() == b""
+    two.receive_data(b"".join([next(records) for _ in range(1000)]))
+    with pytest.raises(ProtocolError, match="without content"):
+        two.read()
+
+
 # --------------------------------------------------------------------------------------------------
 # drivers
 
@@ -249,6 +340,25 @@ def test_a_thread_receives_while_another_sends() -> None:
         one.receive(FROM_OWNER)
         two.close()
         assert one.receive(FROM_OWNER) is None
+
+
+def test_a_record_that_drips_meets_the_deadline() -> None:
+    ours, theirs, ends = client(), server(), threading.Event()
+    shake_hands(ours, theirs)
+    with connected() as (here, there), ThreadPoolExecutor(1) as pool:
+        one = BlockingConnection(here, stall_timeout_s=waited_out_s(0.3), tls=ours)
+
+        def drip() -> None:
+            for byte in theirs.seal(bytes(RECORD_BYTES)):
+                there.send(bytes([byte]))
+                if ends.wait(0.01):
+                    return
+
+        dripping = pool.submit(drip)
+        with pytest.raises(OperationTimeout, match="sent nothing for"):
+            one.receive_into([memoryview(bytearray(10))])
+        ends.set()
+        dripping.result(WAIT_S)
 
 
 async def test_streams_of_both_sides() -> None:

@@ -69,6 +69,7 @@ class BlockingConnection:
         self.calls = 0  # of the kernel, that move bytes
         # so that `shutdown` never meets a descriptor that `close` gave back
         self._ending = threading.Lock()
+        self._wait_s = stall_timeout_s  # for the socket, at most
         sock.settimeout(None)
         self._limit_waits(stall_timeout_s)
 
@@ -286,7 +287,10 @@ class BlockingConnection:
         """
         if self._tls is None:
             return self._socket.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
+        until = time.monotonic() + self._wait_s
         while not (count := self._tls.read_into(buffers)) and not self._tls.has_ended:
+            if time.monotonic() > until:  # a peer that drips: a record is not whole yet
+                raise BlockingIOError
             if not (arrived := self._socket.recv_into(self._room)):
                 return 0
             self._tls.receive_data(self._room[:arrived])
@@ -400,6 +404,7 @@ class BlockingConnection:
         """Bound each system call on the socket. OperationTimeout if there is no time left."""
         if seconds <= 0:
             raise OperationTimeout("no time left")
+        self._wait_s = seconds
         whole, part = divmod(max(1, int(min(seconds, 10**9) * 1_000_000)), 1_000_000)
         limit = struct.pack("@ll", whole, part)  # a struct timeval; 0 would mean no limit
         try:

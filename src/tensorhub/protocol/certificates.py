@@ -7,13 +7,14 @@ them again when they change, and for errors that name the file. Not responsible 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, NoReturn
@@ -108,7 +109,7 @@ class Certificates:
         self._clock = clock
         self._lock = threading.Lock()  # guards what follows
         self._problem = ""  # why the last good content is not the present one, if it is not
-        self._loaded = _load(self.tls)
+        self._loaded = _load(self.tls, _read_all(self.tls))
         self._look_at = clock() + LOOK_S  # no sooner
 
     def __repr__(self) -> str:
@@ -124,8 +125,9 @@ class Certificates:
 
     def _look(self) -> None:
         try:
-            if self._problem or _digests(self.tls) != self._loaded.files:
-                self._loaded = _load(self.tls)
+            files = _read_all(self.tls)
+            if self._problem or _digests(files) != self._loaded.files:
+                self._loaded = _load(self.tls, files)
                 log.info("certificates_read", path=self.tls.cert, sha256=self._loaded.sha256.hex())
             self._problem = ""
         except AuthenticationFailed as error:
@@ -138,35 +140,38 @@ class Certificates:
             self._problem = problem
 
 
-def _digests(tls: TLS) -> tuple[bytes, ...]:
-    return tuple([hashlib.sha256(_read(tls, name)).digest() for name in _KINDS])
+# the content of each file, by its kind
+_Files = Mapping[str, bytes]
 
 
-def _load(tls: TLS) -> _Loaded:
-    digests = _digests(tls)
-    first = _CERTIFICATE.search(_read(tls, "cert"))
+def _read_all(tls: TLS) -> _Files:
+    return {name: _read(tls, name) for name in _KINDS}
+
+
+def _digests(files: _Files) -> tuple[bytes, ...]:
+    return tuple([hashlib.sha256(files[name]).digest() for name in _KINDS])
+
+
+def _load(tls: TLS, files: _Files) -> _Loaded:
+    """Each file was read once: all that is made here has the same certificate and key."""
+    first = _CERTIFICATE.search(files["cert"])
     try:
         der = ssl.PEM_cert_to_DER_cert(first[0].decode() if first else "")
     except ValueError as error:
         raise _unusable(tls, "cert", "it begins with no certificate in PEM format") from error
     server, client = ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT
     contexts: dict[Use, ssl.SSLContext] = {
-        "server": _context(tls, server),
-        "http": _context(tls, server),
-        "client": _context(tls, client),
-        "reader": _context(tls, client),
+        "server": _context(tls, files, server),
+        "http": _context(tls, files, server),
+        "client": _context(tls, files, client),
+        "reader": _context(tls, files, client),
     }
     contexts["server"].verify_mode = ssl.CERT_REQUIRED
     contexts["reader"].check_hostname = False
-    if _digests(tls) != digests:
-        raise AuthenticationFailed(
-            f"{tls.cert}, {tls.key} or {tls.ca} changed while they were read: try again",
-            retryable=True,
-        )
-    return _Loaded(digests, hashlib.sha256(der).digest(), contexts)
+    return _Loaded(_digests(files), hashlib.sha256(der).digest(), contexts)
 
 
-def _context(tls: TLS, protocol: int) -> ssl.SSLContext:
+def _context(tls: TLS, files: _Files, protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if protocol == ssl.PROTOCOL_TLS_SERVER:
@@ -176,16 +181,25 @@ def _context(tls: TLS, protocol: int) -> ssl.SSLContext:
         raise _unusable(tls, "key", "it needs a passphrase; give one without")
 
     try:
-        context.load_cert_chain(tls.cert, tls.key, passphrase)
+        with _in_memory(files["cert"]) as cert, _in_memory(files["key"]) as key:
+            context.load_cert_chain(cert, key, passphrase)
     except (OSError, ValueError) as error:
         if "MISMATCH" in str(error):
             raise _unusable(tls, "key", f"it is not that of the certificate {tls.cert}") from error
         raise _unusable(tls, "key", f"with {tls.cert}: {_reason(error)}") from error
     try:
-        context.load_verify_locations(cadata=_read(tls, "ca").decode())
+        context.load_verify_locations(cadata=files["ca"].decode())
     except (OSError, ValueError) as error:
         raise _unusable(tls, "ca", _reason(error)) from error
     return context
+
+
+@contextlib.contextmanager
+def _in_memory(content: bytes) -> Iterator[str]:
+    """The path of a file that has this content and no name: OpenSSL takes paths only."""
+    with open(os.memfd_create("tensorhub-tls"), "wb", buffering=0) as file:
+        file.write(content)
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 def _read(tls: TLS, name: str) -> bytes:

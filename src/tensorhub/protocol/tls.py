@@ -29,6 +29,8 @@ from tensorhub.protocol.frames import READ_BYTES_MAX, TLS_STARTS
 
 SEALED_BYTES_MAX: Final = 2**18  # at a time: longer calls save nothing
 RECORD_BYTES: Final = 2**14  # of one TLS record
+# that a peer may send without content, or be owed in answer: handshakes have some kilobytes
+EMPTY_BYTES_MAX: Final = 2**15
 _REFUSAL: Final = bytes([0x15, 3, 3, 0, 2, 2, 10])  # an alert, which a peer without TLS is told
 _HOST_ERRORS: Final = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, ..._IP_ADDRESS_MISMATCH
 _CERTIFICATE_ADVICE: Final = {
@@ -57,14 +59,16 @@ class Tls:
         self._peer = peer
         self._host = host
         self._is_server = use in ("server", "http")
+        self._lock = threading.Lock()  # guards what follows
         self._has_heard = False
-        self._lock = threading.Lock()  # guards the next three
+        self._empty_bytes = 0  # that have arrived since the last content
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._ssl = context.wrap_bio(
             self._incoming, self._outgoing, server_side=self._is_server, server_hostname=host
         )
-        self._sealed = memoryview(b"")  # what `send` has not got rid of yet
-        self._unsaid = 0  # the bytes in there that `send` has not counted yet
+        # by the one thread that sends: what `send` has not got rid of yet, and the bytes in there
+        # that it has not counted yet
+        self._sealed, self._unsaid = memoryview(b""), 0
 
     def __repr__(self) -> str:
         return f"<Tls with the {self._peer}: {'open' if self.is_open else 'in its handshake'}>"
@@ -85,6 +89,7 @@ class Tls:
         try:
             self._ssl.do_handshake()
         except ssl.SSLWantReadError:
+            self._check_emptiness()
             return
         except ssl.SSLError as error:
             raise self._error(error) from error
@@ -112,6 +117,7 @@ class Tls:
             if bytes(data[:1]) not in TLS_STARTS:
                 raise self._without_tls()
         with self._lock:
+            self._empty_bytes += len(data)
             self._incoming.write(data)
 
     def read(self, bytes_max: int = READ_BYTES_MAX) -> bytes:
@@ -141,6 +147,9 @@ class Tls:
                 pass
             except ssl.SSLError as error:
                 raise self._error(error) from error
+            if total:
+                self._empty_bytes = 0
+            self._check_emptiness()
         return total
 
     def seal(self, data: bytes | memoryview) -> bytes:
@@ -171,6 +180,16 @@ class Tls:
             return self._outgoing.read()
 
     # -- errors
+
+    def _check_emptiness(self) -> None:
+        """An endless handshake would take memory, and so would answers to changes of keys; records
+        without content would also keep a reader from its deadline.
+        """
+        if max(self._empty_bytes, self._outgoing.pending) > EMPTY_BYTES_MAX:
+            raise ProtocolError(
+                f"TLS with the {self._peer} has failed: it sent more than {EMPTY_BYTES_MAX} bytes "
+                f"without content"
+            )
 
     def _without_tls(self) -> TensorHubError:
         if self._is_server:
