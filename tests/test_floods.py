@@ -4,11 +4,14 @@ notice nothing.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import anyio
@@ -20,12 +23,15 @@ from tensorhub.coordinator import limits
 from tensorhub.errors import CoordinatorUnavailable
 from tensorhub.messages import NO_REQUEST, Describe, FromWorker, Join, Refused, Register, Watch
 from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.certificates import TLS_VARIABLES, Certificates
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.secret import read_only_token
+from tensorhub.protocol.tls import Tls
 from tensorhub.runtime.control import accepting
 from tensorhub.types import Location, Medium, Options, Purpose, parse_address
+from tests.certificates import usual
 from tests.rig import (
     CHUNK_BYTES,
     WAIT_S,
@@ -73,9 +79,9 @@ def is_closed(peer: socket.socket) -> bool:
     return True
 
 
-async def fetches(c: Cluster, content: int) -> None:
+async def fetches(c: Cluster, content: int, transports: Sequence[str] | None = None) -> None:
     """A newcomer comes in and reads it all, without a retry."""
-    async with connect(c.address, "late", PATIENT) as late:
+    async with connect(c.address, "late", PATIENT, transports=transports) as late:
         mine = tensors()
         report = await (await late.register("m", mine)).replicate()
         assert holds(mine, content)
@@ -107,6 +113,62 @@ async def test_a_flood_of_pending_connections_closes_its_own_ones(
         if "pending_connection_closed" in record.getMessage()
     ]
     assert 0 < len(told) < 10
+
+
+def _hello() -> bytes:
+    one = Tls(Certificates(usual()), "reader", peer="owner")
+    one.handshake()
+    return one.data_to_send()
+
+
+class Flood:
+    """Connections from some addresses that say so much of a TLS hello, without an end."""
+
+    def __init__(self, target: tuple[str, int], said: bytes, addresses: int) -> None:
+        self.count = 0
+        self._target, self._said, self._addresses = target, said, addresses
+        self._ends = threading.Event()
+
+    def run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            held = collections.deque[socket.socket]()
+            while not self._ends.is_set():
+                host = f"127.0.1.{1 + self.count % self._addresses}"
+                with contextlib.suppress(OSError):
+                    held.append(socket.create_connection(self._target, WAIT_S, (host, 0)))
+                    stack.callback(held[-1].close)
+                    held[-1].sendall(self._said)
+                self.count += 1
+                if len(held) > 20:
+                    held.popleft().close()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with ThreadPoolExecutor(1) as pool:
+            flooding = pool.submit(self.run)
+            try:
+                yield
+            finally:
+                self._ends.set()
+            flooding.result(WAIT_S)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["silent", "half", "whole"])
+@pytest.mark.parametrize("where", ["coordinator", "worker"])
+async def test_a_flood_of_tls_handshakes_from_several_addresses_keeps_no_peer_out(
+    where: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PENDING_MAX", "PENDING_READERS_MAX"):
+        monkeypatch.setattr(accepting, name, 8)
+    for name, variable in TLS_VARIABLES.items():
+        monkeypatch.setenv(variable, str(getattr(usual(), name)))
+    async with cluster("trainer", options=PATIENT, transports=["tcp"]) as c:
+        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        hello = _hello()
+        flood = Flood(address_of(c, where), hello[: int(share * len(hello))], 3)
+        with flood.running():
+            await until(lambda: flood.count > 20)
+            await fetches(c, 1, ["tcp"])
 
 
 async def test_sessions_beyond_the_bound_are_refused_and_told_so() -> None:

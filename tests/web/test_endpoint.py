@@ -7,6 +7,7 @@ import math
 import socket
 import threading
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
@@ -15,6 +16,7 @@ import pytest
 import tensorhub
 from tensorhub.web import endpoint, news, pages
 from tensorhub.web.of_coordinator import CoordinatorPages, Snapshot
+from tests.certificates import usual
 from tests.rig import WAIT_S, connect, published, until
 from tests.web.rig import HTTP, TOKEN, coordinator, fresh, get, raw
 
@@ -104,6 +106,30 @@ async def test_at_the_cap_a_new_client_gets_the_place_of_one_that_asks_nothing(
             assert (await get(serving.http_url, "/readyz", TOKEN)).status == 200
             for connection in idle[:8]:
                 assert await ended(connection)
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+async def test_at_the_cap_a_flood_from_several_addresses_takes_its_own_places(
+    encrypts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "CONNECTIONS_MAX", 4)
+    async with coordinator(TOKEN, tls=usual() if encrypts else False) as serving:
+        assert serving.http_url is not None
+        url = urlsplit(serving.http_url)
+        with contextlib.ExitStack() as stack:
+            here = (url.hostname, url.port)
+            slow = stack.enter_context(socket.create_connection(here, WAIT_S))
+            flood = [
+                stack.enter_context(
+                    socket.create_connection(here, source_address=(f"127.0.0.{2 + n % 2}", 0))
+                )
+                for n in range(12)
+            ]
+            for connection in flood[:9]:
+                assert await ended(connection)
+            slow.settimeout(0.0)
+            with pytest.raises(BlockingIOError):
+                slow.recv(1)
 
 
 async def test_requests_that_are_under_way_are_not_given_up_for_new_ones(

@@ -34,6 +34,8 @@ from tensorhub.logs import Tally, get_logger
 from tensorhub.protocol.certificates import Certificates
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.protocol.tls import Tls
+from tensorhub.runtime.control.accepting import network_of
+from tensorhub.runtime.control.waiting import Waiting
 from tensorhub.runtime.ending import CLOSE_S
 from tensorhub.transport import sockets
 from tensorhub.transport.forks import close_in_children
@@ -180,8 +182,8 @@ class Connections:
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.most = min(CONNECTIONS_MAX, CONNECTIONS_MAX if soft < 0 else max(1, soft // 8))
         # without a request under way that may be answered, or with one that needs no token: those
-        # that give their place up; which waits longest is first
-        self.idle: dict[Connection, None] = {}
+        # that give their place up
+        self.idle = Waiting[Connection]()
         self.open: set[Connection] = set()
 
     def admit(self, connection: Connection) -> bool:
@@ -189,10 +191,10 @@ class Connections:
         that has asked nothing, or has shown no token where one is needed.
         """
         if len(self.open) >= self.most:
-            oldest = next(iter(self.idle), None)
-            if oldest is None:
+            first = self.idle.first()
+            if first is None:
                 return False
-            oldest.abort()
+            first.abort()
         self.open.add(connection)
         return True
 
@@ -250,17 +252,17 @@ class Connection(H11Protocol):
 
     def _leave(self) -> None:
         self._connections.open.discard(self)
-        self._connections.idle.pop(self, None)
+        self._connections.idle.discard(self)
         if self._deadline is not None:
             self._deadline.cancel()
 
     def _await_request(self) -> None:
-        self._connections.idle.pop(self, None)
-        self._connections.idle[self] = None
+        self._connections.idle.discard(self)
+        self._connections.idle.add(self, network_of(self.client[0] if self.client else ""))
         self._deadline = self.loop.call_later(TURN_S, self.abort)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["keep_place"] = partial(self._connections.idle.pop, self, None)
+        scope["keep_place"] = partial(self._connections.idle.discard, self)
         if self._deadline is not None:
             self._deadline.cancel()
         self._task = asyncio.current_task()

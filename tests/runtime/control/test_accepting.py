@@ -14,7 +14,6 @@ import anyio.to_thread
 import pytest
 
 from tensorhub.logs import Tally, get_logger
-from tensorhub.runtime.control import accepting
 from tensorhub.runtime.control.accepting import (
     AcceptLoop,
     network_of,
@@ -104,10 +103,9 @@ async def test_at_the_cap_the_oldest_pending_connection_is_closed_and_no_other(
                 peer.close()
 
 
-async def test_at_the_cap_an_address_with_many_pending_connections_closes_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(accepting, "PENDING_PER_ADDRESS_MAX", 2)
+@pytest.mark.parametrize("addresses", [1, 2])
+async def test_at_the_cap_a_flood_closes_its_own_connections(addresses: int) -> None:
+    """Of fewer addresses than may be pending."""
     with sockets.listen("127.0.0.1") as listener:
         port = listener.getsockname()[1]
         async with accepted(listener, pending_max=3) as served:
@@ -121,7 +119,7 @@ async def test_at_the_cap_an_address_with_many_pending_connections_closes_its_ow
 
                 slow = come_from("127.0.0.2")
                 await until(lambda: served.pending == 1)
-                flood = [come_from("127.0.0.3") for _ in range(20)]
+                flood = [come_from(f"127.0.0.{3 + n % addresses}") for n in range(20)]
                 for peer in flood[:18]:
                     assert await is_closed(peer)
                 slow.sendall(b"hello")
@@ -149,7 +147,7 @@ async def address_of(code: str) -> set[str]:
                 [sys.executable, "-c", code, repr(name)], stdin=subprocess.PIPE
             ) as process:
                 await until(lambda: served.pending == 1)
-                found = set(served.loop._by_address)
+                found = set(served.loop._pending.addresses)
                 process.communicate(b"", WAIT_S)
     return found
 

@@ -2,10 +2,10 @@
 pending connections.
 
 There is a cap on pending connections. At the cap a new connection closes an old one: the oldest of
-its own address if that address has `PENDING_PER_ADDRESS_MAX` or more, else the oldest of all. So a
-flood from one address closes its own connections only, and a handshake that takes its usual
-milliseconds is over before its connection is the oldest. The deadline of a handshake is the
-caller's: `serve` runs it.
+the address that has most (`Waiting`). So a flood closes its own connections, unless it comes from
+as many addresses as connections may be pending; then a handshake that takes its usual milliseconds
+is over before its connection is the oldest. The deadline of a handshake is the caller's: `serve`
+runs it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import anyio.abc
 import anyio.lowlevel
 
 from tensorhub.logs import Tally
+from tensorhub.runtime.control.waiting import Waiting
 from tensorhub.transport import unix
 from tensorhub.transport.forks import close_in_children
 
 PENDING_MAX = 4096  # at a coordinator
 PENDING_READERS_MAX = 1024  # at each listener of an owner
-PENDING_PER_ADDRESS_MAX = 64  # of one address, where there are as many as there may be
 ACCEPTED_PER_TURN = 128  # connections; then the other tasks of the loop have a turn
 RETRY_S = 0.1  # after a connection that could not be accepted
 ROOM_S = 0.01  # instead of RETRY_S, if pending connections were closed to make room
@@ -44,11 +44,10 @@ Serve = Callable[[socket.socket, Callable[[], None]], Awaitable[None]]
 class _Pending:
     """One connection that has not authenticated."""
 
-    __slots__ = ("address", "connection", "is_served", "scope")
+    __slots__ = ("connection", "is_served", "scope")
 
-    def __init__(self, connection: socket.socket, address: str) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.address = address
         self.is_served = False  # its task has begun
         self.scope = anyio.CancelScope()
 
@@ -91,14 +90,12 @@ class AcceptLoop:
         self._serve = serve
         self._closings = closings
         self._shortages = shortages
-        self._pending: dict[_Pending, None] = {}  # oldest first
-        # the pending connections by address; no inner dict is empty
-        self._by_address: dict[str, dict[_Pending, None]] = {}
+        self._pending = Waiting[_Pending]()
 
     def __repr__(self) -> str:
         return (
             f"<AcceptLoop: {len(self._pending)} of {self._pending_max} pending, of "
-            f"{len(self._by_address)} addresses>"
+            f"{len(self._pending.addresses)} addresses>"
         )
 
     @property
@@ -137,24 +134,19 @@ class AcceptLoop:
             except (ConnectionAbortedError, InterruptedError):
                 continue
             close_in_children(connection).setblocking(False)
-            pending = _Pending(connection, _address(connection, address))
-            if len(self._pending) >= self._pending_max:
-                mine = self._by_address.get(pending.address, {})
-                among = mine if len(mine) >= PENDING_PER_ADDRESS_MAX else self._pending
-                self._close(
-                    next(iter(among)), f"more than {self._pending_max} connections are pending"
-                )
-            self._pending[pending] = None
-            self._by_address.setdefault(pending.address, {})[pending] = None
+            pending = _Pending(connection)
+            self._pending.add(pending, _address(connection, address))
+            if len(self._pending) > self._pending_max:
+                self._close_first(f"more than {self._pending_max} connections are pending")
             tasks.start_soon(self._run, pending)
 
     async def _run(self, pending: _Pending) -> None:
         pending.is_served = True
         try:
             with pending.scope:
-                await self._serve(pending.connection, partial(self._forget, pending))
+                await self._serve(pending.connection, partial(self._pending.discard, pending))
         finally:
-            self._forget(pending)
+            self._pending.discard(pending)
             pending.connection.close()
 
     async def _make_room(self, reason: str) -> None:
@@ -166,23 +158,16 @@ class AcceptLoop:
         )
         if not self._is_readable():
             return
-        oldest = list(self._pending)[: max(1, len(self._pending) // 4)]
-        for pending in oldest:
-            self._close(pending, "descriptors are short")
-        await anyio.sleep(ROOM_S if oldest else RETRY_S)
+        count = len(self._pending)
+        for _ in range(max(1, count // 4)):
+            self._close_first("descriptors are short")
+        await anyio.sleep(ROOM_S if count else RETRY_S)
 
-    def _close(self, pending: _Pending, why: str) -> None:
-        self._closings.count(reason=why)
-        self._forget(pending)
-        pending.scope.cancel()
-
-    def _forget(self, pending: _Pending) -> None:
-        """The connection is not pending any more."""
-        if self._pending.pop(pending, pending) is None:
-            mine = self._by_address[pending.address]
-            del mine[pending]
-            if not mine:
-                del self._by_address[pending.address]
+    def _close_first(self, why: str) -> None:
+        if (pending := self._pending.first()) is not None:
+            self._closings.count(reason=why)
+            self._pending.discard(pending)
+            pending.scope.cancel()
 
     def _is_readable(self) -> bool:
         waiting = select.poll()
