@@ -99,9 +99,14 @@ class Lines:
 
 
 async def _line_of(hub: tensorhub.Hub, name: str, version: int | str, timeout_s: float) -> Any:
-    fetched = await hub.fetch(name, version, timeout=timeout_s)
+    memory = torch.zeros(LINE_BYTES, dtype=torch.uint8)  # a longer line is refused
+    weights = await hub.register(name, {"line": memory}, spot=True)
     try:
-        return _printable(json.loads(bytes(fetched["line"].numpy())))
+        await weights.update(version, timeout=timeout_s)
+    finally:
+        await weights.close(abandon=True)
+    try:
+        return _printable(json.loads(bytes(memory.numpy())))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{name} says no line of JSON") from error
 
@@ -145,14 +150,17 @@ async def run(wanted: Wanted) -> int:
 async def _obey(wanted: Wanted, hub: tensorhub.Hub) -> int:
     _tell(wanted, "waiting for rank 0")
     plan = await _line_of(hub, MEETING, "available", MEET_S)
-    if plan["size"] != wanted.size:
-        raise usage(
-            f"--cluster: rank 0 says that there are {plan['size']} machines, not {wanted.size}"
-        )
-    lines = Lines(hub, plan["run"], wanted.rank)
+    match plan:
+        case {"run": str() as run, "size": int() as size}:
+            pass
+        case _:
+            raise ProtocolError("rank 0 says no plan")
+    if size != wanted.size:
+        raise usage(f"--cluster: rank 0 says that there are {size} machines, not {wanted.size}")
+    lines = Lines(hub, run, wanted.rank)
     await lines.say({})
     host = await host_of(hub, lines.model(wanted.rank))
-    party = Party(wanted, plan["run"], host)
+    party = Party(wanted, run, host)
     await lines.say({"host": host, "machine": machine(host)})
     number = 0
     try:
@@ -162,8 +170,12 @@ async def _obey(wanted: Wanted, hub: tensorhub.Hub) -> int:
             if parts is None:
                 await lines.say({})
                 return 0
-            step = parts.get(str(wanted.rank))
-            await lines.say(await party.do(*step) if step else {})
+            try:
+                step = parts.get(str(wanted.rank), [])
+                done = await party.do(*step) if step else {}
+            except (AttributeError, TypeError):
+                raise ProtocolError("rank 0 says what is no step") from None
+            await lines.say(done)
     finally:
         party.stop_listening()
         with anyio.move_on_after(FAREWELL_S, shield=True):
@@ -272,7 +284,7 @@ class Bench:
 
     def _transports(self) -> Iterator[str]:
         for name in self.found.machines[0]["transports"]:
-            if (self.wanted.only and name not in self.wanted.only) or name in self.wanted.skip:
+            if not self.wanted.allows(name):
                 continue
             faults = [
                 f"rank {rank}: {fault}"

@@ -61,6 +61,9 @@ class Wanted:
     as_json: bool
     quiet: bool
 
+    def allows(self, transport: str) -> bool:
+        return transport not in self.skip and (not self.only or transport in self.only)
+
 
 class Party:
     """One rank's tensors and sockets. Each method is a step's part; its result is JSON."""
@@ -85,15 +88,17 @@ class Party:
             "close": self.close,
         }
 
-    async def do(self, step: str, *arguments: Any) -> dict[str, Any]:
-        """The step's value and CPU seconds; `failed`: why there is none."""
+    async def do(self, step: Any, *arguments: Any) -> dict[str, Any]:
+        """The step's value and CPU seconds; `failed`: why there is none. Rank 0 orders it, and this
+        rank's command line bounds what that may cost.
+        """
         before_s = cpu_s()
         try:
             with anyio.fail_after(self._wanted.timeout_s):
                 value = await self.steps[step](*arguments)
         except TimeoutError:
             return {"failed": f"no end of {step} within {self._wanted.timeout_s:g} s"}
-        except (OSError, TensorHubError, RuntimeError, ValueError) as error:
+        except (OSError, TensorHubError, RuntimeError, ValueError, TypeError, LookupError) as error:
             leaf = leaf_of(error)
             return {"failed": scrubbed(f"{type(leaf).__name__}: {leaf}")[:500]}
         return {"value": value, "cpu_s": cpu_s() - before_s}
@@ -117,6 +122,7 @@ class Party:
         return await _in_thread(_ping, (host, ports[0]), self._wanted.timeout_s)
 
     async def give(self, receivers: int, lanes: int) -> None:
+        _check_lanes(lanes)
         views = self._memory.views
 
         def lane(number: int) -> None:
@@ -127,6 +133,7 @@ class Party:
         await _in_thread(in_threads, lanes, lane)
 
     async def take_bare(self, host: str, ports: Sequence[int], lanes: int) -> float:
+        _check_lanes(lanes)
         views = self._memory.views
 
         def lane(number: int) -> None:
@@ -137,12 +144,22 @@ class Party:
         return time.monotonic() - start
 
     async def allocate(self, mib: int) -> None:
+        if not 0 < mib <= self._wanted.mib:
+            raise ValueError(
+                f"rank 0 orders {mib} MiB, and --mib {self._wanted.mib} is the most here: give all "
+                f"ranks the same --mib"
+            )
         sizes = private(half_tiny(mib * 2**20))
         self._memory = await _in_thread(
             functools.partial(Memory, random=self._wanted.rank == 0), sizes
         )
 
     async def open(self, transport: str) -> None:
+        if not self._wanted.allows(transport):
+            raise ValueError(
+                f"rank 0 orders {transport}, which --only or --skip leaves out here: give all ranks "
+                f"the same ones"
+            )
         if self._wanted.rank:
             self._memory.clear()
         name = f"bench-{self._wanted.rank}"
@@ -192,6 +209,11 @@ class Party:
 async def _in_thread(work: Callable[..., Any], *arguments: Any) -> Any:
     """Sockets have deadlines of their own: a thread that is given up ends by itself."""
     return await anyio.to_thread.run_sync(work, *arguments, abandon_on_cancel=True)
+
+
+def _check_lanes(lanes: int) -> None:
+    if lanes not in LANES:
+        raise ValueError(f"rank 0 orders {lanes} connections, and {LANES} are known here")
 
 
 def cpu_s() -> float:

@@ -85,8 +85,9 @@ def bench(
 
     --cluster 0/3, 1/3 and 2/3 on three machines: bare sockets over each link, then TensorHub over
     each transport that all have (--only and --skip name transports), from rank 0 to each rank and
-    to all at once. --mib is the most that one copy has; a slow link gets less. Rank 0 prints the
-    report, in which machines have numbers only, and --results has all of it.
+    to all at once. --mib is the most that one copy has; a slow link gets less. Each rank refuses
+    more than its own --mib, and transports that its own --only and --skip leave out. Rank 0 prints
+    the report, in which machines have numbers only, and --results has all of it.
     """
     if cluster is not None:
         _cluster(

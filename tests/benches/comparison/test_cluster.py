@@ -8,13 +8,20 @@ import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from benches.comparison.party import scrubbed
+import tensorhub
+from benches.comparison.cluster import _line_of
+from benches.comparison.party import Party, Wanted, scrubbed
 from tensorhub import sync
+from tensorhub.errors import ManifestMismatch
 from tests.cli.processes import line_with, run_here, started
+from tests.rig import WAIT_S, cluster
 
 SMALL = "--mib 2 --rounds 1 --copies 1 --timeout 60 --skip rdma,nixl".split()
 
@@ -74,6 +81,36 @@ def test_without_a_coordinator_nothing_is_waited_for() -> None:
 def test_addresses_are_taken_out_of_reasons() -> None:
     text = "no way to tcp://10.0.0.7:4100 or [fe80::1]:9\n  (2.5 s)"
     assert scrubbed(text) == "no way to ADDRESS or ADDRESS (2.5 s)"
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        (["allocate", 5], "--mib 4 is the most here"),
+        (["allocate", -1], "--mib 4 is the most here"),
+        (["allocate", "much"], "TypeError"),
+        (["give", 1, 10**9], "connections"),
+        (["take_bare", "127.0.0.1", [1], 10**9], "connections"),
+        (["open", "nixl"], "--only or --skip leaves out"),
+        (["serve"], "KeyError"),
+        ([[]], "TypeError"),
+    ],
+)
+async def test_a_rank_gives_no_more_than_its_own_command_line_says(
+    order: list[Any], says: str
+) -> None:
+    measured = Wanted(
+        1, 2, partial(tensorhub.connect, ""), 1, 1, 4, [], ["nixl"], WAIT_S, None, False, True
+    )
+    assert says in (await Party(measured, "run", "127.0.0.1").do(*order))["failed"]
+
+
+async def test_a_line_that_is_too_long_is_refused_before_it_takes_memory() -> None:
+    async with cluster("rank 0", "rank 1", token="") as c:
+        weights = await c.hubs[0].register("m", {"line": torch.zeros(2**20, dtype=torch.uint8)})
+        await weights.publish(1)
+        with pytest.raises(ManifestMismatch):
+            await _line_of(c.hubs[1], "m", 1, WAIT_S)
 
 
 # --------------------------------------------------------------------------------------------------
