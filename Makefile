@@ -108,11 +108,13 @@ site: venv ## the documentation as a site, in site/; a warning or a link to nowh
 	$(BIN)/python -m zensical build --strict
 	$(BIN)/python -m docs.links
 
-dist: venv ## wheel and sdist, in dist/, and whether PyPI would take them
-	$(PIP) build twine
+DIST := build/venv
+dist: ## wheel and sdist, in dist/, and whether PyPI would take them
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip --disable-pip-version-check install --quiet build twine
 	rm -rf dist
-	$(BIN)/python -m build
-	$(BIN)/twine check --strict dist/*
+	$(DIST)/bin/python -m build
+	$(DIST)/bin/twine check --strict dist/*
 
 clean: ## remove everything that is not in the repository's history, .venv included
 	rm -rf $(VENV) .venv-frameworks build dist site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage chaos.svg async_grpo*.svg

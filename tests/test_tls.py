@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import ssl
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
@@ -282,6 +284,20 @@ async def test_http_needs_a_token_and_no_certificate() -> None:
         answers = [await anyio.to_thread.run_sync(get, each) for each in asked]
         assert [code for code, _ in answers] == [200, 401, 400, 200]
         assert b"https://" in answers[2][1]
+
+
+def test_the_commands_of_the_page_make_certificates_that_work(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "SECURITY.md").read_text(encoding="utf-8")
+    (commands,) = re.findall(r"```sh\n(openssl.*?)```", page, re.DOTALL)
+    commands = commands.replace("DNS:a.example", "DNS:localhost")
+    subprocess.run(
+        ["sh", "-ec", commands], cwd=tmp_path, check=True, capture_output=True, timeout=WAIT_S
+    )
+    files = TLS(*[tmp_path / name for name in ("coordinator.pem", "coordinator.key", "ca.pem")])
+    with sync.serve("localhost", token=TOKEN, tls=files) as coordinator:
+        address = coordinator.address.replace(HERE, "localhost")
+        with sync.connect(address, token=TOKEN, tls=files, options=OPTIONS) as hub:
+            assert hub.describe() == ()
 
 
 def test_the_blocking_form_takes_it_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,9 +326,9 @@ def shortage(error: OSError) -> StateError | None:
 def read_only_refusal(call: str) -> AuthenticationFailed:
     """The error that `call` raises in a process that connected with the read-only token."""
     return AuthenticationFailed(
-        f"this token is read-only: {call} needs the cluster's own token (fetch, newest, wait_for, "
-        f"watch, describe and plan do "
-        "not). Connect with that one, or leave the call to who has it"
+        f"this token is read-only: {call} needs the cluster's full token (fetch, newest, wait_for, "
+        f"watch, describe and plan do not). Connect with the full token, or make this call in a "
+        f"process that has it"
     )
 
 

@@ -80,10 +80,7 @@ def serve(
             if coordinator.http_url is not None:
                 said["http"] = coordinator.http_url
             print(json.dumps(said) if as_json else coordinator.address, flush=True)
-            tells = not as_json and log == "console"
-            if coordinator.http_url is not None and tells:
-                print(f"the dashboard is at {coordinator.http_url}", file=sys.stderr, flush=True)
-            if not quiet and tells:
+            if not (quiet or as_json) and log == "console":
                 print(
                     f"the coordinator {'is up' if coordinator.leading else 'stands by'}, with "
                     f"room for {room.room}; Ctrl-C stops it",
