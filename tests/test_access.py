@@ -233,7 +233,7 @@ async def test_a_read_only_token_fetches_and_looks_and_nothing_else() -> None:
         ):
             with pytest.raises(
                 AuthenticationFailed,
-                match=f"this token is read-only: {named} needs the cluster's own",
+                match=f"this token is read-only: {named} needs the cluster's full",
             ):
                 await call
         await source.unpublish()
