@@ -235,6 +235,9 @@ EVENTS: Final[Mapping[str, Told]] = {
     "readers_not_served": E("warning", "reason", "The data listener ended."),
     "source_failed": E("info", "detail lease reason", "A read ended early; others go on."),
     "transport_chosen": E("info", "source transport why", "Reads of that source go this way."),
+    "transport_not_encrypted": E(
+        "warning", "advice transport", "There is TLS, which does not cover bytes that go this way."
+    ),
     "transport_unavailable": E("info warning", "reason transport", "Nothing is read this way."),
     "transport_unusable": E(
         "debug warning", "reason source transport", "That source is read another way."

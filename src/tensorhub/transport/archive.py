@@ -203,6 +203,7 @@ class ArchiveTransport(ConnectedTransport):
     lanes = LANES
     waits = True
     of_archives = True
+    private = True  # as far as the URL of the bucket says https
     via = "tcp"
 
     def __init__(self, local: Local) -> None:

@@ -231,6 +231,8 @@ class Transport(Protocol):
     deltas: bool = False  # its channels apply deltas to the right's base
     waits: bool = False  # its channels' threads wait for a network, and need no core each
     of_archives: bool = False  # it reads versions in archives, and nothing else
+    # its bytes stay in their host, or TLS covers them where there is TLS
+    private: bool = False
     via: str = ""  # the transport to whose endpoints it connects; "": it has its own
 
     def reaches(self, here: Location, there: Location) -> bool:

@@ -416,6 +416,7 @@ class SameHostTransport(ConnectedTransport):
     """A one-sided transport within a host."""
 
     strides = True
+    private = True
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Between equal hosts."""

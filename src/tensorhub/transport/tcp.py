@@ -180,6 +180,7 @@ class TcpTransport(ConnectedTransport):
 
     dialect = DIALECT
     lanes = 1
+    private = True
     fills = HOST | DEVICE
     strides = True
     deltas = True

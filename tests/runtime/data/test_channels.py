@@ -18,6 +18,7 @@ from tensorhub.errors import TransportUnavailable
 from tensorhub.memory.base import Base
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant
+from tensorhub.protocol.certificates import TLS_VARIABLES
 from tensorhub.runtime.data.channels import FAILURES_MAX, LEFT_S, Channels
 from tensorhub.runtime.data.source_lane import Opened
 from tensorhub.transport import built_in
@@ -37,8 +38,10 @@ from tensorhub.transport.dialect import Dialect
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.parallel import ParallelChannel
 from tensorhub.transport.registry import Local, Registry
+from tensorhub.transport.shm import ShmTransport
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.types import ContentId, DeltaUse, Endpoint, Incarnation, Location, Options
+from tests.certificates import usual
 from tests.conftest import has_rdma
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, connect, holds, tensors
 from tests.runtime.data_rig import Nowhere
@@ -140,6 +143,33 @@ def said(caplog: pytest.LogCaptureFixture, event: str) -> list[str]:
         for record in caplog.records
         if f"event='{event}'" in record.getMessage()
     ]
+
+
+class Bare(TcpTransport):
+    private = False
+
+
+@pytest.mark.parametrize("encrypts", [True, False])
+async def test_with_tls_a_transport_that_does_not_encrypt_is_told_of(
+    encrypts: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if encrypts:
+        for name, variable in TLS_VARIABLES.items():
+            monkeypatch.setenv(variable, str(getattr(usual(), name)))
+
+    def bare(local: Local) -> Transport:
+        made = Bare(local)
+        made.name = "bare"
+        return made
+
+    with having(bare=bare, shm=ShmTransport, tcp=TcpTransport):
+        async with cluster("trainer"):
+            pass
+        async with cluster("reader", transports=["tcp"]):
+            pass
+    told = said(caplog, "transport_not_encrypted")
+    assert len(told) == encrypts
+    assert all("transport='bare'" in each and "leave it out" in each for each in told)
 
 
 @pytest.mark.parametrize("reason", ["lost", "stalled", "corrupt"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import anyio.to_thread
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import tensorhub
 from tensorhub import Hub
 from tensorhub.messages import ChunksLie, NotThisWay, ReadRefused, TransportReply
+from tensorhub.protocol.certificates import Certificates
 from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import sockets
@@ -24,6 +26,7 @@ from tensorhub.transport.nixl import agents as nixl
 from tensorhub.transport.nixl.agents import AGENT_BYTES_MAX, DIALECT, ON_HOST, AgentIs
 from tensorhub.transport.nixl.transport import NixlOwner, NixlTransport
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, RegistrationId
+from tests.certificates import usual
 from tests.cuda.double import Double
 from tests.cuda.own import Own
 from tests.rig import cluster, connect, holds, nothing_left, tensors, worker_of, write
@@ -68,13 +71,18 @@ def exposures_of(hub: Hub) -> nixl.Exposures:
 
 # that is the connection's
 @pytest.mark.parametrize("check", [name for name in CHECKS if name != "silence"])
-@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize(("on_gpu", "encrypts"), [(False, False), (True, False), (False, True)])
 def test_a_stand_in_keeps_the_rules(
-    fabric: Fabric, check: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    fabric: Fabric, check: str, on_gpu: bool, encrypts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "all")
-    transport, device = NixlTransport(local()), Double() if on_gpu else None
-    CHECKS[check](transport, lambda: ServedSource(SECRET, side=NixlOwner(), device=device))
+    certificates = Certificates(usual()) if encrypts else None
+    transport = NixlTransport(replace(local(), certificates=certificates))
+    device = Double() if on_gpu else None
+    CHECKS[check](
+        transport,
+        lambda: ServedSource(SECRET, side=NixlOwner(), device=device, certificates=certificates),
+    )
     transport.close()
     assert not fabric.agents
 

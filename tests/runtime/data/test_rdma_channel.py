@@ -18,6 +18,7 @@ from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunksLie, Locate, NotThisWay, ReadRefused, TransportReply
 from tensorhub.model.manifest import TensorDescription, build_manifest
 from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.certificates import Certificates
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.runtime.data import acceptor
 from tensorhub.runtime.data.serving import SharedOwner
@@ -44,6 +45,7 @@ from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.ports import Port, said_of
 from tensorhub.transport.rdma.reader import RdmaTransport
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, RegistrationId
+from tests.certificates import usual
 from tests.cuda.double import Double
 from tests.runtime.data_rig import SECRET, answers, busy_threads
 from tests.transport import fabric as fabric_module
@@ -80,6 +82,20 @@ def transport(fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch) -> Iterator[R
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_conversation_keeps_the_rule(transport: RdmaTransport, check: str) -> None:
     CHECKS[check](transport, lambda: QuietSource(SECRET, side=OwnRdma(FakeFabric())))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_conversation_over_tls_keeps_the_rule(
+    fabric: FakeFabric, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_readers(monkeypatch)
+    certificates = Certificates(usual())
+    of = replace(local(), kept={"rdma": fabric}, certificates=certificates)
+    with closing(RdmaTransport(of)) as transport:
+        CHECKS[check](
+            transport,
+            lambda: QuietSource(SECRET, side=OwnRdma(FakeFabric()), certificates=certificates),
+        )
 
 
 @pytest.fixture

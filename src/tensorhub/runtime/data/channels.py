@@ -158,6 +158,15 @@ class Channels:
             self._wanted,
             self._note_missing,
         )
+        if self._certificates is not None:
+            for transport in self._transports:
+                if not transport.private:
+                    log.warning(
+                        "transport_not_encrypted",
+                        transport=transport.name,
+                        advice="TLS does not cover its bytes: for weights that must not travel so, "
+                        "leave it out of `transports`",
+                    )
 
     @staticmethod
     def _note_missing(name: str, reason: TransportUnavailable) -> None:
