@@ -225,7 +225,7 @@ def test_names_in_the_text_exist() -> None:
 
 PREFIXES = {"sudo", "nohup", "command", "-v"}
 FOREIGN = {
-    "apt", "apt-get", "cmp", "curl", "export", "git", "helm", "kill", "kubectl", "mv", "nice", "python3", "source", "vllm",
+    "apt", "apt-get", "cmp", "curl", "export", "git", "helm", "kill", "kubectl", "mv", "nice", "openssl", "python3", "source", "vllm",
 }  # fmt: skip
 LEFT_TO_RIGHT = re.compile(r"[\[\]()]")
 
