@@ -374,6 +374,22 @@ def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
     assert found == Durable.of([publication(1), decision(1)])
 
 
+@pytest.mark.parametrize(
+    ("left", "leader"),
+    [(b"tcp://10.0.0.1:7411", "tcp://10.0.0.1:7411"), (b"\x1b[2J", ""), (b"\xff\0", "")],
+)
+def test_the_leader_of_a_directory_is_known_to_others(
+    tmp_path: Path, left: bytes, leader: str
+) -> None:
+    (tmp_path / "lock").write_text("tcp://a-former-leader:1")
+    with contextlib.closing(SqliteStore(tmp_path, address="tcp://10.0.0.1:7411")):
+        assert (tmp_path / "lock").read_text() == "tcp://10.0.0.1:7411"
+        (tmp_path / "lock").write_bytes(left)
+        with pytest.raises(InUse, match=f"by .*{leader}: give each its own") as caught:
+            SqliteStore(tmp_path)
+        assert caught.value.leader == leader
+
+
 def test_one_coordinator_at_a_time(tmp_path: Path) -> None:
     first = SqliteStore(tmp_path)
     with pytest.raises(StateError, match="is in use by another coordinator: give each its own"):

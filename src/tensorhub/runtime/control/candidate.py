@@ -81,7 +81,7 @@ class Candidate:
 
         def stands_by(leader: str) -> None:
             self.leader = leader
-            log.info("coordinator_stands_by", address=self.address, leader=leader)
+            log.info("coordinator_stands_by", address=self.address, leader=leader or "unknown")
             begin()
 
         advertised = self._options.advertise

@@ -47,10 +47,12 @@ def election_of(ha: str | None, state_dir: str | None) -> Callable[[], Election]
             f'"kubernetes://NAMESPACE/LEASE" or "lock"'
         )
     if state_dir is not None:
-        return lambda: LocalElection(lambda: SqliteStore(state_dir), waits=ha is not None)
+        return lambda: LocalElection(
+            lambda address: SqliteStore(state_dir, address=address), waits=ha is not None
+        )
     if ha is not None:
         raise InvalidValue('ha="lock" needs a state_dir, which has the lock')
-    return lambda: LocalElection(MemoryStore)
+    return lambda: LocalElection(lambda address: MemoryStore())
 
 
 class LocalElection:
@@ -58,21 +60,22 @@ class LocalElection:
     lets go of it.
     """
 
-    def __init__(self, open_store: Callable[[], Store], *, waits: bool = False) -> None:
+    def __init__(self, open_store: Callable[[str], Store], *, waits: bool = False) -> None:
         self._open_store = open_store
         self._waits = waits
 
     async def campaign(self, address: str, stands_by: Callable[[str], None]) -> LocalTerm:
-        has_told = False
+        told: str | None = None
         while True:
             try:
-                return LocalTerm(await anyio.to_thread.run_sync(self._open_store))
-            except InUse:
+                return LocalTerm(await anyio.to_thread.run_sync(self._open_store, address))
+            except InUse as error:
                 if not self._waits:
                     raise
-            if not has_told:
-                has_told = True
-                stands_by("")
+                leader = error.leader
+            if leader != told:
+                told = leader
+                stands_by(leader)
             await anyio.sleep(POLL_S)
 
     async def aclose(self) -> None:

@@ -22,6 +22,7 @@ from tensorhub.runtime.control.election import Deposed
 from tensorhub.runtime.control.tables import FORMAT, MIGRATIONS, UNREADABLE, Tables, identity
 from tensorhub.transport.forks import close_in_children
 
+ADDRESS_BYTES_MAX = 256  # of a leader's address, in the file that it locks
 _DATABASE = "state.sqlite3"
 _IDENTITY = "SELECT id, epoch, format FROM cluster"
 
@@ -29,7 +30,13 @@ log = get_logger("tensorhub.coordinator")
 
 
 class InUse(StateError):
-    """Another coordinator has the directory open."""
+    """Another coordinator has the directory open. `leader`: its address, if that is known."""
+
+    def __init__(self, path: Path, leader: str) -> None:
+        whose = f"the coordinator at {leader}" if leader else "another coordinator"
+        text = f"the state_dir {path} is in use by {whose}: give each its own"
+        super().__init__(text, retryable=True)
+        self.leader = leader
 
 
 class MemoryStore:
@@ -62,8 +69,11 @@ class SqliteStore:
 
     blocks = True
 
-    def __init__(self, state_dir: str | os.PathLike[str], *, shared: bool = False) -> None:
-        """Raises StateError if the directory cannot be used, or another coordinator has it open.
+    def __init__(
+        self, state_dir: str | os.PathLike[str], *, shared: bool = False, address: str = ""
+    ) -> None:
+        """Raises StateError if the directory cannot be used; InUse if another coordinator has it
+        open. `address`: of this coordinator, which the others' InUse names.
 
         `shared`: on a volume of several machines. Others that share it may have it open; the epoch
         says which may write. A dead machine's lock on a file must not keep a successor out, and no
@@ -84,10 +94,13 @@ class SqliteStore:
             kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
             fcntl.flock(self._lock, kind | fcntl.LOCK_NB)
         except OSError as error:
+            leader = self._lock.read(ADDRESS_BYTES_MAX).decode(errors="replace")
             self._lock.close()
-            text = f"the state_dir {path} is in use by another coordinator: give each its own"
-            raise InUse(text, retryable=True) from error
+            raise InUse(path, leader if leader.isprintable() else "") from error
         try:
+            if not shared:
+                self._lock.truncate(0)  # a former leader's
+                self._lock.write(address.encode()[:ADDRESS_BYTES_MAX])
             _warn_of_group(path)
             # SQLite gives new ones the mode of the first
             for name in [_DATABASE, *(f"{_DATABASE}-{each}" for each in ("wal", "shm", "journal"))]:
