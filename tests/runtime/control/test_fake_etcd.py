@@ -3,6 +3,7 @@ one that must not make a password or a token visible.
 """
 
 import contextlib
+import gc
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,6 +13,7 @@ from typing import Any
 import anyio
 import anyio.abc
 import pytest
+import trustme
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 import tensorhub
@@ -247,6 +249,44 @@ async def test_a_file_of_a_password_that_is_no_text_is_not_shown(
         with pytest.raises(Refused, match=r"_PASSWORD_FILE=.* cannot be read") as caught:
             await client.grant(5)
     check_error(caught.value, "")
+
+
+# --------------------------------------------------------------------------------------------------
+# sockets
+
+
+async def test_a_call_that_is_cancelled_in_a_handshake_leaves_no_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unclosed socket warns, which is an error here."""
+    trustme.CA().cert_pem.write_to_path(tmp_path / "ca")
+    monkeypatch.setenv("TENSORHUB_ETCD_CA", str(tmp_path / "ca"))
+    shakes_hands = anyio.Event()
+
+    async def serve(stream: anyio.abc.ByteStream) -> None:
+        async with stream:
+            await stream.receive()
+            shakes_hands.set()
+            await anyio.sleep_forever()
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, serve)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        async with (
+            connected(Place((f"127.0.0.1:{port}",), "p")) as client,
+            anyio.create_task_group() as asking,
+        ):
+
+            async def ask() -> None:
+                with contextlib.suppress(Unanswered):
+                    await client.keep_alive(7, within_s=1.0)
+
+            asking.start_soon(ask)
+            await shakes_hands.wait()
+            asking.cancel_scope.cancel()
+        tasks.cancel_scope.cancel()
+    gc.collect()
 
 
 # --------------------------------------------------------------------------------------------------

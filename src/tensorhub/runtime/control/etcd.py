@@ -413,13 +413,20 @@ def checked_token(token: str, source: str) -> str:
 async def answered(client: httpx.AsyncClient, request: httpx.Request) -> tuple[int, Any]:
     """A status, and the JSON with it; None: it is none, or too long."""
     content = bytearray()
-    response = await client.send(request, stream=True)
-    try:
-        async for part in response.aiter_raw():  # not unpacked, which may make it far larger
-            if len(content) <= ANSWER_BYTES_MAX:  # then nothing more is kept; a deadline ends it
-                content += part
-    finally:
-        await response.aclose()
+    with anyio.CancelScope() as scope:
+
+        async def heed(event: str, _: object) -> None:
+            # httpcore leaks a socket whose handshake is cancelled; the handshake has a timeout
+            scope.shield = event == "connection.start_tls.started"
+
+        request.extensions["trace"] = heed
+        response = await client.send(request, stream=True)
+        try:
+            async for part in response.aiter_raw():  # not unpacked, which may make it far larger
+                if len(content) <= ANSWER_BYTES_MAX:  # then nothing more is kept
+                    content += part
+        finally:
+            await response.aclose()
     if len(content) > ANSWER_BYTES_MAX:
         return response.status_code, None
     try:
@@ -462,9 +469,11 @@ def _tls() -> ssl.SSLContext | None:
 
 def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
     """Among an error and its causes."""
-    while error is not None and not isinstance(error, ssl.SSLError):
+    while error is not None:
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLWantReadError):
+            return error
         error = error.__cause__ or error.__context__
-    return error
+    return None
 
 
 def _text(key: bytes) -> str:
