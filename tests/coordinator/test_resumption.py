@@ -312,3 +312,36 @@ def test_a_source_that_does_not_come_back_is_waited_for_until_the_deadline() -> 
     cluster.advance(2)
     with pytest.raises(VersionUnavailable, match="version 1 has lost its last source"):
         _ = asked.number
+
+
+def test_a_version_that_its_holder_has_overwritten_is_not_waited_for() -> None:
+    """The trainer is back first, and publishes the next one while the reader is away."""
+    cluster, (trainer,) = published()
+    reader = cluster.handle("reader")
+    cluster.run()
+    asked = reader.update()
+    read_half(cluster, reader)
+    restart(cluster, but=[reader])
+    cluster.run("read")
+    trainer.unpublish()
+    cluster.run("read")
+    trainer.publish(2)
+    cluster.run("read")
+    reader.worker.connect()
+    cluster.run()
+    assert asked.number == 2  # no time has passed
+    cluster.check_agreement()
+
+
+def test_a_version_that_was_bound_and_not_begun_is_not_waited_for_either() -> None:
+    cluster, (trainer,) = published()
+    reader = cluster.handle("reader")
+    cluster.run()
+    asked = reader.update(hold=True)
+    until(cluster, lambda: bool(reader.hooks))
+    restart(cluster, but=[reader])
+    cluster.run("hook")
+    publish(cluster, [trainer], [2])
+    reader.worker.connect()
+    cluster.run()
+    assert (asked.number, reader.hook_calls) == (2, 1)

@@ -162,7 +162,7 @@ class Fills:
                 return blame
         if not operation.running or operation.unchanged:
             return None
-        if self._selects_another(operation):
+        if self._selects_another(operation, operation.bound):
             return refusals.selects_another(operation, operation.bound)
         if not operation.writing:
             blame = self._write_if_ready(operation)
@@ -174,22 +174,25 @@ class Fills:
             or self._feed(operation)
         )
 
-    def _selects_another(self, operation: Operation) -> bool:
+    def _selects_another(self, operation: Operation, bound: Version) -> bool:
         """R12: whether the bound version cannot be read any more, and the selector of the call
         names another version now. In its first lease a coordinator waits for holders that may come
-        back, and that may still be read (G8).
+        back, and that may still be read (G8), unless a newer version can be read already.
         """
         call, parts = first_call(operation), operation.parts.values()
-        if operation.calls_number or self._cluster.is_recovering or ways.serve(operation):
+        if operation.calls_number or ways.of(bound, operation).serves:
             return False
         if operation.writing and not any(map(wants_source, parts)):
             return False
+        named: Version | None
         if call.selector == AVAILABLE:
-            return self._versions.has_other_available(operation, _at_least(operation))
-        return (
-            self._versions.resolve(operation.group.model, call.selector, None)
-            is not operation.bound
-        )
+            named = self._versions.newest_available(operation, _at_least(operation)) or bound
+        else:
+            named = self._versions.resolve(operation.group.model, call.selector, None)
+        if named is bound or not self._cluster.is_recovering:
+            return named is not bound
+        is_newer = named is not None and named.number > bound.number
+        return named is not None and is_newer and ways.of(named, operation).serves
 
     def ready(self, part: RankPart, message: ReadyToWrite) -> Blame | None:
         """Its manifest fits, and its before_write has returned. If it names parts that are not
@@ -350,6 +353,8 @@ class Fills:
             lost = "" if waits else refusals.only_elsewhere(operation, version)
             if lost:
                 return Blame(VersionUnavailable(lost))
+            if operation.resumes is not None and self._selects_another(operation, version):
+                return refusals.selects_another(operation, version)
             self._wait(operation, "source")
             return None
         if fresh and (self._must_wait(operation, version) or self._is_read_on(operation, version)):

@@ -225,10 +225,9 @@ class Versions:
             return version
         raise nothing_available(operation, least, held)
 
-    def has_other_available(self, operation: Operation, at_least: int | None) -> bool:
-        """Whether "available" now names a version to which the operation is not bound."""
-        version, _ = self._newest_readable(operation, self._least(operation, at_least)[0])
-        return version is not None and version is not operation.bound
+    def newest_available(self, operation: Operation, at_least: int | None) -> Version | None:
+        """What "available" names now, if that can be read now."""
+        return self._newest_readable(operation, self._least(operation, at_least)[0])[0]
 
     @staticmethod
     def _least(operation: Operation, at_least: int | None) -> tuple[int, int | None]:
