@@ -5,8 +5,8 @@ Engines: `state_dir`, where the coordinator is started again; `lock` and `etcd` 
 tmpfs if that is where temporary files are), where a standby takes over. The time of the lease, or
 of the start, is shown apart: the rest is counted from when the next leader listens.
 
-First some hubs that read in a loop what a trainer publishes; then thin workers (`benches.scale`),
-which all wait for the next version.
+First some hubs that read in a loop what a trainer publishes, each of them a group of `--ranks`;
+then thin workers (`benches.scale`), which all wait for the next version.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _free_port() -> int:
         return port
 
 
-async def hubs(engine: str, ha: str | None, readers: int, lease_s: float) -> str:
+async def hubs(engine: str, ha: str | None, readers: int, ranks: int, lease_s: float) -> str:
     """Kill the leader under hubs that read and write all the time."""
     seen, options = Seen(), Options(lease_s=lease_s)
     with tempfile.TemporaryDirectory() as state_dir:
@@ -98,14 +98,16 @@ async def hubs(engine: str, ha: str | None, readers: int, lease_s: float) -> str
             addresses.append(await anyio.to_thread.run_sync(remotes[1].hear))
         try:
             async with contextlib.AsyncExitStack() as stack:
-                handles = [
-                    await stack.enter_async_context(registered(addresses, f"w{number}"))
-                    for number in range(readers + 1)
-                ]
+                handles = {
+                    (group, rank): await stack.enter_async_context(
+                        registered(addresses, f"w{group}", rank, ranks)
+                    )
+                    for group in range(readers + 1)
+                    for rank in range(ranks)
+                }
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(train, handles[0], seen)
-                    for number, each in enumerate(handles[1:]):
-                        tasks.start_soon(read, f"r{number}", each, seen)
+                    for (group, rank), each in handles.items():
+                        tasks.start_soon(read if group else train, f"w{group}.{rank}", each, seen)
                     await anyio.sleep(BEFORE_S)
                     killed_at = time.perf_counter()
                     await anyio.to_thread.run_sync(leader.kill)
@@ -125,19 +127,22 @@ async def hubs(engine: str, ha: str | None, readers: int, lease_s: float) -> str
     calls = sum(map(len, seen.ended.values()))
     return (
         f"{engine}: the next leads after {leads_at - killed_at:.2f} s; from then on a call of each of "
-        f"{readers} readers and of the trainer has ended after {seen.first_after(leads_at):.2f} s; "
+        f"{readers} readers and of the trainer, {ranks} rank(s) each, has ended after {seen.first_after(leads_at):.2f} s; "
         f"{calls} calls in all, {len(seen.failed)} failed {seen.failed[:1] or ''}"
     )
 
 
 @contextlib.asynccontextmanager
-async def registered(addresses: Sequence[str], name: str) -> AsyncIterator[Weights]:
-    async with tensorhub.connect(addresses, name=name) as hub:
-        yield await hub.register("m", {"w": np.zeros(NBYTES, np.uint8)})
+async def registered(
+    addresses: Sequence[str], group: str, rank: int, ranks: int
+) -> AsyncIterator[Weights]:
+    memory = {"w": np.zeros(NBYTES, np.uint8)}
+    async with tensorhub.connect(addresses, name=f"{group}.{rank}") as hub:
+        yield await hub.register("m", memory, group=group, rank=rank, world_size=ranks)
 
 
-async def train(weights: Weights, seen: Seen) -> None:
-    ends = seen.ended.setdefault("trainer", [])
+async def train(name: str, weights: Weights, seen: Seen) -> None:
+    ends = seen.ended.setdefault(name, [])
     for version in range(1, 2**31):
         try:
             async with weights.mutate(version):
@@ -162,6 +167,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches failover", description=__doc__)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--readers", type=int, default=8)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of a group")
     parser.add_argument("--workers", type=int, default=1024, help="thin ones; 0: none")
     parser.add_argument("--lease", type=float, default=Options().lease_s, help="of workers")
     parser.add_argument("--rounds", type=int, default=1)
@@ -170,8 +176,10 @@ def main(arguments: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     print(facts())
     for engine in given.engines * given.rounds:
-        with engine_of(engine) as ha:
-            print(anyio.run(hubs, engine, ha, given.readers, given.lease), flush=True)
+        for ranks in given.ranks:
+            with engine_of(engine) as ha:
+                told = anyio.run(hubs, engine, ha, given.readers, ranks, given.lease)
+            print(told, flush=True)
         if given.workers:
             with engine_of(engine) as ha:
                 thin = anyio.run(restart, given.workers, MANIFEST_BYTES, given.lease, ha)

@@ -128,8 +128,60 @@ def test_a_publish_that_did_not_is_repeated() -> None:
     cluster.check_agreement()
 
 
+@pytest.mark.parametrize("called", [1, 2])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_groups_publish_that_was_not_recorded_is_repeated(called: int, times: int) -> None:
+    """Also where one rank has called its coordinator, and the other one calls the next one."""
+    cluster = StepwiseCluster()
+    trainers = cluster.group("trainer", 2)
+    cluster.run()
+    for version in (1, 2):
+        calls = [handle.publish(version) for handle in trainers[:called]]
+        for _ in range(times):
+            if called == 2:
+                until_it_is_being_stored(cluster)
+            else:
+                cluster.run()
+            cluster.restart(kept=False)
+            reconnect(cluster)
+        cluster.run(until=lambda: len(cluster.coordinator.cluster.members) == 2)
+        calls += [handle.publish(version) for handle in trainers[called:]]
+        cluster.run()
+        assert [call.number for call in calls] == [version] * 2
+        cluster.check_agreement()
+        for handle in trainers:
+            handle.unpublish()
+        cluster.run()
+
+
+def test_a_repeated_publish_is_not_joined_by_the_next_call_of_another_rank() -> None:
+    """One rank has heard that the publish failed, and has written its memory since."""
+    cluster = StepwiseCluster()
+    trainers = first, second = cluster.group("trainer", 2)
+    cluster.run()
+    calls = [handle.publish(1) for handle in trainers]
+    cluster.run("store")
+    cluster.fail_store()
+    cluster.run(Choice("down", "trainer0"))
+    with pytest.raises(CoordinatorUnavailable, match="cannot make publish"):
+        _ = calls[1].number
+    assert not calls[0].done
+    cluster.restart()
+    again = second.publish(2)
+    reconnect(cluster)
+    cluster.run()
+    for call in (calls[0], again):
+        with pytest.raises(GroupAborted, match="another one of them has made a new call") as caught:
+            _ = call.number
+        assert (caught.value.retryable, caught.value.memory) == (True, "intact")
+    assert first.member.state is HandleState.EMPTY
+    calls = [handle.publish(2) for handle in trainers]
+    cluster.run()
+    assert [call.number for call in calls] == [2, 2]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_publish_is_not_repeated_by_a_group_nor_in_another_lineage(ranks: int) -> None:
+def test_a_publish_is_not_repeated_in_another_lineage(ranks: int) -> None:
     cluster = StepwiseCluster()
     other = cluster.handle("other")
     trainers = cluster.group("trainer", ranks)
@@ -139,15 +191,16 @@ def test_a_publish_is_not_repeated_by_a_group_nor_in_another_lineage(ranks: int)
     calls = [handle.publish(2) for handle in trainers]
     until_it_is_being_stored(cluster)
     cluster.restart(kept=False)
-    if ranks == 1:
-        reconnect(cluster, but="trainer0")
-        cluster.run()
-        other.worker.asks.rollback(1)
-        cluster.run()
+    other.worker.connect()
+    cluster.run()
+    other.worker.asks.rollback(1)
+    cluster.run()
     reconnect(cluster)
     cluster.run()
     for handle, call in zip(trainers, calls, strict=True):
-        with pytest.raises(GroupAborted, match=r"its coordinator restarted.* call again"):
+        with pytest.raises(
+            GroupAborted, match=r"rolled back since its coordinator restarted.* call again"
+        ):
             _ = call.number
         assert handle.member.state is HandleState.EMPTY
     again = [handle.publish(2) for handle in trainers]

@@ -137,6 +137,57 @@ async def test_a_leader_is_killed_while_workers_read_and_no_call_fails(
                 assert (described.mark, described.retain) == (2, 2)
 
 
+@pytest.mark.parametrize("engine", ["lock", slow("state_dir"), slow("etcd", needs_etcd)])
+async def test_a_group_publishes_while_its_leader_is_killed_and_no_call_fails(
+    engine: str, tmp_path: Path
+) -> None:
+    """One rank has called before, and the other one calls afterwards; then both publish on."""
+    names = [f"{group}{rank}" for group in ("trainer", "reader") for rank in range(2)]
+    async with cluster(engine, tmp_path, *names) as c:
+        memory = [tensors(1) for _ in names]
+        registering = [
+            hub.register("m", mine, group=name[:-1], rank=int(name[-1]), world_size=2)
+            for hub, name, mine in zip(c.hubs, names, memory, strict=True)
+        ]
+        first, second, *readers = await all_of(*registering)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(first.publish, 1)
+            await until(lambda: first._handle.member.group_calls > 0)
+            await anyio.to_thread.run_sync(c.given.kill_leader)
+            await second.publish(1)
+        if engine == "state_dir":  # no standby is left of the other ones
+            await publish_on(c, [first, second], readers, memory)
+        await all_of(*(reader.update() for reader in readers))
+        assert all(holds(its, first.version) for its in memory)
+
+
+async def publish_on(
+    c: Cluster, trainers: list[Weights], readers: list[Weights], memory: list[Tensors]
+) -> None:
+    """Publish and read until some versions after the leader was killed."""
+    last = 2**31
+
+    async def train(weights: Weights, mine: Tensors) -> None:
+        version = 1
+        while version < last:
+            version += 1
+            await mutate(weights, mine, version)
+
+    async def follow(weights: Weights) -> None:
+        held = 0
+        while held < last:
+            held = (await weights.update(at_least=held + 1)).version
+
+    async with anyio.create_task_group() as tasks:
+        for weights, mine in zip(trainers, memory, strict=False):
+            tasks.start_soon(train, weights, mine)
+        for weights in readers:
+            tasks.start_soon(follow, weights)
+        await c.hubs[0].wait_for("m", at_least=3)
+        await anyio.to_thread.run_sync(c.given.kill_leader)
+        last = (await c.hubs[0].wait_for("m", at_least=3)).version + 5
+
+
 async def wait_for(hub: Hub, number: int) -> None:
     assert (await hub.wait_for("m", at_least=number)).version == number
 

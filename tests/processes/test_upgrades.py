@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 NOW = tensorhub.__version__
 Start = Callable[[str, bool], Process]  # a process of that name: of the release before, or of this
+Group = tuple[list[Process], list[Pending]]  # its ranks, and what they are doing
+AHEAD = 50  # so many versions later the ranks of a group end: none has begun them yet
 
 
 @pytest.fixture(scope="session")
@@ -71,10 +73,17 @@ def coordinator(start: Start, is_old: bool, state_dir: Path, port: int = 0) -> t
 
 
 def worker(
-    start: Start, name: str, is_old: bool, address: str, transports: list[str] | None = None
+    start: Start,
+    name: str,
+    is_old: bool,
+    address: str,
+    transports: list[str] | None = None,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Process:
     process = start(name, is_old)
-    process.do("connect", address=address, name=name, transports=transports)
+    place = {"rank": rank, "ranks": ranks}
+    process.do("connect", address=address, name=name, transports=transports, **place)
     return process
 
 
@@ -167,3 +176,44 @@ def test_an_upgrade_one_process_after_another_fails_no_call(
         rollout.do("finish", after=last)
     assert all(each.result() > 0 for each in following.values())
     assert set(trainer.do("releases").values()) == {NOW}
+
+
+@pytest.mark.slow
+def test_an_upgrade_of_groups_of_two_workers_first_fails_no_call(
+    start: Start, tmp_path: Path
+) -> None:
+    """The ranks of a group leave together, at one version. Workers of the release before do not
+    repeat a publish, so their coordinator does not restart.
+    """
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    serving, address = coordinator(start, True, tmp_path, port)
+
+    def group(name: str, is_old: bool, what: str, **arguments: int) -> Group:
+        ranks = [worker(start, name, is_old, address, None, rank, 2) for rank in range(2)]
+        return ranks, [each.begin(what, **arguments) for each in ranks]
+
+    def end(running: Group, after: int) -> set[int]:
+        for rank in running[0]:
+            rank.do("finish", after=after)
+        return {each.result() for each in running[1]}
+
+    def upgrade(running: Group, name: str, what: str, **arguments: int) -> Group:
+        for rank in running[0]:
+            assert rank.leave() == 0
+        return group(name, False, what, **arguments)
+
+    trainers = group("trainer", True, "train", first=1)
+    rollouts = [group(name, True, "follow") for name in ("a", "b")]
+    for place, name in enumerate(("a", "b")):
+        end(rollouts[place], trainers[0][0].do("newest") + AHEAD)
+        rollouts[place] = upgrade(rollouts[place], name, "follow")
+    (last,) = end(trainers, trainers[0][0].do("newest") + AHEAD)
+    trainers = upgrade(trainers, "trainer", "train", first=last + 1)
+    trainers[0][0].do("newest", at_least=last + 1)  # it has heard the lineage with that
+    serving.do("stop_serving")
+    coordinator(start, False, tmp_path, port)
+    (last,) = end(trainers, trainers[0][0].do("newest") + AHEAD)
+    for each in rollouts:
+        end(each, last)
+    assert set(trainers[0][0].do("releases").values()) == {NOW}

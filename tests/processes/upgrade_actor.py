@@ -41,14 +41,19 @@ class Actor:
     async def stop_serving(self) -> None:
         await self._own.aclose()
 
-    async def connect(self, address: str, name: str, transports: list[str] | None) -> None:
+    async def connect(
+        self, address: str, name: str, transports: list[str] | None, rank: int, ranks: int
+    ) -> None:
         options = tensorhub.Options(chunk_bytes=2**16)
+        process = name if ranks == 1 else f"{name}{rank}"
         connecting = tensorhub.connect(
-            address, name=name, token=TOKEN, transports=transports, options=options
+            address, name=process, token=TOKEN, transports=transports, options=options
         )
         self._hub = await self._stack.enter_async_context(connecting)
         self._memory = np.zeros(WORDS, np.uint64)
-        self._weights = await self._hub.register("m", {"w": self._memory})
+        self._weights = await self._hub.register(
+            "m", {"w": self._memory}, group=name, rank=rank, world_size=ranks
+        )
 
     async def train(self, first: int) -> int:
         """Publish version after version; returns the last one."""
@@ -75,6 +80,9 @@ class Actor:
             assert np.array_equal(self._memory, filled(held)), f"version {held}"
             taken += 1
         return taken
+
+    async def newest(self, at_least: int = 1) -> int:
+        return (await self._hub.wait_for("m", at_least=at_least)).version
 
     async def finish(self, after: int = 0) -> None:
         """End `train` or `follow` with this version, or the next one after it."""

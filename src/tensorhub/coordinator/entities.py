@@ -945,6 +945,9 @@ class Operation(_Moving[OperationState]):
     # its ranks, which read another layout or publish, are known to have every byte, where they must
     covers: bool = False
     agreed: Agreed = field(default_factory=Agreed)
+    # of a publish: what all calls of its ranks name as `former`; whether one of them is repeated
+    former: frozenset[OpKey] = frozenset()
+    is_repeated: bool = False
     # what its ranks hold and must not overwrite yet (G5)
     staying: list[Holding] = field(default_factory=list)
     # until when it waits for readers of what its ranks hold; None: it had not to, so far

@@ -187,7 +187,8 @@ class Operations:
         self._cluster.observations.called(self._cluster.now, part)
         operation.story.note(self._cluster.cause, self._cluster.now, "rank", member.rank, "called")
         blame = (
-            self._unlike(operation, part)
+            self._not_together(operation, part)
+            or self._unlike(operation, part)
             or self._unfenced(part)
             or self._handlers[operation.kind].called(part)
         )
@@ -212,6 +213,28 @@ class Operations:
             self._cluster.undecided[operation.name] = operation
             return operation
         return group.operation
+
+    @staticmethod
+    def _not_together(operation: Operation, part: RankPart) -> Blame | None:
+        """A publish that was made to a former coordinator, too, counts with the calls of the same
+        operation there. A rank that calls anew may have heard the end of that operation, and have
+        written its memory since.
+        """
+        call = part.call
+        if not isinstance(call, Publish):
+            return None
+        operation.is_repeated = operation.is_repeated or call.in_lineage is not None
+        if len(operation.parts) == 1:
+            operation.former = frozenset(call.former)
+            return None
+        operation.former = operation.former.intersection(call.former)
+        if operation.former or not operation.is_repeated:
+            return None
+        ranks = sorted(operation.parts)[:RANKS_TOLD_MAX]
+        text = (
+            f"{refusals.BEGUN} on some of the ranks {ranks}, and another one of them has made a new"
+        )
+        return Blame(GroupAborted(f"{text} call since; call again"))
 
     @staticmethod
     def _unlike(operation: Operation, part: RankPart) -> Blame | None:
@@ -425,9 +448,9 @@ def _in_names_of(group: Group, call: Publish | Fill) -> Publish | Fill:
     """The call as it is kept: all keys that it names are of this group, so only their numbers are
     kept with the call.
     """
-    if isinstance(call, Publish):
-        return replace(call, key=_key_of(group, call.key))
     former = tuple(_key_of(group, key) for key in call.former)
+    if isinstance(call, Publish):
+        return replace(call, key=_key_of(group, call.key), former=former)
     resume = (
         None if call.resume is None else replace(call.resume, key=_key_of(group, call.resume.key))
     )

@@ -142,7 +142,9 @@ class Publish:
     now on.
 
     `in_lineage`: the call was made to another coordinator before, which has not recorded it. It
-    counts in that lineage only. None: it is new.
+    counts in that lineage only, and with calls of one operation there only. None: it is new.
+    `former`: the keys of earlier operations of this call; of a new one, the keys that it would have
+    had at former coordinators.
     """
 
     key: OpKey
@@ -152,6 +154,7 @@ class Publish:
     generation: U64
     timeout_s: Seconds
     in_lineage: Annotated[Number | None, Since(19)] = None
+    former: Annotated[tuple[OpKey, ...], Length(FORMER_KEYS_MAX), Since(19)] = ()
 
 
 @dataclass(frozen=True, slots=True)

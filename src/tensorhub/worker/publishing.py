@@ -68,6 +68,7 @@ class Publishing(GroupCall[PublishCall]):
 
     def start(self) -> None:
         """The promise begins here."""
+        self.former = self._context.session.untaken
         self._take_key()
         self._lineage = self._context.session.lineage
         self._memory.promise(self._call.version, self.generation)
@@ -85,6 +86,7 @@ class Publishing(GroupCall[PublishCall]):
                 self.generation,
                 left_s,
                 self._lineage if self._is_repeated else None,
+                self.former,
             )
         )
 
@@ -104,10 +106,11 @@ class Publishing(GroupCall[PublishCall]):
         return True
 
     def unheard_of(self, error: Exception) -> None:
-        """Repeat the call under a new key, unless the model was rolled back. Ranks of a larger
-        group may know of an end of their calls that the new coordinator does not know.
+        """Repeat the call under a new key, unless the model was rolled back. Other ranks may know
+        of an end of their calls that the new coordinator does not know. So it names its former
+        keys: it counts only with calls that had one of them, and still run.
         """
-        if self._context.shard.world_size > 1 or self._lineage is None:
+        if self._lineage is None:
             self.aborted(error)
             return
         self._is_repeated = True

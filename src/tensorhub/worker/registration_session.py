@@ -16,7 +16,15 @@ from math import inf
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.joining import coordinates_of, parts_of
 from tensorhub.layouts.pieces import Declaration
-from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register, Registered
+from tensorhub.messages import (
+    FORMER_KEYS_MAX,
+    Abandon,
+    EpochChanged,
+    ErrorInfo,
+    Held,
+    Register,
+    Registered,
+)
 from tensorhub.model.manifest import Manifest
 from tensorhub.types import Medium, OpKey, Purpose
 
@@ -106,6 +114,8 @@ class RegistrationSession:
         self._epoch = 0
         self._sequence = 0  # of the next group call
         self.lineage: int | None = None  # the model's, as far as it was heard of
+        # what the key of the next group call would have been at former coordinators
+        self.untaken: tuple[OpKey, ...] = ()
         self.keys_taken = 0  # how many group calls this rank has said, or refused
 
     @property
@@ -180,14 +190,21 @@ class RegistrationSession:
         """Within an epoch the sequence never goes back: the coordinator may not have heard of a key
         that was taken here.
         """
-        self._sequence = max(sequence, self._sequence) if epoch == self._epoch else sequence
-        self._epoch = epoch
+        if epoch == self._epoch:
+            sequence = max(sequence, self._sequence)
+        elif self.was_known and epoch >> 32 != self._epoch >> 32:  # another coordinator's
+            self.untaken = (*self.untaken, self._next_key())[-FORMER_KEYS_MAX:]
+        self._epoch, self._sequence = epoch, sequence
+
+    def _next_key(self) -> OpKey:
+        return OpKey(self.shard.model, self.shard.group, self._epoch, self._sequence)
 
     def take_key(self) -> OpKey:
         """The key of this rank's next group call."""
-        key = OpKey(self.shard.model, self.shard.group, self._epoch, self._sequence)
+        key = self._next_key()
         self._sequence += 1
         self.keys_taken += 1
+        self.untaken = ()
         return key
 
     def is_older(self, key: OpKey) -> bool:

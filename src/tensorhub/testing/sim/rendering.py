@@ -32,7 +32,7 @@ UNTOLD |= {
     "staged",
 }
 UNTOLD |= {"shard", "serves", "host_bytes", "manifest_ids", "release"}
-TOLD_IF_ANY = {"publication", "origin", "selection", "in_lineage"}
+TOLD_IF_ANY = {"publication", "origin", "selection", "in_lineage", "former"}
 TRIVIAL: tuple[object, ...] = (None, False, (), b"")
 
 
