@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from tensorhub.errors import StateError
-from tensorhub.integrations.releases import ACCEPT_UNTESTED, check_release
+from tensorhub.integrations.releases import ACCEPT_UNTESTED, check_calls, check_release
 from tensorhub.log_events import EVENTS
 
 TESTED = ("0.8", "0.9.2")
@@ -56,3 +56,28 @@ def test_a_probe_that_fails_cannot_be_overruled(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(StateError, match=r"probe .* failed .*'lm_head.weight' has other bytes"):
         check_release("vLLM", "0.34.0", TESTED, probe=fail)
+
+
+class Interface:
+    def send(self, weights: object, step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_a_probe_of_a_frameworks_calls() -> None:
+    class Adapter:
+        def send(self, weights: object, step: int, more: int = 0) -> None: ...
+        def close(self, **any_: object) -> None: ...
+
+    class Older:
+        def send(self, weights: object) -> None: ...
+
+    class Needs(Adapter):
+        def send(self, weights: object, step: int, rank: int) -> None: ...  # type: ignore[override]
+
+    check_calls(Adapter, Interface)
+    with pytest.raises(StateError, match=r"send has other arguments: the adapter lacks \['step'\]"):
+        check_calls(Older, Interface)
+    with pytest.raises(StateError, match=r"and needs \['rank'\]"):
+        check_calls(Needs, Interface)
+    with pytest.raises(StateError, match="has a call close that the adapter lacks"):
+        check_calls(type("Short", (), {"send": Adapter.send}), Interface)

@@ -7,6 +7,7 @@ with any release.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -62,3 +63,31 @@ def check_release(
 def is_tested(installed: str, tested: Sequence[str]) -> bool:
     parts = installed.split(".")
     return any(parts[: len(each.split("."))] == each.split(".") for each in tested)
+
+
+def check_calls(ours: type, theirs: type) -> None:
+    """A probe: raise StateError unless `ours` takes the calls of each public method of `theirs`, a
+    framework's interface.
+    """
+    for name, method in vars(theirs).items():
+        if name.startswith("_") or not inspect.isroutine(method):
+            continue
+        mine = getattr(ours, name, None)
+        if mine is None:
+            raise StateError(f"{theirs.__name__} has a call {name} that the adapter lacks")
+        known = inspect.signature(mine).parameters.values()
+        asked = inspect.signature(getattr(theirs, name)).parameters
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known)
+        lacks = [] if takes_any else sorted(asked.keys() - {each.name for each in known})
+        needs = [
+            each.name
+            for each in known
+            if each.default is each.empty
+            and each.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+            and each.name not in asked
+        ]
+        if lacks or needs:
+            raise StateError(
+                f"{theirs.__name__}.{name} has other arguments: the adapter lacks {lacks}, and "
+                f"needs {needs}"
+            )

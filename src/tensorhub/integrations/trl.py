@@ -18,7 +18,7 @@ from tensorhub.api.arguments import is_list
 from tensorhub.errors import InvalidType, InvalidValue, StateError, shown
 from tensorhub.integrations.checkpoint_engine import Exchange, Meeting
 from tensorhub.integrations.fleet import Fleet
-from tensorhub.integrations.releases import check_release
+from tensorhub.integrations.releases import check_calls, check_release
 from tensorhub.integrations.vllm_session import HttpClient, Session, Settings
 from tensorhub.runtime.control.addresses import split_addresses
 from tensorhub.types import Options
@@ -52,7 +52,7 @@ class WeightTransfer:
         resume: Callable[[], object] | None = None,
         **settings: Any,
     ) -> None:
-        check_release("trl", installed_version("trl"), SUPPORTED)
+        check_release("trl", installed_version("trl"), SUPPORTED, probe=_probe)
         self._exchange = Exchange(host=host, **settings)
         if not is_list(servers):
             raise InvalidType(f'servers={shown(servers)}: give a list, as ["http://HOST:PORT"]')
@@ -126,6 +126,12 @@ class WeightTransfer:
             self._fleet.close()
         self._exchange.close()
         self._meeting = self._fleet = None
+
+
+def _probe() -> None:
+    from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
+
+    check_calls(WeightTransfer, WeightTransferProtocol)
 
 
 class RolloutWeights:

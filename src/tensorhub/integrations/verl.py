@@ -18,13 +18,12 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from tensorhub.errors import StateError
 from tensorhub.integrations.checkpoint_engine import KEY, Exchange
-from tensorhub.integrations.releases import check_release
+from tensorhub.integrations.releases import check_calls, check_release
 
 if TYPE_CHECKING:
     import torch
 
 SUPPORTED = ("0.9",)
-check_release("verl", version("verl"), SUPPORTED)
 
 Arguments = dict[str, list[Any]]
 
@@ -36,6 +35,12 @@ class TensorHubCheckpointEngine(CheckpointEngine):
     def __init__(
         self, bucket_size: int, is_master: bool = False, *, host: str | None = None, **settings: Any
     ) -> None:
+        check_release(
+            "verl",
+            version("verl"),
+            SUPPORTED,
+            probe=lambda: check_calls(TensorHubCheckpointEngine, CheckpointEngine),
+        )
         self.bucket_size = bucket_size
         self._is_master = is_master
         self._exchange = Exchange(
