@@ -281,8 +281,11 @@ EVENTS: Final[Mapping[str, Told]] = {
     "versions_not_announced": E("warning", "up_to", "There are too many to serve."),
     # adapters
     "engine_excluded": E("warning", "engine failures", "Updates do not wait for it any more."),
+    "engine_not_flipped": E("error", "reason", "The engine could not put a version in place."),
     "engine_not_updated": E("warning", "engine reason", "The next update tries it again."),
     "engine_returned": E("info", "engine", "Updates wait for it again."),
+    "fleet_settled": E("info", "attempt committed seconds", "All engines serve one version."),
+    "lease_not_renewed": E("warning", "reason", "Without it the engine soon serves nothing."),
     "no_readers": E("warning", "model version", "Nothing reads what a trainer publishes."),
     "object_not_closed_well": E("warning", "object reason version", "An object of Ray's is freed."),
     "receive_buffers": E("info", "device model nbytes tensors", "Memory for a stream was made."),

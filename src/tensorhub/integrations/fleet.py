@@ -11,10 +11,10 @@ Responsible for which engines are waited for. Not responsible for one engine's u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from tensorhub.errors import OperationTimeout, text_of
 from tensorhub.logs import get_logger
@@ -23,12 +23,14 @@ from tensorhub.types import VersionInfo
 log = get_logger(__name__)
 
 
-class Engine(Protocol):
-    """One engine. Each call has a deadline of its own, and raises what has failed."""
+class Named(Protocol):
+    """An engine. Each call to it has a deadline of its own, and raises what has failed."""
 
     @property
     def name(self) -> str: ...
 
+
+class Engine(Named, Protocol):
     def get_ready(self, version: int | None = None) -> None:
         """Join the cluster; the engine goes on generating."""
 
@@ -48,82 +50,67 @@ class FleetReport:
     excluded: tuple[str, ...]
 
 
+E = TypeVar("E", bound=Named)
+
+
 @dataclass(eq=False)
-class _Member:
-    engine: Engine
-    running: Future[None] | None = None  # the last call, until its outcome was counted
+class _Member(Generic[E]):
+    engine: E
+    running: Future[object] | None = None  # the last call, until its outcome was counted
     failures: int = 0  # in a row
     is_excluded: bool = False
 
 
-class Fleet:
-    """`timeout_s`: how long a call waits for all engines together. `failures_max`: see the
-    module.
+class Calls(Generic[E]):
+    """Calls to several engines. `timeout_s`: how long a call waits for all of them together.
+    `failures_max`: see the module.
     """
 
     def __init__(
-        self, engines: Sequence[Engine], *, timeout_s: float = 300.0, failures_max: int = 2
+        self, engines: Sequence[E], *, timeout_s: float = 300.0, failures_max: int = 2
     ) -> None:
         self._members = [_Member(engine) for engine in engines]
         self._timeout_s, self._failures_max = timeout_s, failures_max
         threads = max(1, len(engines))
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-fleet")
 
-    def join(self) -> FleetReport:
-        """Have all engines join the cluster. Raises as `update`."""
-        return self._on_all(lambda engine: engine.get_ready())
-
-    def update(self, info: VersionInfo) -> FleetReport:
-        """Have all engines take a version.
-
-        Raises if no engine has taken it: the first engine's error, with a note for each other one.
-        OperationTimeout is such an error where `timeout_s` is over: that engine's call goes on, and
-        no other one is begun there before it has ended.
-        """
-        return self._on_all(lambda engine: engine.update(info))
-
-    def check(self) -> None:
-        """Have all engines compare their weights. Raises the first error, with a note for each
-        other one.
-        """
-        if failed := self._on_all(lambda engine: engine.check()).failed:
-            raise _together(failed)
-
     def close(self) -> None:
         """Begin no call any more. The engines keep what they serve."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _on_all(self, call: Callable[[Engine], None]) -> FleetReport:
+    def call(self, call: Callable[[E], object], only: Set[str] | None = None) -> FleetReport:
+        """Make a call to all engines, or to those with these names, at the same time."""
+        members = [each for each in self._members if only is None or each.engine.name in only]
         asked = []
-        for each in self._members:
+        for each in members:
             if each.running is not None and each.running.done():
                 self._count(each, each.running.exception())  # it was not waited for
             if each.running is None:
                 each.running = self._threads.submit(call, each.engine)
                 asked.append(each)
-        waited_for = [each for each in self._members if not each.is_excluded] or self._members
+        waited_for = [each for each in members if not each.is_excluded] or members
         wait([each.running for each in waited_for if each.running], self._timeout_s)
         done, failed = [], dict[str, BaseException]()
-        for each in waited_for:
+        for each in members:
             error: BaseException | None
             if each.running is not None and each in asked and each.running.done():
                 error = each.running.exception()
                 self._count(each, error)
-            else:
+            elif each in waited_for:
                 error = OperationTimeout(
                     f"{each.engine.name} was not done after {self._timeout_s:.0f} s"
                 )
                 self._count_failure(each, error)
+            else:
+                continue
             if error is None:
                 done.append(each.engine.name)
             else:
                 failed[each.engine.name] = error
-        if failed and not done:
-            raise _together(failed)
-        excluded = tuple(each.engine.name for each in self._members if each.is_excluded)
+        excluded = tuple(each.engine.name for each in members if each.is_excluded)
         return FleetReport(tuple(done), failed, excluded)
 
-    def _count(self, member: _Member, error: BaseException | None) -> None:
+    def _count(self, member: _Member[E], error: BaseException | None) -> None:
         member.running = None
         if error is not None:
             self._count_failure(member, error)
@@ -132,7 +119,7 @@ class Fleet:
             log.info("engine_returned", engine=member.engine.name)
         member.failures, member.is_excluded = 0, False
 
-    def _count_failure(self, member: _Member, error: BaseException) -> None:
+    def _count_failure(self, member: _Member[E], error: BaseException) -> None:
         member.failures += 1
         log.warning("engine_not_updated", engine=member.engine.name, reason=text_of(error))
         if member.failures >= self._failures_max and not member.is_excluded:
@@ -140,7 +127,37 @@ class Fleet:
             log.warning("engine_excluded", engine=member.engine.name, failures=member.failures)
 
 
-def _together(failed: dict[str, BaseException]) -> BaseException:
+class Fleet(Calls[Engine]):
+    """Engines that are updated one by one, and at the same time."""
+
+    def join(self) -> FleetReport:
+        """Have all engines join the cluster. Raises as `update`."""
+        return self._raising(self.call(lambda engine: engine.get_ready()))
+
+    def update(self, info: VersionInfo) -> FleetReport:
+        """Have all engines take a version.
+
+        Raises if no engine has taken it: the first engine's error, with a note for each other one.
+        OperationTimeout is such an error where `timeout_s` is over: that engine's call goes on, and
+        no other one is begun there before it has ended.
+        """
+        return self._raising(self.call(lambda engine: engine.update(info)))
+
+    @staticmethod
+    def _raising(report: FleetReport) -> FleetReport:
+        if report.failed and not report.done:
+            raise together(report.failed)
+        return report
+
+    def check(self) -> None:
+        """Have all engines compare their weights. Raises the first error, with a note for each
+        other one.
+        """
+        if failed := self.call(lambda engine: engine.check()).failed:
+            raise together(failed)
+
+
+def together(failed: dict[str, BaseException]) -> BaseException:
     first, *others = failed.items()
     for name, other in others:
         first[1].add_note(f"{name}: {text_of(other)}")

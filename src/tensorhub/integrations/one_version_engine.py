@@ -1,0 +1,285 @@
+"""An engine in a loop of your own, one of a fleet with one version: see `one_version`.
+
+It has two sets of tensors: the one that is in place, and the one that the next version is staged
+in. Both are replicas that other engines read.
+
+    engine = Engine(hub, "actor", module, token=token)
+    engine.url                        # for the trainer's OneVersion(servers=[...])
+    with engine.use() as version:     # StateError: no version may be served now
+        generate(module)
+    engine.close()
+
+Responsible for what the engine does when the trainer calls, and for its lease. Not responsible for
+the states (`one_version`), nor for HTTP (`one_version_http`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tensorhub import shared_empty_like, sync
+from tensorhub.errors import OperationTimeout, StateError, text_of
+from tensorhub.integrations.one_version import EngineState, Records, Seat, version_of
+from tensorhub.integrations.one_version_http import Listener
+from tensorhub.integrations.one_version_records import RecordLog
+from tensorhub.logs import get_logger
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Tensors = Mapping[str, "torch.Tensor"]
+log = get_logger(__name__)
+
+
+class Engine:
+    """`tensors`: the engine's, by their published names. `put`: called with tensors to put in their
+    place, while nothing uses them; quick, and callable with the same ones again. Of a module it
+    need not be given: then its parameters and buffers point at them, and nothing is copied.
+
+    `host`, `port`: where the trainer's calls are taken. `token`: what they must bear; None: the
+    coordinator's address is of this machine, and so is `host`. `lease_s`: the engine serves nothing
+    once it has not read the records for so long, so it must be shorter than a loss of the
+    coordinator that rollouts survive. `decide_s`: how long a flipped engine waits for the trainer
+    before it records "abort". `timeout_s`: of each call to the coordinator, and of staging.
+    """
+
+    def __init__(
+        self,
+        hub: sync.Hub,
+        model: str,
+        tensors: nn.Module | Tensors,
+        *,
+        put: Callable[[Tensors], object] | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        lease_s: float = 3.0,
+        decide_s: float = 10.0,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self._put, first = _parts(tensors, put)
+        self._timeout_s = timeout_s
+        self._log = RecordLog(hub, model, min(timeout_s, lease_s))
+        self._slots: list[Tensors] = [first, shared_empty_like(first)]
+        self._weights = [hub.register(model, slot, spot=True) for slot in self._slots]
+        self._current = self._staged = 0
+        self._lock = threading.Condition()  # of all above, and of the seat
+        self._filling = threading.Lock()  # of the slot that is not in place
+        self._uses = 0
+        self._fault: Exception | None = None  # of the flip
+        self._fence_seen: tuple[int, float] | None = None
+        self.seat = Seat(lease_s, decide_s)
+        self._closed = threading.Event()
+        self._poll_thread = threading.Thread(target=self._poll_all, name="tensorhub-lease")
+        self._listener = Listener(self, host, port, token)
+        self.url = self._listener.url
+        self._poll_thread.start()
+
+    # -- what the engine's own loop calls
+
+    @property
+    def version(self) -> int | None:
+        """The version that may be served at this moment; None: none."""
+        with self._lock:
+            return self.seat.serves(time.monotonic())
+
+    @contextmanager
+    def use(self) -> Iterator[int]:
+        """The tensors in place stay, and are this version's. Keep it short: a flip waits for it.
+
+        Raises StateError: no version may be served now; ask again.
+        """
+        with self._lock:
+            version = self.seat.serves(time.monotonic())
+            if version is None:
+                raise StateError(
+                    f"no version may be served now: the engine is {self.seat.state} with "
+                    f"{self.seat.version}, or waits for the coordinator",
+                    retryable=True,
+                )
+            self._uses += 1
+        try:
+            yield version
+        finally:
+            with self._lock:
+                self._uses -= 1
+                self._lock.notify_all()
+
+    def wait_until_served(self, timeout_s: float) -> int:
+        """Return the version once one may be served: an engine that joins late takes the newest
+        committed one from its peers before it accepts requests. Raises OperationTimeout.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            while (version := self.seat.serves(time.monotonic())) is None:
+                if not self._lock.wait(max(0.0, deadline - time.monotonic())):
+                    raise OperationTimeout(
+                        f"no version was committed, or could be read, in {timeout_s:.0f} s"
+                    )
+            return version
+
+    def close(self) -> None:
+        """Serve nothing, and leave the cluster."""
+        self._closed.set()
+        self._listener.close()
+        self._poll_thread.join()
+        with self._lock:
+            self.seat.version = None
+        for each in self._weights:
+            each.close(abandon=True)
+
+    # -- what the trainer calls; each may be repeated
+
+    def stage(self, attempt: int) -> None:
+        """Vote: the attempt's version is here, beside the one in place."""
+        with self._filling:
+            with self._lock:
+                self.seat.begin(attempt, time.monotonic())
+                found = self._slot_for(version_of(attempt))
+                slot = 1 - self._current if found is None else found
+            self._fill(slot, version_of(attempt))
+            with self._lock:
+                self.seat.vote(attempt, time.monotonic())
+                self._staged = slot
+
+    def flip(self, attempt: int) -> None:
+        """Stop serving, and put the staged version in place."""
+        with self._lock:
+            if self.seat.flip(attempt, time.monotonic()):
+                self._fault = None
+                if not self._lock.wait_for(lambda: not self._uses, self.seat.decide_s):
+                    self._fault = OperationTimeout("the weights are still being used")
+                else:
+                    self._fault = self._try_put(self._staged)
+            if self._fault is not None:
+                raise self._fault
+
+    def settle(self, attempt: int, is_commit: bool) -> None:
+        """Serve again: the staged version, or the old one."""
+        with self._lock:
+            self._settle(attempt, is_commit)
+
+    def _settle(self, attempt: int, is_commit: bool) -> None:
+        is_flipped = attempt == self.seat.attempt and self.seat.state is EngineState.FLIPPED
+        if is_flipped and (self._fault is not None or not is_commit):
+            # a commit: the others have taken the version in a later attempt
+            fault = self._try_put(self._staged if is_commit else self._current)
+            if fault is not None:
+                raise fault  # it stays flipped, and serves nothing; the next poll tries again
+        if self.seat.settle(attempt, is_commit, time.monotonic()):
+            self._current = self._staged
+        self._lock.notify_all()
+
+    def _try_put(self, slot: int) -> Exception | None:
+        try:
+            self._put(self._slots[slot])
+        except Exception as error:
+            log.error("engine_not_flipped", reason=text_of(error))
+            return error
+        return None
+
+    # -- versions in the two slots
+
+    def _slot_for(self, version: int) -> int | None:
+        """The slot that has the version."""
+        return next((n for n in (0, 1) if self._weights[n].version == version), None)
+
+    def _fill(self, slot: int, version: int) -> None:
+        if self._weights[slot].version != version:
+            self._weights[slot].update(version, timeout=self._timeout_s)
+
+    # -- the lease
+
+    def _poll_all(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._poll()
+            except Exception as error:
+                log.warning("lease_not_renewed", reason=text_of(error))
+            self._closed.wait(self.seat.lease_s / 4)
+
+    def _poll(self) -> None:
+        asked_at = time.monotonic()
+        records = self._log.read()
+        overdue = self._overdue(records)
+        if overdue is not None:
+            self._log.decide(overdue, False)
+            asked_at, records = time.monotonic(), self._log.read()
+        with self._lock:
+            if self.seat.state is EngineState.FLIPPED:
+                decision = records.decision(self.seat.attempt)
+                if decision is not None:
+                    self._settle(self.seat.attempt, decision)
+            self.seat.heard(records, asked_at)
+            self._lock.notify_all()
+            is_behind = self.seat.is_behind(records)
+        if is_behind and records.current is not None:
+            self._catch_up(records.current)
+
+    def _overdue(self, records: Records) -> int | None:
+        """An attempt that has waited for its trainer long enough."""
+        now, fence = time.monotonic(), records.fence
+        if fence is None:
+            self._fence_seen = None
+        elif self._fence_seen is None or self._fence_seen[0] != fence:
+            self._fence_seen = fence, now
+        elif now >= self._fence_seen[1] + self.seat.decide_s:
+            return fence
+        with self._lock:
+            is_overdue = self.seat.is_overdue(now)
+            undecided = records.decision(self.seat.attempt) is None
+            return self.seat.attempt if is_overdue and undecided else None
+
+    def _catch_up(self, version: int) -> None:
+        """Take the committed version from peers, or the trainer, and serve it."""
+        if not self._filling.acquire(blocking=False):
+            return  # it is being staged
+        try:
+            with self._lock:
+                slot = self._slot_for(version)
+                if slot is None:  # the one in place is free: it serves nothing
+                    slot = self._current
+                    if not self._lock.wait_for(lambda: not self._uses, self.seat.lease_s):
+                        return
+            self._fill(slot, version)
+            asked_at = time.monotonic()
+            records = self._log.read()
+            with self._lock:
+                if self.seat.state is EngineState.FLIPPED or self._uses:
+                    return
+                if fault := self._try_put(slot):
+                    raise fault
+                self._current = slot
+                self.seat.caught_up(version, records, asked_at)
+                self._lock.notify_all()
+        except Exception as error:
+            log.warning("engine_not_updated", engine=self.url, reason=text_of(error))
+        finally:
+            self._filling.release()
+
+
+def _parts(
+    tensors: nn.Module | Tensors, put: Callable[[Tensors], object] | None
+) -> tuple[Callable[[Tensors], object], Tensors]:
+    if isinstance(tensors, Mapping):
+        if put is None:
+            raise StateError("tensors= is a mapping: give put=, which puts others in their place")
+        return put, tensors
+    import torch
+
+    named = {
+        name: each
+        for name, each in tensors.state_dict(keep_vars=True).items()
+        if isinstance(each, torch.Tensor)
+    }
+
+    def point(others: Tensors) -> None:
+        for name, each in named.items():
+            each.data = others[name]
+
+    return put or point, {name: each.data for name, each in named.items()}

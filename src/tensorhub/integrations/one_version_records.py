@@ -1,0 +1,94 @@
+"""What was decided for the engines of a model, kept by the coordinator: see `one_version`.
+
+A record is a number that was published under a model of its own. The coordinator publishes a number
+once, so of two processes that record one number only the first succeeds. It keeps the numbers, and
+how many bytes each had, also where the publisher has died.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from tensorhub import sync
+from tensorhub.errors import RegistrationError, StateError, VersionConflict, VersionUnavailable
+from tensorhub.integrations.one_version import ABORT, COMMIT, Records
+from tensorhub.types import ModelInfo
+
+KEPT = 4  # records that a process goes on to hold: the coordinator lists what is held
+
+
+class RecordLog:
+    """The records of one model."""
+
+    def __init__(self, hub: sync.Hub, model: str, timeout_s: float) -> None:
+        self._hub, self._timeout_s = hub, timeout_s
+        self._model, self._flips, self._commits = model, f"{model}/flips", f"{model}/commits"
+        self._held: deque[sync.Weights] = deque()
+        self._ready: list[sync.Weights] = []
+
+    def lead(self) -> sync.Weights:
+        """Be the one trainer that decides, until the result is closed. Raises StateError: another
+        one is.
+        """
+        try:
+            return self._hub.register(
+                f"{self._model}/trainer", {"trainer": np.zeros(1, np.uint8)}, group="trainer"
+            )
+        except RegistrationError as error:
+            raise StateError(
+                f"another trainer updates the engines of {self._model!r}: {error}", retryable=True
+            ) from error
+
+    def read(self) -> Records:
+        """Raises as `Hub.describe`."""
+        commits = self._described(self._commits)
+        flips = self._described(self._flips)
+        known = () if flips is None else flips.versions
+        return Records(
+            {each.version: each.nbytes for each in known}, commits.mark if commits else None
+        )
+
+    def _described(self, model: str) -> ModelInfo | None:
+        try:
+            return self._hub.describe(model, self._timeout_s, limit=0)
+        except VersionUnavailable:
+            return None
+
+    def fence(self, attempt: int) -> bool:
+        """Whether it was recorded: nothing newer was."""
+        return self._append(self._flips, 2 * attempt, 1)
+
+    def decide(self, attempt: int, is_commit: bool) -> bool:
+        """Record a decision, unless another one was recorded first. Returns whether the attempt is
+        committed.
+        """
+        if not self._append(self._flips, 2 * attempt + 1, COMMIT if is_commit else ABORT):
+            return bool(self.read().decision(attempt))
+        return is_commit
+
+    def note(self, version: int) -> None:
+        """A commit of that version was recorded. Newer records may hide that one from now on."""
+        self._append(self._commits, version, 1)
+
+    def prepare(self) -> None:
+        """Register a fence and a commit beforehand, to have them recorded the sooner."""
+        while len(self._ready) < 2:
+            self._ready.append(self._register(self._flips, 1))
+
+    def _register(self, model: str, nbytes: int) -> sync.Weights:
+        return self._hub.register(model, {"record": np.zeros(nbytes, np.uint8)})
+
+    def _append(self, model: str, number: int, nbytes: int) -> bool:
+        is_ready = self._ready and (model, nbytes) == (self._flips, 1)
+        weights = self._ready.pop() if is_ready else self._register(model, nbytes)
+        try:
+            weights.publish(number, self._timeout_s)
+        except VersionConflict:
+            weights.close()
+            return False
+        self._held.append(weights)
+        if len(self._held) > KEPT:
+            self._held.popleft().close()
+        return True

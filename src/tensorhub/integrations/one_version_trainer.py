@@ -1,0 +1,159 @@
+"""The trainer's side of a fleet with one version on all engines, or on none: see `one_version`.
+
+    fleet = OneVersion(hub, "actor", servers=[engine_url, ...])
+    info = weights.publish(version)
+    fleet.update(info)                # all engines have it, or StateError: all have the old one
+
+Responsible for carrying the steps out. Not responsible for their order (`one_version.steps`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from tensorhub import sync
+from tensorhub.errors import InvalidValue, StateError, VersionConflict, text_of
+from tensorhub.integrations.fleet import Calls, FleetReport
+from tensorhub.integrations.one_version import (
+    ATTEMPTS,
+    COMMIT,
+    VERSION_MAX,
+    Answer,
+    Decide,
+    Fence,
+    Flip,
+    Settle,
+    Stage,
+    Step,
+    Steps,
+    steps,
+    version_of,
+)
+from tensorhub.integrations.one_version_http import Remote
+from tensorhub.integrations.one_version_records import RecordLog
+from tensorhub.logs import get_logger
+from tensorhub.types import VersionInfo
+
+log = get_logger(__name__)
+CLOCK_MARGIN = 1.1  # how much faster this machine's clock may run than an engine's
+
+
+class OneVersion:
+    """`servers`: the URLs of all engines that serve `model`: one that is not here is not kept from
+    serving another version. `lease_s`: as the engines have it. `timeout_s`: how long each step
+    waits for engines. `attempts_max`: of one update; each one leaves out what has failed.
+
+    Raises StateError: another trainer updates the engines of this model.
+    """
+
+    def __init__(
+        self,
+        hub: sync.Hub,
+        model: str,
+        servers: Sequence[str],
+        *,
+        token: str | None = None,
+        lease_s: float = 3.0,
+        timeout_s: float = 300.0,
+        attempts_max: int = 4,
+        failures_max: int = 2,
+    ) -> None:
+        engines = [Remote(url, token, timeout_s) for url in servers]
+        self._names = [each.name for each in engines]
+        self._lease_s, self._attempts_max = lease_s, attempts_max
+        self._log = RecordLog(hub, model, timeout_s)
+        self._leading = self._log.lead()
+        self._calls = Calls(engines, timeout_s=timeout_s, failures_max=failures_max)
+        self._next = 0
+        self._errors: dict[str, BaseException] = {}
+        self._voted_at = 0.0
+        self.flip_s = 0.0  # of the last update: from the last vote until all have settled
+
+    def update(self, info: VersionInfo) -> FleetReport:
+        """Bring a version to all engines that can take it; the others serve nothing until they have
+        taken it. `failed` and `excluded` name them.
+
+        Raises StateError (no engine has it, and all serve the old one; each engine's error is a
+        note), VersionConflict (older than what engines serve), InvalidValue (a number of 2**51 or
+        more), and as `Hub.describe` and `Weights.publish`: then engines settle it by the records.
+        """
+        first = self._first_attempt(info)
+        self._errors = {}
+        self._log.prepare()
+        updated = self._carry_out(steps(first, self._names, self._attempts_max))
+        if not updated:
+            error = StateError(
+                f"no engine has taken version {info.version} of {info.model!r}; those that serve "
+                f"have the version before",
+                retryable=True,
+            )
+            for name, each in self._errors.items():
+                error.add_note(f"{name}: {text_of(each)}")
+            raise error
+        left = {name: each for name, each in self._errors.items() if name not in updated}
+        behind = tuple(name for name in self._names if name not in updated)
+        return FleetReport(tuple(sorted(updated)), left, behind)
+
+    def _carry_out(self, its: Steps) -> frozenset[str]:
+        try:
+            step = next(its)
+            while True:
+                self._next = step.attempt + 1
+                step = its.send(self._do(step))
+        except StopIteration as end:
+            updated: frozenset[str] = end.value
+            return updated
+
+    def _first_attempt(self, info: VersionInfo) -> int:
+        if info.version >= VERSION_MAX:
+            raise InvalidValue(f"version {info.version}: one version for all takes up to 2**51 - 1")
+        records = self._log.read()
+        if records.fence is not None:  # of a trainer that is gone
+            self._log.decide(records.fence, False)
+            records = self._log.read()
+        for number, nbytes in records.known.items():
+            if number % 2 and nbytes == COMMIT:
+                self._log.note(version_of(number // 2))
+        current = records.current
+        if current is not None and info.version < current:
+            raise VersionConflict(
+                f"version {info.version} of {info.model!r} is older than the one that the engines "
+                f"serve, {current}: publish these weights with a newer number"
+            )
+        return max(self._next, info.version * ATTEMPTS, records.newest // 2 + 1)
+
+    def _do(self, step: Step) -> Answer:
+        attempt = step.attempt
+        if isinstance(step, Stage):
+            voted = self._ask(step, lambda engine: engine.stage(attempt))
+            self._voted_at = time.monotonic()
+            return voted
+        if isinstance(step, Fence):
+            if not self._log.fence(attempt):
+                return False
+            if step.waits:
+                time.sleep(self._lease_s * CLOCK_MARGIN)
+                self._voted_at = time.monotonic()
+            return True
+        if isinstance(step, Flip):
+            return self._ask(step, lambda engine: engine.flip(attempt))
+        if isinstance(step, Decide):
+            return self._log.decide(attempt, step.is_commit)
+        is_commit = step.is_commit
+        self._ask(step, lambda engine: engine.settle(attempt, is_commit))
+        self.flip_s = time.monotonic() - self._voted_at
+        if is_commit:
+            self._log.note(version_of(attempt))
+        log.info("fleet_settled", attempt=attempt, committed=is_commit, seconds=self.flip_s)
+        return True
+
+    def _ask(self, step: Stage | Flip | Settle, call: Callable[[Remote], None]) -> frozenset[str]:
+        report = self._calls.call(call, step.engines)
+        self._errors |= report.failed
+        return frozenset(report.done)
+
+    def close(self) -> None:
+        """Update nothing any more. The engines keep what they serve."""
+        self._calls.close()
+        self._leading.close()

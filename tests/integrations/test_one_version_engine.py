@@ -1,0 +1,218 @@
+"""Engines and trainers of a fleet with one version in this process: what is refused, lost, late."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub import sync
+from tensorhub.errors import (
+    AuthenticationFailed,
+    InvalidValue,
+    OperationTimeout,
+    StateError,
+    VersionConflict,
+)
+from tensorhub.integrations.one_version_engine import Engine
+from tensorhub.integrations.one_version_http import Remote
+from tensorhub.integrations.one_version_trainer import OneVersion
+from tests.integrations.fleet_actor import Policy, values
+
+WAIT_S = 20.0
+LEASE_S = 0.5
+
+
+@dataclass
+class Rig:
+    address: str
+    hub: sync.Hub
+    engines: list[Engine] = field(default_factory=list)
+    policies: list[Policy] = field(default_factory=list)
+    closes: list[Callable[[], object]] = field(default_factory=list)
+
+    def engine(self, **settings: Any) -> Engine:
+        hub = sync.connect(self.address)
+        self.policies.append(Policy(8))
+        given = {"lease_s": LEASE_S, "decide_s": 1.0, "timeout_s": WAIT_S, **settings}
+        its = Engine(hub, "actor", given.pop("tensors", self.policies[-1]), **given)
+        self.engines.append(its)
+        self.closes += [hub.close, its.close]
+        return its
+
+    def trainer(self, **settings: Any) -> OneVersion:
+        urls = [each.url for each in self.engines]
+        given = {"lease_s": LEASE_S, "timeout_s": WAIT_S, **settings}
+        its = OneVersion(self.hub, "actor", given.pop("servers", urls), **given)
+        self.closes.append(its.close)
+        return its
+
+    def publish(self, version: int) -> Any:
+        if not hasattr(self, "weights"):
+            self.tensors = values(8, 0.0)
+            self.weights = self.hub.register("actor", self.tensors)
+        with self.weights.mutate(version):
+            for each in self.tensors.values():
+                each.fill_(version)
+        return self.hub.wait_for("actor", at_least=version)
+
+    def serve(self) -> list[tuple[int, set[float]]]:
+        """What each engine serves, once it serves something."""
+        for each in self.engines:
+            each.wait_until_served(WAIT_S)
+        served = []
+        for each, policy in zip(self.engines, self.policies, strict=True):
+            with each.use() as version:
+                served.append((version, {p[0].item() for p in policy.parameters()}))
+        return served
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with sync.serve(token="") as coordinator, sync.connect(coordinator.address) as hub:
+        made = Rig(coordinator.address, hub)
+        yield made
+        for close in reversed(made.closes):
+            close()
+
+
+def test_a_module_points_at_each_version_and_at_the_old_one_where_another_engine_failed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = rig.engine(), rig.engine()
+    with pytest.raises(StateError, match="no version may be served now"), one.use():
+        pass
+    trainer = rig.trainer(attempts_max=1)
+    assert len(trainer.update(rig.publish(1)).done) == 2
+    assert rig.serve() == [(1, {1.0}), (1, {1.0})]
+    put = other._put
+
+    def fails(tensors: Mapping[str, torch.Tensor]) -> None:
+        if tensors["b"][0] == 2.0:
+            raise RuntimeError("the graph cannot be captured")
+        put(tensors)
+
+    monkeypatch.setattr(other, "_put", fails)
+    with pytest.raises(StateError, match="no engine has taken version 2") as error:
+        trainer.update(rig.publish(2))
+    assert "the graph cannot be captured" in "".join(error.value.__notes__)
+    assert rig.serve() == [(1, {1.0}), (1, {1.0})]
+    monkeypatch.undo()
+    assert len(trainer.update(rig.publish(3)).done) == 2
+    assert rig.serve() == [(3, {3.0}), (3, {3.0})]
+    one.settle(0, False)  # a late call changes nothing
+    assert rig.serve() == [(3, {3.0}), (3, {3.0})]
+
+
+@pytest.mark.parametrize("call", ["stage", "flip", "settle"])
+def test_an_answer_that_is_lost(rig: Rig, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    one, _ = rig.engine(), rig.engine()
+    trainer = rig.trainer()
+    trainer.update(rig.publish(1))
+    does, lost = Remote._ask, [call]
+
+    def ask(remote: Remote, name: str, **given: Any) -> dict[str, Any]:
+        answer = does(remote, name, **given)
+        if remote.name == one.url and name in lost:
+            lost.clear()
+            raise StateError("the answer is lost")
+        return answer
+
+    monkeypatch.setattr(Remote, "_ask", ask)
+    report = trainer.update(rig.publish(2))
+    assert not lost
+    assert len(report.done) == (2 if call == "settle" else 1)
+    assert rig.serve() == [(2, {2.0}), (2, {2.0})]  # it comes back by itself
+    assert len(trainer.update(rig.publish(3)).done) == 2
+
+
+def test_weights_that_are_in_use_stay_until_the_use_is_over(rig: Rig) -> None:
+    one = rig.engine()
+    trainer = rig.trainer()
+    trainer.update(rig.publish(1))
+    info = rig.publish(2)
+    with one.use() as version:
+        thread = threading.Thread(target=trainer.update, args=(info,))
+        thread.start()
+        while one.version is not None:  # it stops serving, and waits for this use
+            pass
+        assert (version, float(rig.policies[0].get_parameter("b")[0])) == (1, 1.0)
+    thread.join()
+    assert rig.serve() == [(2, {2.0})]
+
+
+def test_a_late_engine_takes_the_newest_version_before_it_serves(rig: Rig) -> None:
+    rig.engine()
+    trainer = rig.trainer()
+    trainer.update(rig.publish(1))
+    rig.weights.close()  # its peers have it
+    late = rig.engine()
+    assert late.wait_until_served(WAIT_S) == 1
+    assert rig.serve() == [(1, {1.0}), (1, {1.0})]
+
+
+def test_in_place_by_a_function(rig: Rig) -> None:
+    live = values(8, 0.0)
+
+    def put(tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, each in live.items():
+            each.copy_(tensors[name])
+
+    its = rig.engine(tensors={name: each.clone() for name, each in live.items()}, put=put)
+    rig.trainer().update(rig.publish(1))
+    its.wait_until_served(WAIT_S)
+    assert live["a"].tolist() == [1.0] * 8
+    with pytest.raises(StateError, match="give put="):
+        rig.engine(tensors=values(8, 0.0))
+
+
+def test_two_trainers_and_an_older_version(rig: Rig) -> None:
+    rig.engine()
+    trainer = rig.trainer()
+    first = rig.publish(1)
+    trainer.update(rig.publish(2))
+    with pytest.raises(VersionConflict, match="version 1 of 'actor' is older"):
+        trainer.update(first)
+    with sync.connect(rig.address) as hub:
+        with pytest.raises(StateError, match="another trainer updates the engines of 'actor'"):
+            OneVersion(hub, "actor", [rig.engines[0].url])
+        trainer.close()
+        OneVersion(hub, "actor", [rig.engines[0].url]).close()
+
+
+def test_a_number_that_has_no_attempts(rig: Rig) -> None:
+    rig.engine()
+    trainer = rig.trainer()
+    with pytest.raises(InvalidValue, match="up to"):
+        trainer.update(rig.publish(2**52))
+
+
+def test_no_engine_answers(rig: Rig) -> None:
+    trainer = rig.trainer(servers=["http://127.0.0.1:9"])
+    with pytest.raises(StateError, match="no engine has taken version 1") as error:
+        trainer.update(rig.publish(1))
+    assert "does not answer /stage: is it up" in error.value.__notes__[0]
+    late = rig.engine()
+    with pytest.raises(OperationTimeout, match="no version was committed"):
+        late.wait_until_served(0.1)
+
+
+def test_calls_that_are_not_allowed(rig: Rig) -> None:
+    its = rig.engine(token="secret")
+    with pytest.raises(AuthenticationFailed, match="expects another token"):
+        Remote(its.url, "guess").stage(1024)
+    with pytest.raises(StateError, match="has not voted in attempt 7"):
+        Remote(its.url, "secret").flip(7)
+    with pytest.raises(InvalidValue, match="is no URL of an engine"):
+        Remote("127.0.0.1:1")
+    host, _, port = its.url.removeprefix("http://").partition(":")
+    for body, path in ((b"x" * 5000, "/stage"), (b"{}", "/close"), (b"[1", "/flip")):
+        connection = HTTPConnection(host, int(port), timeout=WAIT_S)
+        connection.request("POST", path, body, {"Authorization": "Bearer secret"})
+        assert connection.getresponse().status == 409
+        connection.close()
