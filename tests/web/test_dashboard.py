@@ -54,14 +54,18 @@ def test_a_model_shows_who_reads_from_whom(tab: Browser, server: Server) -> None
     tab.open(f"{server.url}#/model/{MODEL}")
     tab.see("site paris", "8 workers; 2 others without it")
     nodes = "[...document.querySelectorAll('.node')].map(node => node.title)"
-    titles = "\n".join(tab.run(f"return {nodes}"))
-    assert "rollout-5: filling, 85 of 120 chunks, reads from rollout-1" in titles
-    assert "trainer: ready, 120 of 120 chunks" in titles
+    for title in (
+        "rollout-5: filling, 85 of 120 chunks, reads from rollout-1",
+        "trainer: ready, 120 of 120 chunks",
+    ):
+        tab.until(lambda: title in "\n".join(tab.run(f"return {nodes}")), title)  # noqa: B023
     # a reader stands right of its source; what has ended is drawn as past
     left = "document.querySelector(`.node[title^='${arguments[0]}:']`).getBoundingClientRect().left"
-    assert tab.run(f"return {left}", "rollout-2") > tab.run(f"return {left}", "rollout-0")
-    tab.until(lambda: tab.run("return document.querySelectorAll('.edge.past').length == 2"))
-    assert tab.run("return document.querySelectorAll('.edge.live').length") == 5
+    tab.until(
+        lambda: tab.run(f"return {left}", "rollout-2") > tab.run(f"return {left}", "rollout-0")
+    )
+    edges = "['past', 'live'].map(kind => document.querySelectorAll(`.edge.${kind}`).length)"
+    tab.until(lambda: tab.run(f"return {edges}") == [2, 5])
     assert tab.run("return document.querySelectorAll('.site').length") == 2
 
 

@@ -72,9 +72,10 @@ async def test_a_client_that_takes_no_answer_is_given_up_and_costs_little(
     """The answer is far larger than what the kernel takes for a client."""
     monkeypatch.setattr(endpoint, "ANSWER_S", 0.5)
     held: list[int] = []
+    body = b"x" * 100_000_000
 
     async def big(self: object, request: object) -> pages.Answer:
-        return pages.Answer(b"x" * 100_000_000)
+        return pages.Answer(body)
 
     def pieces(self: news.News, number: int) -> list[bytes]:
         return [b": " + b"x" * pages.SENT_AT_ONCE + b"\n\n"] * 2000
@@ -89,12 +90,15 @@ async def test_a_client_that_takes_no_answer_is_given_up_and_costs_little(
 
     monkeypatch.setattr(endpoint.Connection, "abort", counting)
     async with coordinator() as serving:
-        with raw(serving.http_url) as connection:
-            asked = b"/summary" if path == "/big" else b"/events"
-            connection.sendall(REQUEST.replace(b"/summary", asked))
-            await until(lambda: bool(held))
-            assert 0 < held[0] < 4 * pages.SENT_AT_ONCE
-            assert await ended(connection)
+        asked = b"/summary" if path == "/big" else b"/events"
+        unsent = 0
+        while not unsent:  # again, where a busy machine's time is over before the answer begins
+            with raw(serving.http_url) as connection:
+                connection.sendall(REQUEST.replace(b"/summary", asked))
+                await until(lambda: bool(held))
+                unsent = held.pop()
+                assert unsent < 4 * pages.SENT_AT_ONCE
+                assert await ended(connection)
 
 
 async def test_at_the_cap_a_new_client_gets_the_place_of_one_that_asks_nothing(
