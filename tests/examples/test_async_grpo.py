@@ -104,6 +104,7 @@ def test_a_killed_rollout_joins_again_and_no_sample_is_too_old(
     running.wait_for_all()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("example", "by"),
     [

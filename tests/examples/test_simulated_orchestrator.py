@@ -17,6 +17,7 @@ from examples.simulated_orchestrator import (  # noqa: F401 - collected here
 from tensorhub.testing import simulate
 
 
+@pytest.mark.heavy
 def test_the_bug_is_found_and_reproduced_by_the_line_that_is_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -23,7 +23,11 @@ def tens(first: int, end: int) -> list[range]:
 # The same seeds each time: what changes from commit to commit, and finds more, is in test_slice.py.
 @pytest.mark.parametrize(
     "seeds",
-    [*tens(0, 30), *(pytest.param(ten, marks=pytest.mark.slow) for ten in tens(30, 60))],
+    [
+        *tens(0, 10),
+        *(pytest.param(ten, marks=pytest.mark.heavy) for ten in tens(10, 30)),
+        *(pytest.param(ten, marks=pytest.mark.slow) for ten in tens(30, 60)),
+    ],
     ids=lambda s: f"{s.start}",
 )
 def test_guarantees_hold_under_faults(seeds: range) -> None:
@@ -67,6 +71,7 @@ def test_each_kind_of_fault_can_be_had_alone(kind: Fault) -> None:
     assert set(happened) <= allowed
 
 
+@pytest.mark.heavy
 def test_workers_seed_and_sites_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a part of all seeds, without which the others would be other ones."""
     monkeypatch.setattr(sites, "SEEDERS_DRAWN", 1.0)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import anyio
 import anyio.to_thread
+import pytest
 
 import tensorhub
 from tensorhub.api.hub import Hub
@@ -86,6 +87,9 @@ async def test_a_read_is_watched_while_it_runs_and_explained_afterwards(tab: Bro
     assert [each for each in complaints if not any(one in each for one in expected)] == []
 
 
+@pytest.mark.parametrize(
+    "anyio_backend", ["asyncio", pytest.param("trio", marks=pytest.mark.heavy)]
+)
 async def test_a_run_is_saved_and_opens_without_its_cluster(tab: Browser, tmp_path: Path) -> None:
     token, out = tmp_path / "token", tmp_path / "run.html"
     token.write_text(READ_ONLY)
