@@ -2,7 +2,9 @@
 reason.
 """
 
+import contextlib
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -75,6 +77,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite-traces", action="store_true", help="write the golden traces of tests/traces anew"
     )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Each of xdist's workers begins to import the tests at another file, so that on a fresh machine
+    each compiles its part, and loads what the others have compiled.
+    """
+    ours: dict[str, object] | None = getattr(session.config, "workerinput", None)
+    if ours is None or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    files = sorted(Path(__file__).parent.rglob("test_*.py"))
+    first = (
+        len(files) * int(str(ours["workerid"]).removeprefix("gw")) // int(str(ours["workercount"]))
+    )
+    for path in files[first:] + files[:first]:
+        name = ".".join(path.relative_to(session.config.rootpath).with_suffix("").parts)
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection reports it
+            importlib.import_module(name)
 
 
 @pytest.fixture(autouse=True)

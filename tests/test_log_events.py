@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,7 @@ def _text(node: ast.expr) -> str | None:
     return value if isinstance(value, str) else None
 
 
+@functools.cache
 def calls() -> list[Call]:
     found: list[Call] = []
     for path in sorted(SRC.rglob("*.py")):
@@ -62,9 +64,6 @@ def calls() -> list[Call]:
         if where.partition("/")[0] not in ("cli", "testing"):  # their logs are other things
             found += calls_in(path.read_text(encoding="utf-8"), where)
     return found
-
-
-CALLS = calls()
 
 
 def faults_of(call: Call) -> Iterator[str]:
@@ -81,18 +80,18 @@ def faults_of(call: Call) -> Iterator[str]:
 
 
 def test_each_event_that_is_logged_is_in_the_table() -> None:
-    assert len(CALLS) > 80
-    assert not [fault for call in CALLS for fault in faults_of(call)]
+    assert len(calls()) > 80
+    assert not [fault for call in calls() for fault in faults_of(call)]
 
 
 def test_each_event_of_the_table_is_logged() -> None:
-    assert EVENTS.keys() == {call.event for call in CALLS if call.event is not None}
+    assert EVENTS.keys() == {call.event for call in calls() if call.event is not None}
 
 
 @pytest.mark.heavy
 def test_what_is_counted_has_its_fields() -> None:
     """Of a Tally: the fields are where it is counted."""
-    counted = {call.event for call in CALLS if call.event and not call.fields}
+    counted = {call.event for call in calls() if call.event and not call.fields}
     known = set[str]().union(*[EVENTS[name].fields.split() for name in counted])
     for path in sorted(SRC.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
