@@ -97,10 +97,11 @@ def lease_server(
                     status, found = server.answer(self.command, self.path, given, body)
                 else:
                     status = fault
+                # as it is now: a test may change the Lease as soon as it has the lock
+                text = b"<html>" if fault == "garbage" else json.dumps(found).encode()
             if fault == "lost":
                 self.close_connection = True
                 return
-            text = b"<html>" if fault == "garbage" else json.dumps(found).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
