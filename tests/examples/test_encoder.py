@@ -57,6 +57,7 @@ class TestEncoder:
         assert min(similar) > 0.5
         assert max(different) < 0.2
 
+    @pytest.mark.heavy
     def test_steps_change_the_weights_in_place_and_lower_the_loss(self, encoder: Encoder) -> None:
         tensors = encoder.tensors()
         before = {name: tensor.clone() for name, tensor in tensors.items()}

@@ -327,6 +327,7 @@ def test_a_slow_disk_of_the_source_is_told_from_the_link(tmp_path: Path) -> None
 READS = 8
 
 
+@pytest.mark.heavy
 def test_a_thread_that_keeps_the_gil_is_told_from_the_link() -> None:
     reads = (seconds_of(64, reader="spinning") for _ in range(READS))
     assert any(link.gil_s > link.link_s + link.empty_s for link, _ in reads)
@@ -338,6 +339,7 @@ def test_a_thread_that_keeps_the_gil_at_the_source_is_told_from_the_reader() -> 
     assert any(served.gil_s > served.blocked_s + served.disk_s for _, served in reads)
 
 
+@pytest.mark.heavy
 def test_no_thread_keeps_the_gil_of_a_quiet_process() -> None:
     link, served = seconds_of(64)
     assert link.gil_s < link.seconds / 10
