@@ -13,11 +13,11 @@ executing it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import torch
@@ -25,15 +25,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorhub import at, source
 from tensorhub.errors import ManifestMismatch, RegistrationError, shown, some
+from tensorhub.integrations.recorded_boxes import (
+    Index,
+    NotABox,
+    Root,
+    any_overlap,
+    boxes,
+    count,
+    key,
+    less,
+    overlap,
+    places_of,
+)
 from tensorhub.layouts.views import Place, View
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 Specs = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype, without "torch.", and shape, by name
-# length, stride in the parameter, stride in the published tensor
-Loops = tuple[tuple[int, int, int], ...]
 
-ENTRIES_MAX = 100_000  # pairs of a place and a view that one copy may fall into
 REFUSED_MAX = 100  # names in an error
+PIECES_MAX = 10_000  # of what is filled and not copied to
 
 _aten = torch.ops.aten
 
@@ -41,10 +51,11 @@ _aten = torch.ops.aten
 @dataclass
 class Recording:
     """`sources`: an entry for each parameter that consists of copies alone. `filled`: places that
-    the loader fills with a number, such as padding: those come first. `computed`: all other
+    the loader fills with a number and copies nothing to, such as padding. `computed`: all other
     parameters that were written, each with the reason. `needs`: the published tensors that any part
     of a parameter comes from, also in `computed`. `unread`: published tensors that the loader left
-    alone. `gaps`: parameters of which so many elements were not written.
+    alone. `refused`: published tensors that it refuses, each with the reason. `gaps`: parameters of
+    which so many elements were not written.
     """
 
     sources: dict[str, list[tuple[Place, View]]] = field(default_factory=dict)
@@ -52,6 +63,7 @@ class Recording:
     computed: dict[str, str] = field(default_factory=dict)
     needs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    refused: dict[str, str] = field(default_factory=dict)
     gaps: dict[str, int] = field(default_factory=dict)
 
 
@@ -62,6 +74,18 @@ def record(load: Loader, parameters: Mapping[str, torch.Tensor], published: Spec
     `parameters`: where the loader writes, on any device, meta included. Raises ManifestMismatch
     (names that the loader refuses, all listed), RegistrationError (it does what cannot be recorded;
     the tensor is named).
+    """
+    found = record_known(load, parameters, published)
+    if found.refused:
+        raise _refusal(found.refused)
+    return found
+
+
+def record_known(
+    load: Loader, parameters: Mapping[str, torch.Tensor], published: Specs
+) -> Recording:
+    """As `record`, of the published tensors that the loader does not refuse; the others are in
+    `Recording.refused`. Raises ManifestMismatch only where these cannot be told apart.
     """
     refused: dict[str, str] = {}
     while True:
@@ -90,37 +114,21 @@ def record(load: Loader, parameters: Mapping[str, torch.Tensor], published: Spec
                 break
             refused[name] = said
         else:
-            if not refused:
-                return recorder.finish(parameters, wanted)
-            break
+            return recorder.finish(parameters, wanted, refused)
+    raise _refusal(refused)
+
+
+def _refusal(refused: Mapping[str, str]) -> ManifestMismatch:
     text = (
         f"load_weights refuses {len(refused)} published tensor(s): "
         f"{some(list(map(repr, refused)), most=REFUSED_MAX)}"
     )
     differences = tuple(f"{name!r}: {reason}" for name, reason in refused.items())
-    raise ManifestMismatch(f"{text} ({differences[0]})", differences=differences)
+    return ManifestMismatch(f"{text} ({differences[0]})", differences=differences)
 
 
 class _Unrecordable(RegistrationError):
     """The loader did something that says nothing about what it would have done."""
-
-
-class _NotABox(Exception):
-    """A copy whose elements are no boxes of both tensors."""
-
-
-@dataclass(frozen=True)
-class _Root:
-    """A parameter, or a published tensor: one contiguous block of a storage."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int  # of its first element in its storage
-    is_contiguous: bool = True
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
 
 @dataclass
@@ -131,6 +139,7 @@ class _Written:
         field(default_factory=list)
     )
     fills: list[tuple[tuple[slice | int, ...], float]] = field(default_factory=list)
+    places: list[tuple[slice | int, ...]] = field(default_factory=list)  # of all writes
     needs: dict[str, None] = field(default_factory=dict)
     reason: str = ""
 
@@ -142,14 +151,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # so that no storage is another one under an address that was used
         self._kept: list[torch.Tensor] = []
         # by storage: several may share one
-        self._parameters: dict[int, list[_Root]] = defaultdict(list)
-        self._published: dict[int, _Root] = {}
+        self._parameters: dict[int, list[Root]] = defaultdict(list)
+        self._published: dict[int, Root] = {}
         # storages that were computed: of which tensors
         self._made_of: dict[int, dict[str, None]] = defaultdict(dict)
         self._written: dict[str, _Written] = defaultdict(_Written)
         self._touched: dict[str, None] = {}
         for name, parameter in parameters.items():
-            root = _Root(
+            root = Root(
                 name,
                 tuple(parameter.shape),
                 int(parameter.storage_offset()),
@@ -162,7 +171,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name in names:
             dtype, shape = published[name]
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            self._published[_storage(tensor)] = _Root(name, tuple(shape), 0)
+            self._published[_storage(tensor)] = Root(name, tuple(shape), 0)
             self._kept.append(tensor)
             self.current = name
             yield name, tensor
@@ -196,7 +205,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._trace([*written, *_tensors(result)], [*read, *written])
         return result
 
-    def _roots(self, tensor: torch.Tensor) -> list[_Root]:
+    def _roots(self, tensor: torch.Tensor) -> list[Root]:
         """The parameters that a view may touch."""
         found = self._parameters.get(_storage(tensor), [])
         if len(found) < 2 or not tensor.numel():
@@ -235,7 +244,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Any,
         kwargs: Any,
         written: Any,
-        roots: list[_Root],
+        roots: list[Root],
         read: list[torch.Tensor],
     ) -> Any:
         """A parameter is written: noted, and not done."""
@@ -247,6 +256,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         if not target.numel():
             return target
+        if len(roots) == 1 and roots[0].is_contiguous:
+            with contextlib.suppress(NotABox):
+                self._cover(roots[0], target)
         names = dict.fromkeys(name for tensor in read for name in self._names(tensor))
         for root in roots:
             self._written[root.name].needs.update(names)
@@ -269,7 +281,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
         return target
 
-    def _copy(self, parameter: _Root, to: torch.Tensor, of: torch.Tensor) -> str:
+    def _cover(self, parameter: Root, target: torch.Tensor) -> None:
+        """Note which elements are written, in whatever way."""
+        places = self._written[parameter.name].places
+        for place in places_of(parameter, target):
+            if not any(key(place) == key(each) for each in places[-1:]):
+                places.append(place)
+
+    def _copy(self, parameter: Root, to: torch.Tensor, of: torch.Tensor) -> str:
         """Note a copy; or why it is not a copy of elements as they are."""
         root = self._published.get(_storage(of))
         if root is None:
@@ -291,26 +310,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         loops = tuple(zip(to.shape, to.stride(), of.stride(), strict=True))
         start = int(to.storage_offset()) - parameter.offset, int(of.storage_offset())
         try:
-            for (place, _), (view, order) in _boxes(loops, start, (parameter, root)):
+            for (place, _), (view, order) in boxes(loops, start, (parameter, root)):
                 done.pairs.append((place, root.name, view, order))
-        except _NotABox as reason:
+        except NotABox as reason:
             return f"{reason}"
         return ""
 
-    def _fill(self, parameter: _Root, target: torch.Tensor, value: float) -> str:
-        loops = tuple(
-            (size, stride, stride)
-            for size, stride in zip(target.shape, target.stride(), strict=True)
-        )
-        offset = int(target.storage_offset()) - parameter.offset
+    def _fill(self, parameter: Root, target: torch.Tensor, value: float) -> str:
         done = self._written[parameter.name]
         try:
-            places = [
-                place for (place, _), _ in _boxes(loops, (offset, offset), (parameter, parameter))
-            ]
-        except _NotABox as reason:
+            places = places_of(parameter, target)
+        except NotABox as reason:
             return f"{reason}"
-        if any(_overlap(place, pair[0]) for place in places for pair in done.pairs):
+        if any(overlap(place, pair[0]) for place in places for pair in done.pairs):
             return "it is filled with a number after it was copied"
         done.fills += [(place, value) for place in places]
         return ""
@@ -318,8 +330,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ----------------------------------------------------------------------------------------------
     # the record
 
-    def finish(self, parameters: Mapping[str, torch.Tensor], published: Sequence[str]) -> Recording:
-        recording = Recording(unread=tuple(name for name in published if name not in self._touched))
+    def finish(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        published: Sequence[str],
+        refused: dict[str, str],
+    ) -> Recording:
+        unread = tuple(name for name in published if name not in self._touched)
+        recording = Recording(unread=unread, refused=refused)
         for name, parameter in parameters.items():
             if _storage(parameter) not in self._parameters:
                 raise _Unrecordable(f"load_weights gives parameter {name!r} another memory")
@@ -328,28 +346,52 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 recording.gaps[name] = parameter.numel()
                 continue
             recording.needs[name] = tuple(done.needs)
+            with contextlib.suppress(NotABox):
+                if gap := parameter.numel() - _written(done.places):
+                    recording.gaps[name] = gap
             places = [pair[0] for pair in done.pairs]
-            if not done.reason and _any_overlap(places):
+            if not done.reason and any_overlap(places):
                 done.reason = "places are copied to twice"
+            try:
+                filled = [(name, *each) for each in _padding(done.fills, places)]
+            except NotABox as reason:
+                done.reason = done.reason or f"{reason}"
             if done.reason:
                 recording.computed[name] = done.reason
                 continue
-            recording.filled += [(name, place, value) for place, value in done.fills]
-            covered = sum(map(_count, places)) + sum(
-                _count(place)
-                for place, _ in done.fills
-                if not any(_overlap(place, other) for other in places)
-            )
-            if covered < parameter.numel() and not any(
-                _count(place) == parameter.numel() for place, _ in done.fills
-            ):
-                recording.gaps[name] = parameter.numel() - covered
+            recording.filled += filled
             if done.pairs:
                 recording.sources[name] = [
                     (at[place], _view(whole, view, order))
                     for place, whole, view, order in done.pairs
                 ]
         return recording
+
+
+def _written(places: Sequence[Index]) -> int:
+    """How many elements any of these boxes has."""
+    if not any_overlap(places):
+        return sum(map(count, places))
+    apart: list[Index] = []
+    for place in places:
+        new = [place]
+        for before in apart:
+            new = [piece for each in new for piece in less(each, before)]
+        apart += new
+    return sum(map(count, apart))
+
+
+def _padding(
+    fills: Sequence[tuple[Index, float]], places: Sequence[Index]
+) -> Iterator[tuple[Index, float]]:
+    """What is filled, less what is copied to."""
+    for fill, value in fills:
+        left = [fill]
+        for place in places:
+            left = [piece for each in left for piece in less(each, place)]
+            if len(left) > PIECES_MAX:
+                raise NotABox("what is filled falls into too many pieces")
+        yield from ((piece, value) for piece in left)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -371,128 +413,3 @@ def _name(dtype: torch.dtype) -> str:
 def _view(name: str, index: tuple[slice | int, ...], order: tuple[int, ...]) -> View:
     view = source(name)[index]
     return view if order == tuple(sorted(order)) else view.permute(*order)
-
-
-# -----------------------------------------------------------------------------------------------
-# loops, and boxes of tensors
-
-_Index = tuple[slice | int, ...]
-# an index of a tensor; which of its dimensions is each dimension of the place
-_Side = tuple[_Index, tuple[int, ...]]
-
-
-def _boxes(
-    loops: Loops, start: tuple[int, int], roots: tuple[_Root, _Root]
-) -> Iterator[tuple[_Side, _Side]]:
-    """The elements that loops go through in two tensors, as equal boxes of both: a place in one, a
-    view of the other.
-    """
-    split = _split(tuple(loop for loop in loops if loop[0] > 1), start, roots)
-    dims = [tuple(_dimension(loop[1 + side], roots[side]) for loop in split) for side in (0, 1)]
-    unrolled = _unrolled(split, dims)
-    if math.prod(split[each][0] for each in unrolled) > ENTRIES_MAX:
-        raise _NotABox("it falls into too many pieces")
-    kept = [each for each in range(len(split)) if each not in unrolled]
-    for steps in product(*(range(split[each][0]) for each in unrolled)):
-        sides = []
-        for side, root in enumerate(roots):
-            begin = start[side] + sum(
-                step * split[each][1 + side] for step, each in zip(steps, unrolled, strict=True)
-            )
-            index: list[slice | int] = []
-            for dimension, (size, stride) in enumerate(zip(root.shape, root.strides, strict=True)):
-                first, begin = divmod(begin, stride) if size and stride else (0, begin)
-                loop = next((each for each in kept if dims[side][each] == dimension), None)
-                if loop is None:
-                    index.append(first)
-                    continue
-                count, step = split[loop][0], split[loop][1 + side] // stride
-                if first + (count - 1) * step >= size:
-                    raise _NotABox("it crosses rows")
-                index.append(slice(first, first + (count - 1) * step + 1, step))
-            sides.append(tuple(index))
-        place_dims = sorted(kept, key=lambda each: dims[0][each])
-        view_dims = sorted(kept, key=lambda each: dims[1][each])
-        yield (sides[0], ()), (sides[1], tuple(view_dims.index(each) for each in place_dims))
-
-
-def _split(loops: Loops, start: tuple[int, int], roots: tuple[_Root, _Root]) -> Loops:
-    """`loops`, each within one dimension of either tensor: a loop over several dimensions becomes
-    several.
-    """
-    done: list[tuple[int, int, int]] = []
-    left = list(loops)
-    while left:
-        size, *strides = left.pop(0)
-        for side, stride in enumerate(strides):
-            if stride <= 0:
-                raise _NotABox("elements are repeated")
-            root = roots[side]
-            dimension = _dimension(stride, root)
-            room = root.shape[dimension] * root.strides[dimension]
-            if (size - 1) * stride < room - start[side] % room:
-                continue
-            inner = room // stride
-            if room % stride or size % inner or start[side] % room >= stride:
-                raise _NotABox("it crosses rows")
-            left[:0] = [(size // inner, *(inner * each for each in strides)), (inner, *strides)]  # type: ignore[list-item]
-            break
-        else:
-            done.append((size, strides[0], strides[1]))
-    return tuple(done)
-
-
-def _dimension(stride: int, root: _Root) -> int:
-    """Along which dimension a loop of this stride goes."""
-    for dimension, (size, unit) in enumerate(zip(root.shape, root.strides, strict=True)):
-        if size > 1 and stride >= unit:
-            if stride % unit:
-                raise _NotABox("it goes diagonally")
-            return dimension
-    raise _NotABox("it has no dimension to go along")
-
-
-def _unrolled(loops: Loops, dims: Sequence[Sequence[int]]) -> list[int]:
-    """The loops to write out, so that each dimension of either tensor has one loop at most; the
-    shorter ones.
-    """
-    out: list[int] = []
-    for side in dims:
-        of: dict[int, list[int]] = defaultdict(list)
-        for loop, dimension in enumerate(side):
-            if loop not in out:
-                of[dimension].append(loop)
-        for several in of.values():
-            out += sorted(several, key=lambda each: loops[each][0])[:-1]
-    return sorted(out)
-
-
-def _range(item: slice | int) -> range:
-    return (
-        range(item.start, item.stop, item.step)
-        if isinstance(item, slice)
-        else range(item, item + 1)
-    )
-
-
-def _count(index: _Index) -> int:
-    return math.prod(len(_range(item)) for item in index)
-
-
-def _overlap(one: _Index, other: _Index) -> bool:
-    """Whether two boxes share an element; True where two steps make that hard to say."""
-    for a, b in zip(map(_range, one), map(_range, other), strict=True):
-        if a[-1] < b[0] or b[-1] < a[0] or (a.step == b.step and (a[0] - b[0]) % a.step):
-            return False
-    return True
-
-
-def _any_overlap(places: Sequence[_Index]) -> bool:
-    ordered = sorted(places, key=lambda place: [_range(item)[0] for item in place])
-    for number, place in enumerate(ordered):
-        for other in ordered[number + 1 :]:
-            if place and _range(other[0])[0] > _range(place[0])[-1]:
-                break
-            if _overlap(place, other):
-                return True
-    return False
