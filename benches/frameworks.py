@@ -510,10 +510,11 @@ def vllm(mib: int, rounds: int) -> None:
                     continue
                 if reader is None:
                     memory = {
-                        name: torch.zeros_like(tensor) for name, tensor in engine._live.items()
+                        name: torch.zeros_like(tensor)
+                        for name, tensor in engine.updater.live.items()
                     }
                     reader = readers.register(
-                        "bare", memory, sources=engine._plan.recording.sources, partial=True
+                        "bare", memory, sources=engine.updater.plan.recording.sources, partial=True
                     )
                 published.publish(version)
                 began = time.perf_counter()

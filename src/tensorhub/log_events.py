@@ -298,6 +298,9 @@ EVENTS: Final[Mapping[str, Told]] = {
     ),
     "sglang_plan": E("info", "computed in_place loaded model unread", "How tensors are filled."),
     "sglang_update_failed": E("error", "error memory", "The trainer raises the same."),
+    "vllm_first_load_unknown": E(
+        "warning", "reason", "Each element of each parameter has to be published, therefore."
+    ),
     "vllm_plan": E(
         "info", "computed in_place loaded model processed unread", "How tensors are filled."
     ),

@@ -30,6 +30,7 @@ VLLM = (
     "-r tests/frameworks/vllm-requirements.txt mistral_common",
     "--no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.11 opencv-python-headless",
 )
+VLLM_TESTS = ("test_vllm.py", "test_vllm_worker.py")
 RECIPES = {
     "ray": Recipe(("ray==2.60.0",), ("test_ray.py", "test_ray_transport.py")),
     "sglang": Recipe(
@@ -50,12 +51,36 @@ RECIPES = {
     ),
     "vllm": Recipe(
         ("--no-deps vllm==0.33.0", *VLLM),
-        ("test_vllm.py", "test_vllm_layers.py", "test_vllm_lora.py", "test_vllm_server.py"),
+        (
+            "test_vllm.py",
+            "test_vllm_layers.py",
+            "test_vllm_lora.py",
+            "test_vllm_server.py",
+            "test_vllm_worker.py",
+        ),
     ),
-    "vllm-0.32": Recipe(("--no-deps vllm==0.32.0",), ("test_vllm.py",), base="vllm"),
-    "vllm-0.31": Recipe(("--no-deps vllm==0.31.0",), ("test_vllm.py",), base="vllm"),
-    "vllm-0.29": Recipe(("--no-deps vllm==0.29.0",), ("test_vllm.py",), base="vllm"),
-    "vllm-0.24": Recipe(("--no-deps vllm==0.24.0",), ("test_vllm.py",), base="vllm"),
-    "vllm-0.23": Recipe(("--no-deps vllm==0.23.0",), ("test_vllm.py",), base="vllm"),
-    "vllm-0.22": Recipe(("--no-deps vllm==0.22.1",), ("test_vllm.py",), base="vllm"),
+    "vllm-0.32": Recipe(("--no-deps vllm==0.32.0",), VLLM_TESTS, base="vllm"),
+    "vllm-0.31": Recipe(("--no-deps vllm==0.31.0",), VLLM_TESTS, base="vllm"),  # TRL's newest
+    "vllm-0.29": Recipe(  # OpenRLHF's
+        ("--no-deps vllm==0.29.0 openai-harmony",), VLLM_TESTS, base="vllm"
+    ),
+    # before the interface for weight transfer
+    "vllm-0.24": Recipe(  # verl's
+        ("--no-deps vllm==0.24.0 openai-harmony diskcache==5.6.3",),
+        ("test_vllm_worker.py",),
+        base="vllm",
+    ),
+    "vllm-0.23": Recipe(  # SkyRL's
+        ("--no-deps vllm==0.23.0 openai-harmony diskcache==5.6.3 gguf",),
+        ("test_vllm_worker.py",),
+        base="vllm",
+    ),
+    "vllm-0.22": Recipe(  # TRL's oldest
+        (
+            "--no-deps vllm==0.22.1 openai-harmony diskcache==5.6.3 gguf",
+            "--no-deps compressed-tensors==0.15.0.1",
+        ),
+        ("test_vllm_worker.py",),
+        base="vllm",
+    ),
 }

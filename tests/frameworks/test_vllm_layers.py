@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tensorhub import sync
-from tensorhub.errors import RegistrationError
+from tensorhub.errors import ManifestMismatch, RegistrationError
 from tests.frameworks import vllm_cpu
 from tests.frameworks.test_vllm import actor, checksums, engine_of
 
@@ -38,19 +38,27 @@ GPTQ = {
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Any]:
-    """Starts an engine of a model that differs so from the small Llama."""
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Starts an engine of a model that differs so from the small Llama, with dummy weights, or from
+    a checkpoint of these tensors.
+    """
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-    def start_engine(differs: dict[str, Any]) -> Any:
+    def start_engine(
+        differs: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None
+    ) -> Any:
         path = vllm_cpu.prepare(tmp_path, {**vllm_cpu.LLAMA, **differs})
+        settings = dict(vllm_cpu.ENGINE)
+        if tensors is not None:
+            vllm_cpu.write_checkpoint(tmp_path, tensors)
+            settings["load_format"] = "auto"
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
         return LLM(
             model=path,
             weight_transfer_config=WeightTransferConfig(backend="tensorhub"),
-            **vllm_cpu.ENGINE,
+            **settings,
         )
 
     return start_engine
@@ -133,8 +141,8 @@ def test_fused_experts_are_recorded_and_written_in_place(
             assert torch.equal(experts.w13_weight.data[number], torch.cat([w1, w3]))
             assert torch.equal(experts.w2_weight.data[number], w2)
         check(llm, tensors)
-    assert not engine_of(llm)._plan.processed
-    assert not engine_of(llm)._plan.computed
+    assert not engine_of(llm).updater.plan.processed
+    assert not engine_of(llm).updater.plan.computed
 
 
 def test_experts_that_are_laid_out_at_the_first_load_only_are_refused(
@@ -178,14 +186,14 @@ def test_a_quantized_model_is_registered_as_before_its_post_processing(
     start: Any, trainer_of: Any, host_memory_bytes: int
 ) -> None:
     llm, tensors = start({"quantization_config": GPTQ}), gptq()
-    trainer = trainer_of(llm, tensors, host_memory_bytes=host_memory_bytes, digests=True)
+    trainer = trainer_of(llm, tensors, host_memory_bytes=host_memory_bytes)
     for _ in range(2):
         for name, tensor in gptq().items():
             tensors[name].copy_(tensor)
         trainer.send_weights()
         trainer.check_weights()
         check(llm, tensors)
-    plan = engine_of(llm)._plan
+    plan = engine_of(llm).updater.plan
     assert len(plan.processed) == 8
     assert {attribute for layer in plan.processed for attribute in layer.names} == {
         "qweight",
@@ -195,3 +203,62 @@ def test_a_quantized_model_is_registered_as_before_its_post_processing(
     next(layer.module for layer in plan.processed).qweight.data[0, 0] += 1
     with pytest.raises(Exception, match=r"1 tensor.*qkv_proj\.qweight"):
         trainer.check_weights()
+
+
+def spoilt(tensors: dict[str, torch.Tensor], without: str) -> dict[str, torch.Tensor]:
+    """Without a layer, with a misspelt name, and with one too many."""
+    given = {name: each for name, each in tensors.items() if without not in name}
+    name = next(each for each in given if "layers.0" in each and "norm" not in each)
+    given[name.replace("layers.0", "layers.O")] = given.pop(name)
+    return {**given, "model.layers.1.mlp.extra.weight": torch.zeros(2)}
+
+
+@pytest.mark.parametrize("kind", ["dummy", "checkpoint"])
+def test_a_quantized_publication_without_a_layer_is_refused(
+    start: Any, trainer_of: Any, kind: str
+) -> None:
+    tensors = gptq()
+    llm = start({"quantization_config": GPTQ}, tensors if kind == "checkpoint" else None)
+    before = checksums(llm)
+    trainer = trainer_of(llm, spoilt(tensors, "layers.1."))
+    with pytest.raises(ManifestMismatch) as caught:
+        trainer.send_weights()
+    listed = {each.split("'")[1] for each in caught.value.differences}
+    assert {name for name in listed if "layers.O" in name or "extra" in name} == {
+        "model.layers.O.self_attn.q_proj.qweight",
+        "model.layers.1.mlp.extra.weight",
+    }
+    modules = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    for module in modules:
+        for attribute in ("qweight", "scales", *(["qzeros"] if kind == "checkpoint" else [])):
+            assert f"model.layers.1.{module}.{attribute}" in listed
+    assert "model.layers.0.self_attn.qkv_proj.qweight" in listed
+    assert checksums(llm) == before
+    trainer.shutdown()
+    trainer = trainer_of(llm, tensors)
+    trainer.send_weights()
+    trainer.check_weights()
+    check(llm, tensors)
+
+
+def test_experts_that_are_missing_or_misspelt_are_refused(
+    start: Any, trainer_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own loader leaves such names alone, and says nothing."""
+    monkeypatch.setattr(vllm_cpu, "lay_out", lambda weight: weight)
+    tensors = mixtral()
+    llm = start(MIXTRAL, tensors)
+    before = checksums(llm)
+    moe = "model.layers.1.block_sparse_moe"
+    given = dict(tensors)
+    given[f"{moe}.experts.3.w4.weight"] = given.pop(f"{moe}.experts.3.w2.weight")
+    del given[f"{moe}.experts.0.w1.weight"]
+    with pytest.raises(ManifestMismatch) as caught:
+        trainer_of(llm, given).send_weights()
+    inner, hidden = vllm_cpu.LLAMA["intermediate_size"], vllm_cpu.LLAMA["hidden_size"]
+    text = f"{caught.value}"
+    assert f"'{moe}.experts.routed_experts.w13_weight': {inner * hidden} elements" in text
+    assert f"'{moe}.experts.routed_experts.w2_weight': {inner * hidden} elements" in text
+    assert f"'{moe}.experts.3.w4.weight'" in text
+    assert len(caught.value.differences) == 3
+    assert checksums(llm) == before

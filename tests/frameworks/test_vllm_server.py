@@ -42,17 +42,11 @@ class Server:
 
 def environment(directory: Path) -> dict[str, str]:
     """vLLM's workers load the shim as a plug-in, beside TensorHub's."""
-    distribution = directory / "cpu_shim-1.0.dist-info"
-    distribution.mkdir()
-    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-shim\nVersion: 1.0\n")
-    plugins = [f"cpu_{name} = tests.frameworks.vllm_cpu:{name}" for name in ("shim", "faults")]
-    (distribution / "entry_points.txt").write_text(
-        "\n".join(["[vllm.general_plugins]", *plugins, ""])
-    )
+    vllm_cpu.install_plugins(directory)
     paths = [str(directory), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     python_path = os.pathsep.join(filter(None, paths))
     shim = {
-        "VLLM_PLUGINS": "tensorhub,cpu_shim,cpu_faults",
+        "VLLM_PLUGINS": vllm_cpu.ENVIRONMENT["VLLM_PLUGINS"] + ",cpu_faults",
         "VLLM_SERVER_DEV_MODE": "1",
         "PYTHONPATH": python_path,
     }
@@ -71,36 +65,24 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_path: str
 ) -> Iterator[Server]:
+    transfer = ["--weight-transfer-config", '{"backend": "tensorhub"}', "--load-format", "dummy"]
+    directory = tmp_path_factory.mktemp("server")
+    with serving(directory, model_path, transfer, request.param) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def serving(
+    directory: Path, model_path: str, options: list[str], workers: int = 1
+) -> Iterator[Server]:
+    """vLLM's HTTP server, in processes of its own."""
     import requests
 
-    directory = tmp_path_factory.mktemp("server")
     port = _free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        model_path,
-        "--port",
-        f"{port}",
-    ]
-    command += [
-        "--host",
-        "127.0.0.1",
-        "--weight-transfer-config",
-        '{"backend": "tensorhub"}',
-        "--load-format",
-        "dummy",
-    ]
-    command += [
-        "--skip-tokenizer-init",
-        "--enforce-eager",
-        "--dtype",
-        "bfloat16",
-        "--max-model-len",
-        "64",
-    ]
-    command += ["--tensor-parallel-size", f"{request.param}"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_path]
+    command += ["--host", "127.0.0.1", "--port", f"{port}", "--max-model-len", "64", *options]
+    command += ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16"]
+    command += ["--tensor-parallel-size", f"{workers}"]
     log = directory / "log"
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -116,7 +98,7 @@ def server(
                     break
             except requests.RequestException:
                 time.sleep(0.5)
-        yield Server(url, request.param, process.pid, directory)
+        yield Server(url, workers, process.pid, directory)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

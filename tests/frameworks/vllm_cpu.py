@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ ENVIRONMENT = {
     "VLLM_CPU_CI_ENV": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "tensorhub",
+    "VLLM_PLUGINS": "tensorhub,cpu_shim,cpu_platform,cpu_warm_up",
     "HF_HUB_OFFLINE": "1",
 }
 LLAMA: dict[str, Any] = {
@@ -43,6 +44,8 @@ ENGINE: dict[str, Any] = {
     "enforce_eager": True,
     "dtype": "bfloat16",
     "max_model_len": 64,
+    # in this process: the old releases for a CPU take another one for "uni"
+    "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
 }
 _kept: list[torch.library.Library] = []
 
@@ -89,9 +92,49 @@ def faults() -> None:
     vllm_layers.finish = finish_or_fail
 
 
+def warm_up() -> None:
+    """Leave out what newer releases leave out by themselves: a first pass, which needs native ops."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    CPUModelRunner.warming_up_model = lambda self: None
+
+
+def platform() -> str:
+    """The platform of a process: releases before 0.29 take it from the name of their own build."""
+    return "vllm.platforms.cpu.CpuPlatform"
+
+
+def install_plugins(directory: Path) -> None:
+    """Make the above plug-ins of vLLM's, for processes that have `directory` on their path."""
+    distribution = directory / "cpu_shim-1.0.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-shim\nVersion: 1.0\n")
+    here = "tests.frameworks.vllm_cpu"
+    lines = [
+        "[vllm.general_plugins]",
+        f"cpu_shim = {here}:shim",
+        f"cpu_faults = {here}:faults",
+        f"cpu_warm_up = {here}:warm_up",
+        "[vllm.platform_plugins]",
+        f"cpu_platform = {here}:platform",
+        "",
+    ]
+    (distribution / "entry_points.txt").write_text("\n".join(lines))
+
+
 def prepare(directory: Path, config: dict[str, Any] = LLAMA) -> str:
     """Set this process up for vLLM, and write a model's configuration. Returns the model's path."""
     os.environ.update(ENVIRONMENT)
+    install_plugins(directory)
+    sys.path.insert(0, str(directory))
     shim()
     (directory / "config.json").write_text(json.dumps(config))
     return str(directory)
+
+
+def write_checkpoint(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """What a model is loaded from, beside its configuration."""
+    from safetensors.torch import save_file
+
+    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    save_file(copies, directory / "model.safetensors", metadata={"format": "pt"})

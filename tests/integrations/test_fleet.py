@@ -44,7 +44,8 @@ class FakeEngine:
             raise self.fault
         self.taken.append(info.version)
 
-    check = get_ready
+    def check(self, published: VersionInfo | None = None) -> None:
+        pass
 
 
 @pytest.fixture
@@ -210,12 +211,11 @@ def test_trls_trainer_updates_several_vllm_servers(
 ) -> None:
     trainer, hub = transfer
     send(trainer, 1.0)
-    published = hub.wait_for("actor", at_least=1)
+    hub.wait_for("actor", at_least=1)
     for each in servers:
         assert each.calls == ["init_weight_transfer_engine", *UPDATE]
         assert each.bodies[1]["init_info"]["version"] == 1
-        update = {"version": 1, "content_id": published.content_id}
-        assert each.bodies[4] == {"update_info": update}
+        assert each.bodies[4] == {"update_info": {"version": 1}}
     assert (
         servers[0].bodies[1]["init_info"]["replica"] != servers[1].bodies[1]["init_info"]["replica"]
     )

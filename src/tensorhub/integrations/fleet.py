@@ -37,8 +37,10 @@ class Engine(Named, Protocol):
     def update(self, info: VersionInfo) -> None:
         """Pause, take the version, resume."""
 
-    def check(self) -> None:
-        """Compare the engine's weights with the version that it took last."""
+    def check(self, published: VersionInfo | None = None) -> None:
+        """Compare the engine's weights with the version that it took last, or with this one, of a
+        model that was published to be compared with.
+        """
 
 
 @dataclass(frozen=True)
@@ -149,11 +151,11 @@ class Fleet(Calls[Engine]):
             raise together(report.failed)
         return report
 
-    def check(self) -> None:
+    def check(self, published: VersionInfo | None = None) -> None:
         """Have all engines compare their weights. Raises the first error, with a note for each
         other one.
         """
-        if failed := self.call(lambda engine: engine.check()).failed:
+        if failed := self.call(lambda engine: engine.check(published)).failed:
             raise together(failed)
 
 

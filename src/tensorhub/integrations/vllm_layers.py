@@ -1,13 +1,12 @@
-"""vLLM's layers: which parameters may be written where they lie, and how a layer is loaded and
-processed by itself.
+"""vLLM's layers: which parameters may be written where they lie, how a layer is loaded and
+processed by itself, and what vLLM's own loader makes of it beside the live model.
 
 vLLM keeps, for each layer, the form of its tensors before post-processing (its load format). A
 layer that post-processing does not change can be written in place. Any other layer gets tensors in
 load format, is processed, and the result is copied to where the live tensors are, so that captured
 graphs stay valid.
 
-This module uses vLLM's `model_executor.model_loader.reload`, which is equal in 0.32 and 0.33, with
-three of its private names.
+This module uses vLLM's `model_executor.model_loader.reload`, with three of its private names.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers import attention
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -37,21 +36,32 @@ from vllm.model_executor.model_loader.reload.meta import (
 
 from tensorhub.errors import StateError
 from tensorhub.integrations.probing import leaves_bytes, own_tensors, pattern, same_bytes, trial
-from tensorhub.model.digests import hasher
 
 __all__ = [
     "acts_once",
     "allocate",
-    "digest",
+    "beside",
     "finish",
+    "is_deferred",
     "is_in_place",
     "is_unprocessed",
     "load",
     "load_format",
     "own_tensors",
     "process",
+    "processed",
     "same_bytes",
 ]
+
+
+def is_deferred(layer: nn.Module) -> bool:
+    """Whether a layer is attention, which derives what it has from other layers' weights."""
+    if hasattr(attention, "is_deferred_attention_layer"):
+        return bool(attention.is_deferred_attention_layer(layer))
+    return isinstance(layer, attention.Attention | attention.MLAAttention)  # vLLM before 0.29
+
+
+UNWRITTEN = 0xA5  # each byte of what a loader leaves alone
 
 
 @contextlib.contextmanager
@@ -92,9 +102,7 @@ def is_unprocessed(layer: nn.Module) -> bool:
     metadata = get_layerwise_info(layer).restore_metadata
     loaded, live = {**metadata[0], **metadata[1]}, own_tensors(layer)
     names = [name for name in live if name in loaded]
-    if is_deferred_attention_layer(layer) or any(
-        not _alike(live[name], loaded[name]) for name in names
-    ):
+    if is_deferred(layer) or any(not _alike(live[name], loaded[name]) for name in names):
         return False
     if not isinstance(method, QuantizeMethodBase):
         return True
@@ -146,12 +154,6 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
 
 
-def digest(tensor: torch.Tensor) -> bytes:
-    made = hasher("xxh3-64")
-    made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return made.digest()
-
-
 def _alike(live: torch.Tensor, loaded: torch.Tensor) -> bool:
     return (live.shape, live.dtype, live.stride()) == (
         loaded.shape,
@@ -172,26 +174,50 @@ def process(layer: nn.Module, filled: Mapping[str, torch.Tensor]) -> None:
     """Post-process a layer with the tensors in load format `filled`, and copy the result to its
     live tensors. The layer has its live tensors in the end, also after an error.
     """
-    info = get_layerwise_info(layer)
-    live = own_tensors(layer)
-    info.kernel_tensors = dict(layer._parameters), dict(layer._buffers)
-    info.kernel_tensors = tuple(
-        {n: t for n, t in each.items() if t is not None} for each in info.kernel_tensors
+    _process(layer, filled, (dict(layer._parameters), dict(layer._buffers)))
+
+
+def processed(layer: nn.Module, filled: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What post-processing makes of a layer's tensors in load format. Its live tensors stay as they
+    are.
+    """
+    live = dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set)
+    copies = tuple(
+        {n: t if t is None else _like(t, t.data.clone()) for n, t in own.items()}
+        for own in live[:2]
     )
+    try:
+        _process(layer, filled, copies)
+        return own_tensors(layer)
+    finally:
+        parameters, buffers, non_persistent = live
+        layer.__dict__.update(
+            _parameters=parameters, _buffers=buffers, _non_persistent_buffers_set=non_persistent
+        )
+
+
+def _like(model: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    tensor.__class__, tensor.__dict__ = model.__class__, {**model.__dict__}
+    return tensor
+
+
+def _process(layer: nn.Module, filled: Mapping[str, torch.Tensor], into: Any) -> None:
+    info = get_layerwise_info(layer)
+    live = {**into[0], **into[1]}
+    info.kernel_tensors = tuple({n: t for n, t in each.items() if t is not None} for each in into)
     info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
     restore_layer_on_meta(layer, info)
     info.load_numel_total = 1
     try:
-        for name, tensor in own_tensors(layer).items():
-            if tensor.is_meta:
+        for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            if tensor is not None and tensor.is_meta:
                 given = filled[name] if name in filled else live[name].data.clone()
                 if given.shape != tensor.shape:
                     raise StateError(
                         f"{type(layer).__name__}.{name} is not published, and post-processing has "
                         f"reshaped it"
                     )
-                given.__class__, given.__dict__ = tensor.__class__, {**tensor.__dict__}
-                setattr(layer, name, given)
+                setattr(layer, name, _like(tensor, given))
         _layerwise_process(layer, info)
     except BaseException:
         info.load_numel_total = 1
@@ -199,6 +225,30 @@ def process(layer: nn.Module, filled: Mapping[str, torch.Tensor]) -> None:
             _place_kernel_tensors(layer, info)
         info.reset()
         raise
+
+
+def beside(
+    model: nn.Module,
+    wanted: Mapping[nn.Module, Iterable[str]],
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> dict[nn.Module, dict[str, torch.Tensor]]:
+    """What the model's own `load_weights` makes of the `wanted` tensors of some layers, in load
+    format, in memory beside the live model.
+    """
+    made = {layer: allocate(layer, names) for layer, names in wanted.items()}
+    with load_format(model), torch.no_grad():
+        for layer, tensors in made.items():
+            metadata = own_tensors(layer)
+            for name, tensor in tensors.items():
+                tensor.data.view(-1).view(torch.uint8).fill_(UNWRITTEN)
+                _like(metadata[name], tensor)
+                own = "_parameters" if name in layer._parameters else "_buffers"
+                layer.__dict__[own][name] = tensor
+        model.load_weights(weights)  # type: ignore[operator]
+        return {
+            layer: {name: own_tensors(layer)[name] for name in tensors}
+            for layer, tensors in made.items()
+        }
 
 
 def load(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -213,5 +263,5 @@ def load(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, torch
 def finish(model: nn.Module, model_config: Any) -> None:
     """Derive again what attention layers derive from weights that were written in place."""
     for layer in model.modules():
-        if is_deferred_attention_layer(layer):
+        if is_deferred(layer):
             layer.process_weights_after_loading(model_config.dtype)  # type: ignore[operator]

@@ -21,6 +21,7 @@ from tensorhub.errors import InvalidValue, StateError, shown
 from tensorhub.model.stamps import Stamp
 from tensorhub.types import VersionInfo
 
+BACKEND = "tensorhub"  # of vLLM's weight transfer
 # In an error's text, over any client:
 INTACT, TORN, OPEN = (
     "the engine's weights are intact",
@@ -41,7 +42,7 @@ class Settings:
     clear_cache: bool = True
     resume_torn: bool = False
     host_memory_bytes: int = 0
-    digests: bool = False
+    ignored: tuple[str, ...] = ()
     timeout_s: float = 300.0
 
 
@@ -81,13 +82,17 @@ class HttpClient:
     def resume_generation(self) -> None:
         self._post("resume", {})
 
-    def _post(self, path: str, body: Mapping[str, Any], **query: str) -> None:
+    def collective_rpc(self, method: str, kwargs: Mapping[str, Any]) -> Any:
+        body = {"method": method, "kwargs": kwargs, "timeout": self._timeout_s}
+        return json.loads(self._post("collective_rpc", body) or b"{}").get("results")
+
+    def _post(self, path: str, body: Mapping[str, Any], **query: str) -> bytes:
         url = f"{self.base_url}/{path}" + (f"?{urlencode(query)}" if query else "")
         data = json.dumps(body).encode()
         request = Request(url, data, {"Content-Type": "application/json"}, method="POST")
         try:
             with urlopen(request, timeout=self._timeout_s) as answer:
-                answer.read()
+                return bytes(answer.read())
         except HTTPError as error:
             with error:
                 text = error.read().decode(errors="replace")
@@ -99,6 +104,66 @@ class HttpClient:
                 f"the vLLM server {self.base_url} does not answer /{path}: is it up? ({error})",
                 retryable=True,
             ) from error
+
+
+class ExtensionClient:
+    """An engine with `vllm_worker.WorkerExtension`, by the calls of a weight-transfer client.
+    `engine`: a server's URL, or an `LLM` in this process.
+
+    A release before 0.29 keeps no weight version: there `state()` tells the version.
+    """
+
+    def __init__(self, engine: Any, timeout_s: float = 300.0) -> None:
+        self._engine = HttpClient(engine, timeout_s) if isinstance(engine, str) else engine
+
+    def __repr__(self) -> str:
+        return f"{self._engine!r}"
+
+    def _call(self, method: str, **given: Any) -> Any:
+        return self._engine.collective_rpc(f"tensorhub_{method}", kwargs=given)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        asked = dict(init_info)
+        version, check = asked.pop("version", None), asked.pop("check", None)
+        self._call("join", **asked)
+        if check is not None:
+            self._call("check", model=check, version=version)
+        elif version is not None:
+            self._call("prepare", version=version)
+
+    def start_weight_update(self) -> None:
+        """Nothing is open between calls."""
+
+    def update_weights(self, update_info: Any) -> None:
+        self._call("update", **update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        if weight_version is not None:
+            self.update_weight_version(weight_version)
+
+    def update_weight_version(self, new_version: str) -> None:
+        call = getattr(self._engine, "update_weight_version", None)
+        if call is None:
+            return
+        try:
+            call(new_version)
+        except StateError as error:
+            if "answered 404" not in f"{error}":
+                raise
+
+    def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        if isinstance(self._engine, HttpClient):
+            self._engine.pause_generation(mode=mode, clear_cache=clear_cache)
+        elif clear_cache:  # an LLM generates only when it is told to
+            self._engine.reset_prefix_cache()
+
+    def resume_generation(self) -> None:
+        if isinstance(self._engine, HttpClient):
+            self._engine.resume_generation()
+
+    def state(self) -> list[dict[str, Any]]:
+        """Of each worker: the version in place, whether the weights are torn, and how they come."""
+        return list(self._call("state"))
 
 
 class Session:
@@ -124,7 +189,7 @@ class Session:
             "replica": self._replica,
             "timeout_s": settings.timeout_s,
             "host_memory_bytes": settings.host_memory_bytes,
-            "digests": settings.digests,
+            "ignored": list(settings.ignored),
             **asked,
         }
 
@@ -142,9 +207,14 @@ class Session:
                 self.client.finish_weight_update()
             self.client.init_weight_transfer_engine(init)
 
-    def check(self) -> None:
-        """See `vllm.Trainer.check_weights`."""
-        self.client.init_weight_transfer_engine(self._init(check=True))
+    def check(self, published: VersionInfo | None = None) -> None:
+        """See `vllm.Trainer.check_weights`. `published`: what to compare with; None: the version
+        that the engine serves, which has to be published.
+        """
+        model, version = self._settings.model, None
+        if published is not None:
+            model, version = published.model, published.version
+        self.client.init_weight_transfer_engine(self._init(check=model, version=version))
 
     def update(self, info: VersionInfo) -> None:
         """Have the engine take a version. A paused engine is resumed, unless its weights are torn,
@@ -157,7 +227,7 @@ class Session:
             self.client.start_weight_update()
             is_whole = False
             try:
-                self.client.update_weights({"version": info.version, "content_id": info.content_id})
+                self.client.update_weights({"version": info.version})
             except Exception as error:
                 is_whole = INTACT in _text_of(error)
                 # of several workers only the last one has closed the update

@@ -1,0 +1,110 @@
+"""vLLM: weights of TensorHub's in any release that takes a `worker_extension_cls`.
+
+    LLM(model, worker_extension_cls="tensorhub.integrations.vllm_worker.WorkerExtension")
+
+Its methods are called by `collective_rpc`: of `LLM`, of `AsyncLLM`, or of the HTTP server. They
+take and return what JSON can say. `vllm_session.ExtensionClient` calls them for a trainer.
+
+Responsible for these methods. Not responsible for an update itself (`vllm_updater`), nor for
+pausing the engine, which its caller does.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from tensorhub.errors import TensorHubError
+from tensorhub.integrations import vllm_first_load
+from tensorhub.integrations.vllm_ranks import Outcome
+from tensorhub.integrations.vllm_session import INTACT, TORN
+from tensorhub.integrations.vllm_updater import Settings, Updater
+
+vllm_first_load.watch()  # vLLM imports this module before it loads a model
+
+
+class WorkerExtension:
+    """What vLLM adds to each of its workers.
+
+    Of several workers the last one raises for all of them. Each error ends with "[the engine's
+    weights are intact]" or "[the engine's weights are torn]": torn ones must not be used for
+    generation, and the next update repairs them.
+    """
+
+    # vLLM's worker
+    vllm_config: Any
+    get_model: Any
+
+    def tensorhub_join(
+        self,
+        address: str | list[str],
+        model: str = "actor",
+        replica: str | None = None,
+        host_memory_bytes: int = 0,
+        timeout_s: float = 300.0,
+        ignored: Sequence[str] = (),
+    ) -> None:
+        """Join a cluster. `replica`: a word for this engine, that no other one has. With
+        `host_memory_bytes` for this worker's shard, updates are staged. `ignored`: patterns of
+        published names that the engine leaves alone (`*mtp*`).
+        """
+        updater = _updater(self)
+        group = replica or f"vllm-{updater.ranks.share(secrets.token_hex(8))[0]}"
+        address = address if isinstance(address, str) else list(address)
+        settings = Settings(address, model, group, host_memory_bytes, timeout_s, tuple(ignored))
+        _check(updater, updater.join(settings))
+
+    def tensorhub_prepare(self, version: int) -> None:
+        """Get ready for a version while the engine generates: check it, register, and read it into
+        host memory where updates are staged.
+        """
+        updater = _updater(self)
+        _check(updater, updater.prepare(version))
+
+    def tensorhub_update(self, version: int | None = None) -> dict[str, Any]:
+        """Have the model hold a version; None: the newest one. Nothing may be generated meanwhile.
+        Returns the state.
+
+        Raises ManifestMismatch (names that are missing, unexpected or misspelt, all listed),
+        VersionUnavailable, VersionConflict (an older version), and what else `Weights.update`
+        raises.
+        """
+        updater = _updater(self)
+        if version is None:
+            outcome, version = updater.newest()
+            _check(updater, outcome)
+        _check(updater, updater.update(version))
+        return updater.state()
+
+    def tensorhub_check(self, model: str | None = None, version: int | None = None) -> None:
+        """Compare the model with what vLLM's own loader makes of the served version, which has to
+        be published, or of another publication of the same weights. Raises IntegrityError, with
+        the names that differ.
+        """
+        updater = _updater(self)
+        _check(updater, updater.check(model, version))
+
+    def tensorhub_state(self) -> dict[str, Any]:
+        """The version in place, and how it gets there."""
+        return _updater(self).state()
+
+    def tensorhub_leave(self) -> None:
+        """Leave the cluster. The model stays as it is."""
+        _updater(self).close()
+
+
+def _updater(worker: WorkerExtension) -> Updater:
+    found = worker.__dict__.get("_tensorhub_updater")
+    if found is None:
+        found = Updater(worker.get_model(), worker.vllm_config)
+        worker.__dict__["_tensorhub_updater"] = found
+    assert isinstance(found, Updater)
+    return found
+
+
+def _check(updater: Updater, outcome: Outcome) -> None:
+    error = outcome.error
+    if isinstance(error, TensorHubError):
+        error.args = (f"{error} [{TORN if updater.is_torn else INTACT}]",)
+        raise error
