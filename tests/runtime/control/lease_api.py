@@ -27,7 +27,8 @@ class LeaseServer:
     token: str = "first"  # that is accepted
     leases: dict[str, Any] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)  # methods, in turn
-    # what happens to the next requests, one each: a status, "lost" (done, and never answered) or "garbage"
+    # what happens to the next requests, one each: a status, "lost" (done, and never answered),
+    # "garbage", or "taken" (the answer is what another candidate has made of it since)
     faults: list[int | str] = field(default_factory=list)
     always: int = 0  # a status that every request gets
     revision: int = 0
@@ -97,6 +98,8 @@ def lease_server(
                     status, found = server.answer(self.command, self.path, given, body)
                 else:
                     status = fault
+                if fault == "taken":
+                    found["spec"]["holderIdentity"] = "tcp://b:1#other"
                 # as it is now: a test may change the Lease as soon as it has the lock
                 text = b"<html>" if fault == "garbage" else json.dumps(found).encode()
             if fault == "lost":

@@ -105,11 +105,12 @@ async def kept(term: LeaseTerm, server: LeaseServer, passes: Callable[[], None])
         nonlocal why
         why = await term.lost()
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(keep)
-        wanted = server.asked.count("PUT") + 2
-        await until(lambda: server.asked.count("PUT") >= wanted)
-        passes()
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(keep)
+            wanted = server.asked.count("PUT") + 2
+            await until(lambda: server.asked.count("PUT") >= wanted)
+            passes()
     return why
 
 
@@ -257,6 +258,20 @@ async def test_a_lease_that_another_one_took_or_deleted_ends_the_term(
         assert f"is held by {now or ''!r}" in await kept(term, server, passes)
         await term.resign()
         assert now is None or server.holder == now
+
+
+async def test_a_renewal_that_is_answered_with_the_lease_of_another_one_ends_the_term(
+    server: LeaseServer,
+) -> None:
+    async with candidate(server) as election:
+        term = await election.campaign("tcp://a:1", lambda leader: None)
+
+        def passes() -> None:
+            with server.lock:
+                server.faults.append("taken")
+
+        assert "is held by 'tcp://b:1#other'" in await kept(term, server, passes)
+        await term.resign()
 
 
 @pytest.mark.parametrize(

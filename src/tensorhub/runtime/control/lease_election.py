@@ -113,8 +113,11 @@ class LeaseApi:
         }
         try:
             if found is None:
-                return await self._ask("POST", self._leases, record)
-            return await self._ask("PUT", f"{self._leases}/{self.name}", record)
+                written = await self._ask("POST", self._leases, record)
+            else:
+                written = await self._ask("PUT", f"{self._leases}/{self.name}", record)
+            # an answer that names another holder is no success
+            return written if _held(written)[0] == spec["holderIdentity"] else None
         except Unanswered as error:
             if error.status == 409 or (error.status == 404 and found is not None):
                 return None
