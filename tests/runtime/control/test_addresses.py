@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from tensorhub import CoordinatorUnavailable, InvalidValue
 from tensorhub.runtime.control import addresses
 from tests.etcd_rig import etcd_servers, needs_etcd
 from tests.rig import OPTIONS, WAIT_S, connect, holds, nothing_left, tensors, until
+from tests.runtime.control.test_fake_etcd import fake_etcd
 
 
 class Book(ModuleType):
@@ -123,6 +126,25 @@ async def test_etcd_names_the_leader_and_the_next_one_is_found_without_it(tmp_pa
                 with pytest.raises(CoordinatorUnavailable, match=f"{url}: etcd does not answer"):
                     await tensorhub.connect(url, token="", options=OPTIONS)
             await second.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ([b"tcp://a:1", b"\x1b[2J", b"tcp://b:1"], ["tcp://a:1", "tcp://b:1"]),
+        ([b"tcp://10.0.%d.%d:1" % divmod(n, 250) for n in range(10**4)], 64),
+    ],
+    ids=["one is no address", "very many"],
+)
+async def test_of_what_etcd_tells_addresses_count_and_so_many_at_most(
+    told: list[bytes], found: list[str] | int
+) -> None:
+    kvs = [{"key": "cA==", "value": base64.b64encode(each).decode()} for each in told]
+    ranges = [{"response_range": {"kvs": some}} for some in ([], kvs)]
+    answer = json.dumps({"succeeded": True, "responses": ranges}).encode()
+    async with fake_etcd(lambda path, body: answer) as place:
+        looked_up = await addresses.Addresses([str(place)]).look_up(str(place))
+    assert found in (looked_up, len(looked_up))
 
 
 @pytest.mark.parametrize(

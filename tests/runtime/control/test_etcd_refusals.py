@@ -110,6 +110,7 @@ async def test_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(AuthenticationFailed, match="set TENSORHUB_ETCD_USER"):
             await kept(place)
         (tmp_path / "password").write_text("secret\n")
+        (tmp_path / "password").chmod(0o600)
         monkeypatch.setenv("TENSORHUB_ETCD_USER", "root")
         monkeypatch.setenv("TENSORHUB_ETCD_PASSWORD", "wrong")
         with pytest.raises(AuthenticationFailed, match=r"authentication failed.*_PASSWORD_FILE"):

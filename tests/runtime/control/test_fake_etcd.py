@@ -2,10 +2,12 @@
 one that must not make a password or a token visible.
 """
 
+import base64
 import contextlib
 import gc
 import json
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -71,8 +73,13 @@ async def fake_etcd(respond: Respond) -> AsyncIterator[Place]:
                 b'{"error": "\\u001b[2J", "code": [3]}',
                 b'{"TTL": "5"}',
                 b'{"ID": "7", "TTL": "nan"}',
+                b'{"ID": "7", "TTL": "0"}',
+                b'{"ID": "7", "TTL": "-5"}',
+                b'{"ID": "7", "TTL": "1000000000"}',
+                b'{"ID": "7", "TTL": "1' + b"0" * 400 + b'"}',
                 b'{"ID": "' + b"7" * 5000 + b'", "TTL": "5"}',
             ),
+            "keep_alive": (b'{"result": {"TTL": "-5"}}', b'{"result": {"TTL": "1000000000"}}'),
             "get": (
                 b"{}",
                 b'{"responses": null}',
@@ -93,12 +100,29 @@ async def test_what_etcd_never_answers_counts_as_no_answer(
     async with fake_etcd(lambda path, given: body) as place, connected(place) as client:
         asked: dict[str, Callable[[], Awaitable[object]]] = {
             "grant": lambda: client.grant(5),
+            "keep_alive": lambda: client.keep_alive(7, within_s=etcd.ANSWER_S),
             "get": lambda: client.transact((), [etcd.get(b"p")]),
             "values": lambda: client.values(b"p/"),
         }
         with pytest.raises(Unanswered) as caught:
             await asked[ask]()
         assert str(caught.value).isprintable()
+
+
+async def test_pages_without_an_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd, "STATE_BYTES_MAX", 1000)
+    pages = 0
+
+    def respond(path: str, body: Any) -> bytes:
+        nonlocal pages
+        pages += 1
+        key = base64.b64encode(b"p/%09d" % pages).decode()
+        return json.dumps({"more": True, "kvs": [{"key": key, "value": "A" * 120}]}).encode()
+
+    async with fake_etcd(respond) as place, connected(place) as client:
+        with pytest.raises(Unanswered, match="more than 1000 bytes"):
+            await client.values(b"p/")
+    assert pages == 10
 
 
 # --------------------------------------------------------------------------------------------------
@@ -244,11 +268,29 @@ async def test_a_file_of_a_password_that_is_no_text_is_not_shown(
 ) -> None:
     credentials(monkeypatch)
     (tmp_path / "password").write_bytes(SECRET.encode() + b"\xff")
+    (tmp_path / "password").chmod(0o600)
     monkeypatch.setenv("TENSORHUB_ETCD_PASSWORD_FILE", str(tmp_path / "password"))
     async with connected(Place(("127.0.0.1:1",), "p")) as client:
-        with pytest.raises(Refused, match=r"_PASSWORD_FILE=.* cannot be read") as caught:
+        with pytest.raises(Refused, match=r"_PASSWORD_FILE=.* cannot be read: .*utf-8") as caught:
             await client.grant(5)
     check_error(caught.value, "")
+
+
+@pytest.mark.parametrize(("mode", "why"), [(0o644, "chmod 600"), (None, "not a regular file")])
+async def test_a_file_of_a_password_is_closed_to_others_and_does_not_keep_its_reader(
+    mode: int | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    credentials(monkeypatch)
+    path = tmp_path / "password"
+    if mode is None:
+        os.mkfifo(path, 0o600)  # which has no writer
+    else:
+        path.write_text(SECRET)
+        path.chmod(mode)
+    monkeypatch.setenv("TENSORHUB_ETCD_PASSWORD_FILE", str(path))
+    async with connected(Place(("127.0.0.1:1",), "p")) as client:
+        with pytest.raises(Refused, match=rf"_PASSWORD_FILE=.* cannot be read: .*{why}"):
+            await client.grant(5)
 
 
 # --------------------------------------------------------------------------------------------------

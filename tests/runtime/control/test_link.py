@@ -190,6 +190,31 @@ async def test_a_leader_that_comes_up_elsewhere_during_the_search_is_found(
     assert found is made
 
 
+async def test_an_address_that_its_name_has_no_more_is_not_tried_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Endless(Addresses):
+        count = 0
+
+        async def look_up(self, name: str) -> list[str]:
+            self.count += 1
+            self._behind[name] = [f"tcp://{self.count}.example:1"]
+            return list(self._behind[name])
+
+    async def connect_to(address: str) -> Taken:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(searching, "LOOK_UP_S", 0.0)
+    monkeypatch.setattr(searching, "RECONNECT_S", 0.0)
+    given = Endless("etcd://e:1/x")
+    one = search(connect_to, given)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one.run)
+        await until(lambda: given.count > 100)
+        assert len(one._pursued) < 10
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_worker_that_was_welcomed_once_outlasts_refusals() -> None:
     """The token of the coordinator is being changed, say. At first, a refusal ends the search."""
     made, refusals = Taken(), 2

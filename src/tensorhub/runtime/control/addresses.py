@@ -127,12 +127,17 @@ async def _candidates(url: str) -> list[str]:
         raise error.for_caller() from error
     finally:
         await client.aclose()
-    told = [each.value.decode(errors="replace") for some in found.ranges for each in some]
-    for address in told:
-        parse_address(address)
-    if not told:
-        raise CoordinatorUnavailable(f"{place}: no coordinator leads there, or stands by")
-    return list(dict.fromkeys(told))
+    told = [each.value for some in found.ranges for each in some[:CANDIDATES_MAX]]
+    addresses, why = list[str](), "no coordinator leads there, or stands by"
+    for address in dict.fromkeys(each.decode(errors="replace") for each in told):
+        try:
+            parse_address(address)
+            addresses.append(address)
+        except StateError as error:
+            why = str(error)
+    if not addresses:
+        raise CoordinatorUnavailable(f"{place}: {why}")
+    return addresses
 
 
 def _split(address: object) -> tuple[str, str]:

@@ -28,6 +28,7 @@ from tensorhub.errors import (
     install,
     shown,
 )
+from tensorhub.protocol.secret import check_protection
 from tensorhub.types import parse_address
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ ANSWER_S = 5.0  # for etcd to answer, where nothing presses
 ATTEMPT_S = 1.0  # at least, for one member of several; then the next member is asked
 PAGE_KEYS = 128  # in one answer; each has 512 KiB at most
 ANSWER_BYTES_MAX = 2**27  # such a page in base64, and more
+STATE_BYTES_MAX = 2**33  # of all pages: what etcd keeps at most
+TTL_S_MAX = 120  # an etcd with the longest election timeout grants 75 s
+PASSWORD_BYTES_MAX = 4096
 _USER, _PASSWORD = "TENSORHUB_ETCD_USER", "TENSORHUB_ETCD_PASSWORD"
 _PASSWORD_FILE = "TENSORHUB_ETCD_PASSWORD_FILE"
 _CA, _CERT, _KEY = "TENSORHUB_ETCD_CA", "TENSORHUB_ETCD_CERT", "TENSORHUB_ETCD_KEY"
@@ -234,8 +238,9 @@ class Etcd:
         return await self._call("kv/txn", body, within_s, read)
 
     async def values(self, prefix: bytes) -> list[KeyValue]:
-        """All keys that begin with a prefix, in their order."""
+        """All keys that begin with a prefix, in their order. Raises Unanswered, Refused."""
         found: list[KeyValue] = []
+        nbytes = 0
         key, end = prefix, after(prefix)
         while True:
             page = get(key, end, PAGE_KEYS)["request_range"]
@@ -245,6 +250,9 @@ class Etcd:
             if values and not key <= values[0].key <= values[-1].key < end:
                 raise Unanswered("etcd answers with other keys than those that were asked for")
             found += values
+            nbytes += sum(len(each.key) + len(each.value) for each in values)
+            if nbytes > STATE_BYTES_MAX:
+                raise Unanswered(f"etcd answers with more than {STATE_BYTES_MAX} bytes")
             if not more or not values:
                 return found
             key = values[-1].key + b"\0"
@@ -253,7 +261,7 @@ class Etcd:
         """A new lease: its id, and how long it is, which may be more."""
         body = {"TTL": str(seconds)}
         return await self._call(
-            "lease/grant", body, ANSWER_S, lambda answer: (int(answer["ID"]), int(answer["TTL"]))
+            "lease/grant", body, ANSWER_S, lambda answer: (int(answer["ID"]), _ttl(answer, 1))
         )
 
     async def keep_alive(self, lease: int, *, within_s: float) -> float:
@@ -263,7 +271,7 @@ class Etcd:
                 "lease/keepalive",
                 {"ID": str(lease)},
                 within_s,
-                lambda answer: int(answer["result"].get("TTL", 0)),
+                lambda answer: _ttl(answer["result"], 0),
             )
         except Refused as error:
             if error.code == _NOT_FOUND:
@@ -371,7 +379,7 @@ class Etcd:
         path = os.environ.get(_PASSWORD_FILE)
         try:
             password = _read(path) if path else os.environ.get(_PASSWORD, "")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, AuthenticationFailed) as error:
             text = f"{_PASSWORD_FILE}={shown(path)} cannot be read: {error}"
             raise Refused(text, _UNAUTHENTICATED, surely) from error
         try:
@@ -443,8 +451,18 @@ def _explained(error: Refused) -> Refused:
     return Refused(f"{error}: {text}", _UNAUTHENTICATED, error.surely)
 
 
+def _ttl(answer: Mapping[str, Any], least: int) -> int:
+    """Raises ValueError: no lease of etcd's is so long, or so short."""
+    seconds = int(answer.get("TTL", 0))
+    if not least <= seconds <= TTL_S_MAX:
+        raise ValueError(f"a lease of {seconds} s")
+    return seconds
+
+
 def _read(path: str) -> str:
-    return Path(path).read_text().strip()
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        check_protection("file", Path(path), os.fstat(file.fileno()))
+        return file.read(PASSWORD_BYTES_MAX).decode().strip()
 
 
 def _tls() -> ssl.SSLContext | None:

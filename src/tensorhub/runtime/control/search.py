@@ -126,6 +126,9 @@ class Search:
                 return
             if not self._goes_on(address, error):
                 return
+            if address not in self._addresses.known():  # its name leads elsewhere by now
+                del self._pursued[address], self._errors[address]
+                return
             wait_s = RECONNECT_S
             if not error.retryable:
                 wait_s = refused_s = min(2 * refused_s, REFUSED_S_MAX)
