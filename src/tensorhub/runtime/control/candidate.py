@@ -130,6 +130,7 @@ class Candidate:
             why = why or _first(group) or term.why
             pause_s = AGAIN_S if group.subgroup(StateError) else 0.0
         finally:
+            pause_s = pause_s if self.server else AGAIN_S  # a term that ended at once
             self.server = None
             with anyio.move_on_after(RESIGN_S, shield=True):
                 await term.resign()

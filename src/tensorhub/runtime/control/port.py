@@ -14,15 +14,17 @@ from tensorhub.transport import sockets
 
 
 async def bound(host: str, port: int, within_s: float) -> socket.socket:
-    """A socket that holds a port, which does not listen: others that do may be bound to it, too.
-    Raises StateError if the address cannot be had.
+    """A socket that holds a port, which does not listen: for `listening` only, no other process
+    may listen there meanwhile. Raises StateError if the address cannot be had.
     """
     try:
         with anyio.fail_after(within_s):
             found = await anyio.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
-        return _bind(*found[0][:1], found[0][4])
+        holder = _bind(*found[0][:1], found[0][4])
+        _share(holder, False)
+        return holder
     except TimeoutError as error:
         text = f"host {host!r} was not resolved within {within_s:g} s: give an address"
         raise StateError(text, retryable=True) from error
@@ -34,6 +36,7 @@ def listening(holder: socket.socket) -> socket.socket:
     """A socket that listens on the held port, until it is closed. Raises StateError."""
     address = holder.getsockname()
     try:
+        _share(holder, True)
         listener = _bind(holder.family, address)
         try:
             listener.listen(sockets.BACKLOG)
@@ -43,13 +46,20 @@ def listening(holder: socket.socket) -> socket.socket:
             raise
     except OSError as error:
         raise _refusal(address[0], address[1], error) from error
+    finally:
+        _share(holder, False)
     return listener
+
+
+def _share(holder: socket.socket, may_share: bool) -> None:
+    """Whether another socket may be bound to the port, too."""
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, may_share)
 
 
 def _bind(family: int, address: tuple[object, ...]) -> socket.socket:
     made = sockets.make(family)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _share(made, True)  # with connections of an earlier process
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind(address)

@@ -358,8 +358,14 @@ class CoordinatorServer:
         """Once this coordinator is outlived, end it: the next one is of another cluster."""
         await self._is_outlived.wait()
         log.error("coordinator_outlived", cluster=self._store.cluster, reason=self._outlived)
-        await anyio.to_thread.run_sync(self._store.begin_anew)
-        raise StateError(f"the cluster begins anew, as its state is older: {self._outlived}")
+        text = f"the cluster begins anew, as its state is older: {self._outlived}"
+        try:
+            await anyio.to_thread.run_sync(self._store.begin_anew)
+        except Deposed:
+            raise
+        except OSError as error:  # a full disk: the next term finds out anew
+            raise StateError(f"{text}; but {error}") from error
+        raise StateError(text)
 
     def _has_nothing_unread(self, number: int) -> bool:
         if number == DOOR:
