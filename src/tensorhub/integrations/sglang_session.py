@@ -22,7 +22,7 @@ from tensorhub.errors import BY_NAME, InvalidValue, Memory, StateError, TensorHu
 LOADER = "tensorhub.integrations.sglang.load"
 PREFIX = "tensorhub:"
 REPORT = f"{PREFIX}report"  # a parameter's name, by which a trainer asks for the loader's report
-# releases of SGLang that all tests ran with
+# releases of SGLang that the tests ran with
 TESTED = ("0.5.10", "0.5.12", "0.5.15", "0.5.23")
 SESSIONS_SINCE = (0, 5, 21)  # releases that refuse an update outside of a session
 
