@@ -38,11 +38,12 @@ class Rig:
 
     def engine(self, **settings: Any) -> Engine:
         hub = sync.connect(self.address)
+        self.closes.append(hub.close)
         self.policies.append(Policy(8))
         given = {"lease_s": LEASE_S, "decide_s": 1.0, "timeout_s": WAIT_S, **settings}
         its = Engine(hub, "actor", given.pop("tensors", self.policies[-1]), **given)
         self.engines.append(its)
-        self.closes += [hub.close, its.close]
+        self.closes.append(its.close)
         return its
 
     def trainer(self, **settings: Any) -> OneVersion:
@@ -210,6 +211,8 @@ def test_calls_that_are_not_allowed(rig: Rig) -> None:
         Remote(its.url, "secret").flip(7)
     with pytest.raises(InvalidValue, match="is no URL of an engine"):
         Remote("127.0.0.1:1")
+    with pytest.raises(InvalidValue, match=r"host='0\.0\.0\.0' can be reached .* give token="):
+        rig.engine(host="0.0.0.0")
     host, _, port = its.url.removeprefix("http://").partition(":")
     for body, path in ((b"x" * 5000, "/stage"), (b"{}", "/close"), (b"[1", "/flip")):
         connection = HTTPConnection(host, int(port), timeout=WAIT_S)

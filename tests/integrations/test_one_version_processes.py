@@ -22,7 +22,7 @@ from tensorhub.integrations.one_version_trainer import OneVersion
 from tests.integrations.fleet_actor import LEASE_S, TIMEOUT_S, values
 
 WAIT_S = 60.0
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.heavy]
 
 
 class Process:

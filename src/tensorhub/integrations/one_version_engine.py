@@ -41,11 +41,13 @@ class Engine:
     place, while nothing uses them; quick, and callable with the same ones again. Of a module it
     need not be given: then its parameters and buffers point at them, and nothing is copied.
 
-    `host`, `port`: where the trainer's calls are taken. `token`: what they must bear; None: the
-    coordinator's address is of this machine, and so is `host`. `lease_s`: the engine serves nothing
-    once it has not read the records for so long, so it must be shorter than a loss of the
-    coordinator that rollouts survive. `decide_s`: how long a flipped engine waits for the trainer
-    before it records "abort". `timeout_s`: of each call to the coordinator, and of staging.
+    `host`, `port`: where the trainer's calls are taken. `token`: what they must bear; without one,
+    `host` has to be this machine alone. `lease_s`: the engine serves nothing once it has not read
+    the records for so long; a shorter loss of the coordinator stops nothing. `decide_s`: how long a
+    flipped engine waits for the trainer before it records "abort". `timeout_s`: of staging.
+
+    Raises StateError (a mapping without `put`, a port in use), InvalidValue (a host that other
+    machines reach, without a token), and as `Hub.register`.
     """
 
     def __init__(
@@ -76,7 +78,12 @@ class Engine:
         self.seat = Seat(lease_s, decide_s)
         self._closed = threading.Event()
         self._poll_thread = threading.Thread(target=self._poll_all, name="tensorhub-lease")
-        self._listener = Listener(self, host, port, token)
+        try:
+            self._listener = Listener(self, host, port, token)
+        except BaseException:
+            for each in self._weights:
+                each.close(abandon=True)
+            raise
         self.url = self._listener.url
         self._poll_thread.start()
 

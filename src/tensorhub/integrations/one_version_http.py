@@ -16,6 +16,7 @@ from urllib.request import Request, urlopen
 from tensorhub.errors import BY_NAME, AuthenticationFailed, InvalidValue, StateError, shown
 
 BODY_MAX = 4096  # bytes of a call
+CONNECTIONS_MAX = 64  # at the same time; further ones are closed
 IDLE_S = 10.0  # a connection on which nothing comes is ended
 MARGIN_S = 5.0  # an answer comes so much later than the call's own deadline, at most
 
@@ -30,10 +31,42 @@ class Called(Protocol):
     def settle(self, attempt: int, is_commit: bool) -> None: ...
 
 
+class _Server(ThreadingHTTPServer):
+    """A thread for each connection, and so many of them."""
+
+    daemon_threads = True
+
+    def __init__(self, place: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        super().__init__(place, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The caller is gone, and asks again."""
+
+
 class Listener:
-    """Takes calls: POST /stage, /flip and /settle with JSON, and GET /version."""
+    """Takes calls: POST /stage, /flip and /settle with JSON, and GET /version. The token is not
+    encrypted: use a network of your own.
+    """
 
     def __init__(self, engine: Called, host: str, port: int, token: str | None) -> None:
+        if token is None and host not in ("localhost", "::1") and not host.startswith("127."):
+            raise InvalidValue(
+                f"host={shown(host)} can be reached by other machines: give token=, here and to "
+                f"the trainer's OneVersion"
+            )
         expected = f"Bearer {token or ''}".strip().encode()
 
         class Handler(BaseHTTPRequestHandler):
@@ -75,8 +108,10 @@ class Listener:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer((host, port), Handler)
-        self._http.daemon_threads = True
+        try:
+            self._http = _Server((host, port), Handler)
+        except OSError as error:
+            raise StateError(f"host={shown(host)}, port={port}: {error}") from error
         self.url = f"http://{host}:{self._http.server_port}"
         self._thread = threading.Thread(
             target=self._http.serve_forever, args=(0.05,), name="tensorhub-fleet-http"
