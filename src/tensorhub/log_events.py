@@ -301,6 +301,7 @@ EVENTS: Final[Mapping[str, Told]] = {
     "vllm_first_load_unknown": E(
         "warning", "reason", "Each element of each parameter has to be published, therefore."
     ),
+    "vllm_started": E("info", "model version", "The engine started with that version."),
     "vllm_plan": E(
         "info", "computed in_place loaded model processed unread", "How tensors are filled."
     ),

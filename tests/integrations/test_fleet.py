@@ -140,8 +140,10 @@ class FakeVllm:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 path = self.path.strip("/")
+                said = json.loads(body)
+                path = said.get("method", path)
                 fake.calls.append(path)
-                fake.bodies.append(json.loads(body))
+                fake.bodies.append(said)
                 code, text = fake.answers.get(path.partition("?")[0], (200, "{}"))
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(text)))
@@ -197,11 +199,11 @@ def send(transfer: WeightTransfer, value: float) -> None:
 
 
 UPDATE = [
-    "init_weight_transfer_engine",
+    "tensorhub_join",
+    "tensorhub_prepare",
     "pause?mode=keep&clear_cache=true",
-    "start_weight_update",
-    "update_weights",
-    "finish_weight_update",
+    "tensorhub_update",
+    "update_weight_version",
     "resume",
 ]
 
@@ -209,16 +211,14 @@ UPDATE = [
 def test_trls_trainer_updates_several_vllm_servers(
     servers: list[FakeVllm], transfer: tuple[WeightTransfer, sync.Hub]
 ) -> None:
-    trainer, hub = transfer
+    trainer, _ = transfer
     send(trainer, 1.0)
-    hub.wait_for("actor", at_least=1)
+    replicas = set()
     for each in servers:
-        assert each.calls == ["init_weight_transfer_engine", *UPDATE]
-        assert each.bodies[1]["init_info"]["version"] == 1
-        assert each.bodies[4] == {"update_info": {"version": 1}}
-    assert (
-        servers[0].bodies[1]["init_info"]["replica"] != servers[1].bodies[1]["init_info"]["replica"]
-    )
+        assert each.calls == ["tensorhub_join", *UPDATE]
+        replicas.add(each.bodies[1]["kwargs"]["replica"])
+        assert [body.get("kwargs") for body in each.bodies[2:5:2]] == [{"version": 1}] * 2
+    assert len(replicas) == 2
 
 
 def test_a_server_that_is_gone_leaves_no_other_one_paused(
@@ -230,7 +230,7 @@ def test_a_server_that_is_gone_leaves_no_other_one_paused(
     assert servers[1].calls[-1] == "resume"
     servers[1].close()
     hub.fetch("actor", 1)  # the fake servers read nothing
-    with pytest.raises(StateError, match="does not answer /init_weight_transfer_engine: is it up"):
+    with pytest.raises(StateError, match="does not answer /collective_rpc: is it up"):
         send(trainer, 2.0)
 
 
@@ -239,7 +239,7 @@ def test_a_server_is_resumed_unless_its_weights_may_be_torn(
     servers: list[FakeVllm], transfer: tuple[WeightTransfer, sync.Hub], whole: bool
 ) -> None:
     trainer, _ = transfer
-    servers[0].answers["update_weights"] = (500, f"no [{INTACT if whole else TORN}]")
+    servers[0].answers["tensorhub_update"] = (500, f"no [{INTACT if whole else TORN}]")
     send(trainer, 1.0)
     assert (servers[0].calls[-1] == "resume") is whole
     assert ("update_weight_version" in servers[0].calls) is not whole

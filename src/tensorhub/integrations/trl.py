@@ -19,7 +19,7 @@ from tensorhub.errors import InvalidType, InvalidValue, StateError, shown
 from tensorhub.integrations.checkpoint_engine import Exchange, Meeting
 from tensorhub.integrations.fleet import Fleet
 from tensorhub.integrations.releases import check_calls, check_release
-from tensorhub.integrations.vllm_session import HttpClient, Session, Settings
+from tensorhub.integrations.vllm_session import ExtensionClient, Session, Settings
 from tensorhub.runtime.control.addresses import split_addresses
 from tensorhub.types import Options
 
@@ -35,11 +35,11 @@ class WeightTransfer:
     """The trainer's side: TRL's `WeightTransferProtocol`. TRL itself calls all its methods.
 
     `settings`: see `Exchange`. Without an address it runs a coordinator of its own on `host`, which
-    only this machine reaches by default. `servers`: URLs of vLLM servers with TensorHub's adapter,
-    which are paused, updated and resumed together (`fleet.Fleet`); they need an address, and the
-    token in their own environment. `host_memory_bytes`: of each of their workers, see
-    `vllm.TrainerInit`. `pause`, `resume`: called before and after each update, to stop an inference
-    server of another kind.
+    only this machine reaches by default. `servers`: URLs of vLLM servers with
+    `vllm_worker.WorkerExtension`, which are paused, updated and resumed together (`fleet.Fleet`);
+    they need an address, and the token in their own environment. `host_memory_bytes`: of each of
+    their workers, see `vllm.TrainerInit`. `pause`, `resume`: called before and after each update,
+    to stop an inference server of another kind.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class WeightTransfer:
                 host_memory_bytes=self._host_memory_bytes,
                 timeout_s=timeout_s,
             )
-            engines = [Session(HttpClient(url, timeout_s), settings) for url in self._servers]
+            engines = [Session(ExtensionClient(url, timeout_s), settings) for url in self._servers]
             self._fleet = Fleet(engines, timeout_s=timeout_s)
             self._fleet.join()
 

@@ -31,6 +31,7 @@ from tensorhub.errors import (
     StateError,
     TensorHubError,
     VersionConflict,
+    VersionUnavailable,
     some,
 )
 from tensorhub.integrations import vllm_layers as layers, vllm_reload as reload
@@ -98,6 +99,20 @@ class Updater:
 
         outcome = self._together(ask, tell=lambda: found[0])
         return outcome, -1 if outcome.has_failed else max(outcome.told.values())
+
+    def is_published(self) -> tuple[Outcome, bool]:
+        """Whether there is a version, as one of the workers sees it."""
+        found: list[bool] = []
+
+        def ask() -> None:
+            hub, settings = self._joined()
+            try:
+                found.append(hub.describe(settings.model, limit=0).mark is not None)
+            except VersionUnavailable:
+                found.append(False)
+
+        outcome = self._together(ask, tell=lambda: found[0])
+        return outcome, not outcome.has_failed and any(outcome.told.values())
 
     def prepare(self, version: int) -> Outcome:
         """Get ready for a version: plan, register, and read it where it is staged. Nothing is

@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tensorhub.errors import TensorHubError
-from tensorhub.integrations import vllm_first_load
+from tensorhub.integrations import vllm_first_load, vllm_start
 from tensorhub.integrations.vllm_ranks import Outcome
 from tensorhub.integrations.vllm_session import INTACT, TORN
 from tensorhub.integrations.vllm_updater import Settings, Updater
 
-vllm_first_load.watch()  # vLLM imports this module before it loads a model
+# vLLM imports this module before it loads a model
+vllm_first_load.watch()
+vllm_start.watch()
 
 
 class WorkerExtension:
@@ -76,6 +78,14 @@ class WorkerExtension:
             _check(updater, outcome)
         _check(updater, updater.update(version))
         return updater.state()
+
+    def tensorhub_start(self, address: str, model: str) -> dict[str, Any]:
+        """Join, and take the newest version if one was published; `vllm_start` calls it."""
+        self.tensorhub_join(address, model)
+        updater = _updater(self)
+        outcome, is_published = updater.is_published()
+        _check(updater, outcome)
+        return self.tensorhub_update() if is_published else updater.state()
 
     def tensorhub_check(self, model: str | None = None, version: int | None = None) -> None:
         """Compare the model with what vLLM's own loader makes of the served version, which has to
