@@ -92,7 +92,8 @@ def lease_server(
             with server.lock:
                 server.asked.append(self.command)
                 fault = server.always or (server.faults.pop(0) if server.faults else 0)
-                status, found = 500, {"kind": "Status", "message": "etcdserver: leader changed"}
+                status = 500
+                found: Any = {"kind": "Status", "message": "etcdserver: leader changed"}
                 if not isinstance(fault, int) or not fault:
                     given = self.headers.get("Authorization", "")
                     status, found = server.answer(self.command, self.path, given, body)
