@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -241,6 +241,26 @@ async def _publication(
     if before is not None and before.publication == reply.publication:
         return reply, None
     return reply, await worker.parts_of(reply.publication, deadline)
+
+
+async def published_parts(
+    hub: Joined, model: str, selector: Selector, known: Container[str], timeout: float | None = None
+) -> tuple[VersionInfo, tuple[Published, Mapping[str, bytes]] | None]:
+    """A version, and what its publication is made of; None: the content id is `known`. Internal,
+    and may change. Raises as `Hub.plan`.
+    """
+    timeout_s = hub._worker.timeout_s(timeout)
+    return await hub._thread.call(_parts, hub._worker, model, selector, timeout_s, known)
+
+
+async def _parts(
+    worker: CallersWorker, model: str, selector: Selector, timeout_s: float, known: Container[str]
+) -> tuple[VersionInfo, tuple[Published, Mapping[str, bytes]] | None]:
+    deadline = anyio.current_time() + timeout_s
+    reply = await worker.coordinator.publication(model, selector, timeout_s)
+    if reply.version.content_id in known:
+        return reply.version, None
+    return reply.version, await worker.parts_of(reply.publication, deadline)
 
 
 async def changed_tensors(weights: Weights) -> tuple[str, ...]:

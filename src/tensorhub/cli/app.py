@@ -84,6 +84,7 @@ COMMANDS = {
     "report": "Save a run as one page that opens without a cluster.",
     "publish": "Publish safetensors files, and serve them.",
     "fetch": "Fetch a version into safetensors files.",
+    "mount": "Mount versions as a directory, for any loader.",
     "plan": "Show what a reader would read from whom.",
     "versions": "List versions: what exists where, with sizes.",
     "archive": "Keep versions in object storage, and serve them.",

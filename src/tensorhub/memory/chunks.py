@@ -73,10 +73,15 @@ class ChunkMemory:
     """
 
     def __init__(
-        self, manifest: Manifest, regions: Sequence[Bytes], unwanted: frozenset[int] = frozenset()
+        self,
+        manifest: Manifest,
+        regions: Sequence[Bytes],
+        unwanted: frozenset[int] = frozenset(),
+        left_out: Sequence[int] = (),
     ) -> None:
         """`regions`: one contiguous view per region of the manifest, of its size; writable if
         chunks are to be filled. `unwanted`: regions that are not read here, and may be empty.
+        `left_out`: further chunks that are not read.
         """
         for index, (region, spec) in enumerate(zip(regions, manifest.regions, strict=True)):
             if region.nbytes != spec.nbytes and index not in unwanted:
@@ -91,7 +96,9 @@ class ChunkMemory:
             self._lie((), manifest.reading.places, manifest.sizes)
         else:
             self._lie(manifest.chunks)
-        self.unwanted: tuple[int, ...] = tuple(self._chunks_in(unwanted)) if unwanted else ()
+        self.unwanted: tuple[int, ...] = tuple(left_out)
+        if unwanted:
+            self.unwanted += tuple(self._chunks_in(unwanted))
         # fast enough to digest each piece as it passes
         self.is_digested: bool = manifest.digest == "xxh3-64"
         self.width: int = WIDTHS[manifest.digest]  # bytes of one digest; 0: chunks have none

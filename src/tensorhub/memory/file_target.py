@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from typing import Self
 
@@ -26,9 +27,10 @@ from tensorhub.layouts.whole import choose
 from tensorhub.memory.allocated import patterns
 from tensorhub.memory.checkpoint import SUFFIX, Checkpoint, agreed, rewritten, sync_directory
 from tensorhub.memory.regions import FilledMemory, MappedRegions, mapped, mismatch
-from tensorhub.memory.safetensors import Header, make_header
+from tensorhub.memory.safetensors import LENGTH_BYTES, Header, make_header
 from tensorhub.memory.unfinished import Unfinished, stem_of
 from tensorhub.model.digests import WIDTHS
+from tensorhub.model.dtypes import itemsize
 from tensorhub.model.manifest import Manifest, TensorSpec
 
 ONE_FILE = "model" + SUFFIX  # of a directory, where the publisher had no file names
@@ -49,17 +51,23 @@ class Plan:
         return sum(header.file_bytes for header in self.headers.values())
 
 
-def plan(manifest: Manifest, wanted: Sequence[TensorSpec], name: str | None) -> Plan:
+def plan(
+    manifest: Manifest, wanted: Sequence[TensorSpec], name: str | None, *, in_order: bool = False
+) -> Plan:
     """The files that hold the `wanted` tensors: one called `name`, or (None) the publisher's, else
     one.
 
-    A file of which everything is wanted is as it was published. ManifestMismatch if the format
-    cannot hold a tensor, or for metadata that is not what a publisher says of these tensors.
+    A file of which everything is wanted is as it was published. `in_order`: a file that the
+    publisher has not told of has the tensors in the order of the regions, as far as the format
+    aligns them. ManifestMismatch if the format cannot hold a tensor, or for metadata that is not
+    what a publisher says of these tensors.
     """
     if not wanted:
         raise mismatch("this version holds no tensor: there is nothing to write")
     try:
         source = Checkpoint.decode(manifest.metadata)
+        if source is None and in_order:
+            return Plan({name or ONE_FILE: _header_in_order(wanted)})
         if source is None:
             return Plan({name or ONE_FILE: _header(wanted, {})})
         _check(source, manifest)
@@ -88,6 +96,15 @@ def plan(manifest: Manifest, wanted: Sequence[TensorSpec], name: str | None) -> 
 
 def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> Header:
     return make_header([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], metadata)
+
+
+def _header_in_order(wanted: Sequence[TensorSpec]) -> Header:
+    """Some loaders ask for the format that this says."""
+    tensors = sorted(wanted, key=lambda tensor: (tensor.region, tensor.offset))
+    # every loader finds each tensor aligned: what would move the next ones comes last
+    tensors.sort(key=lambda each: -itemsize(each.dtype) if each.nbytes % LENGTH_BYTES else -inf)
+    shapes = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    return make_header(shapes, {"format": "pt"}, in_order=True)
 
 
 def _has(header: Header, chosen: Mapping[str, TensorSpec]) -> bool:

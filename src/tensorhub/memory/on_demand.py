@@ -58,14 +58,7 @@ class OnDemandMemory(FilledMemory):
         sizes = [region.nbytes for region in manifest.regions]
         nbytes, ends = sum(sizes), list(accumulate(sizes))
         if nbytes:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
-            try:
-                self._bytes = mmap.mmap(-1, nbytes, flags=flags)
-            except (OSError, MemoryError, ValueError, OverflowError) as error:
-                raise StateError(
-                    f"{nbytes} bytes of address space for an archived version cannot be had "
-                    f"({error}): keep fewer versions in this archive, or free some"
-                ) from error
+            self._bytes = reserve(nbytes, "keep fewer versions in this archive, or free some")
         whole = memoryview(self._bytes if self._bytes is not None else bytearray())
         regions = (whole[end - size : end] for size, end in zip(sizes, ends, strict=True))
         self._mapped = MappedRegions(tuple(regions), ())
@@ -87,7 +80,7 @@ class OnDemandMemory(FilledMemory):
     def empty(self) -> None:
         """Give back what is loaded; no chunk may be read or written meanwhile. Blocks."""
         if self._bytes is not None:
-            _give_back(self._bytes)
+            give_back(self._bytes)
 
     def free(self) -> None:
         """Give all of it back; only its place may stay as long as a view of it. Blocks, until no
@@ -97,11 +90,26 @@ class OnDemandMemory(FilledMemory):
             mapping, self._bytes, self._mapped = self._bytes, None, None
             self._changed.wait_for(lambda: not self._writers)
         if mapping is not None:
-            _give_back(mapping)
+            give_back(mapping)
             with contextlib.suppress(BufferError):  # some view is left
                 mapping.close()
 
 
-def _give_back(mapping: mmap.mmap) -> None:
-    for start in range(0, len(mapping), GIVEN_BACK_BYTES):
-        mapping.madvise(mmap.MADV_DONTNEED, start, min(GIVEN_BACK_BYTES, len(mapping) - start))
+def reserve(nbytes: int, advice: str) -> mmap.mmap:
+    """Room in the address space, which takes memory where it is written. StateError, with the
+    advice: there is none.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    try:
+        return mmap.mmap(-1, nbytes, flags=flags)
+    except (OSError, MemoryError, ValueError, OverflowError) as error:
+        raise StateError(
+            f"{nbytes} bytes of address space for a version cannot be had ({error}): {advice}"
+        ) from error
+
+
+def give_back(mapping: mmap.mmap, start: int = 0, stop: int | None = None) -> None:
+    """Give back the memory of these bytes, as far as whole pages are within them."""
+    end = len(mapping) if stop in (None, len(mapping)) else stop & -mmap.PAGESIZE
+    for at in range(-(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end, GIVEN_BACK_BYTES):
+        mapping.madvise(mmap.MADV_DONTNEED, at, min(GIVEN_BACK_BYTES, end - at))

@@ -40,14 +40,15 @@ class MappedRegions:
 
     `regions`: one view per region, writable if they are to be filled. `copies`: (from, to) for
     tensors that share bytes at the source and are apart here. `unwanted`: regions that are not read
-    here; their views are empty. `then`: a last step with the verified bytes; it runs in a thread,
-    and raises TensorHubErrors. `scattered`: packed regions with tensors that are apart here; their
-    views are empty until `packs` are made of them.
+    here; their views are empty. `left_out`: further chunks that are not read. `then`: a last step
+    with the verified bytes; it runs in a thread, and raises TensorHubErrors. `scattered`: packed
+    regions with tensors that are apart here; their views are empty until `packs` are made of them.
     """
 
     regions: tuple[Bytes, ...]
     copies: tuple[tuple[Bytes, Bytes], ...]
     unwanted: frozenset[int] = frozenset()
+    left_out: Sequence[int] = ()
     then: Callable[[], None] | None = None
     scattered: Mapping[int, Pieces] = field(default_factory=dict)
     packs: tuple[Pack, ...] = ()
@@ -184,7 +185,7 @@ def mapped(
         elif index not in padded and is_packed(manifest, index):
             scattered[index] = tuple(pieces)
         regions.append(pieces[0][1] if pieces and index not in scattered else memoryview(b""))
-    return MappedRegions(tuple(regions), tuple(copies), frozenset(unwanted), None, scattered)
+    return MappedRegions(tuple(regions), tuple(copies), frozenset(unwanted), scattered=scattered)
 
 
 def is_packed(manifest: Manifest, region: int) -> bool:

@@ -241,14 +241,19 @@ def _are_sizes(value: object) -> bool:
 
 
 def make_header(
-    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    *,
+    in_order: bool = False,
 ) -> Header:
     """The header that the format's own library writes for (name, torch's dtype, shape), equal to
-    the byte.
+    the byte. `in_order`: of a file with the tensors in this order instead.
 
     ValueError, naming each tensor that the format cannot hold.
     """
-    wanted = sorted(tensors, key=lambda tensor: (-_PLACES.get(tensor[1], 0), tensor[0].encode()))
+    wanted = list(tensors)
+    if not in_order:
+        wanted.sort(key=lambda tensor: (-_PLACES.get(tensor[1], 0), tensor[0].encode()))
     faults = [f"{name!r} is {dtype}" for name, dtype, _ in wanted if dtype not in FILE_NAMES]
     faults += [f"a tensor is called {METADATA!r}" for name, _, _ in wanted if name == METADATA]
     if faults:

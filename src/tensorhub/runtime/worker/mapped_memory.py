@@ -144,7 +144,7 @@ class MappedMemory:
             self._mapped = (
                 manifest.grid_id,
                 mapped,
-                ChunkMemory(manifest, mapped.regions, mapped.unwanted),
+                ChunkMemory(manifest, mapped.regions, mapped.unwanted, mapped.left_out),
             )
         return self._mapped[1:]
 
