@@ -13,6 +13,7 @@ from typing import Any
 import tensorhub
 from examples.reference import EXAMPLES, Example
 from tensorhub import conversion, errors, sync, testing, types
+from tensorhub.fs import TensorHubFileSystem
 from tensorhub.model import read_plan
 
 VALUES = (
@@ -67,6 +68,7 @@ def _parts() -> Iterator[str]:
     for name in PLANS:
         yield from _value(name, getattr(read_plan, name))
     yield from _conversion()
+    yield from _filesystem()
 
 
 def _rest() -> Iterator[str]:
@@ -225,6 +227,13 @@ def _sync() -> Iterator[str]:
         example for name, example in EXAMPLES.items() if name.startswith("sync.")
     ):
         yield f"```python\n{_code(example)}```\n"
+
+
+def _filesystem() -> Iterator[str]:
+    yield "## `tensorhub.fs`\n"
+    name = TensorHubFileSystem.__name__
+    yield f"### `tensorhub.fs.{name}`\n"
+    yield from _body(name, TensorHubFileSystem, set())
 
 
 def _conversion() -> Iterator[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import safetensors.torch
 import torch
 import trustme
 
@@ -24,6 +25,7 @@ import tensorhub
 from tensorhub import sync
 from tensorhub.archives.store import Store
 from tensorhub.conversion import cast, register_converted
+from tensorhub.fs import TensorHubFileSystem
 
 Example = Callable[..., Any]
 EXAMPLES: dict[str, Example] = {}
@@ -727,6 +729,18 @@ async def convert(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
     engine = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
     await (await rollout.register("actor", engine)).replicate()
     assert torch.equal(engine.weight, masters.weight.to(torch.bfloat16))
+
+
+@shows("TensorHubFileSystem")
+def read_files(address: str) -> None:
+    with sync.connect(address) as hub:
+        hub.register("actor", {"weight": torch.ones(8, 4)}).publish(1)
+        # fsspec.open("tensorhub://HOST:PORT/actor/latest/model.safetensors") does the same
+        fs = TensorHubFileSystem(address)
+        with fs.open("actor/latest/model.safetensors") as file:
+            weights = safetensors.torch.load(file.read())
+        fs.close()
+    assert torch.equal(weights["weight"], torch.ones(8, 4))
 
 
 @shows(

@@ -287,6 +287,7 @@ EVENTS: Final[Mapping[str, Told]] = {
     "fleet_settled": E("info", "attempt committed seconds", "All engines serve one version."),
     "lease_not_renewed": E("warning", "reason", "Without it the engine soon serves nothing."),
     "no_readers": E("warning", "model version", "Nothing reads what a trainer publishes."),
+    "mount_failed_read": E("warning", "path reason", "A program that reads a mount got an error."),
     "object_not_closed_well": E("warning", "object reason version", "An object of Ray's is freed."),
     "receive_buffers": E("info", "device model nbytes tensors", "Memory for a stream was made."),
     "send_buffers": E("info", "device model nbytes tensors", "Memory for a stream was made."),

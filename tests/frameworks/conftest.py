@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents and item.get_closest_marker("framework"):
             name = next(each for each, recipe in RECIPES.items() if item.path.name in recipe.tests)
-            if find_spec(name) is None:
+            if find_spec(RECIPES[name].module or name) is None:
                 reason = (
                     f"{name} is not installed here; `make frameworks FRAMEWORKS={name}` "
                     f"installs it, and runs this"

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Recipe:
     """`installs`: the arguments of one call of pip each. `tests`: modules in this directory. `base`:
-    another environment, whose packages are seen behind those that are installed here.
+    another environment, whose packages are seen behind those that are installed here. `module`: what
+    the tests import; by default it has the recipe's name.
     """
 
     installs: tuple[str, ...]
     tests: tuple[str, ...]
     base: str | None = None
+    module: str = ""
 
     @property
     def text(self) -> str:
@@ -32,6 +34,12 @@ VLLM = (
 )
 VLLM_TESTS = ("test_vllm.py", "test_vllm_worker.py")
 RECIPES = {
+    # loaders without an adapter, which read a mounted version
+    "fs": Recipe(
+        ("transformers==5.24.0 diffusers==0.42.1 accelerate==1.15.0 mfusepy==3.1.1",),
+        ("test_fs.py",),
+        module="mfusepy",
+    ),
     "ray": Recipe(("ray==2.60.0",), ("test_ray.py", "test_ray_transport.py")),
     "sglang": Recipe(
         (
@@ -42,7 +50,7 @@ RECIPES = {
                 "outlines==0.1.11 timm==1.0.25"
             ),
         ),
-        ("test_sglang.py", "test_sglang_ranks.py"),
+        ("test_sglang.py", "test_sglang_ranks.py", "test_fs_sglang.py"),
     ),
     "trl": Recipe(("trl==1.16.0 requests",), ("test_trl.py",)),
     "verl": Recipe(
@@ -58,6 +66,7 @@ RECIPES = {
             "test_vllm_lora.py",
             "test_vllm_server.py",
             "test_vllm_worker.py",
+            "test_fs_vllm.py",
         ),
     ),
     "vllm-0.32": Recipe(("--no-deps vllm==0.32.0",), VLLM_TESTS, base="vllm"),

@@ -248,6 +248,7 @@ async def test_what_is_not_there() -> None:
             "m/latest/config.json",
             "m/latest/../../etc/passwd",
             f"m/{2**70}/model.safetensors",
+            f"m/{'9' * 5000}/model.safetensors",
         ):
             with pytest.raises(FileNotFoundError):
                 await anyio.to_thread.run_sync(fs.info, path)

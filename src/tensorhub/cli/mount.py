@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import sys
@@ -51,6 +52,7 @@ def mount(
     ] = False,
     address: common.AddressOption = None,
     token_file: common.TokenFileOption = None,
+    as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
     """Mount a model's versions as a directory, read-only, until Ctrl-C or SIGTERM.
@@ -60,8 +62,9 @@ def mount(
     and the link "latest" to the newest. Any loader of safetensors files reads them; bytes come from
     the memory of the workers that hold the version, verified. A read fails with EIO if nothing
     arrives within --timeout, and with ESTALE if the version cannot be fetched any more. It needs
-    the extra "mount", libfuse, and /dev/fuse. One line goes to stdout when it is mounted. From then
-    on SIGTERM is the ordinary way to stop it: exit code 0.
+    the extra "mount", libfuse, and /dev/fuse. One line goes to stdout when it is mounted ({"model",
+    "version", "directory"} with --json). From then on SIGTERM is the ordinary way to stop it: exit
+    code 0.
     """
     name, _, version = model.rpartition("@") if "@" in model else (model, "", "")
     with common.checking():
@@ -79,7 +82,7 @@ def mount(
             skip_instance_cache=True,
         )
         from tensorhub.fs import mounting as _  # noqa: F401 - it may be missing
-    mounter = Mounter(fs, name, version, directory, allow_other, quiet)
+    mounter = Mounter(fs, name, version, directory, allow_other, as_json, quiet)
     logs = logging.ERROR if quiet else logging.WARNING
     common.run(mounter.run, logs=logs, sigterm_is_ordinary=lambda: mounter.is_mounted)
 
@@ -103,6 +106,7 @@ class Mounter:
     version: str
     directory: Path
     allow_other: bool
+    as_json: bool
     quiet: bool
     is_mounted: bool = False
 
@@ -130,7 +134,10 @@ class Mounter:
         else:
             self.fs.info(path)
         mount = Mount(Files(self.fs, path, version), self.directory, allow_other=self.allow_other)
-        print(f"mounted {self.model}{what} at {self.directory}", flush=True)
-        if not self.quiet:
+        number = None if version is None else version.info.version
+        said = {"model": self.model, "version": number, "directory": str(self.directory)}
+        text = f"mounted {self.model}{what} at {self.directory}"
+        print(json.dumps(said) if self.as_json else text, flush=True)
+        if not (self.quiet or self.as_json):
             print("Ctrl-C unmounts it", file=sys.stderr, flush=True)
         return mount

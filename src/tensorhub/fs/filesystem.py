@@ -12,7 +12,7 @@ from tensorhub.errors import InvalidType, InvalidValue, StateError, VersionUnava
 from tensorhub.fs.local_files import LocalFiles
 from tensorhub.fs.reader import Reader, Settings, close, reader_of
 from tensorhub.fs.versions import Version
-from tensorhub.types import Selector, check_name, check_selector
+from tensorhub.types import VERSION_MAX, Selector, check_name, check_selector
 
 try:
     from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
@@ -213,7 +213,8 @@ class VersionFile(AbstractBufferedFile):
 
 
 def _selector(text: str) -> Selector:
-    return check_selector(int(text) if text.isascii() and text.isdecimal() else text)
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(VERSION_MAX))
+    return check_selector(int(text) if is_number else text)
 
 
 def _quoted(model: str) -> str:

@@ -73,7 +73,7 @@ def _answering(answer: Callable[..., R]) -> Callable[..., R]:
             return answer(*arguments)
         except Exception as error:
             number = errno_of(error)
-            if number != errno.ENOENT:
+            if isinstance(error, TensorHubError) or not isinstance(error, OSError):
                 log.warning("mount_failed_read", path=arguments[1], reason=text_of(error))
             raise OSError(number, os.strerror(number)) from error
 
