@@ -33,7 +33,8 @@ def lacks() -> str:
 
 def start(address: str, what: str, directory: Path, *options: str) -> subprocess.Popen[str]:
     """The command, which has printed its first line."""
-    directory.mkdir(exist_ok=True)
+    if not os.path.lexists(directory):
+        directory.mkdir()
     python = sys.executable if find_spec("mfusepy") is not None else str(_OTHER)
     command = [python, "-m", "tensorhub", "mount", what, str(directory), "--address", address]
     process = subprocess.Popen(

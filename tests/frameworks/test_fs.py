@@ -27,7 +27,7 @@ pytestmark = [
 ]
 MIB = 2**20
 FILE = "model.safetensors"
-QUICK = ("--timeout", "1")
+QUICK = ("--timeout", "5")
 
 
 @pytest.fixture

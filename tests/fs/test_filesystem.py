@@ -335,6 +335,11 @@ async def test_a_dtype_that_the_format_lacks_is_named() -> None:
             await anyio.to_thread.run_sync(fs.ls, "m/1")
 
 
+def hurry(file: Any) -> None:
+    """Have reads of this file fail soon, if they fail by their deadline."""
+    file._version._timeout_s = 0.2
+
+
 async def test_an_open_file_never_becomes_another_version() -> None:
     first, second = layers(), layers()
     async with (
@@ -346,6 +351,7 @@ async def test_an_open_file_never_becomes_another_version() -> None:
         assert len(await anyio.to_thread.run_sync(file.read, 9)) == 9
         await weights.unpublish()
         await publish(c.hubs[0], second, 2)
+        hurry(file)
         with pytest.raises(errors.VersionUnavailable):
             await anyio.to_thread.run_sync(file.read)
         check(await aread(fs), second)
@@ -374,10 +380,14 @@ async def test_a_read_ends_at_its_deadline_if_the_cluster_has_gone() -> None:
         async with connect(server.address, "trainer", SMALL) as hub:
             await publish(hub, layers())
             fs = TensorHubFileSystem(
-                server.address, timeout=0.5, cache_bytes=8 * CHUNK_BYTES, skip_instance_cache=True
+                server.address,
+                timeout=WAIT_S,
+                cache_bytes=8 * CHUNK_BYTES,
+                skip_instance_cache=True,
             )
             file = await anyio.to_thread.run_sync(fs.open, FILE)
             await server.stop()
+            hurry(file)
             with anyio.fail_after(WAIT_S), pytest.raises(errors.TensorHubError) as caught:
                 await anyio.to_thread.run_sync(file.read)
             assert isinstance(caught.value, errors.OperationTimeout | errors.CoordinatorUnavailable)
