@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 import pytest
 import trustme
 from anyio.streams.buffered import BufferedByteReceiveStream
@@ -21,8 +22,10 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 import tensorhub
 from tensorhub.errors import InvalidValue, StateError
 from tensorhub.runtime.control import etcd, etcd_election
+from tensorhub.runtime.control.election import Deposed
 from tensorhub.runtime.control.etcd import Place, Refused, Unanswered, place_of
-from tensorhub.runtime.control.etcd_election import EtcdElection
+from tensorhub.runtime.control.etcd_election import EtcdElection, EtcdTerm
+from tensorhub.runtime.control.etcd_store import Record
 from tests.etcd_rig import ADDRESS, connected
 from tests.test_never_shown import SECRET, check_error, check_hidden
 
@@ -110,7 +113,7 @@ async def test_what_etcd_never_answers_counts_as_no_answer(
 
 
 async def test_pages_without_an_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd, "STATE_BYTES_MAX", 1000)
+    monkeypatch.setattr(etcd, "PAGES_S", 0.25)
     pages = 0
 
     def respond(path: str, body: Any) -> bytes:
@@ -120,9 +123,55 @@ async def test_pages_without_an_end_are_given_up(monkeypatch: pytest.MonkeyPatch
         return json.dumps({"more": True, "kvs": [{"key": key, "value": "A" * 120}]}).encode()
 
     async with fake_etcd(respond) as place, connected(place) as client:
-        with pytest.raises(Unanswered, match="more than 1000 bytes"):
+        with pytest.raises(Unanswered, match=r"not told all of b'p/' within 0\.25 s"):
             await client.values(b"p/")
-    assert pages == 10
+    assert pages
+
+
+async def test_a_term_that_ends_ends_the_reading_of_its_state() -> None:
+    pages = 0
+
+    def respond(path: str, body: Any) -> bytes:
+        nonlocal pages
+        pages += 1
+        if pages == 3:
+            term._end("a test ends it")
+        key = base64.b64encode(b"p/state/%09d" % pages).decode()
+        return json.dumps({"more": True, "kvs": [{"key": key}]}).encode()
+
+    async with fake_etcd(respond) as place, connected(place) as client:
+        lease = etcd_election.Lease(client)
+        term = EtcdTerm(client, place, lease, Record("c", 1), 1)
+        with pytest.raises(Deposed, match="a test ends it"):
+            await anyio.to_thread.run_sync(term.store.read)
+        pages_then = pages
+        with pytest.raises(Deposed):
+            await anyio.to_thread.run_sync(term.store.read)
+    assert pages == pages_then
+
+
+async def test_an_address_of_a_leader_is_told_in_part() -> None:
+    leader = base64.b64encode(b"A" * 10**6).decode()
+
+    def respond(path: str, body: Any) -> bytes:
+        if path != "kv/txn":
+            return OFTEN
+        kvs: list[Any] = [
+            [{"key": "cA==", "value": leader, "lease": "9"}] * (n < 2) for n in range(4)
+        ]
+        answers = [{"response_range": {"kvs": each}} for each in kvs[: len(body["success"])]]
+        return json.dumps({"succeeded": True, "responses": answers}).encode()
+
+    async with fake_etcd(respond) as place:
+        election = EtcdElection(place)
+        async with anyio.create_task_group() as tasks:
+
+            def stands_by(told: str) -> None:
+                assert told == "A" * etcd_election.ADDRESS_BYTES_MAX
+                tasks.cancel_scope.cancel()
+
+            await election.campaign(ADDRESS, stands_by)
+        await election.aclose()
 
 
 # --------------------------------------------------------------------------------------------------

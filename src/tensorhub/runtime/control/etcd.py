@@ -28,22 +28,19 @@ from tensorhub.errors import (
     install,
     shown,
 )
-from tensorhub.protocol.secret import check_protection
+from tensorhub.protocol.secret import TOKEN_BYTES_MAX, check_protection
 from tensorhub.types import parse_address
 
 if TYPE_CHECKING:
     import httpx
 
-LEASE_S = (
-    5  # the default: etcd needs 1 to 2 s to choose a leader of its own, a worker's lease is 10 s
-)
+LEASE_S = 5  # etcd needs 1 to 2 s to choose a leader of its own, a worker's lease is 10 s
 ANSWER_S = 5.0  # for etcd to answer, where nothing presses
 ATTEMPT_S = 1.0  # at least, for one member of several; then the next member is asked
 PAGE_KEYS = 128  # in one answer; each has 512 KiB at most
 ANSWER_BYTES_MAX = 2**27  # such a page in base64, and more
-STATE_BYTES_MAX = 2**33  # of all pages: what etcd keeps at most
+PAGES_S = 300.0  # for all pages of a state
 TTL_S_MAX = 120  # an etcd with the longest election timeout grants 75 s
-PASSWORD_BYTES_MAX = 4096
 _USER, _PASSWORD = "TENSORHUB_ETCD_USER", "TENSORHUB_ETCD_PASSWORD"
 _PASSWORD_FILE = "TENSORHUB_ETCD_PASSWORD_FILE"
 _CA, _CERT, _KEY = "TENSORHUB_ETCD_CA", "TENSORHUB_ETCD_CERT", "TENSORHUB_ETCD_KEY"
@@ -155,9 +152,7 @@ def delete(key: bytes, end: bytes = b"") -> dict[str, Any]:
 
 def get(key: bytes, end: bytes = b"", limit: int = 0) -> dict[str, Any]:
     """Of one key, or of those from it up to `end`."""
-    return {
-        "request_range": {"key": _text(key), "range_end": _text(end), "limit": str(limit)},
-    }
+    return {"request_range": {"key": _text(key), "range_end": _text(end), "limit": str(limit)}}
 
 
 def after(prefix: bytes) -> bytes:
@@ -240,22 +235,20 @@ class Etcd:
     async def values(self, prefix: bytes) -> list[KeyValue]:
         """All keys that begin with a prefix, in their order. Raises Unanswered, Refused."""
         found: list[KeyValue] = []
-        nbytes = 0
         key, end = prefix, after(prefix)
-        while True:
-            page = get(key, end, PAGE_KEYS)["request_range"]
-            more, values = await self._call(
-                "kv/range", page, ANSWER_S, lambda answer: (answer.get("more"), _key_values(answer))
-            )
-            if values and not key <= values[0].key <= values[-1].key < end:
-                raise Unanswered("etcd answers with other keys than those that were asked for")
-            found += values
-            nbytes += sum(len(each.key) + len(each.value) for each in values)
-            if nbytes > STATE_BYTES_MAX:
-                raise Unanswered(f"etcd answers with more than {STATE_BYTES_MAX} bytes")
-            if not more or not values:
-                return found
-            key = values[-1].key + b"\0"
+        with anyio.move_on_after(PAGES_S):
+            while True:
+                page = get(key, end, PAGE_KEYS)["request_range"]
+                more, values = await self._call(
+                    "kv/range", page, ANSWER_S, lambda told: (told.get("more"), _key_values(told))
+                )
+                if values and not key <= values[0].key <= values[-1].key < end:
+                    raise Unanswered("etcd answers with other keys than those that were asked for")
+                found += values
+                if not more or not values:
+                    return found
+                key = values[-1].key + b"\0"
+        raise Unanswered(f"etcd has not told all of {shown(prefix)} within {PAGES_S:g} s")
 
     async def grant(self, seconds: int) -> tuple[int, float]:
         """A new lease: its id, and how long it is, which may be more."""
@@ -462,7 +455,7 @@ def _ttl(answer: Mapping[str, Any], least: int) -> int:
 def _read(path: str) -> str:
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         check_protection("file", Path(path), os.fstat(file.fileno()))
-        return file.read(PASSWORD_BYTES_MAX).decode().strip()
+        return file.read(TOKEN_BYTES_MAX).decode().strip()
 
 
 def _tls() -> ssl.SSLContext | None:

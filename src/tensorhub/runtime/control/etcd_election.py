@@ -41,6 +41,7 @@ from tensorhub.runtime.control.etcd_store import EtcdStore, Record
 POLL_S = 0.1  # between a candidate's looks at the leader's key
 TAKES_MAX = 20  # transactions for the leadership in a row, after which no look finds a leader
 AGAIN_S = 0.1  # between attempts that etcd does not answer
+ADDRESS_BYTES_MAX = 512  # of a leader's, as it is logged
 CALM = 0.2  # of a lease: what is left of it when a term ends, and the time between two renewals
 
 
@@ -148,7 +149,7 @@ class EtcdElection:
                 return EtcdTerm(self._etcd, self._place, self._lease, self._seen, leader.created)
             if leader.value != told:
                 told = leader.value
-                stands_by(told.decode(errors="replace"))
+                stands_by(told[:ADDRESS_BYTES_MAX].decode(errors="replace"))
             await anyio.sleep(POLL_S)
 
     async def _put(self, key: bytes, value: bytes) -> None:
@@ -198,7 +199,7 @@ class EtcdTerm:
         self._created = created  # the revision of the leader's key
         self._why_ended = ""
         self._late = STOPPED
-        self._writing = anyio.CancelScope()  # of the transaction under way
+        self._under_way = anyio.CancelScope()  # of what the store asks
         self._ended = anyio.Event()
         self.store: Store = EtcdStore(place, self)
 
@@ -253,7 +254,7 @@ class EtcdTerm:
     def _end(self, why: str) -> None:
         self._why_ended = self._why_ended or why
         self._ended.set()
-        self._writing.cancel()
+        self._under_way.cancel()
 
     # -- the fence
 
@@ -262,17 +263,20 @@ class EtcdTerm:
         raise Deposed(f"the term of epoch {self._record.epoch} has ended: {self._why_ended}")
 
     async def values(self, name: str) -> list[KeyValue]:
-        try:
-            return await self._etcd.values(self._place.key(name))
-        except Unanswered as error:
-            raise StateError(f"{self._place}: {error}", retryable=True) from error
+        with anyio.CancelScope(shield=True) as self._under_way:
+            if not self._why_ended:
+                try:
+                    return await self._etcd.values(self._place.key(name))
+                except Unanswered as error:
+                    raise StateError(f"{self._place}: {error}", retryable=True) from error
+        self.depose("")
 
     async def commit(
         self, operations: Sequence[dict[str, Any]], record: Record | None = None
     ) -> None:
         """See `Fence`. Repeats the transaction until its outcome is known, or the term ends."""
         record = replace(record or self._record, sequence=self._record.sequence + 1)
-        with anyio.CancelScope(shield=True) as self._writing:
+        with anyio.CancelScope(shield=True) as self._under_way:
             if not self._why_ended:
                 await self._commit(record, operations)
                 self._record = record

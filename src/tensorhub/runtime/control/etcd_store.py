@@ -91,7 +91,7 @@ class Fence(Protocol):
         ...
 
     async def values(self, name: str) -> list[KeyValue]:
-        """All below a key. Raises StateError."""
+        """All below a key. Raises StateError; Deposed, as soon as the term has ended."""
         ...
 
     def depose(self, why: str) -> NoReturn:
