@@ -118,14 +118,17 @@ async def test_a_term_whose_last_write_is_unknown_ends_and_the_next_reads_it(
 async def test_a_standby_that_cannot_campaign_says_so_once_and_tries_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state, options = tmp_path / "state", OPTIONS
+    state, options = tmp_path / "state", replace(OPTIONS, http="127.0.0.1:0")
     async with (
         nothing_left(),
-        tensorhub.serve(token="", state_dir=state, ha="lock", options=options) as first,
+        tensorhub.serve(token="", state_dir=state, ha="lock", options=OPTIONS) as first,
         tensorhub.serve(token="", state_dir=state, ha="lock", options=options) as second,
     ):
         state.chmod(0o777)
         await until(lambda: "campaign_failed" in caplog.text)
+        status, ready = await anyio.to_thread.run_sync(asked, f"{second.http_url}readyz")
+        assert status == 503
+        assert "stands by; its last campaign failed: see campaign_failed in its log" in ready
         state.chmod(0o700)
         await first.close()
         await until(lambda: second.leading)

@@ -9,12 +9,17 @@ import signal
 from contextlib import ExitStack
 from dataclasses import replace
 from threading import Thread
+from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
 from tensorhub import sync
-from tensorhub.types import Options, parse_address
+from tensorhub.cli import progress
+from tensorhub.cli.seed import Seeder
+from tensorhub.errors import VersionUnavailable
+from tensorhub.types import FetchReport, Location, Options, VersionInfo, parse_address
 from tests.cli.processes import WAIT_S, line_with, run_here, started
 from tests.rig import CHUNK_BYTES, CHUNKS, Tensors, holds, tensors, write
 
@@ -138,6 +143,29 @@ def test_what_cannot_be_seeded(
         assert (ended.returncode, ended.stdout) == (code, "")
         assert text in " ".join(ended.stderr.split())
         assert "Traceback" not in ended.stderr
+
+
+def test_a_refusal_is_printed_once_until_it_changes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusals = iter(["silent", "silent", "full"])
+
+    async def seed_shard(hub: object, info: object, rank: int) -> FetchReport:
+        raise VersionUnavailable(next(refusals))
+
+    monkeypatch.setattr("tensorhub.cli.seed.seed_shard", seed_shard)
+    given: Any = None  # the hub and how to connect: neither is used
+    seeder = Seeder("m", None, OPTIONS, Location(), given, as_json=False, quiet=True)
+    version = VersionInfo("m", 1, "c", NBYTES, 1)
+
+    async def run() -> None:
+        with progress.BytesBar(shown=False) as bar:
+            for _ in range(3):
+                assert not await seeder._hold(given, version, bar)
+
+    anyio.run(run)
+    said = [each for each in capsys.readouterr().err.splitlines() if "not seeded" in each]
+    assert said == ["not seeded yet: silent", "not seeded yet: full"]
 
 
 def test_it_goes_on_under_a_coordinator_that_has_lost_its_state() -> None:

@@ -118,6 +118,29 @@ def test_a_before_write_that_takes_too_long_is_named_with_its_rank() -> None:
         assert caught.value.memory == "intact"
 
 
+def test_a_late_attempt_names_its_source_and_how_the_attempt_before_ended() -> None:
+    """And not the whole timeout as its time: the attempt before has used most of it."""
+    cluster, trainer, reader = trainer_and_reader()
+    asked = reader.update("latest", timeout_s=30)
+    slow = Choice("read", reader.name)
+    cluster.run(slow, until=lambda: reader.pull is not None)
+    trainer.unpublish()
+    while cluster.now < 20:
+        cluster.advance(0.5, run=False)
+        cluster.run(slow)
+    trainer.publish(2)
+    while cluster.now < 32:
+        cluster.advance(0.5, run=False)
+        cluster.run(slow)
+    with pytest.raises(
+        OperationTimeout,
+        match=r"version 2 was not complete in the [\d.]+ s that the attempt before left it on "
+        r"rank\(s\) \[0\]; it was reading from 'trainer' in site 'default'; the attempt before "
+        r"ended: version 1 of 'actor'",
+    ):
+        _ = asked.number
+
+
 @pytest.mark.parametrize("last", ["corrupt", "stalled"])
 def test_bad_digests_from_every_source_are_an_integrity_error(last: str) -> None:
     cluster, _, reader = trainer_and_reader()

@@ -92,6 +92,7 @@ class Seeder:
     as_json: bool
     quiet: bool
     has_seeded: bool = False
+    refusal: str = ""  # that was printed last: each one is printed once
 
     async def run(self) -> int:
         with progress.BytesBar(shown=not (self.quiet or self.as_json)) as bar:
@@ -144,11 +145,14 @@ class Seeder:
         for error in refusals:
             if not error.retryable:
                 raise error
-            print(f"not seeded yet: {printable(str(error))}", file=sys.stderr, flush=True)
+            if str(error) != self.refusal:
+                self.refusal = str(error)
+                print(f"not seeded yet: {printable(str(error))}", file=sys.stderr, flush=True)
         numbers = {report.version for report in reports}
         if refusals or len(numbers) != 1:
             return False  # or a newer one was published between two of them
         self._tell(info, ranks, reports)
+        self.refusal = ""
         return True
 
     def _tell(self, info: VersionInfo, ranks: tuple[int, ...], reports: list[FetchReport]) -> None:

@@ -173,6 +173,7 @@ class Decisions:
             for rank in concerned
         }
         self._close(operation, outcomes)
+        operation.group.attempt_before = str(error) if blame.again else ""
 
     def _close(self, operation: Operation, outcomes: dict[int, Outcome]) -> None:
         """The operation is over: its ranks hear the outcome, its group may begin the next
@@ -195,6 +196,7 @@ class Decisions:
         self._cluster.file(operation)
         self._cluster.undecided.pop(name, None)
         group.end(operation.key)
+        group.attempt_before = ""
         group.decided[operation.key] = outcomes
         serves = any(member.said.serves for member in group.members.values())
         # memory that is fetched into has one call

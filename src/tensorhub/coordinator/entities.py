@@ -232,6 +232,7 @@ class Group:
     sequence: int = 0  # of the next operation that is not decided
     members: dict[int, Member] = field(default_factory=dict)  # by rank; only registered ones
     operation: Operation | None = None  # the undecided one
+    attempt_before: str = ""  # why the last one ended, if its ranks call again by themselves
     # newest DECIDED_KEPT_MAX, by rank
     decided: dict[OpKey, dict[int, Outcome]] = field(default_factory=dict)
     replicas: list[Replica] = field(default_factory=list)  # those that are not GONE

@@ -606,11 +606,16 @@ class Deadlines:
                 )
             )
         slow = sorted((part for part in parts if not part.voted), key=lambda part: part.rank)
-        after = f"after {_rounded(late.call.timeout_s)} s on rank(s)"
+        before = operation.group.attempt_before if late.call.former else ""
+        left = f"in the {_rounded(late.call.timeout_s)} s that the attempt before left it"
+        after = left if before else f"after {_rounded(late.call.timeout_s)} s"
+        before = f"; the attempt before ended: {before}" if before else ""
         if hooked := [part.rank for part in slow if awaits_hook(part)]:
-            return Blame(OperationTimeout(f"{what}: before_write did not return {after} {hooked}"))
-        text = f"{what} was not complete {after} {[part.rank for part in slow]}"
-        return Blame(OperationTimeout(text + _faults(slow)))
+            text = f"{what}: before_write did not return {after} on rank(s) {hooked}"
+        else:
+            text = f"{what} was not complete {after} on rank(s) {[part.rank for part in slow]}"
+            text += _faults(slow) + _sources(slow)
+        return Blame(OperationTimeout(text + before))
 
 
 def _rounded(seconds: float) -> str:
@@ -655,6 +660,13 @@ def _gone(starving: list[RankPart]) -> str:
     if not shards:
         return f" (rank(s) {ranks})"
     return f" of shard {some(list(map(str, sorted(shards))))}, which rank(s) {ranks} read"
+
+
+def _sources(parts: list[RankPart]) -> str:
+    """What these ranks read from, for an error."""
+    workers = [lease.holding.member.worker for part in parts for lease in part.leases.values()]
+    told = [f"{each.name!r} in site {each.location.site!r}" for each in dict.fromkeys(workers)]
+    return f"; it was reading from {some(told, most=FAULTS_TOLD_MAX)}" if told else ""
 
 
 def _faults(parts: list[RankPart]) -> str:

@@ -132,7 +132,10 @@ class Answers:
                     session, ManifestReply(message.request, version.manifests[message.shard])
                 )
                 return
-        error = VersionUnavailable(f"no manifest of shard {message.shard} of that content is known")
+        error = VersionUnavailable(
+            f"shard {message.shard} of {message.model!r} in that version is not known: since the "
+            f"coordinator began, no worker that holds it has come; the next version ends that"
+        )
         self._cluster.answer(session, message.request, error)
 
     def part(self, session: int, message: GetPart) -> None:

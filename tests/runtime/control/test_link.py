@@ -169,6 +169,16 @@ async def test_of_two_addresses_that_answer_at_once_one_connection_is_closed() -
     ]
 
 
+async def test_an_error_about_several_addresses_says_where_to_look_if_none_leads() -> None:
+    async def connect_to(address: str) -> Taken:
+        raise ConnectionRefusedError
+
+    given = Addresses(["tcp://a:1", "tcp://b:1"])
+    connect_: Any = connect_to
+    with pytest.raises(CoordinatorUnavailable, match="if none leads, its log says why"):
+        await Search(given, connect_, lambda error: None, 0.0, is_first=True).run()
+
+
 async def test_a_leader_that_comes_up_elsewhere_during_the_search_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

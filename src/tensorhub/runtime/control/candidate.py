@@ -47,7 +47,7 @@ class Candidate:
         self._certificates = certificates  # None: no TLS
         self._election = election
         self._has_begun = False
-        self._failure = ""  # of the last campaign
+        self.failure = ""  # of the last campaign
 
     def __repr__(self) -> str:
         return f"<Candidate {self.address} {'leads' if self.server else 'stands by'}>"
@@ -88,14 +88,14 @@ class Candidate:
         address = self.address if advertised is None else f"tcp://{advertised}"
         try:
             term = await self._election.campaign(address, stands_by)
-            self._failure = ""
+            self.failure = ""
             return term
         except (StateError, AuthenticationFailed, OSError) as error:
             if not self._has_begun:
                 raise
-            if self._failure != str(error):
-                self._failure = str(error)
-                log.error("campaign_failed", reason=self._failure)
+            if self.failure != str(error):
+                self.failure = str(error)
+                log.error("campaign_failed", reason=self.failure)
             return None
         finally:
             self.leader = ""

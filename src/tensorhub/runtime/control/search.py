@@ -153,9 +153,10 @@ class Search:
             if error in refusals or not error.retryable:
                 return error
         reasons = some([str(each) for each in errors], "; ")
-        return CoordinatorUnavailable(
-            f"no coordinator can be reached ({reasons}): is one running there? (tensorhub serve)"
-        )
+        hint = "is one running there? (tensorhub serve)"
+        if len(self._errors) > 1:
+            hint += " One that stands by refuses connections; if none leads, its log says why"
+        return CoordinatorUnavailable(f"no coordinator can be reached ({reasons}): {hint}")
 
     async def _close_found(self) -> None:
         with anyio.CancelScope(shield=True):
