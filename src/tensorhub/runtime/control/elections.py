@@ -28,7 +28,10 @@ def election_of(ha: str | None, state_dir: str | None) -> Callable[[], Election]
     if ha is not None and ha.startswith("etcd://"):
         place = place_of(ha)
         if state_dir is not None:
-            raise InvalidValue(f"state_dir={shown(state_dir)}: with {place} the state is in etcd")
+            raise InvalidValue(
+                f"state_dir={shown(state_dir)}: with {place} the state is in etcd: leave state_dir "
+                f"out (what it holds is not taken over)"
+            )
 
         def open_() -> Election:
             from tensorhub.runtime.control.etcd_election import EtcdElection
