@@ -224,8 +224,15 @@ class Bench:
                 hello = await self.lines.hear(rank, 2, MEET_S)
             except TensorHubError as error:
                 raise StepFailed(f"rank {rank} has not come: {scrubbed(str(error))}") from None
-            self.hosts[rank] = hello["host"]
-            self.found.machines.append(hello["machine"])
+            match hello:
+                case {
+                    "host": str() as host,
+                    "machine": {"loopback": bool(), "transports": dict()} as facts,
+                }:
+                    self.hosts[rank] = host
+                    self.found.machines.append(facts)
+                case _:
+                    raise StepFailed(f"rank {rank} does not say what its machine is")
         loopback = [rank for rank, each in enumerate(self.found.machines) if each["loopback"]]
         if loopback and len(loopback) < self.wanted.size:
             raise StepFailed(
@@ -243,6 +250,8 @@ class Bench:
                 answer = await self.lines.hear(rank, self.number + 2, 3 * self.wanted.timeout_s)
             except TensorHubError as error:
                 raise RankGone(f"rank {rank} is gone: {scrubbed(str(error))}") from None
+            if not isinstance(answer, dict):
+                raise RankGone(f"rank {rank} answers with what is no answer")
             answers |= {rank: answer} if rank in parts else {}
         failed = [
             f"rank {rank}: {each['failed']}" for rank, each in answers.items() if "failed" in each

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tensorhub
-from benches.comparison.cluster import _line_of
+from benches.comparison.cluster import Bench, RankGone, StepFailed, _line_of
 from benches.comparison.party import Party, Wanted, scrubbed
 from tensorhub import sync
 from tensorhub.errors import ManifestMismatch
@@ -103,6 +103,28 @@ async def test_a_rank_gives_no_more_than_its_own_command_line_says(
         1, 2, partial(tensorhub.connect, ""), 1, 1, 4, [], ["nixl"], WAIT_S, None, False, True
     )
     assert says in (await Party(measured, "run", "127.0.0.1").do(*order))["failed"]
+
+
+@pytest.mark.parametrize(
+    "said", [[1, 2], {"host": 5}, {"host": "h", "machine": {"loopback": True, "transports": []}}]
+)
+async def test_a_rank_that_says_what_no_rank_says_ends_the_run_by_name(said: Any) -> None:
+    class Said:
+        async def say(self, line: object) -> None: ...
+
+        async def hear(self, rank: int, number: int, timeout_s: float) -> Any:
+            return said
+
+    lines: Any = Said()
+    measured = Wanted(
+        0, 2, partial(tensorhub.connect, ""), 1, 1, 4, [], [], WAIT_S, None, False, True
+    )
+    bench = Bench(measured, lines, Party(measured, "run", "127.0.0.1"), "127.0.0.1")
+    with pytest.raises(StepFailed, match="rank 1 does not say what its machine is"):
+        await bench._meet()
+    if not isinstance(said, dict):
+        with pytest.raises(RankGone, match="rank 1 answers with what is no answer"):
+            await bench.step({1: ["close"]})
 
 
 async def test_a_line_that_is_too_long_is_refused_before_it_takes_memory() -> None:
