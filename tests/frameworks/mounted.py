@@ -33,7 +33,7 @@ def lacks() -> str:
 
 def start(address: str, what: str, directory: Path, *options: str) -> subprocess.Popen[str]:
     """The command, which has printed its first line."""
-    if not os.path.lexists(directory):
+    with contextlib.suppress(FileExistsError):  # also if a killed process has left it
         directory.mkdir()
     python = sys.executable if find_spec("mfusepy") is not None else str(_OTHER)
     command = [python, "-m", "tensorhub", "mount", what, str(directory), "--address", address]

@@ -128,11 +128,14 @@ class Mounter:
         from tensorhub.fs.mounting import Files, Mount
 
         path, version, what = quote(self.model, safe=""), None, ""
-        if self.version:
-            version, _ = self.fs.version(f"{path}/{self.version}")
-            what = f" version {version.info.version}"
-        else:
-            self.fs.info(path)
+        try:
+            if self.version:
+                version, _ = self.fs.version(f"{path}/{self.version}")
+                what = f" version {version.info.version}"
+            else:
+                self.fs.info(path)
+        except FileNotFoundError as error:
+            raise error.__cause__ or error from None
         mount = Mount(Files(self.fs, path, version), self.directory, allow_other=self.allow_other)
         number = None if version is None else version.info.version
         said = {"model": self.model, "version": number, "directory": str(self.directory)}
