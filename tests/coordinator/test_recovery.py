@@ -13,6 +13,7 @@ from tensorhub.errors import (
     GroupAborted,
     VersionConflict,
 )
+from tensorhub.messages import FORMER_KEYS_MAX
 from tensorhub.testing import Choice, StepwiseCluster
 from tensorhub.types import HandleState
 
@@ -128,8 +129,9 @@ def test_a_publish_that_did_not_is_repeated() -> None:
     cluster.check_agreement()
 
 
-@pytest.mark.parametrize("called", [1, 2])
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(
+    ("called", "times"), [(1, 1), (1, 3), (2, 1), (2, 3), (1, 2 * FORMER_KEYS_MAX + 1)]
+)
 def test_a_groups_publish_that_was_not_recorded_is_repeated(called: int, times: int) -> None:
     """Also where one rank has called its coordinator, and the other one calls the next one."""
     cluster = StepwiseCluster()
@@ -154,11 +156,18 @@ def test_a_groups_publish_that_was_not_recorded_is_repeated(called: int, times: 
         cluster.run()
 
 
-def test_a_repeated_publish_is_not_joined_by_the_next_call_of_another_rank() -> None:
-    """One rank has heard that the publish failed, and has written its memory since."""
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_repeated_publish_is_not_joined_by_the_next_call_of_another_rank(restarts: int) -> None:
+    """One rank has heard that the publish failed, and has written its memory since. That both were
+    at a coordinator before the one that failed says nothing of these calls.
+    """
     cluster = StepwiseCluster()
     trainers = first, second = cluster.group("trainer", 2)
     cluster.run()
+    for _ in range(restarts):
+        cluster.restart()
+        reconnect(cluster)
+        cluster.run()
     calls = [handle.publish(1) for handle in trainers]
     cluster.run("store")
     cluster.fail_store()

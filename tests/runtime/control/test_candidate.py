@@ -1,9 +1,12 @@
-"""A coordinator whose terms end: it goes on, and not faster than its engine stands."""
+"""A coordinator whose terms end: it goes on, not faster than its engine stands, and answers nothing
+in between.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 from collections.abc import AsyncIterator, Callable
 
@@ -11,13 +14,15 @@ import anyio
 import pytest
 
 from tensorhub.coordinator import Durable
+from tensorhub.errors import TensorHubError
 from tensorhub.runtime.control import candidate
 from tensorhub.runtime.control.candidate import Candidate
-from tensorhub.runtime.control.election import Deposed, Store
+from tensorhub.runtime.control.election import Deposed, Election, Store
 from tensorhub.runtime.control.elections import LocalElection
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.runtime.control.store import MemoryStore
-from tests.rig import OPTIONS, until
+from tensorhub.types import parse_address
+from tests.rig import OPTIONS, connect, tensors, until
 
 AGAIN_S = 2.0**-7  # which nothing else sleeps
 
@@ -36,18 +41,15 @@ class Ended(MemoryStore):
 
 @contextlib.asynccontextmanager
 async def leads(
-    open_store: Callable[[], Store],
+    engine: Election,
 ) -> AsyncIterator[tuple[Candidate, CoordinatorServer]]:
     """A candidate, and the server of its first term."""
-    made = Candidate(
-        options=OPTIONS,
-        secrets_accepted=[b""],
-        election=LocalElection(lambda address: open_store()),
-    )
+    made = Candidate(options=OPTIONS, secrets_accepted=[b""], election=engine)
     ready = anyio.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(made.run, "127.0.0.1", 0, ready.set)
         await ready.wait()
+        await until(lambda: made.server is not None)
         assert made.server is not None
         yield made, made.server
         tasks.cancel_scope.cancel()
@@ -57,7 +59,7 @@ async def test_a_full_disk_as_the_cluster_begins_anew_ends_the_term_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(candidate, "AGAIN_S", AGAIN_S)
-    async with leads(Full) as (made, first):
+    async with leads(LocalElection(lambda address: Full())) as (made, first):
         first._outlived = "a worker remembers more"
         first._is_outlived.set()
         await until(lambda: made.server not in (None, first))
@@ -78,7 +80,59 @@ async def test_terms_that_end_at_once_follow_one_another_at_a_pace(
     monkeypatch.setattr(candidate, "AGAIN_S", AGAIN_S)
     monkeypatch.setattr(anyio, "sleep", counted)
     stores = iter((MemoryStore, Ended, Ended, MemoryStore))
-    async with leads(lambda: next(stores)()) as (made, first):
+    async with leads(LocalElection(lambda address: next(stores)())) as (made, first):
         first._term_over.set()
         await until(lambda: made.server not in (None, first))
     assert pauses.count(AGAIN_S) == 2
+
+
+class Engine:
+    """See `Election` and `Term`. It gives one term."""
+
+    def __init__(self) -> None:
+        self.store: Store = MemoryStore()
+        self.left_s = math.inf
+        self.why = "no time is left"
+        self.ends = anyio.Event()
+        self.resigned = 0
+
+    async def campaign(self, address: str, stands_by: Callable[[str], None]) -> Engine:
+        stands_by("tcp://another:1")
+        if self.resigned:
+            await anyio.sleep_forever()
+        return self
+
+    async def lost(self) -> str:
+        await self.ends.wait()
+        return "another one leads"
+
+    async def resign(self) -> None:
+        self.resigned += 1
+
+    async def aclose(self) -> None:
+        pass
+
+
+async def test_a_leader_without_work_stands_by_once_its_term_is_lost() -> None:
+    """Although its own clock leaves it time: another one may hold the lease already."""
+    engine = Engine()
+    async with leads(engine) as (made, _):
+        host, port = parse_address(made.address)
+        await (await anyio.connect_tcp(host, port)).aclose()
+        assert made.leader == ""
+        engine.ends.set()
+        await until(lambda: made.leader == "tcp://another:1")
+        with pytest.raises(OSError, match="connect"):
+            await anyio.connect_tcp(host, port)
+        assert (made.server, engine.resigned) == (None, 1)
+
+
+async def test_a_leader_without_time_left_answers_nothing() -> None:
+    """Although nothing has told it yet that its term has ended."""
+    engine = Engine()
+    async with leads(engine) as (made, _), connect(made.address) as hub:
+        await hub.register("m", tensors(1))
+        engine.left_s = 0.0
+        with pytest.raises(TensorHubError):
+            await hub.describe("m", timeout=0.5)
+        await until(lambda: made.leader == "tcp://another:1")

@@ -34,7 +34,7 @@ from tensorhub.runtime.control import etcd, etcd_election, etcd_store, lease_ele
 from tensorhub.runtime.control.election import Deposed
 from tensorhub.runtime.control.etcd import Etcd, Found, Place, Refused, Unanswered
 from tensorhub.runtime.control.etcd_election import EtcdElection, EtcdTerm
-from tensorhub.runtime.control.etcd_store import Record
+from tensorhub.runtime.control.etcd_store import COLUMNS, Record
 from tensorhub.runtime.control.store import SqliteStore
 from tensorhub.types import OpKey
 from tests.etcd_rig import (
@@ -129,6 +129,8 @@ async def test_it_keeps_what_a_directory_keeps(
             await write(term, *batch)
         assert await read(term) == local.read(), seed
         first = term.record
+    # else no later release could read the rows
+    assert place.key("state/") + COLUMNS in await values(place)
     async with elected(place) as term:
         assert await read(term) == local.read(), seed
         assert (term.record.cluster, term.record.epoch) == (first.cluster, first.epoch + 1)
@@ -320,6 +322,31 @@ async def test_of_several_that_begin_at_once_one_leads(place: Place) -> None:
         await each.aclose()
 
 
+async def test_a_standby_whose_lease_has_ended_is_a_candidate_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else no worker would find it by etcd."""
+    monkeypatch.setattr(etcd_election, "CALM", 0.001)  # it renews its lease often
+    below = place.key("candidates/")
+    async with elected(place), connected(place) as client, anyio.create_task_group() as tasks:
+        standby = EtcdElection(place)
+        stands_by = anyio.Event()
+        tasks.start_soon(standby.campaign, "tcp://10.0.0.2:1", lambda leader: stands_by.set())
+        await stands_by.wait()
+
+        async def lease() -> int:
+            found = await client.values(below)
+            return next((each.lease for each in found if each.value == b"tcp://10.0.0.2:1"), 0)
+
+        await client.revoke(first := await lease())
+        with anyio.fail_after(30):
+            while await lease() in (0, first):  # noqa: ASYNC110 - etcd tells of no event here
+                await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            await standby.aclose()
+
+
 async def test_a_deposed_leader_changes_nothing(place: Place) -> None:
     """Its lease has ended, and it does not know: it was stopped, say."""
     election = EtcdElection(place)
@@ -461,6 +488,27 @@ async def test_an_etcd_that_goes_away_ends_the_term_and_one_that_comes_back_begi
     # the second may have come through, or not
     both = [publication(1), publication(2)]
     assert found in (Durable.of(both[:1]), Durable.of(both))
+
+
+async def test_a_leader_that_is_closed_does_not_wait_for_an_etcd_that_is_away(
+    tmp_path: Path,
+) -> None:
+    with etcd_servers(tmp_path) as (member,):
+        async with elected(Place((member.endpoint,), "t", 60)) as term:
+            await read(term)
+            member.signal(signal.SIGSTOP)
+            before = term._under_way
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(term.lost)
+
+                async def lead() -> None:
+                    with pytest.raises(Deposed, match="its shell ended the term"):
+                        await write(term, publication(1))
+
+                tasks.start_soon(lead)
+                await until(lambda: term._under_way is not before)
+                tasks.cancel_scope.cancel()
+            assert term._lease.left_s > 0
 
 
 async def test_of_three_members_any_may_go(tmp_path: Path) -> None:

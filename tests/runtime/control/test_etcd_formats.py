@@ -101,6 +101,8 @@ async def test_it_is_migrated_once_and_what_was_there_stays(
             found = await read(term)
             check(found)
             assert found.pins == pins
+            # else a later release could not read the rows
+            assert "pins" in json.loads((await values(place))[place.key("state/") + COLUMNS])
             await write(term, *(pins := (Pinned("p", "worker", "m", 1, "content-1"),)))
             assert (await read(term)).pins == pins
     assert await format_of(place) == tables.FORMAT

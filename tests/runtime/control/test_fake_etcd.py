@@ -23,7 +23,7 @@ import tensorhub
 from tensorhub.errors import InvalidValue, StateError
 from tensorhub.runtime.control import etcd, etcd_election
 from tensorhub.runtime.control.election import Deposed
-from tensorhub.runtime.control.etcd import Place, Refused, Unanswered, place_of
+from tensorhub.runtime.control.etcd import Etcd, Place, Refused, Unanswered, place_of
 from tensorhub.runtime.control.etcd_election import EtcdElection, EtcdTerm
 from tensorhub.runtime.control.etcd_store import Record
 from tests.etcd_rig import ADDRESS, connected
@@ -172,6 +172,29 @@ async def test_an_address_of_a_leader_is_told_in_part() -> None:
 
             await election.campaign(ADDRESS, stands_by)
         await election.aclose()
+
+
+@pytest.mark.parametrize(
+    ("fault", "surely"),
+    [
+        (TimeoutError(), False),
+        (OSError("the connection ended"), False),
+        (KeyError("no answer that etcd gives"), False),
+        (etcd._Unsent("refused"), True),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+async def test_a_refusal_is_sure_only_if_no_other_member_may_have_done_what_was_asked(
+    fault: Exception, surely: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(client: Etcd, member: str, path: str, body: Any, surely: bool) -> Any:
+        raise fault if member == "a:1" else Refused("no room", 8, surely)
+
+    monkeypatch.setattr(Etcd, "_ask", ask)
+    async with connected(Place(("a:1", "b:1"), "p")) as client:
+        with pytest.raises(Refused) as caught:
+            await client.transact((), [etcd.put(b"p/x", b"")])
+    assert caught.value.surely is surely
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,20 +9,31 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import anyio
 import anyio.abc
 import anyio.lowlevel
 import pytest
 
-from tensorhub.messages import Announce, Done, FromCoordinator, FromWorker, ManifestReply
+from tensorhub.messages import (
+    VERSIONS,
+    Advice,
+    Announce,
+    Description,
+    Done,
+    FromCoordinator,
+    FromWorker,
+    ManifestReply,
+    Registered,
+)
 from tensorhub.protocol.codec import FROM_COORDINATOR, FROM_WORKER
 from tensorhub.protocol.polled_stream import PolledStream, Poller
 from tensorhub.protocol.pot import Pot
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime.control import session as session_module
 from tensorhub.runtime.control.session import Kind, Session, Turn
-from tensorhub.types import Options, VersionInfo
+from tensorhub.types import Location, ModelInfo, Options, VersionInfo, WorkerView
 from tests.rig import WAIT_S, nothing_left, until
 
 MOST = 2**26
@@ -92,6 +103,20 @@ async def test_what_the_peer_has_not_taken_is_said_later_and_in_order(said_per_t
             assert await hears.receive() == Done(request)
         await until(lambda: session.unread == 0)
         session.say(NEWEST)
+        assert await hears.receive() == NEWEST
+
+
+async def test_a_peer_of_the_release_before_is_told_what_it_knows_and_no_more() -> None:
+    worker = WorkerView("w", "i", "live", Location("s", "r", "h"), (), "9.9")
+    told = Description(2, (ModelInfo("m", 0, None, 0, (), (), (), (worker,)),))
+    registered = Registered(1, "w", 1, 1, True, in_lineage=5)
+    older = replace(told.models[0], workers=(replace(worker, release=""),))
+    async with sessions(1) as [(session, hears)]:
+        session.messages.version = VERSIONS[0]
+        for message in (registered, Advice("which it does not know", "none"), told, NEWEST):
+            session.say(message)
+        assert await hears.receive() == replace(registered, in_lineage=None)
+        assert await hears.receive() == replace(told, models=(older,))
         assert await hears.receive() == NEWEST
 
 

@@ -469,6 +469,8 @@ def of_format(path: Path, found: int) -> None:
 @pytest.mark.parametrize("found", tables.MIGRATIONS)
 def test_an_older_format_is_migrated_and_a_copy_is_kept(tmp_path: Path, found: int) -> None:
     of_format(tmp_path, found)
+    kept = tmp_path / f"state.sqlite3.format{found}"
+    kept.write_text("of a migration that crashed before the older release wrote more")
     for epoch in (7, 8):
         with contextlib.closing(SqliteStore(tmp_path)) as store:
             assert (store.cluster, store.epoch) == ("c", epoch)
@@ -476,7 +478,6 @@ def test_an_older_format_is_migrated_and_a_copy_is_kept(tmp_path: Path, found: i
             assert known.publications == Durable.of(MIGRATED).publications
             assert known.models == Durable.of(MIGRATED).models
             store.write([Pinned("p", "worker", "m", 1, "content-1")])
-    kept = tmp_path / f"state.sqlite3.format{found}"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.glob("state.sqlite3.format*")] == [kept.name]
     with contextlib.closing(sqlite3.connect(kept)) as db:
