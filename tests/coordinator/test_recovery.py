@@ -189,6 +189,27 @@ def test_a_repeated_publish_is_not_joined_by_the_next_call_of_another_rank(resta
     assert [call.number for call in calls] == [2, 2]
 
 
+def test_a_publish_is_repeated_in_the_lineage_that_its_rank_has_heard_of_last() -> None:
+    cluster = StepwiseCluster()
+    trainer = cluster.handle("trainer")
+    other = cluster.handle("other")
+    cluster.run()
+    other.publish(1)
+    cluster.run()
+    other.worker.asks.rollback(1)
+    cluster.run()
+    for version in (2, 3):
+        asked = trainer.publish(version)
+        if version == 3:
+            until_it_is_being_stored(cluster)
+            cluster.restart(kept=False)
+            reconnect(cluster)
+        cluster.run()
+        assert asked.number == version
+        trainer.unpublish()
+        cluster.run()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_publish_is_not_repeated_in_another_lineage(ranks: int) -> None:
     cluster = StepwiseCluster()
@@ -386,3 +407,19 @@ def test_whoever_comes_back_before_the_recovery_lease_is_over_keeps_what_it_hold
     calls = [handle.replicate(number) for number, handle in enumerate(late)]
     cluster.run()
     assert [call.number for call in calls] == [0, 1, 2, 3]
+
+
+def test_a_publish_at_a_coordinator_that_tells_of_no_lineage_is_not_repeated() -> None:
+    """One of the release before: the model may have been rolled back since."""
+    cluster = StepwiseCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.member._session.lineage = None
+    asked = trainer.publish(1)
+    until_it_is_being_stored(cluster)
+    cluster.restart(kept=False)
+    reconnect(cluster)
+    cluster.run()
+    with pytest.raises(GroupAborted, match="call again"):
+        _ = asked.number
+    assert trainer.member.state is HandleState.EMPTY

@@ -345,3 +345,22 @@ def test_a_version_that_was_bound_and_not_begun_is_not_waited_for_either() -> No
     reader.worker.connect()
     cluster.run()
     assert (asked.number, reader.hook_calls) == (2, 1)
+
+
+def test_a_call_goes_on_to_no_newer_version_that_has_no_source_yet() -> None:
+    cluster, (trainer,) = published()
+    keeper, reader = cluster.handle("keeper"), cluster.handle("reader")
+    cluster.run()
+    keeper.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    asked = reader.update()
+    read_half(cluster, reader)
+    trainer.publish(2)
+    cluster.run("read")
+    restart(cluster, but=[trainer, keeper])
+    cluster.run("read")
+    keeper.worker.connect()
+    cluster.run()
+    assert asked.number == 1

@@ -192,6 +192,26 @@ async def test_a_term_outlasts_answers_that_do_not_come(server: LeaseServer, clo
         assert server.holder == ""
 
 
+async def test_a_lease_lasts_as_long_as_it_says_whatever_address_its_holder_has(
+    server: LeaseServer, clock: Clock
+) -> None:
+    """Of another release, say; or of a coordinator that was given another one's address."""
+    async with candidate(server) as first, candidate(server) as second:
+        term = await first.campaign("tcp://a:1", lambda leader: None)
+        server.leases["hub"]["spec"]["leaseDurationSeconds"] = 3 * round(LEASE_S)
+        campaign = Campaign(second, "a")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(campaign.run)
+            await until(lambda: bool(campaign.leaders))
+            clock.now += 2 * LEASE_S
+            await looks(server)
+            assert campaign.term is None
+            clock.now += 2 * LEASE_S
+        assert campaign.term is not None
+        await campaign.term.resign()
+        await term.resign()
+
+
 @pytest.mark.parametrize(
     "spec",
     [["no"], "no", {"holderIdentity": 5}, {"leaseDurationSeconds": -1}, {"leaseTransitions": "5"}],
