@@ -18,12 +18,12 @@ from tensorhub.integrations import vllm_first_load
 from tensorhub.integrations.vllm_session import BACKEND
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from tensorhub.integrations.vllm_trainer import OfflineClient, Trainer, TrainerInit
+    from tensorhub.integrations.vllm_updater import Updater
 
 __all__ = ["OfflineClient", "Trainer", "TrainerInit", "register"]
-
-# releases of vLLM that the tests have run with; the backend: from 0.29 on
-TESTED = ("0.22", "0.23", "0.24", "0.29", "0.31", "0.32", "0.33")
 
 
 def register() -> None:
@@ -42,6 +42,20 @@ def register() -> None:
     ):
         if BACKEND not in each._registry:
             each.register_engine(BACKEND, module, name)
+
+
+def new_updater(model: nn.Module, vllm_config: Any) -> Updater:
+    """What updates a worker's model. StateError: this release lacks what that needs."""
+    try:
+        from tensorhub.integrations.vllm_updater import Updater
+    except ImportError as error:
+        from vllm import __version__
+
+        raise StateError(
+            f"vLLM {__version__} lacks what TensorHub updates its weights by ({error}): install a "
+            f"release that TensorHub was tested with (docs/frameworks.md)"
+        ) from error
+    return Updater(model, vllm_config)
 
 
 def __getattr__(name: str) -> Any:

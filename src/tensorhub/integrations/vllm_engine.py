@@ -19,9 +19,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from tensorhub.errors import StateError
+from tensorhub.integrations.vllm import new_updater
 from tensorhub.integrations.vllm_ranks import Outcome
 from tensorhub.integrations.vllm_session import INTACT, OPEN, TORN
-from tensorhub.integrations.vllm_updater import Settings, Updater
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
         self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.updater = Updater(model, vllm_config)
+        self.updater = new_updater(model, vllm_config)
         self._ranks = self.updater.ranks
         self._is_joined = False
         self._is_open = self._is_updated = self._is_abandoned = False
@@ -88,15 +88,14 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
         return self._ranks.together(call, is_torn=lambda: self.updater.is_torn)
 
     def _join(self, init: Init) -> Outcome:
-        settings = Settings(
-            init.address if isinstance(init.address, str) else list(init.address),
-            init.model,
-            f"{init.replica}/{self.vllm_config.instance_id}",
-            init.host_memory_bytes,
-            init.timeout_s,
-            tuple(init.ignored),
+        outcome = self.updater.join(
+            address=init.address if isinstance(init.address, str) else tuple(init.address),
+            model=init.model,
+            group=f"{init.replica}/{self.vllm_config.instance_id}",
+            host_memory_bytes=init.host_memory_bytes,
+            timeout_s=init.timeout_s,
+            ignored=tuple(init.ignored),
         )
-        outcome = self.updater.join(settings)
         if outcome.has_failed:
             return outcome
         if init.check is not None:

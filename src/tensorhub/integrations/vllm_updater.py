@@ -36,12 +36,13 @@ from tensorhub.errors import (
 )
 from tensorhub.integrations import vllm_layers as layers, vllm_reload as reload
 from tensorhub.integrations.releases import check_release
-from tensorhub.integrations.vllm import TESTED
 from tensorhub.integrations.vllm_plan import Layer, Plan, Planner, mismatch
 from tensorhub.integrations.vllm_ranks import Outcome, Ranks
 from tensorhub.runtime.loop_thread import finish_blocking
 from tensorhub.types import LATEST, VersionInfo
 
+# releases that the tests have run with: docs/frameworks.md
+TESTED = ("0.22", "0.23", "0.24", "0.29", "0.31", "0.32", "0.33")
 BATCH_BYTES = 256 * 2**20  # of layers that are read together
 SAMPLES = 16  # elements of each tensor, by which the loss of its memory is seen
 
@@ -52,7 +53,7 @@ class Settings:
     `ignored`: patterns of published names that the engine leaves alone.
     """
 
-    address: str | list[str]
+    address: str | tuple[str, ...]
     model: str
     group: str
     host_memory_bytes: int = 0
@@ -86,9 +87,9 @@ class Updater:
     # ----------------------------------------------------------------------------------------------
     # calls on all workers
 
-    def join(self, settings: Settings) -> Outcome:
-        """Connect to a cluster, or stay there if nothing has changed."""
-        return self._together(lambda: self._connect(settings))
+    def join(self, **settings: Any) -> Outcome:
+        """Connect to a cluster by these `Settings`, or stay there if nothing has changed."""
+        return self._together(lambda: self._connect(Settings(**settings)))
 
     def newest(self) -> tuple[Outcome, int]:
         """The newest version, as one of the workers sees it."""

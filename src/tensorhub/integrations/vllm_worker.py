@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorhub.errors import TensorHubError
 from tensorhub.integrations import vllm_first_load, vllm_start
+from tensorhub.integrations.vllm import new_updater
 from tensorhub.integrations.vllm_ranks import Outcome
 from tensorhub.integrations.vllm_session import INTACT, TORN
-from tensorhub.integrations.vllm_updater import Settings, Updater
+
+if TYPE_CHECKING:
+    from tensorhub.integrations.vllm_updater import Updater
 
 # vLLM imports this module before it loads a model
 vllm_first_load.watch()
@@ -53,9 +56,15 @@ class WorkerExtension:
         """
         updater = _updater(self)
         group = replica or f"vllm-{updater.ranks.share(secrets.token_hex(8))[0]}"
-        address = address if isinstance(address, str) else list(address)
-        settings = Settings(address, model, group, host_memory_bytes, timeout_s, tuple(ignored))
-        _check(updater, updater.join(settings))
+        outcome = updater.join(
+            address=address if isinstance(address, str) else tuple(address),
+            model=model,
+            group=group,
+            host_memory_bytes=host_memory_bytes,
+            timeout_s=timeout_s,
+            ignored=tuple(ignored),
+        )
+        _check(updater, outcome)
 
     def tensorhub_prepare(self, version: int) -> None:
         """Get ready for a version while the engine generates: check it, register, and read it into
@@ -105,11 +114,10 @@ class WorkerExtension:
 
 
 def _updater(worker: WorkerExtension) -> Updater:
-    found = worker.__dict__.get("_tensorhub_updater")
+    found: Updater | None = worker.__dict__.get("_tensorhub_updater")
     if found is None:
-        found = Updater(worker.get_model(), worker.vllm_config)
+        found = new_updater(worker.get_model(), worker.vllm_config)
         worker.__dict__["_tensorhub_updater"] = found
-    assert isinstance(found, Updater)
     return found
 
 
