@@ -173,7 +173,7 @@ class Planner:
         owners: Mapping[str, tuple[nn.Module, str]],
     ) -> Faults:
         live = {name: layers.own_tensors(of).get(it) for name, (of, it) in owners.items()}
-        written = {id(live[name]) for name in found.needs}
+        written = {id(live[name]) for name in found.needs if live[name] is not None}
         missing = {}
         for name, gap in found.gaps.items():
             if name not in found.needs and id(live[name]) in written:
