@@ -57,7 +57,7 @@ def lay_out(weight: torch.Tensor) -> torch.Tensor:
 
 def shim() -> None:
     """Define the native ops without which the CPU worker does not start: one that prepares memory,
-    and one that lays experts out for its kernels. Nothing can be generated.
+    one that an activation keeps, and one that lays experts out for its kernels. Nothing can be generated.
     """
     if _kept:
         return
@@ -69,6 +69,7 @@ def shim() -> None:
 
     for name, schema, does in (
         ("init_cpu_memory_env", "(int[] nodes) -> ()", lambda nodes: None),
+        ("silu_and_mul", "(Tensor(a!) result, Tensor input) -> ()", lambda result, input: None),
         ("prepack_moe_weight", "(Tensor weight, Tensor(a!) output, str isa) -> ()", prepack),
     ):
         library.define(f"{name}{schema}")  # type: ignore[no-untyped-call]
