@@ -4,6 +4,7 @@ model.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     def start_engine(
         differs: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None
     ) -> Any:
+        gc.collect()  # an engine that is freed later would end the groups of this one
         path = vllm_cpu.prepare(tmp_path, {**vllm_cpu.LLAMA, **differs})
         settings = dict(vllm_cpu.ENGINE)
         if tensors is not None:
