@@ -42,7 +42,7 @@ from tensorhub.runtime.loop_thread import finish_blocking
 from tensorhub.types import LATEST, VersionInfo
 
 # releases that the tests have run with: docs/frameworks.md
-TESTED = ("0.22", "0.23", "0.24", "0.29", "0.31", "0.33")
+TESTED = ("0.22", "0.23", "0.24", "0.29", "0.31", "0.32", "0.33")
 BATCH_BYTES = 256 * 2**20  # of layers that are read together
 SAMPLES = 16  # elements of each tensor, by which the loss of its memory is seen
 
