@@ -130,6 +130,9 @@ async def test_a_standby_that_cannot_campaign_says_so_once_and_tries_again(
         assert status == 503
         assert "stands by; its last campaign failed: see campaign_failed in its log" in ready
         state.chmod(0o700)
+        with anyio.fail_after(WAIT_S):  # it stands by as it should: no word of what is over
+            while f"{first.address} leads" not in ready:
+                _, ready = await anyio.to_thread.run_sync(asked, f"{second.http_url}readyz")
         await first.close()
         await until(lambda: second.leading)
     failures = [each for each in caplog.messages if "campaign_failed" in each]

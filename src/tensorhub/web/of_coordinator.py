@@ -124,8 +124,10 @@ class CoordinatorPages:
         """Called there."""
         server, leader = self._candidate.server, self._candidate.leader
         if server is None:
-            who = f"{leader} leads" if leader else "no leader is known to it"
-            if self._candidate.failure:
+            who = "no leader is known to it"
+            if leader:
+                who = f"{leader} leads"
+            elif self._candidate.failure:
                 who = "its last campaign failed: see campaign_failed in its log"
             raise Unanswered(f"this coordinator stands by; {who}")
         return server
