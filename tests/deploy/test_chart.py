@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from deploy.render import CHART, DEPLOY, MANIFESTS, manifests, rendered
+from tensorhub.runtime.sigterm import LEAVE_S
 
 CUSTOM = "ServiceMonitor"  # Prometheus' operator brings its schema
 
@@ -47,6 +48,13 @@ def test_the_parts_of_the_manifests_fit_each_other(name: str) -> None:
     services = {
         each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == "Service"
     }
+    for service, said in services.items():  # one of each coordinator, and the headless one of all
+        assert said["publishNotReadyAddresses"]
+        pod_name = said["selector"].get("statefulset.kubernetes.io/pod-name")
+        assert pod_name == (None if said.get("clusterIP") == "None" else service)
+    for role in (each for each in found if each["kind"] == "Role"):
+        verbs = sorted(verb for rule in role["rules"] for verb in rule["verbs"])
+        assert verbs == ["create", "get", "update"]
     labels = [pod["metadata"]["labels"] for pod in pods(found)]
     for each in found:
         spec = each.get("spec", {})
@@ -72,6 +80,7 @@ def test_the_parts_of_the_manifests_fit_each_other(name: str) -> None:
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
+        assert pod["terminationGracePeriodSeconds"] > LEAVE_S
         assert pod["securityContext"]["runAsNonRoot"]
         user, image = pod["securityContext"]["runAsUser"], DEPLOY / "Containerfile"
         assert f"USER {user}:{user}\n" in image.read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.render import DEPLOY
+from tensorhub.runtime.sigterm import LEAVE_S
 from tests.cli.processes import WAIT_S, run_here
 
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
@@ -34,8 +35,10 @@ def test_a_unit(unit: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_the_commands_of_a_unit_are_commands_of_ours(unit: Path) -> None:
+def test_the_commands_of_a_unit_are_commands_of_ours_and_have_the_time_to_leave(unit: Path) -> None:
     text = unit.read_text(encoding="utf-8").replace("\\\n", "")
     (line,) = re.findall(r"^ExecStart=/opt/tensorhub/bin/tensorhub (\w+) (.+)$", text, re.MULTILINE)
     known = run_here(line[0], "--help").stdout
     assert [each for each in re.findall(r"(--[\w-]+)", line[1]) if each not in known] == []
+    settings = dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
+    assert (settings["Restart"], int(settings["TimeoutStopSec"]) > LEAVE_S) == ("always", True)
