@@ -423,6 +423,8 @@ async def test_an_etcd_that_is_not_there() -> None:
         ("etcd://host:1/", "give etcd://HOST:PORT"),
         ("etcd://host:1,/p", "give etcd://HOST:PORT"),
         ("etcd://host:1/p#x", "give etcd://HOST:PORT"),
+        ("etcd://host:1/p/staged", "keys below 'staged': give another prefix"),
+        ("etcd://host:1/p/state.7/of/mine", "keys below 'state.7': give another prefix"),
         ("etcd://host:1/p?ttl=5", "give etcd://HOST:PORT"),
         ("etcd://host:1/p?lease_s=1", "give 2 to 60 whole seconds"),
         ("etcd://host:1/p?lease_s=soon", "give etcd://HOST:PORT"),

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import re
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ _USER, _PASSWORD = "TENSORHUB_ETCD_USER", "TENSORHUB_ETCD_PASSWORD"
 _PASSWORD_FILE = "TENSORHUB_ETCD_PASSWORD_FILE"
 _CA, _CERT, _KEY = "TENSORHUB_ETCD_CA", "TENSORHUB_ETCD_CERT", "TENSORHUB_ETCD_KEY"
 _FORM = "give etcd://HOST:PORT[,HOST:PORT...]/PREFIX"
+# below which a cluster that has the prefix up to there writes and deletes keys (`etcd_election`)
+_OF_A_CLUSTER = re.compile(r"candidates|staged|state(\.\d+)?")
 _MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 # gRPC's codes of refusals; all others leave open what has happened, or say that a member is away
 _INVALID, _NOT_FOUND, _DENIED, _EXHAUSTED, _UNAUTHENTICATED = 3, 5, 7, 8, 16
@@ -105,6 +108,9 @@ def place_of(url: str) -> Place:
     prefix = parts.path.strip("/")
     if parts.scheme != "etcd" or not prefix or query or parts.fragment:
         raise InvalidValue(f"{shown(url)}: {_FORM}")
+    if taken := [each for each in prefix.split("/") if _OF_A_CLUSTER.fullmatch(each)]:
+        text = f"a cluster keeps its own keys below {taken[0]!r}"
+        raise InvalidValue(f"{shown(url)}: {text}: give another prefix")
     if not 2 <= lease_s <= 60:
         raise InvalidValue(f"{shown(url)}: lease_s={lease_s}: give 2 to 60 whole seconds")
     return Place(endpoints, prefix, lease_s)
