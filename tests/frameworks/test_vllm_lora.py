@@ -1,10 +1,11 @@
-"""LoRA adapters as models of their own, loaded by vLLM itself into an engine whose base is updated,
-too.
+"""LoRA adapters as models of their own, in an engine whose base is updated, too. The oracle is
+vLLM's own way through files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,17 @@ import pytest
 import torch
 
 from tensorhub import sync
-from tensorhub.errors import InvalidType, ManifestMismatch
+from tensorhub.errors import (
+    InvalidType,
+    InvalidValue,
+    ManifestMismatch,
+    StateError,
+    VersionUnavailable,
+)
+from tensorhub.integrations.vllm_lora import CONFIG as CONFIG_FILE, adapter_request, adapter_tensors
 from tests.frameworks import vllm_cpu
-from tests.frameworks.test_vllm import actor, checksums
+from tests.frameworks.test_vllm import actor, train
+from tests.frameworks.test_vllm_worker import EXTENSION, parameters, worker_of
 
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(400)]
 
@@ -32,26 +41,32 @@ CONFIG = {
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     patch = pytest.MonkeyPatch()
     patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    model = vllm_cpu.prepare(tmp_path_factory.mktemp("llama"))
+    directory = tmp_path_factory.mktemp("llama")
+    model = vllm_cpu.prepare(directory)
+    vllm_cpu.write_checkpoint(directory, actor().state_dict())
     from vllm import LLM
-    from vllm.config import WeightTransferConfig
 
-    transfer = WeightTransferConfig(backend="tensorhub")
     yield LLM(
         model=model,
-        weight_transfer_config=transfer,
+        worker_extension_cls=EXTENSION,
         enable_lora=True,
         max_lora_rank=8,
         max_loras=2,
-        **vllm_cpu.ENGINE,
+        max_cpu_loras=8,
+        **{**vllm_cpu.ENGINE, "load_format": "auto"},
     )
     patch.undo()
 
 
 @pytest.fixture
-def hub() -> Iterator[sync.Hub]:
+def hub(llm: Any) -> Iterator[sync.Hub]:
     with sync.serve() as coordinator, sync.connect(coordinator.address) as connected:
+        llm.collective_rpc("tensorhub_join", args=(coordinator.address,))
         yield connected
+        for number in llm.llm_engine.list_loras():
+            llm.llm_engine.remove_lora(number)
+        llm.collective_rpc("tensorhub_leave")
+        worker_of(llm).__dict__.pop("_tensorhub_updater")
 
 
 def adapter() -> dict[str, torch.Tensor]:
@@ -65,11 +80,16 @@ def adapter() -> dict[str, torch.Tensor]:
     return tensors
 
 
+def manager(llm: Any) -> Any:
+    return worker_of(llm).model_runner.lora_manager
+
+
 def loaded(llm: Any, number: int) -> Any:
-    (manager,) = llm.collective_rpc(
-        lambda worker: worker.model_runner.lora_manager._adapter_manager
-    )
-    return manager.get_adapter(number)
+    return manager(llm)._adapter_manager.get_adapter(number)
+
+
+def versions(llm: Any) -> Any:
+    return llm.collective_rpc("tensorhub_state")[0]["adapters"]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -81,58 +101,136 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_versions_of_an_adapter_are_loaded_beside_the_base(
-    llm: Any, hub: sync.Hub, tmp_path: Path
+def assert_as_from_files(
+    llm: Any, number: int, tensors: Mapping[str, torch.Tensor], directory: Path
 ) -> None:
     from safetensors.torch import save_file
     from vllm.lora.request import LoRARequest
 
-    from tensorhub.integrations.vllm_lora import (
-        CONFIG as CONFIG_FILE,
-        WEIGHTS,
-        adapter_tensors,
-        fetch_adapter,
-    )
+    directory.mkdir()
+    save_file(dict(tensors), directory / "adapter_model.safetensors")
+    config = adapter_tensors({}, CONFIG)[CONFIG_FILE]
+    (directory / CONFIG_FILE).write_bytes(config.numpy().tobytes())
+    assert llm.llm_engine.add_lora(LoRARequest("own", 7, f"{directory}", load_inplace=True))
+    one, other = loaded(llm, number), loaded(llm, 7)
+    assert set(one.loras) == set(other.loras)
+    assert len(one.loras) == 6  # of each layer: the merged qkv_proj, o_proj, down_proj
+    for name, found in one.loras.items():
+        mine, its = vars(found), vars(other.loras[name])
+        assert {key for key in mine if not same(mine[key], its[key])} == set()
 
-    tensors = adapter()
-    weights = hub.register("actor/poet", adapter_tensors(tensors, CONFIG))
-    before = checksums(llm)
+
+def test_versions_of_several_adapters_are_loaded_and_old_ones_unloaded(
+    llm: Any, hub: sync.Hub, tmp_path: Path
+) -> None:
+    poet, critic = adapter(), {name: each.float() for name, each in adapter().items()}
+    weights = hub.register("actor/poet", adapter_tensors(poet, CONFIG))
+    hub.register("actor/critic", adapter_tensors(critic, CONFIG)).publish(5)
+    before = parameters(llm)
+    other = adapter_request("actor/critic", 5)
+    assert llm.llm_engine.add_lora(other)
     for version in range(4):
         with weights.mutate(version):
-            for tensor in tensors.values():
+            for tensor in poet.values():
                 tensor.normal_()
-        request = fetch_adapter(hub, "actor/poet", tmp_path / "fetched")
+        request = adapter_request("actor/poet", version)
         assert llm.llm_engine.add_lora(request)
-        assert request.lora_int_id in llm.llm_engine.list_loras()
-        # The oracle: vLLM loads what the trainer has, written by hand.
-        own = tmp_path / f"own-{version}"
-        own.mkdir()
-        save_file(tensors, own / WEIGHTS)
-        (own / CONFIG_FILE).write_bytes((Path(request.lora_path) / CONFIG_FILE).read_bytes())
-        theirs = LoRARequest("own", 7, f"{own}", load_inplace=True)
-        assert llm.llm_engine.add_lora(theirs)
-        one, other = loaded(llm, request.lora_int_id), loaded(llm, 7)
-        assert set(one.loras) == set(other.loras)
-        assert len(one.loras) == 6  # of each layer: the merged qkv_proj, o_proj, down_proj
-        for name, found in one.loras.items():
-            mine, its = vars(found), vars(other.loras[name])
-            assert {key for key in mine if not same(mine[key], its[key])} == set()
-    assert len(list(Path(request.lora_path).parent.iterdir())) == 2
-    assert checksums(llm) == before
+        assert_as_from_files(llm, request.lora_int_id, poet, tmp_path / f"{version}")
+    assert versions(llm) == {"actor/critic": [5], "actor/poet": [2, 3]}
+    assert_as_from_files(llm, other.lora_int_id, critic, tmp_path / "critic")
+    kept = {adapter_request("actor/poet", each).lora_int_id for each in (2, 3)}
+    assert set(llm.llm_engine.list_loras()) == {*kept, other.lora_int_id, 7}
+    assert llm.llm_engine.remove_lora(other.lora_int_id)
+    assert versions(llm) == {"actor/poet": [2, 3]}
+    now = parameters(llm)
+    assert all(torch.equal(each, now[name]) for name, each in before.items())
 
 
-def test_bad_input(llm: Any, hub: sync.Hub, tmp_path: Path) -> None:
-    from tensorhub.integrations.vllm_lora import adapter_tensors, fetch_adapter
+def test_an_update_of_the_base_keeps_adapters_and_a_dropped_one_is_loaded_from_memory(
+    llm: Any, hub: sync.Hub, tmp_path: Path
+) -> None:
+    poet, base = adapter(), actor(3)
+    weights = hub.register("actor/poet", adapter_tensors(poet, CONFIG))
+    weights.publish(0)
+    request = adapter_request("actor/poet", 0)
+    assert llm.llm_engine.add_lora(request)
+    of_base = hub.register("actor", base)
+    for version in range(2):
+        with of_base.mutate(version):
+            train(base)
+        (state,) = llm.collective_rpc("tensorhub_update")
+        assert (state["version"], state["adapters"]) == (version, {"actor/poet": [0]})
+        llm.collective_rpc("tensorhub_check")
+        head = base.state_dict()["lm_head.weight"]
+        assert torch.equal(parameters(llm)["lm_head.weight"][: len(head)], head)
+    weights.close()
+    manager(llm).remove_all_adapters()  # as vLLM's own interface for weight transfer does
+    assert versions(llm) == {"actor/poet": []}
+    assert llm.llm_engine.add_lora(request)
+    assert versions(llm) == {"actor/poet": [0]}
+    assert_as_from_files(llm, request.lora_int_id, poet, tmp_path / "poet")
 
+
+def module(index: int, name: str) -> str:
+    return f"base_model.model.model.layers.{index}.{name}"
+
+
+def test_all_names_shapes_and_dtypes_that_do_not_fit_are_listed(llm: Any, hub: sync.Hub) -> None:
+    tensors = adapter()
+    for half in ("lora_A.weight", "lora_B.weight"):
+        misspelt = tensors.pop(module(0, f"self_attn.q_proj.{half}"))
+        tensors[module(0, f"self_attn.q_porj.{half}")] = misspelt
+    del tensors[module(1, "self_attn.k_proj.lora_B.weight")]
+    tensors[module(0, "mlp.down_proj.lora_A.weight")] = torch.zeros(5, 128)
+    tensors[module(0, "mlp.down_proj.lora_B.weight")] = torch.zeros(65, RANK)
+    tensors[module(1, "self_attn.v_proj.lora_B.weight")] = torch.zeros(64, RANK)
+    tensors[module(1, "self_attn.o_proj.lora_A.weight")] = torch.zeros(RANK, 64, dtype=torch.int32)
+    tensors["value_head.weight"] = torch.zeros(2, 2)
+    hub.register("wrong", adapter_tensors(tensors, CONFIG)).publish(0)
+    before = llm.llm_engine.list_loras()
+    with pytest.raises(ManifestMismatch, match=r"does not fit this engine in 9 place") as caught:
+        llm.llm_engine.add_lora(adapter_request("wrong", 0))
+    assert {
+        each.split("'")[1].removeprefix("base_model.model.") for each in caught.value.differences
+    } == {
+        "model.layers.0.self_attn.q_porj.lora_A.weight",
+        "model.layers.0.self_attn.q_porj.lora_B.weight",
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.k_proj",
+        "model.layers.0.mlp.down_proj.lora_A.weight",
+        "model.layers.0.mlp.down_proj.lora_B.weight",
+        "model.layers.1.self_attn.v_proj.lora_B.weight",
+        "model.layers.1.self_attn.o_proj.lora_A.weight",
+        "value_head.weight",
+    }
+    assert llm.llm_engine.list_loras() == before
+
+
+def test_bad_input(llm: Any, hub: sync.Hub) -> None:
+    from vllm.lora.request import LoRARequest
+
+    before = llm.llm_engine.list_loras()
     hub.register("actor", {"weight": torch.zeros(4)}).publish(0)
     with pytest.raises(ManifestMismatch, match=r"'actor' has no tensor 'adapter_config\.json'"):
-        fetch_adapter(hub, "actor", tmp_path)
+        llm.llm_engine.add_lora(adapter_request("actor", 0))
     with pytest.raises(InvalidType, match=r"adapter_config\.json"):
         adapter_tensors({}, {"r": object()})
-    assert list(tmp_path.iterdir()) == []
-    # What vLLM refuses, it refuses with words of its own, and has what it had.
-    hub.register("wide", adapter_tensors(adapter(), {**CONFIG, "r": 64})).publish(0)
-    loras = llm.llm_engine.list_loras()
-    with pytest.raises(ValueError, match="max_lora_rank"):
-        llm.llm_engine.add_lora(fetch_adapter(hub, "wide", tmp_path))
-    assert llm.llm_engine.list_loras() == loras
+    for changed, reason in (
+        ({"r": 64}, "max_lora_rank"),
+        ({"r": 0}, "r|zero"),
+        ({"use_dora": True}, "DoRA"),
+        ({"r": "4"}, "str"),
+    ):
+        name = f"wrong-{json.dumps(changed)}"
+        hub.register(name, adapter_tensors(adapter(), {**CONFIG, **changed})).publish(0)
+        with pytest.raises(ManifestMismatch, match=reason):
+            llm.llm_engine.add_lora(adapter_request(name, 0))
+    for path in ("tensorhub:actor", "tensorhub:@3", "tensorhub:actor@newest"):
+        with pytest.raises(InvalidValue, match="MODEL@VERSION"):
+            llm.llm_engine.add_lora(LoRARequest("path", 8, path))
+    with pytest.raises(VersionUnavailable):
+        llm.llm_engine.add_lora(adapter_request("actor", 1))
+    llm.collective_rpc("tensorhub_leave")
+    with pytest.raises(StateError, match="has joined no cluster yet"):
+        llm.llm_engine.add_lora(adapter_request("actor", 0))
+    assert llm.llm_engine.list_loras() == before

@@ -1,45 +1,47 @@
-"""vLLM: LoRA adapters, which are models of their own beside their base.
+"""vLLM: LoRA adapters, which are models of their own beside their base, loaded without files.
 
 A trainer registers an adapter's tensors, with its configuration as one more (`adapter_tensors`),
-and publishes them as it publishes any model. Where an engine runs, `fetch_adapter` makes of a
-version what vLLM loads adapters from: a directory, and the request that names it.
+and publishes them as it publishes any model. A request that `adapter_request` makes names a version
+of it, for vLLM's own `add_lora`, or for a prompt. Each of the engine's workers then fetches that
+version into memory, and gives it to vLLM's manager of adapters. The engine has to have joined the
+cluster.
 
-Responsible for that form. Not responsible for the base's weights (`vllm`), nor for loading: that is
-vLLM's own route.
+Where an adapter is given up by vLLM, as when it has too many, or at an update of the base by its
+weight-transfer interface, the worker still has its tensors, and loads them again when a request
+names it.
+
+Responsible for that form, for what a worker holds, and for its checks. Not responsible for the
+base's weights (`vllm_updater`), nor for which adapters are in use: that is vLLM's.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from safetensors.torch import save_file
-from vllm.lora.request import LoRARequest
 
-from tensorhub import sync
-from tensorhub.errors import InvalidType, ManifestMismatch, shown
-from tensorhub.types import LATEST, Selector
+from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, StateError, shown, some
 
-__all__ = ["adapter_tensors", "fetch_adapter"]
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# versions of an adapter in a directory: requests may still be answered with the version before
-KEPT = 2
+    Tensors = Mapping[str, torch.Tensor]
+
+__all__ = ["Adapters", "adapter_request", "adapter_tensors", "watch"]
+
+CONFIG: Final = "adapter_config.json"
+SCHEME: Final = "tensorhub:"  # of a request's path
+KEPT: Final = 2  # versions of an adapter: requests may still be answered with the version before
 
 
-def adapter_tensors(
-    weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
+def adapter_tensors(weights: Tensors, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """What to register as an adapter: its tensors where they are, and the bytes of its
-    configuration.
+    configuration. vLLM need not be installed.
 
     `weights`: by the names of a PEFT checkpoint, as `peft.get_peft_model_state_dict(model)` has
     them. `config`: what its `adapter_config.json` says, as
@@ -60,43 +62,271 @@ def _listed(value: object) -> list[Any]:
     raise TypeError(f"{shown(value)} cannot be written as JSON")
 
 
-def fetch_adapter(
-    hub: sync.Hub,
-    model: str,
-    directory: str | os.PathLike[str],
-    selector: Selector = LATEST,
-    *,
-    timeout: float | None = None,
-) -> LoRARequest:
-    """Fetch a version of an adapter into `directory`, where all workers of the engine can read it,
-    and return the request by which vLLM loads it in place of an earlier version: for `add_lora`,
-    for `/v1/load_lora_adapter`, or with a prompt.
-
-    The last versions of each adapter are kept there. Raises as `Hub.fetch`; ManifestMismatch: the
-    model is no adapter.
+def adapter_request(model: str, version: int) -> LoRARequest:
+    """The request by which vLLM loads a published version of an adapter: for `add_lora`, or with a
+    prompt. Each version has a name and a number of its own, so that a running request keeps its
+    version, and no version is answered from what was cached with another one.
     """
-    fetched = hub.fetch(model, selector, rank=None, timeout=timeout)
-    tensors = dict(fetched)
-    config = tensors.pop(CONFIG, None)
-    if config is None or config.dtype != torch.uint8:
-        text = f"{model!r} has no tensor {CONFIG!r}: publish adapter_tensors(weights, config)"
-        raise ManifestMismatch(text, differences=(text,))
-    path = Path(
-        directory, hashlib.sha256(model.encode()).hexdigest()[:16], f"{fetched.info.version:020}"
+    from vllm.lora.request import LoRARequest
+
+    name = f"{model}@{version}"
+    # The number is the version's in all of the engine's processes, and fits vLLM's arrays.
+    number = 1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % (2**31 - 1)
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=f"{SCHEME}{name}")
+
+
+def _named(path: str) -> tuple[str, int]:
+    model, _, version = path.removeprefix(SCHEME).rpartition("@")
+    if not model or not version.isdecimal():
+        raise InvalidValue(f"lora_path={shown(path)}: give {SCHEME}MODEL@VERSION")
+    return model, int(version)
+
+
+def watch() -> None:
+    """Have this process's workers load such requests. Called any number of times."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    load, remove = WorkerLoRAManager._load_adapter, WorkerLoRAManager.remove_adapter
+    if hasattr(load, "is_tensorhubs"):
+        return
+
+    @functools.wraps(load)
+    def load_named(manager: Any, request: LoRARequest) -> Any:
+        if not request.lora_path.startswith(SCHEME):
+            return load(manager, request)
+        adapters = _of(manager)
+        if adapters is None:
+            raise StateError(
+                f"{request.lora_name!r} cannot be fetched: this engine has joined no cluster yet; "
+                f"tensorhub_join comes first"
+            )
+        return adapters.load(manager, request)
+
+    @functools.wraps(remove)
+    def remove_named(manager: Any, adapter_id: int) -> bool:
+        adapters = _of(manager)
+        if adapters is not None:
+            adapters.forget(adapter_id)
+        return bool(remove(manager, adapter_id))
+
+    load_named.is_tensorhubs = True  # type: ignore[attr-defined]
+    WorkerLoRAManager._load_adapter = load_named
+    WorkerLoRAManager.remove_adapter = remove_named
+
+
+def _of(manager: Any) -> Adapters | None:
+    found = manager._adapter_manager.model.__dict__.get("_tensorhub_adapters")
+    assert found is None or isinstance(found, Adapters)
+    return found
+
+
+@dataclass(frozen=True)
+class _Held:
+    number: int  # vLLM's
+    tensors: Tensors
+
+
+class Adapters:
+    """What one of vLLM's workers has fetched for its model. `fetch`: all tensors of a version."""
+
+    def __init__(self, model: torch.nn.Module, fetch: Callable[[str, int], Tensors]) -> None:
+        self._fetch = fetch
+        self._held: dict[str, dict[int, _Held]] = {}  # by model and version, in order of loading
+        self._manager: Any = None
+        model.__dict__["_tensorhub_adapters"] = self
+
+    def load(self, manager: Any, request: LoRARequest) -> Any:
+        """vLLM's form of a published version. Versions of it but the last two are unloaded.
+
+        Raises ManifestMismatch: it is no adapter, or none for this engine (all reasons are listed);
+        and as `Hub.fetch`.
+        """
+        model, version = _named(request.lora_path)
+        held = self._held.get(model, {})
+        found = held.get(version)
+        tensors = self._fetch(model, version) if found is None else found.tensors
+        made = _made(manager, request, model, tensors)
+        self._manager = manager
+        self._held[model] = {**held, version: _Held(request.lora_int_id, tensors)}
+        for old in list(self._held[model])[:-KEPT]:
+            number = self._held[model].pop(old).number
+            if number not in [each.number for each in self._held[model].values()]:
+                manager._adapter_manager.remove_adapter(number)
+        return made
+
+    def forget(self, number: int) -> None:
+        """Free what vLLM was told to unload."""
+        for model, held in list(self._held.items()):
+            kept = {version: each for version, each in held.items() if each.number != number}
+            self._held[model] = kept
+            if not kept:
+                del self._held[model]
+
+    def clear(self) -> None:
+        """Free all of it. What vLLM has loaded stays loaded."""
+        self._held.clear()
+
+    def state(self) -> dict[str, list[int]]:
+        """The versions of each adapter that vLLM has loaded now."""
+        loaded = self._manager.list_adapters() if self._held else ()
+        return {
+            model: [version for version, each in held.items() if each.number in loaded]
+            for model, held in self._held.items()
+        }
+
+
+def _made(manager: Any, request: LoRARequest, model: str, tensors: Tensors) -> Any:
+    from vllm.lora.peft_helper import PEFTHelper
+
+    config = _config(model, tensors)
+    weights = {name: tensor for name, tensor in tensors.items() if name != CONFIG}
+    try:
+        helper = PEFTHelper.from_dict(
+            {**config, "vllm_max_position_embeddings": manager.max_position_embeddings}
+        )
+        helper.validate_legal(manager.lora_config)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        text = f"{CONFIG!r}: {error}"
+        raise ManifestMismatch(
+            f"vLLM cannot use the adapter {model!r}: {text}", differences=(text,)
+        ) from error
+    mapper: Any = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)
+    if hasattr(mapper, "get_rename_mapper"):
+        mapper = mapper.get_rename_mapper()
+    skipped = getattr(manager._adapter_manager.model, "lora_skip_prefixes", None)
+    if differences := list(_differences(manager, config, helper, weights, mapper, skipped)):
+        raise ManifestMismatch(
+            f"the adapter {model!r} does not fit this engine in {len(differences)} place(s): "
+            f"{some(differences, '; ', most=100)}",
+            differences=tuple(differences),
+        )
+    made = manager._lora_model_cls.from_lora_tensors(
+        request.lora_int_id,
+        {name: tensor.clone() for name, tensor in weights.items()},  # vLLM scales them in place
+        helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=mapper,
+        skip_prefixes=skipped,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as made:
-        new = Path(made, "new")
-        new.mkdir()
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new / WEIGHTS)
-        (new / CONFIG).write_bytes(config.numpy().tobytes())
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(path)  # this number, of another lineage perhaps
-        new.rename(path)
-    for old in sorted(each for each in path.parent.iterdir() if not each.name.startswith("."))[
-        :-KEPT
-    ]:
-        shutil.rmtree(old, ignore_errors=True)
-    # The number is the adapter's in all of the engine's processes, and fits vLLM's arrays.
-    number = 1 + int.from_bytes(hashlib.sha256(model.encode()).digest()[:8], "big") % (2**31 - 1)
-    return LoRARequest(lora_name=model, lora_int_id=number, lora_path=f"{path}", load_inplace=True)
+    made.is_3d_lora_weight = request.is_3d_lora_weight
+    for check in ("_validate_moe_lora_format", "_validate_classification_head_lora"):
+        if hasattr(manager._adapter_manager, check):  # vLLM 0.33
+            getattr(manager._adapter_manager, check)(made)
+    return made
+
+
+def _config(model: str, tensors: Tensors) -> dict[str, Any]:
+    config = tensors.get(CONFIG)
+    try:
+        if config is not None and config.dtype == torch.uint8:
+            made = json.loads(config.numpy().tobytes())
+            if isinstance(made, dict):
+                return made
+    except ValueError:
+        pass
+    text = (
+        f"{model!r} has no tensor {CONFIG!r} that says what it is: publish "
+        f"adapter_tensors(weights, config)"
+    )
+    raise ManifestMismatch(text, differences=(text,))
+
+
+def _differences(
+    manager: Any,
+    config: Mapping[str, Any],
+    helper: Any,
+    weights: Tensors,
+    mapper: Any,
+    skipped: list[str] | None,
+) -> Iterator[str]:
+    """Why an adapter cannot be this engine's: wrong names, dtypes, shapes, and what is missing."""
+    from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
+
+    sizes = dict(_sizes(manager._adapter_manager))
+    parts: dict[str, dict[bool, str]] = {}
+    for name, tensor in weights.items():
+        if is_base_embedding_weights(name) or any(
+            f".{prefix}" in name or name.startswith(prefix) for prefix in skipped or ()
+        ):
+            continue
+        try:
+            module, is_a = parse_fine_tuned_lora_name(name, mapper)
+        except ValueError:
+            yield f"{name!r}: no name of a LoRA weight"
+            continue
+        if module in (helper.modules_to_save or ()):
+            continue
+        parts.setdefault(module, {})[is_a] = name
+        wanted = _wanted(sizes, module, is_a, helper, name)
+        if wanted is None:
+            yield f"{name!r}: the engine has no module {module!r} that takes an adapter"
+        elif not tensor.dtype.is_floating_point or tensor.element_size() == 1:
+            yield f"{name!r}: {tensor.dtype} is no dtype of an adapter".replace("torch.", "")
+        elif tensor.ndim == len(wanted) and any(
+            size not in (None, its) for size, its in zip(wanted, tensor.shape, strict=True)
+        ):
+            text = ", ".join("any" if size is None else f"{size}" for size in wanted)
+            yield f"{name!r}: its shape is {tuple(tensor.shape)}, and has to be ({text})"
+        elif tensor.ndim != len(wanted):
+            yield f"{name!r}: it has {tensor.ndim} dimensions, and has to have {len(wanted)}"
+    for module, has in parts.items():
+        if len(has) == 1:
+            (name,) = has.values()
+            yield f"{module!r}: {name!r} is there without its other half"
+    for module in sizes:
+        if module not in parts and _is_targeted(module, config):
+            yield f"{module!r}: it is a target module, and has no weights"
+
+
+def _wanted(
+    sizes: Mapping[str, tuple[int | None, int | None]],
+    module: str,
+    is_a: bool,
+    helper: Any,
+    name: str,
+) -> tuple[int | None, int | None] | None:
+    """The shape that a module's A or B has to have; None: there is no such module."""
+    found = sizes.get(module) or sizes.get(module.removesuffix(".base_layer"))
+    if found is None:
+        return None
+    rank = helper.r
+    if hasattr(helper, "get_rank_and_scaling"):  # vLLM 0.33
+        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        rank = helper.get_rank_and_scaling(parse_fine_tuned_lora_name(name)[0])[0]
+    if ".experts" in module:
+        rank = None  # of all experts at once, perhaps
+    return (rank, found[0]) if is_a else (found[1], rank)
+
+
+def _sizes(manager: Any) -> Iterator[tuple[str, tuple[int | None, int | None]]]:
+    """Inputs and outputs of each module that takes an adapter; None: not known here."""
+    for name, module in manager.modules.items():
+        base = module.base_layer
+        inputs = getattr(base, "input_size", None)
+        packed = manager.packed_modules.get(name)
+        if not packed:
+            yield name, (inputs, getattr(base, "output_size", None))
+            continue
+        outputs = getattr(base, "output_sizes", ())
+        if hasattr(base, "total_num_kv_heads"):
+            heads = (base.total_num_heads, base.total_num_kv_heads)
+            width = getattr(base, "v_head_size", base.head_size)
+            outputs = (heads[0] * base.head_size, heads[1] * base.head_size, heads[1] * width)
+        known = len(outputs) == len(packed)
+        for index, part in enumerate(packed):
+            yield part, (inputs, outputs[index] if known else None)
+        if name.endswith(".experts"):
+            yield name, (None, None)
+
+
+def _is_targeted(module: str, config: Mapping[str, Any]) -> bool:
+    """Whether the configuration names a module beyond doubt."""
+    targets = config.get("target_modules")
+    if not isinstance(targets, list) or any(
+        config.get(each) for each in ("layers_to_transform", "layers_pattern", "exclude_modules")
+    ):
+        return False
+    return any(module == each or module.endswith(f".{each}") for each in targets)

@@ -36,6 +36,7 @@ from tensorhub.errors import (
 )
 from tensorhub.integrations import vllm_layers as layers, vllm_reload as reload
 from tensorhub.integrations.releases import check_release
+from tensorhub.integrations.vllm_lora import Adapters, watch as watch_adapters
 from tensorhub.integrations.vllm_plan import Layer, Plan, Planner, mismatch
 from tensorhub.integrations.vllm_ranks import Outcome, Ranks
 from tensorhub.runtime.loop_thread import finish_blocking
@@ -79,6 +80,9 @@ class Updater:
         self.served: VersionInfo | None = None
         self.is_torn = False
         self._samples: torch.Tensor | None = None  # of the model after the last update
+        self._adapters = Adapters(model, self._fetch_adapter)
+        if vllm_config.lora_config is not None:
+            watch_adapters()
 
     @property
     def ranks(self) -> Ranks:
@@ -159,6 +163,7 @@ class Updater:
 
     def close(self) -> None:
         self._forget()
+        self._adapters.clear()
         hub, self._hub, self._settings = self._hub, None, None
         if hub is not None:
             with suppress(TensorHubError):
@@ -177,6 +182,7 @@ class Updater:
             "in_place": plan and len(plan.in_place),
             "processed": plan and len(plan.processed),
             "computed": plan and len(plan.computed),
+            "adapters": self._adapters.state(),
             "vllm": VLLM_VERSION,
         }
 
@@ -196,6 +202,10 @@ class Updater:
             self.close()
             self._hub = sync.connect(settings.address)
             self._settings = settings
+
+    def _fetch_adapter(self, model: str, version: int) -> Mapping[str, torch.Tensor]:
+        hub, settings = self._joined()
+        return hub.fetch(model, version, rank=None, timeout=settings.timeout_s)
 
     def _forget(self) -> None:
         """Give up what is registered: the next update makes a plan, and writes everything."""
