@@ -61,6 +61,7 @@ RECIPES = {
         ("--no-deps vllm==0.33.0", *VLLM),
         (
             "test_vllm.py",
+            "test_vllm_draft.py",
             "test_vllm_fleet.py",
             "test_vllm_layers.py",
             "test_vllm_lora.py",

@@ -44,8 +44,10 @@ def register() -> None:
             each.register_engine(BACKEND, module, name)
 
 
-def new_updater(model: nn.Module, vllm_config: Any) -> Updater:
-    """What updates a worker's model. StateError: this release lacks what that needs."""
+def new_updater(model: nn.Module, vllm_config: Any, draft: nn.Module | None = None) -> Updater:
+    """What updates a worker's model, with its draft. StateError: this release lacks what that
+    needs.
+    """
     try:
         from tensorhub.integrations.vllm_updater import Updater
     except ImportError as error:
@@ -55,7 +57,7 @@ def new_updater(model: nn.Module, vllm_config: Any) -> Updater:
             f"vLLM {__version__} lacks what TensorHub updates its weights by ({error}): install a "
             f"release that TensorHub was tested with (docs/frameworks.md)"
         ) from error
-    return Updater(model, vllm_config)
+    return Updater(model, vllm_config, draft)
 
 
 def __getattr__(name: str) -> Any:

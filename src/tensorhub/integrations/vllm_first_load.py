@@ -63,6 +63,11 @@ def first_load(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]] | Non
     """What the model was given so far; None: nothing, or it was made before `watch`. Nothing is
     noted any more.
     """
-    if model in _first:
-        model.__dict__.pop("load_weights", None)
+    if hasattr(model.__dict__.get("load_weights"), "__wrapped__"):
+        del model.__dict__["load_weights"]
     return _first.get(model) or None
+
+
+def note_first(model: nn.Module, given: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Say what a model was given that vLLM has not made."""
+    _first[model] = given

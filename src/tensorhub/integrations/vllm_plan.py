@@ -30,6 +30,7 @@ from torch import nn
 from tensorhub.errors import ManifestMismatch, RegistrationError, some
 from tensorhub.integrations import vllm_layers as layers
 from tensorhub.integrations.recording import Recording, Specs, record_known
+from tensorhub.integrations.vllm_draft import PREFIX
 from tensorhub.integrations.vllm_first_load import first_load
 from tensorhub.logs import get_logger
 
@@ -118,7 +119,7 @@ class Planner:
         """Raises RegistrationError: the loader cannot be recorded, or the layers be updated."""
         given = {
             name: each
-            for name, each in specs.items()
+            for name, each in sorted(specs.items(), key=lambda each: each[0].startswith(PREFIX))
             if not any(fnmatchcase(name, pattern) for pattern in ignored)
         }
         modules = dict(self._model.named_modules())
@@ -133,7 +134,7 @@ class Planner:
             first = None if self._first is None else self._recorded_first(tensors)
         plan = Plan(specs, found)
         owners = {name: (modules[prefix], it) for name, (prefix, it, _) in parameters.items()}
-        plan.faults = self._faults(found, first, owners)
+        plan.faults = self._faults(found, first, owners, ignored)
         by_module: dict[str, dict[str, str]] = {}
         for name, (prefix, attribute, _) in parameters.items():
             if name in found.needs:
@@ -171,6 +172,7 @@ class Planner:
         found: Recording,
         first: Recording | None,
         owners: Mapping[str, tuple[nn.Module, str]],
+        ignored: Sequence[str],
     ) -> Faults:
         live = {name: layers.own_tensors(of).get(it) for name, (of, it) in owners.items()}
         written = {id(live[name]) for name in found.needs if live[name] is not None}
@@ -178,6 +180,8 @@ class Planner:
         for name, gap in found.gaps.items():
             if name not in found.needs and id(live[name]) in written:
                 continue  # a tied one is written under another name
+            if name.startswith(PREFIX) and any(fnmatchcase(name, each) for each in ignored):
+                continue  # a draft that is to stay
             if first is None:
                 owner = owners[name][0]
                 is_wanted = isinstance(live[name], nn.Parameter) and not layers.is_deferred(owner)

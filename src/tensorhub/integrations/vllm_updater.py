@@ -36,6 +36,7 @@ from tensorhub.errors import (
 )
 from tensorhub.integrations import vllm_layers as layers, vllm_reload as reload
 from tensorhub.integrations.releases import check_release
+from tensorhub.integrations.vllm_draft import with_draft
 from tensorhub.integrations.vllm_lora import Adapters, watch as watch_adapters
 from tensorhub.integrations.vllm_plan import Layer, Plan, Planner, mismatch
 from tensorhub.integrations.vllm_ranks import Outcome, Ranks
@@ -65,7 +66,8 @@ class Settings:
 class Updater:
     """Of one worker, once vLLM has loaded its model."""
 
-    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+    def __init__(self, base: nn.Module, vllm_config: Any, draft: nn.Module | None = None) -> None:
+        model = base if draft is None else with_draft(base, draft, vllm_config)
         self._model = model
         self._vllm_config = vllm_config
         self._ranks = Ranks(vllm_config.parallel_config)
@@ -80,7 +82,7 @@ class Updater:
         self.served: VersionInfo | None = None
         self.is_torn = False
         self._samples: torch.Tensor | None = None  # of the model after the last update
-        self._adapters = Adapters(model, self._fetch_adapter)
+        self._adapters = Adapters(base, self._fetch_adapter)
         if vllm_config.lora_config is not None:
             watch_adapters()
 

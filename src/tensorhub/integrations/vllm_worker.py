@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tensorhub.errors import TensorHubError
-from tensorhub.integrations import vllm_first_load, vllm_start
+from tensorhub.integrations import vllm_draft, vllm_first_load, vllm_start
 from tensorhub.integrations.vllm import new_updater
 from tensorhub.integrations.vllm_ranks import Outcome
 from tensorhub.integrations.vllm_session import INTACT, TORN
@@ -116,7 +116,7 @@ class WorkerExtension:
 def _updater(worker: WorkerExtension) -> Updater:
     found: Updater | None = worker.__dict__.get("_tensorhub_updater")
     if found is None:
-        found = new_updater(worker.get_model(), worker.vllm_config)
+        found = new_updater(worker.get_model(), worker.vllm_config, vllm_draft.draft_of(worker))
         worker.__dict__["_tensorhub_updater"] = found
     return found
 
