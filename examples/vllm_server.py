@@ -8,7 +8,7 @@ MODEL is the directory of a model for transformers, or its configuration alone (
 dummy` at the server): the trainer begins with random weights. Its steps stand for yours. vLLM's
 routes for weights need VLLM_SERVER_DEV_MODE.
 
-Needs vLLM 0.29 or newer, transformers, and `pip install 'tensorhub-ros[torch]'` where either runs.
+Needs vLLM 0.32 or newer, transformers, and `pip install 'tensorhub-ros[torch]'` where either runs.
 """
 
 import sys

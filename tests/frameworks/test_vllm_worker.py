@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,6 +268,13 @@ def test_a_client_of_weight_transfer_drives_it(
         engine.update(hub.wait_for("actor", at_least=version))
         assert_has(llm, model)
         engine.check()
+
+
+def test_the_plain_loop(llm: Any, hub: sync.Hub, tmp_path: Path) -> None:
+    from examples.plain_vllm_loop import main
+
+    (tmp_path / "config.json").write_text(json.dumps(vllm_cpu.LLAMA))
+    assert_has(llm, main(llm, f"{tmp_path}"))
 
 
 def test_a_server_by_http(tmp_path_factory: pytest.TempPathFactory) -> None:

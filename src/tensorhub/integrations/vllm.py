@@ -3,7 +3,7 @@
 `WeightTransferConfig(backend="tensorhub")` is all that the engine needs to be told: vLLM finds the
 backend by the entry point `vllm.general_plugins`. The trainer makes a `Trainer` by
 `WeightTransferTrainerFactory.trainer_init(TrainerInit(...), ...)`, and calls `send_weights()` after
-each step. vLLM has that interface since 0.29. `vllm_worker` needs no such interface.
+each step. Needs vLLM 0.32 or newer; `vllm_worker` does not.
 
 Responsible for these names, and for what both sides say to each other. The trainer's side is in
 `vllm_trainer`, the engine's in `vllm_engine`.
@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
         from tensorhub.integrations import vllm_trainer
     except ImportError as error:
         raise StateError(
-            "this release of vLLM has no trainers of weight-transfer backends (0.29 has them): use "
+            "this release of vLLM has no trainers of weight-transfer backends (0.32 has them): use "
             "vllm_session.ExtensionClient, and vllm_worker.WorkerExtension in the engine"
         ) from error
     return getattr(vllm_trainer, name)
