@@ -161,6 +161,11 @@ def test_an_update_of_the_base_keeps_adapters_and_a_dropped_one_is_loaded_from_m
         (state,) = llm.collective_rpc("tensorhub_update")
         assert (state["version"], state["adapters"]) == (version, {"actor/poet": [0]})
         llm.collective_rpc("tensorhub_check")
+        projected = "model.layers.1.self_attn.o_proj"
+        assert torch.equal(
+            parameters(llm)[f"{projected}.base_layer.weight"],
+            base.state_dict()[f"{projected}.weight"],
+        )
         head = base.state_dict()["lm_head.weight"]
         assert torch.equal(parameters(llm)["lm_head.weight"][: len(head)], head)
     weights.close()

@@ -68,6 +68,7 @@ def first_load(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]] | Non
     return _first.get(model) or None
 
 
-def note_first(model: nn.Module, given: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+def note_first(model: nn.Module, given: dict[str, tuple[str, tuple[int, ...]]] | None) -> None:
     """Say what a model was given that vLLM has not made."""
-    _first[model] = given
+    if given is not None:
+        _first[model] = given

@@ -16,6 +16,7 @@ base's weights (`vllm_updater`), nor for which adapters are in use: that is vLLM
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import nn
 
 from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, StateError, shown, some
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
     Tensors = Mapping[str, torch.Tensor]
 
-__all__ = ["Adapters", "adapter_request", "adapter_tensors", "watch"]
+__all__ = ["Adapters", "adapter_request", "adapter_tensors", "unwrapped", "watch"]
 
 CONFIG: Final = "adapter_config.json"
 SCHEME: Final = "tensorhub:"  # of a request's path
@@ -82,6 +84,28 @@ def _named(path: str) -> tuple[str, int]:
     return model, int(version)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The same layers as loaders know them: without those that vLLM has put around them for
+    adapters. Its loaders before 0.29 find no other ones.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    made: dict[nn.Module, nn.Module] = {}
+
+    def of(module: nn.Module) -> nn.Module:
+        if isinstance(module, BaseLayerWithLoRA):
+            return of(module.base_layer)
+        if module not in made:
+            inner = {name: each and of(each) for name, each in module._modules.items()}
+            made[module] = module
+            if any(each is not module._modules[name] for name, each in inner.items()):
+                made[module] = copy.copy(module)
+                made[module].__dict__["_modules"] = inner
+        return made[module]
+
+    return of(model)
+
+
 def watch() -> None:
     """Have this process's workers load such requests. Called any number of times."""
     from vllm.lora.worker_manager import WorkerLoRAManager
@@ -129,7 +153,7 @@ class _Held:
 class Adapters:
     """What one of vLLM's workers has fetched for its model. `fetch`: all tensors of a version."""
 
-    def __init__(self, model: torch.nn.Module, fetch: Callable[[str, int], Tensors]) -> None:
+    def __init__(self, model: nn.Module, fetch: Callable[[str, int], Tensors]) -> None:
         self._fetch = fetch
         self._held: dict[str, dict[int, _Held]] = {}  # by model and version, in order of loading
         self._manager: Any = None

@@ -37,7 +37,8 @@ from tensorhub.errors import (
 from tensorhub.integrations import vllm_layers as layers, vllm_reload as reload
 from tensorhub.integrations.releases import check_release
 from tensorhub.integrations.vllm_draft import with_draft
-from tensorhub.integrations.vllm_lora import Adapters, watch as watch_adapters
+from tensorhub.integrations.vllm_first_load import first_load, note_first
+from tensorhub.integrations.vllm_lora import Adapters, unwrapped, watch as watch_adapters
 from tensorhub.integrations.vllm_plan import Layer, Plan, Planner, mismatch
 from tensorhub.integrations.vllm_ranks import Outcome, Ranks
 from tensorhub.runtime.loop_thread import finish_blocking
@@ -67,7 +68,13 @@ class Updater:
     """Of one worker, once vLLM has loaded its model."""
 
     def __init__(self, base: nn.Module, vllm_config: Any, draft: nn.Module | None = None) -> None:
-        model = base if draft is None else with_draft(base, draft, vllm_config)
+        model = base
+        if vllm_config.lora_config is not None:
+            watch_adapters()
+            model = unwrapped(base)
+            note_first(model, first_load(base))
+        if draft is not None:
+            model = with_draft(model, draft, vllm_config)
         self._model = model
         self._vllm_config = vllm_config
         self._ranks = Ranks(vllm_config.parallel_config)
@@ -83,8 +90,6 @@ class Updater:
         self.is_torn = False
         self._samples: torch.Tensor | None = None  # of the model after the last update
         self._adapters = Adapters(base, self._fetch_adapter)
-        if vllm_config.lora_config is not None:
-            watch_adapters()
 
     @property
     def ranks(self) -> Ranks:
