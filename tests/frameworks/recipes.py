@@ -33,6 +33,8 @@ VLLM = (
     "--no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.11 opencv-python-headless",
 )
 VLLM_TESTS = ("test_vllm.py", "test_vllm_worker.py")
+# the oldest release and one between: with adapters and drafts, too
+VLLM_MORE = ("test_vllm_worker.py", "test_vllm_draft.py", "test_vllm_lora.py")
 RECIPES = {
     # loaders without an adapter, which read a mounted version
     "fs": Recipe(
@@ -75,7 +77,7 @@ RECIPES = {
         ("--no-deps vllm==0.31.0",), ("test_vllm_worker.py",), base="vllm"
     ),  # TRL's newest
     "vllm-0.29": Recipe(  # OpenRLHF's
-        ("--no-deps vllm==0.29.0 openai-harmony",), ("test_vllm_worker.py",), base="vllm"
+        ("--no-deps vllm==0.29.0 openai-harmony",), VLLM_MORE, base="vllm"
     ),
     # before the interface for weight transfer
     "vllm-0.24": Recipe(  # verl's
@@ -93,7 +95,7 @@ RECIPES = {
             "--no-deps vllm==0.22.1 openai-harmony diskcache==5.6.3 gguf",
             "--no-deps compressed-tensors==0.15.0.1",
         ),
-        ("test_vllm_worker.py",),
+        VLLM_MORE,
         base="vllm",
     ),
 }
