@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import (
     materialize_meta_tensor,
     restore_layer_on_meta,
+    to_meta_tensor,
 )
 
 from tensorhub.errors import StateError
@@ -165,7 +166,9 @@ def _alike(live: torch.Tensor, loaded: torch.Tensor) -> bool:
 def allocate(layer: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Tensors in load format, with nothing in them."""
     info = get_layerwise_info(layer)
-    metadata = {**info.restore_metadata[0], **info.restore_metadata[1]}
+    # vLLM's metadata has no tensors that it never lays out anew, such as a bias in 0.33
+    kept = {name: to_meta_tensor(each) for name, each in own_tensors(layer).items()}
+    metadata = {**kept, **info.restore_metadata[0], **info.restore_metadata[1]}
     with info.restore_device:
         return {name: materialize_meta_tensor(metadata[name]) for name in names}
 
@@ -218,6 +221,8 @@ def _process(layer: nn.Module, filled: Mapping[str, torch.Tensor], into: Any) ->
                         f"reshaped it"
                     )
                 setattr(layer, name, _like(tensor, given))
+            elif tensor is not None and name in filled:
+                live[name].data.copy_(filled[name])
         _layerwise_process(layer, info)
     except BaseException:
         info.load_numel_total = 1
