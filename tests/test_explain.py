@@ -61,7 +61,9 @@ async def test_the_seconds_of_an_update_have_names_and_add_up() -> None:
         parts = check(found)
         assert found.seconds == pytest.approx(report.seconds, rel=0.2)
         assert parts["before_write"] >= HOOK_S
-        assert "before_write on reader" in str(found)
+        # on a busy machine another part may be the longest
+        longest = max(parts, key=parts.__getitem__)
+        assert longest != "before_write" or "before_write on reader" in str(found)
         # (that it is under 2 % is for a machine that has room: `python -m benches bottlenecks`)
         assert parts.get("other", 0.0) <= 0.2 * found.seconds
         assert (found.call, found.version, found.group) == ("update", 1, found.key.group)

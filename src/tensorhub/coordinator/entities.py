@@ -920,11 +920,15 @@ class RankPart(_Moving[PartState]):
 
 @dataclass(slots=True, eq=False)
 class Agreed:
-    """What the ranks of a publish have said of the bytes that they share. `coverage` changes it."""
+    """What the ranks of a publish have said: of the bytes that they share, which `coverage` changes,
+    and of former coordinators, which `operations` changes.
+    """
 
     ranks: set[int] = field(default_factory=set)  # that have said their digests of these
     # by number; and the rank that said it first
     digests: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+    former: frozenset[OpKey] = frozenset()  # that all calls name
+    is_repeated: bool = False  # one of the calls is
 
 
 @dataclass(slots=True, eq=False)
@@ -946,9 +950,6 @@ class Operation(_Moving[OperationState]):
     # its ranks, which read another layout or publish, are known to have every byte, where they must
     covers: bool = False
     agreed: Agreed = field(default_factory=Agreed)
-    # of a publish: what all calls of its ranks name as `former`; whether one of them is repeated
-    former: frozenset[OpKey] = frozenset()
-    is_repeated: bool = False
     # what its ranks hold and must not overwrite yet (G5)
     staying: list[Holding] = field(default_factory=list)
     # until when it waits for readers of what its ranks hold; None: it had not to, so far

@@ -223,12 +223,13 @@ class Operations:
         call = part.call
         if not isinstance(call, Publish):
             return None
-        operation.is_repeated = operation.is_repeated or call.in_lineage is not None
+        agreed = operation.agreed
+        agreed.is_repeated = agreed.is_repeated or call.in_lineage is not None
         if len(operation.parts) == 1:
-            operation.former = frozenset(call.former)
+            agreed.former = frozenset(call.former)
             return None
-        operation.former = operation.former.intersection(call.former)
-        if operation.former or not operation.is_repeated:
+        agreed.former = agreed.former.intersection(call.former)
+        if agreed.former or not agreed.is_repeated:
             return None
         ranks = sorted(operation.parts)[:RANKS_TOLD_MAX]
         text = (
