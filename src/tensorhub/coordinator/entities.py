@@ -920,8 +920,8 @@ class RankPart(_Moving[PartState]):
 
 @dataclass(slots=True, eq=False)
 class Agreed:
-    """What the ranks of a publish have said: of the bytes that they share, which `coverage` changes,
-    and of former coordinators, which `operations` changes.
+    """What the ranks of a publish have said: of the bytes that they share (`coverage` changes it),
+    and of former coordinators (`operations` changes it).
     """
 
     ranks: set[int] = field(default_factory=set)  # that have said their digests of these
