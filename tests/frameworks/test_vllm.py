@@ -541,6 +541,24 @@ def test_an_older_version_than_the_one_that_is_served(llm: Any, trainers: Any) -
     check(llm, model)
 
 
+def test_a_sleeping_engine_is_updated_once_it_is_awake(llm: Any, trainers: Any) -> None:
+    model = actor(27)
+    trainer = trainers(model)
+    trainer.send_weights()
+    llm.sleep(level=2)
+    for parameter in engine_of(llm).model.parameters():
+        parameter.data.fill_(7)  # vLLM's CPU worker keeps its memory
+    train(model)
+    try:
+        with pytest.raises(StateError, match=r"sleeps.*call wake_up"):
+            trainer.send_weights()
+    finally:
+        llm.wake_up()
+    trainer.send_weights()
+    check(llm, model)
+    trainer.check_weights()
+
+
 def test_a_client_that_cannot_pause(trainers: Any) -> None:
     with pytest.raises(InvalidValue, match="cannot pause its engine"):
         trainers(actor(), client=object())

@@ -192,6 +192,55 @@ def test_memory_that_was_lost_is_filled_again_with_its_padding(llm: Any, hub: sy
         llm.collective_rpc("tensorhub_check")
 
 
+@pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeping_engine_is_updated_once_it_is_awake(
+    llm: Any, hub: sync.Hub, coordinator: sync.Coordinator, level: int, host_memory_bytes: int
+) -> None:
+    """vLLM's CPU worker keeps its memory, so the test takes the contents away."""
+    settings = {"address": coordinator.address, "host_memory_bytes": host_memory_bytes}
+    llm.collective_rpc("tensorhub_join", kwargs=settings)
+    model = actor(11)
+    weights = hub.register("actor", model)
+    for version in range(3):
+        if version != 1:  # the second time it wakes to the version that it had
+            with weights.mutate(version):
+                train(model)
+        llm.collective_rpc("tensorhub_update")
+        assert_has(llm, model)
+        llm.collective_rpc("tensorhub_check")
+        llm.sleep(level=level)
+        serve = [each for each in hub.describe("actor").replicas if each.group.startswith("vllm-")]
+        assert bool(serve) == bool(host_memory_bytes), "only host memory is still there"
+        if level == 2:
+            for parameter in worker_of(llm).get_model().parameters():
+                parameter.data.fill_(7)
+        for tags in (["kv_cache"], ["weights"]):
+            for call in ("tensorhub_update", "tensorhub_check"):
+                with pytest.raises(StateError, match=r"sleeps.*call wake_up") as caught:
+                    llm.collective_rpc(call)
+                assert ("weights are torn" in f"{caught.value}") == (level == 2)
+            llm.wake_up(tags)
+        assert llm.collective_rpc("tensorhub_state")[0]["is_torn"] == (level == 2)
+
+
+def test_a_sleeping_engine_wakes_from_its_host_memory(
+    llm: Any, hub: sync.Hub, coordinator: sync.Coordinator
+) -> None:
+    model = actor(12)
+    settings = {"address": coordinator.address, "host_memory_bytes": 2**30}
+    llm.collective_rpc("tensorhub_join", kwargs=settings)
+    with sync.connect(coordinator.address) as trainer:
+        trainer.register("actor", model).publish(0)
+        llm.collective_rpc("tensorhub_update")
+    llm.sleep(level=2)
+    for parameter in worker_of(llm).get_model().parameters():
+        parameter.data.fill_(7)
+    llm.wake_up()
+    llm.collective_rpc("tensorhub_update")  # the trainer is gone
+    assert_has(llm, model)
+
+
 @pytest.mark.parametrize("place", ["padding", "in place", "processed"])
 def test_the_check_finds_what_an_independent_load_makes_otherwise(
     llm: Any, hub: sync.Hub, place: str

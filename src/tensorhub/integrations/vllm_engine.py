@@ -19,9 +19,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from tensorhub.errors import StateError
+from tensorhub.integrations import vllm_sleep
 from tensorhub.integrations.vllm import new_updater
 from tensorhub.integrations.vllm_ranks import Outcome
 from tensorhub.integrations.vllm_session import INTACT, OPEN, TORN
+
+vllm_sleep.watch()  # vLLM imports this module in its workers
 
 
 @dataclass

@@ -34,7 +34,7 @@ from tensorhub.errors import (
     VersionUnavailable,
     some,
 )
-from tensorhub.integrations import vllm_layers as layers, vllm_reload as reload
+from tensorhub.integrations import vllm_layers as layers, vllm_reload as reload, vllm_sleep
 from tensorhub.integrations.releases import check_release
 from tensorhub.integrations.vllm_draft import with_draft
 from tensorhub.integrations.vllm_first_load import first_load, note_first
@@ -90,6 +90,8 @@ class Updater:
         self.is_torn = False
         self._samples: torch.Tensor | None = None  # of the model after the last update
         self._adapters = Adapters(base, self._fetch_adapter)
+        self._sleep = vllm_sleep.of(base)
+        self._sleep.before = self._before_sleep
 
     @property
     def ranks(self) -> Ranks:
@@ -226,6 +228,7 @@ class Updater:
     def _make_plan(self, version: int) -> None:
         """For this version's tensors: made once, and again when they change."""
         hub, settings = self._joined()
+        self._sleep.check_awake()
         self._check_newer(version)
         if self._is_lost():
             self.is_torn = True
@@ -326,7 +329,18 @@ class Updater:
             )
 
     # ----------------------------------------------------------------------------------------------
-    # memory that was lost, as by vLLM's `sleep(level=2)`
+    # memory that goes, and memory that was lost, as by vLLM's `sleep(level=2)`
+
+    def _before_sleep(self, level: int) -> None:
+        """Serve the model's own memory no longer. What is staged in host memory stays, and stays
+        served.
+        """
+        self.is_torn = self.is_torn or level > 1
+        if self.weights is not None and not self.staged:
+            try:
+                self.weights.unpublish()
+            except TensorHubError:
+                self._forget()
 
     def _sampled(self) -> torch.Tensor | None:
         """Some bytes of each tensor of the model."""
@@ -438,6 +452,7 @@ class Updater:
 
     def _compare(self, model: str | None, version: int | None) -> None:
         hub, settings = self._joined()
+        self._sleep.check_awake()
         plan, served = self.plan, self.served
         if plan is None or served is None or self.is_torn:
             raise StateError(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tensorhub.errors import TensorHubError
-from tensorhub.integrations import vllm_draft, vllm_first_load, vllm_start
+from tensorhub.integrations import vllm_draft, vllm_first_load, vllm_sleep, vllm_start
 from tensorhub.integrations.vllm import new_updater
 from tensorhub.integrations.vllm_ranks import Outcome
 from tensorhub.integrations.vllm_session import INTACT, TORN
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # vLLM imports this module before it loads a model
 vllm_first_load.watch()
+vllm_sleep.watch()
 vllm_start.watch()
 
 
