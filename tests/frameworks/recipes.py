@@ -68,6 +68,8 @@ RECIPES = {
             "test_vllm_layers.py",
             "test_vllm_lora.py",
             "test_vllm_mtp.py",
+            "test_vllm_quant.py",
+            "test_vllm_republished.py",
             "test_vllm_server.py",
             "test_vllm_worker.py",
             "test_fs_vllm.py",

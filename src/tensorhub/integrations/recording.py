@@ -55,7 +55,8 @@ class Recording:
     parameters that were written, each with the reason. `needs`: the published tensors that any part
     of a parameter comes from, also in `computed`. `unread`: published tensors that the loader left
     alone. `refused`: published tensors that it refuses, each with the reason. `gaps`: parameters of
-    which so many elements were not written.
+    which so many elements were not written. `casts`: published tensors that are cast, each with
+    their own dtype and the parameter's.
     """
 
     sources: dict[str, list[tuple[Place, View]]] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Recording:
     unread: tuple[str, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     gaps: dict[str, int] = field(default_factory=dict)
+    casts: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def record(load: Loader, parameters: Mapping[str, torch.Tensor], published: Specs) -> Recording:
@@ -157,6 +159,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made_of: dict[int, dict[str, None]] = defaultdict(dict)
         self._written: dict[str, _Written] = defaultdict(_Written)
         self._touched: dict[str, None] = {}
+        self._casts: dict[str, tuple[str, str]] = {}
         for name, parameter in parameters.items():
             root = Root(
                 name,
@@ -298,7 +301,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 else "it is a constant"
             )
         if to.dtype != of.dtype:
-            return f"cast from {_name(of.dtype)} to {_name(to.dtype)}"
+            cast = self._casts[root.name] = _name(of.dtype), _name(to.dtype)
+            return "cast from {} to {}".format(*cast)
         if to.shape != of.shape:
             try:
                 of = of.expand(to.shape)
@@ -337,7 +341,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         refused: dict[str, str],
     ) -> Recording:
         unread = tuple(name for name in published if name not in self._touched)
-        recording = Recording(unread=unread, refused=refused)
+        recording = Recording(unread=unread, refused=refused, casts=self._casts)
         for name, parameter in parameters.items():
             if _storage(parameter) not in self._parameters:
                 raise _Unrecordable(f"load_weights gives parameter {name!r} another memory")

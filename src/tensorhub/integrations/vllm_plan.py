@@ -36,6 +36,9 @@ from tensorhub.logs import get_logger
 
 log = get_logger(__name__)
 
+# numbers that a cast changes little: all others are codes, which mean nothing in another dtype
+PLAIN_DTYPES = {"float64", "float32", "bfloat16", "float16"}
+
 # what loaders of vLLM's leave alone in any checkpoint: it is computed from the configuration
 COMPUTED_NAMES = ("*rotary_emb.inv_freq", "*rotary_emb.cos_cached", "*rotary_emb.sin_cached")
 
@@ -201,7 +204,13 @@ class Planner:
             and not (self._ties and name.endswith("lm_head.weight"))
             and not any(fnmatchcase(name, pattern) for pattern in COMPUTED_NAMES)
         ]
-        return Faults(missing, found.refused, tuple(unread))
+        usual = self._first or {}
+        miscast = {
+            name: f"it is {has}, and the engine's parameter {wants}"
+            for name, (has, wants) in found.casts.items()
+            if not PLAIN_DTYPES.issuperset((has, wants)) and usual.get(name, ("",))[0] != has
+        }
+        return Faults(missing, {**found.refused, **miscast}, tuple(unread))
 
     def _refuse_acting_once(self, by_module: Mapping[str, object]) -> None:
         if refused := [name for name in self._acting_once if name in by_module]:
@@ -257,10 +266,7 @@ def mismatch(model_name: str, faults: Sequence[Faults]) -> ManifestMismatch | No
             f"{model_name!r}: {_listed(missing)}"
         )
     if refused:
-        texts.append(
-            f"the engine refuses {len(refused)} published tensor(s), which it does not need: "
-            f"{_listed(refused)}"
-        )
+        texts.append(f"the engine refuses {len(refused)} published tensor(s): {_listed(refused)}")
     if not texts:
         return None
     differences = tuple(
