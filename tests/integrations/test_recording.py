@@ -237,6 +237,7 @@ def test_what_is_computed_is_told_by_name_with_its_reason() -> None:
         "mul": "aten.mul_.Tensor, of no published tensor",
         "scale": "elements are repeated, of 'e'",
     }
+    assert found.casts == {"a": ("float32", "bfloat16")}
     assert set(found.sources) == {"w"}
     assert not found.gaps
     assert found.needs["mul"] == ("d",)
