@@ -294,7 +294,8 @@ class Updater:
                 settings.model,
                 tensors,
                 sources={name: plan.recording.sources.get(name, []) for name in tensors},
-                group=f"{settings.group}/{parallel.data_parallel_index}",
+                # an engine that comes back with other workers is another group
+                group=f"{settings.group}/{parallel.data_parallel_index}/{self._ranks.count}",
                 rank=self._ranks.rank,
                 world_size=self._ranks.count,
                 spot=True,
