@@ -70,6 +70,7 @@ RECIPES = {
             "test_vllm_mtp.py",
             "test_vllm_quant.py",
             "test_vllm_republished.py",
+            "test_vllm_requests.py",
             "test_vllm_restart.py",
             "test_vllm_server.py",
             "test_vllm_worker.py",

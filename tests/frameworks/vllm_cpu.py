@@ -100,6 +100,19 @@ def warm_up() -> None:
     CPUModelRunner.warming_up_model = lambda self: None
 
 
+def generation() -> None:
+    """Have a Llama generate by its embedding and its head alone: attention needs native ops."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.models.llama import LlamaModel
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.block_table import BlockTable
+
+    Sampler.greedy_sample = staticmethod(lambda logits: logits.argmax(-1).view(-1))
+    LlamaModel.forward = lambda self, input_ids, *given, **named: self.embed_tokens(input_ids)
+    BlockTable.compute_slot_mapping = lambda self, *given: None
+    ops.cpu_attn_get_scheduler_metadata = lambda **named: torch.empty(0)
+
+
 def platform() -> str:
     """The platform of a process: releases before 0.29 take it from the name of their own build."""
     return "vllm.platforms.cpu.CpuPlatform"
@@ -116,6 +129,7 @@ def install_plugins(directory: Path) -> None:
         f"cpu_shim = {here}:shim",
         f"cpu_faults = {here}:faults",
         f"cpu_warm_up = {here}:warm_up",
+        f"cpu_generation = {here}:generation",
         "[vllm.platform_plugins]",
         f"cpu_platform = {here}:platform",
         "",
