@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub import sync
+from tensorhub import Options, sync
 from tensorhub.integrations.vllm_session import ExtensionClient, HttpClient, Session, Settings
 from tests.frameworks import vllm_cpu
 from tests.frameworks.test_vllm import actor, train
@@ -26,13 +26,16 @@ pytestmark = [pytest.mark.framework, pytest.mark.timeout(1200)]
 def test_an_engine_comes_back_with_other_tensor_parallel_workers(
     sizes: tuple[int, int], tmp_path: Path
 ) -> None:
-    """It was killed: its old workers have not left the cluster."""
+    """It was killed, and the cluster still knows its old workers: their lease runs."""
     path = tmp_path / "model"
     path.mkdir()
     vllm_cpu.prepare(path)
     options = ["--worker-extension-cls", EXTENSION, "--load-format", "dummy"]
     model = actor()
-    with sync.serve() as coordinator, sync.connect(coordinator.address) as hub:
+    with (
+        sync.serve(options=Options(lease_s=600)) as coordinator,
+        sync.connect(coordinator.address) as hub,
+    ):
         weights = hub.register("actor", model)
         http = HttpClient("http://127.0.0.1:1")
         client = ExtensionClient(http)
