@@ -84,6 +84,17 @@ RECIPES = {
     "vllm-0.29": Recipe(  # OpenRLHF's
         ("--no-deps vllm==0.29.0 openai-harmony",), VLLM_MORE, base="vllm"
     ),
+    "skyrl": Recipe(
+        (
+            "--no-deps skyrl==0.3.0 skyrl-gym vllm==0.23.0 ray==2.56.0 gguf",
+            "--no-deps openai-harmony diskcache==5.6.3 loguru omegaconf tensordict pandas",
+            "--no-deps antlr4-python3-runtime==4.9.3 peft accelerate datasets pytz six tzdata",
+            "--no-deps python-dateutil jaxtyping wadler-lindig torchdata",
+            "--no-deps multiprocess dill xxhash pyarrow",
+        ),
+        ("test_skyrl.py",),
+        base="vllm",
+    ),
     # before the interface for weight transfer
     "vllm-0.24": Recipe(  # verl's
         ("--no-deps vllm==0.24.0 openai-harmony diskcache==5.6.3",),

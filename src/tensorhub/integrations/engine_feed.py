@@ -1,0 +1,58 @@
+"""A trainer's rank 0 that is handed one tensor at a time, and its vLLM engines, with
+`vllm_worker.WorkerExtension`: what SkyRL's adapter sends by.
+
+Not responsible for pausing the engines, which the framework does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tensorhub.errors import InvalidValue
+from tensorhub.integrations.checkpoint_engine import Exchange
+from tensorhub.integrations.fleet import Fleet, together
+from tensorhub.integrations.vllm_session import ExtensionClient, Session, Settings
+from tensorhub.runtime.control.addresses import split_addresses
+
+if TYPE_CHECKING:
+    import torch
+
+EXTENSION = "tensorhub.integrations.vllm_worker.WorkerExtension"
+
+
+class EngineFeed:
+    """`engines`: servers' URLs, or objects with vLLM's `collective_rpc`. `settings`: see
+    `Exchange`; an address is needed.
+    """
+
+    def __init__(self, engines: Sequence[Any], **settings: Any) -> None:
+        self._exchange = Exchange(host="127.0.0.1", **settings)
+        if not self._exchange.has_address:
+            raise InvalidValue(
+                "engines need a coordinator that they reach: start `tensorhub serve`, and set "
+                "TENSORHUB_ADDRESS for the trainer's processes"
+            )
+        meeting, timeout_s = self._exchange.prepare()["tensorhub"], self._exchange.timeout_s
+        address = list(split_addresses(meeting["address"]))
+        init = Settings(address, self._exchange.model, pause=None, timeout_s=timeout_s)
+        sessions = [Session(ExtensionClient(each, timeout_s), init) for each in engines]
+        # the framework generates with all of them, so none is left out
+        self._fleet = Fleet(sessions, timeout_s=timeout_s, failures_max=sys.maxsize)
+
+    def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Publish copies of the tensors as the next version, and have each engine take it. Returns
+        its number. Raises what `streamed.Sender.send` raises, and the first engine's error with a
+        note for each other one.
+        """
+        version = self._exchange.join("sender", self._exchange.prepare()).next
+        self._exchange.send(weights, version)
+        report = self._fleet.update(self._exchange.published(version))
+        if report.failed:
+            raise together(report.failed)
+        return version
+
+    def close(self) -> None:
+        self._fleet.close()
+        self._exchange.close()
