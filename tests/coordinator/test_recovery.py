@@ -6,6 +6,8 @@ and `withdrawals`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tensorhub.errors import (
@@ -16,6 +18,7 @@ from tensorhub.errors import (
 from tensorhub.messages import FORMER_KEYS_MAX
 from tensorhub.testing import Choice, StepwiseCluster
 from tensorhub.types import HandleState
+from tensorhub.worker.registration_session import RegistrationSession
 
 
 def reconnect(cluster: StepwiseCluster, *, but: str = "") -> None:
@@ -407,6 +410,31 @@ def test_whoever_comes_back_before_the_recovery_lease_is_over_keeps_what_it_hold
     calls = [handle.replicate(number) for number, handle in enumerate(late)]
     cluster.run()
     assert [call.number for call in calls] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_publish_is_not_repeated_at_a_coordinator_that_tells_of_no_lineage(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the release before does not know with which calls the repeated one may count."""
+    cluster = StepwiseCluster()
+    trainers = cluster.group("trainer", ranks)
+    cluster.run()
+    calls = [handle.publish(1) for handle in trainers]
+    until_it_is_being_stored(cluster)
+    cluster.restart(kept=False)
+    confirm = RegistrationSession.confirm
+    monkeypatch.setattr(
+        RegistrationSession,
+        "confirm",
+        lambda session, answer: confirm(session, replace(answer, in_lineage=None)),
+    )
+    reconnect(cluster)
+    cluster.run()
+    for handle, call in zip(trainers, calls, strict=True):
+        with pytest.raises(GroupAborted, match="call again"):
+            _ = call.number
+        assert handle.member.state is HandleState.EMPTY
 
 
 def test_a_publish_at_a_coordinator_that_tells_of_no_lineage_is_not_repeated() -> None:

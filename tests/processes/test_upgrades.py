@@ -169,6 +169,7 @@ def test_an_upgrade_one_process_after_another_fails_no_call(
     trainer = worker(start, "trainer", False, address)
     training = trainer.begin("train", first=last + 1)
     if not is_first:
+        trainer.do("newest", at_least=last + 1)  # it has heard the lineage with that
         upgrade_coordinator()
     trainer.do("finish", after=last + 10)
     last = training.result()

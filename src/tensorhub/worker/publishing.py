@@ -108,9 +108,11 @@ class Publishing(GroupCall[PublishCall]):
     def unheard_of(self, error: Exception) -> None:
         """Repeat the call under a new key, unless the model was rolled back. Other ranks may know
         of an end of their calls that the new coordinator does not know. So it names its former
-        keys: it counts only with calls that had one of them, and still run.
+        keys: it counts only with calls that had one of them, and still run. A coordinator of the
+        release before tells of no lineage, and understands neither: there a repeat could join a
+        later call of another rank.
         """
-        if self._lineage is None:
+        if self._lineage is None or self._context.session.lineage is None:
             self.aborted(error)
             return
         self._is_repeated = True
