@@ -218,8 +218,14 @@ async def published_tensors(
     worked out again.
     """
     timeout_s = hub._worker.timeout_s(timeout)
+    known = None if before is None else before.publication
     reply, found = await hub._thread.call(
-        _publication, hub._worker, model, selector, timeout_s, before
+        _publication,
+        hub._worker,
+        model,
+        selector,
+        timeout_s,
+        lambda told: told.publication == known,
     )
     if found is None:
         assert before is not None
@@ -234,11 +240,11 @@ async def _publication(
     model: str,
     selector: Selector,
     timeout_s: float,
-    before: PublishedTensors | None,
+    is_known: Callable[[PublicationReply], bool],
 ) -> tuple[PublicationReply, tuple[Published, Mapping[str, bytes]] | None]:
     deadline = anyio.current_time() + timeout_s
     reply = await worker.coordinator.publication(model, selector, timeout_s)
-    if before is not None and before.publication == reply.publication:
+    if is_known(reply):
         return reply, None
     return reply, await worker.parts_of(reply.publication, deadline)
 
@@ -250,17 +256,15 @@ async def published_parts(
     and may change. Raises as `Hub.plan`.
     """
     timeout_s = hub._worker.timeout_s(timeout)
-    return await hub._thread.call(_parts, hub._worker, model, selector, timeout_s, known)
-
-
-async def _parts(
-    worker: CallersWorker, model: str, selector: Selector, timeout_s: float, known: Container[str]
-) -> tuple[VersionInfo, tuple[Published, Mapping[str, bytes]] | None]:
-    deadline = anyio.current_time() + timeout_s
-    reply = await worker.coordinator.publication(model, selector, timeout_s)
-    if reply.version.content_id in known:
-        return reply.version, None
-    return reply.version, await worker.parts_of(reply.publication, deadline)
+    reply, found = await hub._thread.call(
+        _publication,
+        hub._worker,
+        model,
+        selector,
+        timeout_s,
+        lambda told: told.version.content_id in known,
+    )
+    return reply.version, found
 
 
 async def changed_tensors(weights: Weights) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tensorhub.fs import TensorHubFileSystem
     from tensorhub.fs.mounting import Mount
 
-POLL_S = 0.25  # how often it is looked at whether somebody has unmounted it
+POLL_S = 0.25  # how often the mount is looked at: another process may unmount it
 
 
 def mount(
@@ -115,7 +115,7 @@ class Mounter:
         try:
             mount = await anyio.to_thread.run_sync(self._mount)
             self.is_mounted = True
-            while mount.is_mounted:  # noqa: ASYNC110 - somebody may unmount it
+            while mount.is_mounted:  # noqa: ASYNC110 - another process may unmount it
                 await anyio.sleep(POLL_S)
         finally:
             with anyio.CancelScope(shield=True):

@@ -211,7 +211,7 @@ class Mount:
 
     @property
     def is_mounted(self) -> bool:
-        """False once somebody has unmounted it."""
+        """False once a process has unmounted it."""
         return self._thread.is_alive()
 
     def unmount(self) -> None:

@@ -39,13 +39,11 @@ from tensorhub.runtime.control.store import SqliteStore
 from tensorhub.types import OpKey
 from tests.etcd_rig import (
     ADDRESS,
-    Member,
     connected,
     elected,
     etcd_servers,
     kept,
     needs_etcd,
-    place_at,
     publication,
     read,
     values,
@@ -59,17 +57,6 @@ pytestmark = needs_etcd
 @pytest.fixture
 def anyio_backend() -> str:
     return "trio"  # asyncio: tests/test_failover.py
-
-
-@pytest.fixture(scope="module")
-def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
-    with etcd_servers(tmp_path_factory.mktemp("etcd")) as members:
-        yield members[0]
-
-
-@pytest.fixture
-def place(member: Member) -> Place:
-    return place_at(member)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ was there stays as a copy.
 import contextlib
 import json
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,10 @@ from tensorhub.runtime.control.etcd_election import EtcdElection, EtcdTerm
 from tensorhub.runtime.control.etcd_store import COLUMNS, Record
 from tests.etcd_rig import (
     ADDRESS,
-    Member,
     connected,
     elected,
-    etcd_servers,
     kept,
     needs_etcd,
-    place_at,
     read,
     values,
     write,
@@ -41,17 +38,6 @@ Commit = Callable[..., Awaitable[None]]
 @pytest.fixture
 def anyio_backend() -> str:
     return "trio"
-
-
-@pytest.fixture(scope="module")
-def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
-    with etcd_servers(tmp_path_factory.mktemp("etcd")) as members:
-        yield members[0]
-
-
-@pytest.fixture
-def place(member: Member) -> Place:
-    return place_at(member)
 
 
 async def store(place: Place, format_: int) -> dict[bytes, bytes]:

@@ -4,7 +4,6 @@ names what to do.
 
 import contextlib
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,13 +20,11 @@ from tensorhub.runtime.control.etcd_election import EtcdElection
 from tensorhub.runtime.control.etcd_store import VALUE_BYTES_MAX
 from tests.etcd_rig import (
     ADDRESS,
-    Member,
     connected,
     elected,
     etcd_servers,
     kept,
     needs_etcd,
-    place_at,
     publication,
     read,
     write,
@@ -39,17 +36,6 @@ pytestmark = needs_etcd
 @pytest.fixture
 def anyio_backend() -> str:
     return "trio"  # asyncio: tests/test_failover.py
-
-
-@pytest.fixture(scope="module")
-def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
-    with etcd_servers(tmp_path_factory.mktemp("etcd")) as members:
-        yield members[0]
-
-
-@pytest.fixture
-def place(member: Member) -> Place:
-    return place_at(member)
 
 
 async def test_a_prefix_that_has_something_else(place: Place) -> None:
