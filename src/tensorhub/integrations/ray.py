@@ -35,10 +35,8 @@ from tensorhub import (
     TensorHubError,
     sync,
 )
-from tensorhub.integrations.releases import check_release
 from tensorhub.logs import get_logger
 
-SUPPORTED: Final = ("2.60",)
 NAMESPACE: Final = "tensorhub"  # of Ray: every driver knows the coordinator by one name
 RACK_LABELS: Final = ("tensorhub/rack", "ray.io/gpu-domain")  # of a node, the first that it has
 SITE_LABELS: Final = ("tensorhub/site", "ray.io/availability-zone", "ray.io/availability-region")
@@ -68,9 +66,9 @@ def start_coordinator(
     cluster's secret is looked for where the actor runs: TENSORHUB_TOKEN, TENSORHUB_TOKEN_FILE or
     the usual token file (a node's address is not loopback, so it needs one).
 
-    Raises StateError (a `state_dir` that cannot be used, or differs from the running coordinator's;
-    a release of Ray that is not supported), AuthenticationFailed (no secret),
-    CoordinatorUnavailable (the actor could not be started in time).
+    Raises StateError (a `state_dir` that cannot be used, or differs from the running
+    coordinator's), AuthenticationFailed (no secret), CoordinatorUnavailable (the actor could not be
+    started in time).
     """
     directory = os.fspath(state_dir)
     if not os.path.isabs(directory):
@@ -238,8 +236,7 @@ class CoordinatorActor:
 
 
 def _check_initialized() -> None:
-    check_release("ray", ray.__version__, SUPPORTED)
-    # nor is to be: Ray's own calls would start a cluster of their own here
+    # Ray's own calls would start a cluster of their own here
     if not ray.is_initialized():
         raise CoordinatorUnavailable(
             "this process has not joined a Ray cluster: call ray.init() first"

@@ -33,7 +33,6 @@ import torch
 from ray._private.ray_constants import RDT_FETCH_FAIL_TIMEOUT_SECONDS
 from ray.experimental.rdt.tensor_transport_manager import (
     CommunicatorMetadata,
-    FetchRequest,
     TensorTransportManager,
     TensorTransportMetadata,
 )
@@ -41,14 +40,25 @@ from ray.experimental.rdt.util import register_tensor_transport, transport_manag
 
 from tensorhub import TensorHubError, sync
 from tensorhub.api.tools import fetch_into
-from tensorhub.integrations.ray import SUPPORTED, location
-from tensorhub.integrations.releases import check_release
+from tensorhub.integrations.ray import location
+from tensorhub.integrations.releases import check_calls, check_release
 from tensorhub.integrations.reused_memory import ReusedMemory
 from tensorhub.logs import get_logger
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.runtime.loop_thread import finish_blocking
 
+try:
+    from ray.experimental.rdt.tensor_transport_manager import FetchRequest
+except ImportError:  # before 2.56, which fetches one object after the other
+
+    @dataclass
+    class FetchRequest:  # type: ignore[no-redef]
+        obj_id: str
+        tensors: list[Any]
+
+
 NAME: Final = "TENSORHUB"
+TESTED: Final = ("2.55", "2.56", "2.60")  # releases of Ray that all tests ran with
 # Ray gives up after all of it, and cannot say why
 FETCH_S: Final = 0.75 * RDT_FETCH_FAIL_TIMEOUT_SECONDS
 # an object's destinations serve each other while they fill, which costs each some 4 ms
@@ -66,7 +76,12 @@ def register_transport() -> None:
     of the driver's own script, in `__init__`. Raises StateError for a release of Ray that this was
     not made for.
     """
-    check_release("ray", ray.__version__, SUPPORTED)
+    check_release(
+        "Ray",
+        ray.__version__,
+        TESTED,
+        probe=lambda: check_calls(TensorHubTransport, TensorTransportManager),
+    )
     if NAME not in transport_manager_info:
         register_tensor_transport(NAME, ["cpu", "cuda"], TensorHubTransport, torch.Tensor)
 
