@@ -557,16 +557,26 @@ def sglang(mib: int, rounds: int) -> None:
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
     }
-    config = {**sizes, "head_dim": 64, "num_hidden_layers": max(1, mib // layer_mib)}
+    config: dict[str, Any] = {
+        **sizes,
+        "head_dim": 64,
+        "num_hidden_layers": max(1, mib // layer_mib),
+    }
     rank = sglang_cpu.Rank(Path(tempfile.mkdtemp()), **config)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tensorhub import sync
     from tensorhub.integrations.sglang import Trainer
     from tensorhub.integrations.sglang_engine import Receiver
+    from tensorhub.integrations.sglang_session import Order, Report
 
     model = LlamaForCausalLM(LlamaConfig(**{**vllm_cpu.LLAMA, **config})).to(torch.bfloat16)
     take = Receiver.take
+
+    def no_op(self: Receiver, named_tensors: Any) -> None:
+        order = Order.of(named_tensors)
+        self.report = Report(order.version, order.is_check)
+
     with (
         sync.serve() as coordinator,
         sync.connect(coordinator.address) as hub,
@@ -588,7 +598,7 @@ def sglang(mib: int, rounds: int) -> None:
                     through.append(time.perf_counter() - began)
                     continue
                 if reader is None:
-                    plan = rank.model._modules["tensorhub"].receiver._plan
+                    plan = rank.receiver._plan
                     memory = {
                         name: torch.zeros_like(tensor) for name, tensor in plan.in_place.items()
                     }
@@ -600,9 +610,9 @@ def sglang(mib: int, rounds: int) -> None:
                 reader.update(version)
                 bare.append(time.perf_counter() - began)
                 published.unpublish()
-            Receiver.take = lambda self, named_tensors: None  # type: ignore[method-assign]
+            Receiver.take = no_op  # type: ignore[method-assign]
             began = time.perf_counter()
-            trainer._update_all(info)
+            trainer._on_all(info, is_check=False)
             nothing.append(time.perf_counter() - began)
             Receiver.take = take  # type: ignore[method-assign]
         nbytes = sum(tensor.nbytes for tensor in memory.values()) >> 20

@@ -35,6 +35,8 @@ VLLM = (
 VLLM_TESTS = ("test_vllm.py", "test_vllm_worker.py")
 # the oldest release and one between: with adapters and drafts, too
 VLLM_MORE = ("test_vllm_worker.py", "test_vllm_draft.py", "test_vllm_lora.py")
+RAY = ("test_ray.py", "test_ray_transport.py")
+SGLANG = ("test_sglang.py", "test_sglang_quantized.py", "test_sglang_ranks.py")
 RECIPES = {
     # loaders without an adapter, which read a mounted version
     "fs": Recipe(
@@ -42,7 +44,9 @@ RECIPES = {
         ("test_fs.py",),
         module="mfusepy",
     ),
-    "ray": Recipe(("ray==2.60.0",), ("test_ray.py", "test_ray_transport.py")),
+    "ray": Recipe(("ray==2.60.0",), RAY),
+    "ray-2.56": Recipe(("--no-deps ray==2.56.0",), RAY, base="ray"),
+    "ray-2.55": Recipe(("--no-deps ray==2.55.0",), RAY, base="ray"),
     "sglang": Recipe(
         (
             "--no-deps sglang==0.5.23",
@@ -52,7 +56,38 @@ RECIPES = {
                 "outlines==0.1.11 timm==1.0.25"
             ),
         ),
-        ("test_sglang.py", "test_sglang_ranks.py", "test_fs_sglang.py"),
+        (*SGLANG, "test_fs_sglang.py"),
+    ),
+    "sglang-0.5.15": Recipe(
+        (
+            (
+                "--no-deps sglang==0.5.15.post1 transformers==5.12.1 tokenizers==0.22.2 "
+                "huggingface-hub==1.5.0 openai==2.6.1 xgrammar==0.2.1"
+            ),
+        ),
+        SGLANG,
+        base="sglang",
+    ),
+    "sglang-0.5.12": Recipe(
+        (
+            (
+                "--no-deps sglang==0.5.12 transformers==5.6.0 tokenizers==0.22.2 "
+                "huggingface-hub==1.5.0 openai==2.6.1 xgrammar==0.2.0 apache-tvm-ffi==0.1.9"
+            ),
+        ),
+        SGLANG,
+        base="sglang",
+    ),
+    "sglang-0.5.10": Recipe(
+        (
+            (
+                "--no-deps sglang==0.5.10.post1 transformers==5.3.0 tokenizers==0.22.2 "
+                "huggingface-hub==1.5.0 openai==2.6.1 xgrammar==0.1.32 apache-tvm-ffi==0.1.9 "
+                "timm==1.0.16"
+            ),
+        ),
+        SGLANG,
+        base="sglang",
     ),
     "trl": Recipe(("trl==1.16.0 requests",), ("test_trl.py",)),
     "verl": Recipe(

@@ -1,32 +1,35 @@
 """SGLang on a machine without a GPU, where its engine does not start: everything of it that an
-update goes through.
+update goes through, of each release that the adapter supports.
 
-A rank has SGLang's model, `WeightUpdater`, `SchedulerWeightUpdaterManager` and `WeightChecker`, in
-SGLang's process groups over gloo. Before them is SGLang's tokenizer manager, as far as it talks of
-weights (`TokenizerControlMixin`). Left out is the scheduler between them, with its sockets and its
-loop, and all that generates.
+A rank has SGLang's model and what of its scheduler updates weights, in SGLang's process groups over
+gloo. Before them is SGLang's tokenizer manager, as far as it talks of weights. Left out is the
+scheduler between them, with its sockets and its loop, and all that generates.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import multiprocessing
 import os
 import pickle
+import re
 import socket
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
+from tests.frameworks import sglang_parts
 from tests.frameworks.vllm_cpu import LLAMA
 
 START_S = 300.0  # until a process of ranks is there, on a machine that does other things
@@ -56,132 +59,124 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def has_sessions() -> bool:
+    from sglang import __version__
+
+    from tensorhub.integrations import sglang_session
+
+    return sglang_session.has_sessions(__version__)
+
+
 def settings(directory: Path, size: int, config: dict[str, Any]) -> Any:
-    """What a server of a small Llama is started with."""
+    """What a server of a small Llama is started with. `config`: of the model; "server": of the
+    server.
+    """
     shim()
     from sglang.srt.server_args import ServerArgs
 
     from tensorhub.integrations.sglang import LOADER
 
-    (directory / "config.json").write_text(json.dumps({**LLAMA, **config}))
+    config = {**LLAMA, **config}
+    server = config.pop("server", {})
+    (directory / "config.json").write_text(json.dumps(config))
     return ServerArgs(
-        model_path=str(directory),
-        device="cpu",
-        tp_size=size,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        custom_weight_loader=[LOADER],
+        **{
+            "model_path": str(directory),
+            "device": "cpu",
+            "tp_size": size,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "custom_weight_loader": [LOADER],
+            **server,
+        }
     )
 
 
 class Rank:
-    """One rank of an engine, in this process; a process has one."""
+    """One rank of an engine, in this process."""
 
     def __init__(
-        self, directory: Path, rank: int = 0, size: int = 1, port: int = 0, **config: Any
+        self,
+        directory: Path,
+        rank: int = 0,
+        size: int = 1,
+        store: Path | None = None,
+        **config: Any,
     ) -> None:
         shim()
-        from sglang.srt.configs.device_config import DeviceConfig
-        from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.configs.model_config import ModelConfig
         from sglang.srt.distributed import parallel_state
         from sglang.srt.layers.dp_attention import initialize_dp_attention
-        from sglang.srt.managers.scheduler_components.weight_updater import (
-            SchedulerWeightUpdaterManager,
-        )
-        from sglang.srt.managers.tp_worker import BaseTpWorker
-        from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-        from sglang.srt.model_loader import get_model
-        from sglang.srt.runtime_context import SpawnRanks, get_model as model_settings, publish
-        from sglang.srt.utils.weight_checker import WeightChecker
 
+        self.rank, self.size, self.directory = rank, size, directory
         self.settings = settings(directory, size, config)
-        publish(self.settings, role="scheduler", ranks=SpawnRanks(world_rank=rank))
+        if has_sessions():
+            from sglang.srt.runtime_context import SpawnRanks, publish
+
+            publish(self.settings, role="scheduler", ranks=SpawnRanks(world_rank=rank))
+        else:
+            from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+            set_global_server_args_for_scheduler(self.settings)
         where = {
-            "distributed_init_method": f"tcp://127.0.0.1:{port or free_port()}",
+            "distributed_init_method": f"file://{store or directory / 'store'}",
             "backend": "gloo",
             "timeout": 120,
         }
-        parallel_state.init_distributed_environment(
-            world_size=size, rank=rank, local_rank=rank, **where
-        )
-        parallel_state.initialize_model_parallel(backend="gloo")
-        initialize_dp_attention(server_args=self.settings)
-        model_config = ModelConfig.from_server_args(self.settings)
-        load = LoadConfig(load_format="dummy")
-        self.model = get_model(
-            model_config=model_config, load_config=load, device_config=DeviceConfig("cpu")
-        )
-        self.updater = WeightUpdater(
-            tp_rank=rank,
-            device="cpu",
-            gpu_id=0,
-            model_config=model_config,
-            custom_weight_loaders=model_settings().custom_weight_loader,
-            get_model=lambda: self.model,
-            update_model_fields=lambda *_, **__: None,
-            recapture_cuda_graph=lambda: None,
-            get_model_runner=lambda: None,
-        )
-        self._checker = WeightChecker(get_model=lambda: self.model)
-        self.flushed = 0
-        runner = types.SimpleNamespace(
-            weight_updater=self.updater, check_weights=self._checker.handle
-        )
-        worker = types.SimpleNamespace(
-            weight_update_runners=lambda: [("target", runner)],
-            deserialize_own_rank=lambda given: BaseTpWorker.deserialize_own_rank(None, given),
-        )
+        self.config = ModelConfig.from_server_args(self.settings)
+        if not torch.distributed.is_initialized():  # one rank after the other may be in a process
+            parallel_state.init_distributed_environment(
+                world_size=size, rank=rank, local_rank=rank, **where
+            )
+            sizes = {} if has_sessions() else {"tensor_model_parallel_size": size}
+            parallel_state.initialize_model_parallel(backend="gloo", **sizes)
+            models = {} if has_sessions() else {"model_config": self.config}
+            initialize_dp_attention(server_args=self.settings, **models)
+        self.model = self._loaded(self.settings.load_format)
         self.versions: list[str] = []
-        self.manager = SchedulerWeightUpdaterManager(
-            tp_worker=worker,
-            draft_worker=None,
-            memory_saver_adapter=None,
-            flush_cache=self._flush,
-            is_fully_idle=lambda **_: True,
-            scheduler=types.SimpleNamespace(record_weight_version_change=self._changed),
+        self.flushed = 0
+        self.manager = sglang_parts.manager(self) if has_sessions() else sglang_parts.older(self)
+
+    def _loaded(self, load_format: str) -> Any:
+        from sglang.srt.configs.device_config import DeviceConfig
+        from sglang.srt.configs.load_config import LoadConfig
+        from sglang.srt.model_loader import get_model
+
+        return get_model(
+            model_config=self.config,
+            load_config=LoadConfig(load_format=load_format),
+            device_config=DeviceConfig("cpu"),
         )
-
-    def _flush(self, empty_cache: bool) -> bool:
-        self.flushed += 1
-        return True
-
-    def _changed(self, new_version: str | None) -> None:
-        if new_version is not None:
-            self.versions.append(new_version)
 
     def handle(self, request: Any) -> Any:
         """What the scheduler does with a request, in the mode in which its loop runs."""
-        from sglang.srt.managers import io_struct
-
-        calls: dict[type, Callable[[Any], Any]] = {
-            io_struct.BeginWeightUpdateReqInput: self.manager.begin_weight_update,
-            io_struct.UpdateWeightsFromTensorReqInput: self.manager.update_weights_from_tensor,
-            io_struct.EndWeightUpdateReqInput: self.manager.end_weight_update,
-            io_struct.CheckWeightsReqInput: self.manager.check_weights,
-        }
+        name = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(request).__name__.removesuffix("ReqInput"))
         with torch.inference_mode():
-            return calls[type(request)](request)
+            return getattr(self.manager, name.lower())(request)
 
     def checksums(self) -> dict[str, str]:
-        return dict(self._checker.handle("checksum", role="target")["checksums"])
+        """Of all parameters and buffers of the model."""
+        return checksums(self.model)
+
+    @property
+    def receiver(self) -> Any:
+        return self.model.get_weights_by_name.receiver
 
     def ways(self) -> tuple[list[str], list[str]]:
-        """The parameters that are written in place, and the published tensors that the loader is
-        given.
-        """
-        plan = self.model._modules["tensorhub"].receiver._plan
-        return sorted(plan.in_place), list(plan.loaded)
+        """The parameters that are written in place, and the layers that SGLang's loader loads."""
+        plan = self.receiver._plan
+        loaded = [layer.name for batch in plan.loaded for layer in batch.layers]
+        return sorted(plan.in_place), loaded
 
     def fail(self, text: str | None) -> None:
         """From now on the step after loading fails on this rank; None: no more."""
-        from sglang.srt.model_loader import loader
 
-        def fail(_: Any) -> None:
+        def fail() -> None:
             raise RuntimeError(text)
 
-        self._post_load = getattr(self, "_post_load", loader.post_load_weights)
-        loader.post_load_weights = self._post_load if text is None else fail
+        self.model.__dict__.pop("post_load_weights", None)
+        if text is not None:
+            self.model.post_load_weights = fail
 
     def tell_of_chunks(self, path: Path | None) -> None:
         """From now on that file is there once chunks are verified that this rank has read; None: no
@@ -204,13 +199,23 @@ class Rank:
         Receiver._fill = lambda *_: os._exit(1)  # type: ignore[method-assign]
 
     def loaded_by_sglang(self, weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """The checksums after SGLang has loaded these in its own way, with its default loader."""
-        with torch.inference_mode():
-            self.updater.begin_weight_update()
-            done, said = self.updater.update_weights_from_tensor(list(weights.items()))
-            assert done, said
-            self.updater.end_weight_update(run_post_load=False)
-        return self.checksums()
+        """The checksums of another model that SGLang has loaded from a checkpoint of these."""
+        path = self.directory / "model.safetensors"
+        kept = path.read_bytes() if path.exists() else None
+        save_file({name: each.detach().clone() for name, each in weights.items()}, path)
+        try:
+            return checksums(self._loaded("auto"))
+        finally:
+            path.unlink() if kept is None else path.write_bytes(kept)
+
+
+def checksums(model: torch.nn.Module) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(
+            each.data.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for name, each in model.state_dict().items()
+    }
 
 
 class Ranks:
@@ -219,7 +224,6 @@ class Ranks:
     def __init__(self, directory: Path, size: int, **config: Any) -> None:
         self.settings = settings(directory, size, config)
         context = multiprocessing.get_context("spawn")
-        port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -227,7 +231,9 @@ class Ranks:
             there = directory / f"{rank}"
             there.mkdir()
             process = context.Process(
-                target=_serve, args=(theirs, there, rank, size, port, config), daemon=True
+                target=_serve,
+                args=(theirs, there, rank, size, directory / "store", config),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -270,9 +276,9 @@ def _answer(pipe: Connection, within_s: float) -> Any:
 
 
 def _serve(
-    pipe: Connection, directory: Path, rank: int, size: int, port: int, config: dict[str, Any]
+    pipe: Connection, directory: Path, rank: int, size: int, store: Path, config: dict[str, Any]
 ) -> None:
-    one = Rank(directory, rank, size, port, **config)
+    one = Rank(directory, rank, size, store, **config)
     pipe.send(None)
     while True:
         name, given = pipe.recv()
@@ -283,62 +289,7 @@ def engine(ranks: Rank | Ranks) -> Any:
     """Like an `sglang.Engine` of these ranks: its loop, its settings, and SGLang's tokenizer
     manager as far as needed.
     """
-    from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
-    from sglang.srt.runtime_context import get_context, publish, publish_role
-    from sglang.srt.utils.aio_rwlock import RWLock
-    from sglang.utils import TypeBasedDispatcher
-
-    class Manager(TokenizerControlMixin):
-        pause_generation = TokenizerManager.pause_generation
-        continue_generation = TokenizerManager.continue_generation
-        record_config_updates = TokenizerManager.record_config_updates
-
-        def __init__(self, settings: Any) -> None:
-            self.server_args = settings
-            self.is_pause, self.is_pause_cond, self.model_update_lock = (
-                False,
-                asyncio.Condition(),
-                RWLock(),
-            )
-            self.mm_processor = None
-            self.startup_time = 0.0
-            self.calls: list[str] = []
-            self.died_of: BaseException | None = None
-            self._result_dispatcher = TypeBasedDispatcher([])
-            self.init_communicators()
-
-        def auto_create_handle_loop(self) -> None:
-            pass
-
-        def abort_request(self, abort_all: bool) -> None:
-            self.calls.append("abort")
-
-        async def _async_dispatch_to_scheduler(self, request: Any) -> None:
-            self.calls.append(type(request).__name__)
-
-        def _dispatch_to_scheduler(self, request: Any) -> None:
-            asyncio.get_running_loop().create_task(self._done(request))
-
-        async def _done(self, request: Any) -> None:
-            try:
-                answer = await asyncio.to_thread(ranks.handle, request)
-            except BaseException as error:  # a scheduler that raises ends its engine
-                self.died_of = error
-                asyncio.get_running_loop().stop()
-            else:
-                self._result_dispatcher(answer)
-
-        def config_value(self, name: str) -> Any:
-            return get_context().config_leaf(name)
-
-        async def get_internal_state(self) -> list[Any]:
-            return []
-
-    ranks.settings.resolve_once()
-    if publish_role() is None:
-        publish(ranks.settings, role="tokenizer")
-    manager = Manager(ranks.settings)
+    manager = sglang_parts.tokenizer_manager(ranks)
     return types.SimpleNamespace(
         loop=asyncio.new_event_loop(), server_args=ranks.settings, tokenizer_manager=manager
     )

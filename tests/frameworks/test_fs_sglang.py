@@ -22,6 +22,7 @@ pytestmark = [
 def test_each_version_is_loaded_from_its_directory(tmp_path: Path) -> None:
     (tmp_path / "llama").mkdir()
     rank = sglang_cpu.Rank(tmp_path / "llama")
+    ((_, runner),) = rank.manager.tp_worker.weight_update_runners()
     versions = {version: actor(version).state_dict() for version in (1, 2)}
     with publisher(tmp_path) as trainer:
         for version, weights in versions.items():
@@ -30,6 +31,6 @@ def test_each_version_is_loaded_from_its_directory(tmp_path: Path) -> None:
             for version, weights in versions.items():
                 path = str(directory / str(version))
                 with torch.inference_mode():
-                    done, said = rank.updater.update_weights_from_disk(path, "auto")
+                    done, said = runner.weight_updater.update_weights_from_disk(path, "auto")
                 assert done, said
                 assert rank.checksums() == rank.loaded_by_sglang(weights)

@@ -14,6 +14,7 @@ import torch
 
 from tensorhub import Stamp, source as tensor, sync
 from tensorhub.errors import (
+    IntegrityError,
     ManifestMismatch,
     RegistrationError,
     StateError,
@@ -61,23 +62,15 @@ def trainers(engine: Any, rank: sglang_cpu.Rank, coordinator: sync.Coordinator) 
     yield make
     for each in made:
         each.close()
-    if "tensorhub" in rank.model._modules:
-        receiver(rank).close()
-        del rank.model._modules["tensorhub"]
-
-
-def receiver(rank: sglang_cpu.Rank) -> Any:
-    return rank.model._modules["tensorhub"].receiver
+    if "get_weights_by_name" in vars(rank.model):
+        rank.receiver.close()
+        del rank.model.get_weights_by_name
 
 
 def check(rank: sglang_cpu.Rank, model: torch.nn.Module) -> None:
-    """The engine has these weights: SGLang's checksums are the same after it has loaded them by its
-    default loader.
-    """
-    ours = rank.checksums()
-    weights = {name: each.detach().clone() for name, each in model.state_dict().items()}
-    theirs = rank.loaded_by_sglang(weights)
-    assert {name for name in ours if ours[name] != theirs[name]} == set()
+    """The engine has, byte for byte, what SGLang loads from a checkpoint of these weights."""
+    ours, theirs = rank.checksums(), rank.loaded_by_sglang(model.state_dict())
+    assert {name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)} == set()
 
 
 @pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
@@ -103,7 +96,7 @@ def test_three_updates(
         engine.tokenizer_manager.calls.clear()
         assert trainer.send_weights() == version
         said = engine.tokenizer_manager.config_value("weight_version")
-        assert said == rank.versions[-1]
+        assert said == (rank.versions or [said])[-1]
         assert Stamp.parse(said).version == version
         assert engine.tokenizer_manager.calls == ["abort", "ContinueGenerationReqInput"]
         assert not engine.tokenizer_manager.is_pause
@@ -111,39 +104,31 @@ def test_three_updates(
         assert all(before[name] != digest for name, digest in rank.checksums().items())
         check(rank, model)
     assert staged == [bool(host_memory_bytes)] * 3
-    plan = receiver(rank)._plan
+    plan = rank.receiver._plan
     assert len(plan.in_place) == 15
     assert not plan.loaded
 
 
-def test_the_loader_by_sglangs_weight_updater(
-    rank: sglang_cpu.Rank, coordinator: sync.Coordinator
+def test_the_loader_without_the_trainer(
+    rank: sglang_cpu.Rank, engine: Any, coordinator: sync.Coordinator
 ) -> None:
-    """Without the trainer's side: what SGLang calls, and what it answers."""
-    from tensorhub.integrations.sglang import LOADER
-    from tensorhub.integrations.sglang_session import Order
+    """Tensors that are no order are refused, and the engine goes on."""
+    from tensorhub.integrations.sglang_session import REPORT, Report
+    from tensorhub.integrations.sglang_trainer import Offline, _load
 
-    model = actor(1)
-    with sync.connect(coordinator.address) as hub:
-        info = hub.register("actor", model).publish(4)
-        order = Order(
-            [coordinator.address], "actor", "by hand", info.version, info.content_id, timeout_s=30.0
-        )
-        rank.updater.begin_weight_update()
-        assert rank.updater.update_weights_from_tensor(order.tensors(), load_format=LOADER) == (
-            True,
-            "Success",
-        )
-        assert rank.updater.update_weights_from_tensor([], load_format=LOADER) == (True, "Success")
-        check(rank, model)
-        given = [("model.norm.weight", torch.zeros(64))]
-        assert rank.updater.update_weights_from_tensor(given, load_format=LOADER)[0]
-        done, said = rank.updater.update_weights_from_tensor([], load_format=LOADER)
-        assert not done
-        assert "was given tensors of its own, ['model.norm.weight']" in said
-        assert rank.updater.update_weights_from_tensor([], load_format=LOADER) == (True, "Success")
-        rank.updater.end_weight_update(run_post_load=False)
-        receiver(rank).close()
+    before, there = rank.checksums(), Offline(engine)
+    if there.has_sessions:
+        there.call("begin_weight_update", selector="target")
+    _load(there, [("model.norm.weight", torch.zeros(64))])
+    report = Report.decode(there.parameter(REPORT))
+    assert report is not None
+    assert report.failed is not None
+    assert "was given tensors of its own, ['model.norm.weight']" in report.failed.text
+    assert there.parameter("no.such.weight") is None
+    if there.has_sessions:
+        there.call("end_weight_update")
+    assert rank.checksums() == before
+    del rank.model.get_weights_by_name
 
 
 def test_what_the_loader_casts_is_loaded_by_it(rank: sglang_cpu.Rank, trainers: Any) -> None:
@@ -155,8 +140,7 @@ def test_what_the_loader_casts_is_loaded_by_it(rank: sglang_cpu.Rank, trainers: 
         train(model)
         trainer.send_weights()
         check(rank, model)
-    names = [f"model.layers.1.self_attn.{each}_proj.weight" for each in "qkv"]
-    assert receiver(rank)._plan.loaded == (*names, "model.norm.weight")
+    assert rank.ways()[1] == ["model.layers.1.self_attn.qkv_proj", "model.norm"]
 
 
 def test_a_trainer_of_two_ranks(rank: sglang_cpu.Rank, trainers: Any) -> None:
@@ -223,25 +207,20 @@ def test_missing_and_unexpected_names_are_all_listed(
 
 
 def test_an_update_that_fails_in_the_middle_says_torn_and_the_next_one_repairs(
-    rank: sglang_cpu.Rank, engine: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch
+    rank: sglang_cpu.Rank, engine: Any, trainers: Any
 ) -> None:
-    from sglang.srt.model_loader import loader
-
     model = actor(4)
     trainer = trainers(model)
     trainer.send_weights()
     versions = len(rank.versions)
 
-    def fail(_: Any) -> None:
-        raise RuntimeError("the post-load step has failed")
-
     train(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(loader, "post_load_weights", fail)
-        with pytest.raises(
-            StateError, match=r"post-load step has failed \[the engine's weights are torn"
-        ) as caught:
-            trainer.send_weights()
+    rank.fail("the post-load step has failed")
+    with pytest.raises(
+        StateError, match=r"post-load step has failed \[the engine's weights are torn"
+    ) as caught:
+        trainer.send_weights()
+    rank.fail(None)
     assert caught.value.memory == "torn"
     assert "stays paused" in caught.value.__notes__[0]
     assert engine.tokenizer_manager.is_pause
@@ -265,7 +244,7 @@ def test_an_update_that_fails_before_it_writes_leaves_the_old_weights(
     train(model)
     info = replace(trainer._weights.publish(1), version=7, content_id="7")
     with pytest.raises(VersionUnavailable, match="the engine's weights are intact"):
-        trainer._update_all(info)
+        trainer._on_all(info, is_check=False)
     assert rank.checksums() == before
     assert not engine.tokenizer_manager.is_pause
 
@@ -288,76 +267,138 @@ def swap_halves(layer: Any) -> None:
     layer.weight.data.copy_(layer.weight.data.roll(32, 0))
 
 
-@pytest.mark.parametrize("change", [transpose, swap_halves])
-def test_layers_that_post_processing_has_changed_are_refused_with_advice(
-    rank: sglang_cpu.Rank, trainers: Any, monkeypatch: pytest.MonkeyPatch, change: Any
-) -> None:
-    """Halves that are swapped where they lie leave pointer, shape and strides equal."""
+@pytest.fixture
+def changed(rank: sglang_cpu.Rank, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Has SGLang post-process `down_proj` by a change; in the end everything is as it was."""
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
-    layers = [
-        layer
-        for layer in rank.model.modules()
-        if getattr(getattr(layer, "weight", None), "shape", None) == (64, 128)
-    ]
-    kept = [layer.weight for layer in layers]
-    trainer = trainers(actor())
+    layers = [layer.mlp.down_proj for layer in rank.model.model.layers]
+    kept = [(layer.weight, layer.weight.data.clone()) for layer in layers]
+
+    def change(process_: Any, *, is_loaded: bool = True, restore: Any = None) -> None:
+        monkeypatch.setattr(
+            UnquantizedLinearMethod, "process_weights_after_loading", process(process_)
+        )
+        if restore is not None:
+            monkeypatch.setattr(
+                UnquantizedLinearMethod, "restore_weights_before_loading", process(restore)
+            )
+        for layer in layers if is_loaded else ():  # as when the model was loaded
+            process_(layer)
+
+    yield change
+    for layer, (weight, data) in zip(layers, kept, strict=True):
+        layer.weight = weight
+        layer.weight.data.copy_(data)
+
+
+@pytest.mark.parametrize("change", [transpose, swap_halves])
+def test_layers_that_post_processing_changes_are_processed_by_sglang_in_other_memory(
+    rank: sglang_cpu.Rank, trainers: Any, changed: Any, change: Any
+) -> None:
+    """Halves that are swapped where they lie leave pointer, shape and strides equal. The engine's
+    tensors stay where they are: captured graphs refer to them.
+    """
+    changed(change)
+    places = {name: each.data_ptr() for name, each in rank.model.named_parameters()}
+    model = actor(8)
+    trainer = trainers(model)
+    for _ in range(2):
+        train(model)
+        trainer.send_weights()
+        check(rank, model)
+    assert rank.ways()[1] == [f"model.layers.{number}.mlp.down_proj" for number in range(2)]
+    assert {name: each.data_ptr() for name, each in rank.model.named_parameters()} == places
+    trainer.check_weights()
+
+
+def test_layers_that_a_session_restores_are_as_they_were_after_it(
+    rank: sglang_cpu.Rank, trainers: Any, changed: Any
+) -> None:
+    if not sglang_cpu.has_sessions():
+        pytest.skip("this release of SGLang has no sessions")
+    changed(swap_halves, restore=swap_halves)
+    before, model = rank.checksums(), actor(8)
+    with pytest.raises(ManifestMismatch):
+        trainers({"other": torch.zeros(2)}, model="other").send_weights()
+    assert rank.checksums() == before
+    trainer = trainers(model)
+    for _ in range(2):
+        train(model)
+        trainer.send_weights()
+        check(rank, model)
+
+
+def test_a_layout_that_is_not_the_engines_is_refused_with_advice(
+    rank: sglang_cpu.Rank, trainers: Any, changed: Any
+) -> None:
     before = rank.checksums()
-    monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", process(change))
+    changed(transpose, is_loaded=False)
+    trainer = trainers(actor())
     for _ in range(2):  # the second time as the first one
         with pytest.raises(
-            RegistrationError, match=r"2 parameter\(s\).*does not restore.*serve with a backend"
+            RegistrationError, match=r"2 parameter\(s\).*in another way.*serve with a backend"
         ) as refused:
             trainer.send_weights()
         for number in range(2):
             assert f"'model.layers.{number}.mlp.down_proj.weight'" in f"{refused.value}"
         assert refused.value.memory == "intact"
-        assert rank.checksums() == before, (
-            "the end of SGLang's session has processed them once more"
-        )
-        assert [layer.weight for layer in layers] == kept
-    monkeypatch.setattr(
-        UnquantizedLinearMethod, "restore_weights_before_loading", process(lambda layer: None)
-    )
-    with pytest.raises(RegistrationError) as refused:
-        trainer.send_weights()
-    assert refused.value.memory == "torn", (
-        "the begin of the session may have changed them, and the end has"
-    )
-    monkeypatch.undo()
-    for layer, weight in zip(layers, kept, strict=True):
-        layer.weight = weight
-    trainer.send_weights()
+        assert rank.checksums() == before, "the end of SGLang's session has processed them"
 
 
-def test_layers_that_sglang_restores_are_loaded_by_it(
-    rank: sglang_cpu.Rank, trainers: Any, monkeypatch: pytest.MonkeyPatch
+def test_check_weights_names_what_differs_and_the_next_update_repairs_it(
+    rank: sglang_cpu.Rank, trainers: Any
 ) -> None:
-    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    model = actor(15)
+    trainer = trainers(model)
+    with pytest.raises(StateError, match="no update has succeeded"):
+        trainer.check_weights()
+    trainer.send_weights()
+    trainer.check_weights()
+    rank.model.lm_head.weight.data[-1] += 1
+    with pytest.raises(IntegrityError, match=r"1 tensor\(s\) .*'lm_head.weight'"):
+        trainer.check_weights()
+    trainer.send_weights()
+    trainer.check_weights()
+    check(rank, model)
 
-    model = actor(8)
+
+def test_an_engine_that_answers_and_does_not_load_is_found_out(
+    rank: sglang_cpu.Rank, engine: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorhub.integrations import sglang
+
+    model = actor(16)
     trainer = trainers(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang, "load", lambda model, tensors: None)
+        with pytest.raises(StateError, match="loader was never called"):
+            trainer.send_weights()
+        assert not engine.tokenizer_manager.is_pause
     trainer.send_weights()
-    trainer.close()
-    monkeypatch.setattr(
-        UnquantizedLinearMethod, "process_weights_after_loading", process(swap_halves)
-    )
-    monkeypatch.setattr(
-        UnquantizedLinearMethod, "restore_weights_before_loading", process(swap_halves)
-    )
-    rank.updater.end_weight_update(run_post_load=True)  # as when the model was loaded
-    trainer = trainers(model)
-    receiver(rank)._restored = None  # as in a new process
-    for _ in range(2):
-        train(model)
+    check(rank, model)
+    monkeypatch.setattr(sglang, "load", lambda model, tensors: None)
+    with pytest.raises(StateError, match="its loader reports version 1"):
         trainer.send_weights()
-        check(rank, model)
-    assert receiver(rank)._plan.loaded == tuple(
-        f"model.layers.{number}.mlp.down_proj.weight" for number in range(2)
-    )
-    monkeypatch.undo()
-    train(model)
-    trainer.send_weights()
+
+
+def test_a_pause_whose_answer_is_lost_does_not_leave_the_engine_paused(
+    engine: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorhub.integrations.sglang_trainer import Offline
+
+    trainer, call = trainers(actor()), Offline.call
+
+    def lost(self: Any, name: str, **fields: Any) -> Any:
+        answer = call(self, name, **fields)
+        if name == "pause_generation":
+            raise TimeoutError("the answer is lost")
+        return answer
+
+    monkeypatch.setattr(Offline, "call", lost)
+    with pytest.raises(TimeoutError, match="the answer is lost"):
+        trainer.send_weights()
+    assert not engine.tokenizer_manager.is_pause
 
 
 def test_a_parameter_that_was_replaced_is_refused_by_name(
@@ -391,7 +432,7 @@ def test_an_older_version_than_the_one_that_is_served(rank: sglang_cpu.Rank, tra
     with pytest.raises(
         VersionConflict, match="version 0 is older than the one that the engine serves, 1"
     ):
-        trainer._update(*trainer._engines[0], info)
+        trainer._on_all(info, is_check=False)
     assert rank.checksums() == before
     trainer._weights.unpublish()
     trainer._hub.rollback("actor", to=0)

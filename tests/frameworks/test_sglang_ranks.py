@@ -54,9 +54,7 @@ def server(engine: Any) -> Iterator[str]:
 
 
 def check(ranks: sglang_cpu.Ranks, model: torch.nn.Module) -> None:
-    """Each rank has these weights: SGLang's checksums are the same after it has loaded them by its
-    default loader.
-    """
+    """Each rank has, byte for byte, what SGLang loads from a checkpoint of these weights."""
     ours = ranks.call("checksums")
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     theirs = ranks.call("loaded_by_sglang", weights)
@@ -85,6 +83,7 @@ def test_three_updates(
             said = engine.tokenizer_manager.config_value("weight_version")
             assert Stamp.parse(said).version == version
             check(ranks, model)
+        trainer.check_weights()
         for in_place, loaded in ranks.call("ways"):
             assert len(in_place) == 15
             assert "model.layers.0.self_attn.qkv_proj.weight" in in_place
@@ -121,6 +120,25 @@ def test_one_outcome_for_all_ranks(
         assert not engine.tokenizer_manager.is_pause
 
 
+def test_one_dead_server_leaves_no_other_paused(
+    ranks: sglang_cpu.Ranks, engine: Any, server: str, coordinator: sync.Coordinator
+) -> None:
+    """The dead server answers nothing, from its pause on."""
+    import requests
+
+    from tensorhub.integrations.sglang import Server, Trainer
+
+    model, dead = actor(6), Server(server, timeout_s=5.0)
+    dead._url = f"http://127.0.0.1:{sglang_cpu.free_port()}"
+    with Trainer(model, [dead, server], coordinator.address, timeout_s=60.0) as trainer:
+        for _ in range(2):
+            train(model)
+            with pytest.raises(requests.RequestException):
+                trainer.send_weights()
+            assert not engine.tokenizer_manager.is_pause
+            check(ranks, model)
+
+
 def test_several_engines(
     ranks: sglang_cpu.Ranks, server: str, coordinator: sync.Coordinator, tmp_path: Path
 ) -> None:
@@ -153,7 +171,8 @@ def test_several_engines(
 KILLED = """
     import sys, time
     from dataclasses import replace
-    from tensorhub.integrations.sglang import LOADER, Trainer
+    from tensorhub.integrations.sglang import Trainer
+    from tensorhub.integrations.sglang_trainer import _load
     from tests.frameworks.sglang_cpu import shim
     from tests.frameworks.test_vllm import actor
 
@@ -163,13 +182,11 @@ KILLED = """
     info = trainer._weights.publish(0)
     (engine, order), = trainer._engines
     engine.call("pause_generation", mode="abort")
-    print(engine.call("begin_weight_update", selector="target"), flush=True)
+    trainer._begin(engine)
     if after == "update":
-        trainer._load(engine, order, info)
+        trainer._load(engine, replace(order, version=info.version))
     elif after != "begin":  # it does not ask how that went: there is no version -1
-        asked = replace(order, version=0) if after == "order" else order
-        tensors = engine.serialized(asked.tensors())
-        engine.call("update_weights_from_tensor", serialized_named_tensors=tensors, load_format=LOADER, selector="target")
+        _load(engine, (replace(order, version=0) if after == "order" else order).tensors())
     print("now", flush=True)
     time.sleep(600)
 """

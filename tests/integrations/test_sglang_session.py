@@ -15,10 +15,19 @@ from tensorhub.errors import (
     GroupAborted,
     InvalidValue,
     ManifestMismatch,
+    Memory,
     OperationTimeout,
     StateError,
+    TensorHubError,
 )
-from tensorhub.integrations.sglang_session import LOADER, Order, Outcome, check_loader, check_sglang
+from tensorhub.integrations.sglang_session import (
+    LOADER,
+    Order,
+    Outcome,
+    Report,
+    check_loader,
+    has_sessions,
+)
 
 ORDER = Order(["tcp://127.0.0.1:1"], "actor", "sglang-1", 7, "content", 2**30, 5.0, ("lm_head.*",))
 
@@ -35,39 +44,43 @@ def test_tensors_that_are_no_order(names: list[str]) -> None:
         Order.of([(name, torch.zeros(2)) for name in names])
 
 
+def told(error: Exception, memory: Memory) -> TensorHubError:
+    """An error of an engine's ranks, as the trainer gets it."""
+    report = Report(7, False, Outcome.of(error, memory))
+    decoded = Report.decode(report.encode())
+    assert decoded == report
+    assert decoded.failed is not None
+    return decoded.failed.error()
+
+
 def test_an_outcome_is_the_same_error_at_the_trainer() -> None:
-    told = Outcome.error(
-        Outcome.of(ManifestMismatch("2 names", differences=("'a'", "'b'")), "torn").message()
-    )
-    assert type(told) is ManifestMismatch
-    assert (f"{told}", told.memory) == ("2 names [the engine's weights are torn]", "torn")
-    assert told.differences == ("'a'", "'b'")
-    aborted = Outcome.error(
-        Outcome.of(GroupAborted("rank 1 is gone", causes={1: "lost"}), "intact").message()
-    )
+    mismatch = told(ManifestMismatch("2 names", differences=("'a'", "'b'")), "torn")
+    assert type(mismatch) is ManifestMismatch
+    assert (f"{mismatch}", mismatch.memory) == ("2 names [the engine's weights are torn]", "torn")
+    assert mismatch.differences == ("'a'", "'b'")
+    aborted = told(GroupAborted("rank 1 is gone", causes={1: "lost"}), "intact")
     assert (type(aborted), aborted.memory) == (GroupAborted, "intact")
-    assert isinstance(
-        Outcome.error(Outcome.of(OperationTimeout("late"), "intact").message()), TimeoutError
-    )
+    assert isinstance(told(OperationTimeout("late"), "intact"), TimeoutError)
 
 
 def test_what_is_no_error_of_ours() -> None:
-    told = Outcome.error(Outcome.of(RuntimeError("out of memory"), "torn").message())
-    assert (type(told), told.memory) == (StateError, "torn")
-    assert "RuntimeError: out of memory" in f"{told}"
-    refused = Outcome.error("no weight-update session is open")
-    assert (type(refused), f"{refused}") == (
-        StateError,
-        "SGLang has refused: no weight-update session is open",
-    )
+    error = told(RuntimeError("out of memory"), "torn")
+    assert (type(error), error.memory) == (StateError, "torn")
+    assert "RuntimeError: out of memory" in f"{error}"
 
 
-def test_an_unsupported_release_is_refused() -> None:
-    check_sglang("0.5.23")
-    check_sglang("0.5.23.post1")
-    for release in ("0.5.22", "0.5.230", "0.6.23", "0.5"):
-        with pytest.raises(StateError, match=rf"SGLang {release} is installed.*made for 0\.5\.23:"):
-            check_sglang(release)
+@pytest.mark.parametrize(
+    "numbers", [None, [], [0.5, 1.0], [300.0], "text", [[1.0]], [123.0, 125.0]]
+)
+def test_numbers_that_are_no_report(numbers: object) -> None:
+    assert Report.decode(numbers) is None
+
+
+def test_releases_with_sessions() -> None:
+    for release in ("0.5.21", "0.5.23", "0.5.23.post1", "0.6", "1.0"):
+        assert has_sessions(release), release
+    for release in ("0.5.10.post1", "0.5.12", "0.5.20", "0.4.9.post6", "0.5"):
+        assert not has_sessions(release), release
 
 
 def test_an_engine_that_was_started_without_the_loader_is_refused() -> None:

@@ -1,16 +1,17 @@
-"""SGLang's ranks: the loader that an engine calls on each tensor-parallel rank, within a session of
-a weight update.
+"""SGLang's ranks: the loader that an engine calls on each tensor-parallel rank.
 
-The source of each parameter is recorded from the model's own `load_weights`. Then there are two
-ways:
+How SGLang's own loader fills each parameter is recorded from a second model without memory
+(`sglang_layers`). Then there are two ways:
 
-- *in place*: parameters that post-processing leaves as they are loaded are registered where they
-  lie. All ranks of an engine are one group. With host memory for a whole shard
-  (`host_memory_bytes`) they are written when all ranks have all of it.
-- *by `load_weights`*: parameters that the loader computes, and layers with post-processing that
-  SGLang can undo; of whole tensors.
+- *in place*: layers that post-processing leaves as they are loaded are registered where they lie.
+  All ranks of an engine are one group. With host memory for a whole shard (`host_memory_bytes`)
+  they are written when all ranks have all of it.
+- *loaded*: layers that SGLang quantizes or repacks, and parameters that the loader computes. Whole
+  published tensors are fetched; SGLang's own loader and post-processing make of them what is copied
+  into the engine's layers, some layers at a time.
 
-Anything else is refused, before a byte is written.
+A publication has to fill what the engine's own load has filled, no less and no more; anything else
+is refused, before a byte is written.
 
 Responsible for a rank's steps, and for one outcome on all ranks. Not responsible for the session,
 which is SGLang's, nor for the trainer (`sglang_trainer`).
@@ -20,20 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
 from sglang import __version__ as SGLANG_VERSION
-from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
-from sglang.srt.model_loader import loader
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.distributed import parallel_state
 from torch import nn
 
 from tensorhub import sync
 from tensorhub.api.tools import PublishedTensors, published_tensors
 from tensorhub.errors import (
+    IntegrityError,
     ManifestMismatch,
     RegistrationError,
     StateError,
@@ -41,9 +41,11 @@ from tensorhub.errors import (
     VersionConflict,
     some,
 )
-from tensorhub.integrations.probing import leaves_bytes, own_tensors
-from tensorhub.integrations.recording import Recording, Specs, record
-from tensorhub.integrations.sglang_session import Order, Outcome, check_sglang
+from tensorhub.integrations.recording import Specs
+from tensorhub.integrations.releases import check_release
+from tensorhub.integrations.sglang_layers import SecondModel, copy_to_live, differing, post_load
+from tensorhub.integrations.sglang_plan import ADVICE, Batch, Plan, batches, make, tensors_of
+from tensorhub.integrations.sglang_session import REPORT, TESTED, Order, Outcome, Report
 from tensorhub.logs import get_logger
 from tensorhub.runtime.loop_thread import finish_blocking
 from tensorhub.types import Options
@@ -52,99 +54,84 @@ log = get_logger(__name__)
 Made = TypeVar("Made")
 Tensors = Sequence[tuple[str, torch.Tensor]]
 
-ADVICE = (
-    "serve with a backend that leaves weights as they are loaded (--moe-runner-backend triton, "
-    "without SGLANG_USE_AITER and "
-    "without AMX), or update such a model by SGLang's update_weights_from_disk"
-)
-
 
 def load(model: nn.Module, named_tensors: Tensors) -> None:
-    """SGLang's custom weight loader. It never raises, for that would end the engine: SGLang's next
-    answer says how it went. Called without tensors, it does nothing: a trainer asks so for that
-    answer.
+    """SGLang's custom weight loader. It never raises, for that would end the engine: a trainer asks
+    for its report, by SGLang's get_weights_by_name. Without tensors it gets ready for the end of a
+    session, which post-processes all layers.
     """
-    if not named_tensors:
-        return
-    answer = model._modules.get(Answer.name)
-    if not isinstance(answer, Answer):
-        answer = Answer(Receiver(model))
-        model.add_module(Answer.name, answer)
+    answering = model.__dict__.get("get_weights_by_name")
+    if not isinstance(answering, Answering):
+        answering = Answering(Receiver(model), getattr(model, "get_weights_by_name", None))
+        model.get_weights_by_name = answering  # type: ignore[assignment]
     with torch.inference_mode(False), torch.no_grad():
-        answer.said = answer.receiver.take(named_tensors)
+        if named_tensors:
+            answering.receiver.take(named_tensors)
+        else:
+            answering.receiver.spare()
 
 
-class Answer(nn.Module):
-    """A module without tensors, by which the model says how its last update has failed.
+class Answering:
+    """In the place of the model's `get_weights_by_name`: answers for the loader, too."""
 
-    Before any update SGLang asks all modules for `_derived_weight_cache_error`, and if one has
-    something to say it refuses the update with that text. It says it once. A trainer asks directly
-    after each update, with nothing to load.
-    """
-
-    name = "tensorhub"
-
-    def __init__(self, receiver: Receiver) -> None:
-        super().__init__()
+    def __init__(self, receiver: Receiver, models: Callable[..., object] | None) -> None:
         self.receiver = receiver
-        self.said: str | None = None
+        self._models = models
 
-    @property
-    def _derived_weight_cache_error(self) -> str | None:
-        said, self.said = self.said, None
-        return said
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """How a publication of these tensors gets into the model: `in_place` where they lie, `loaded`
-    by the loader.
-    """
-
-    specs: Specs
-    recording: Recording
-    in_place: dict[str, torch.Tensor]
-    loaded: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.in_place.values())
+    def __call__(self, name: str, *args: Any, **named: Any) -> object:
+        if name == REPORT:
+            return None if self.receiver.report is None else self.receiver.report.encode()
+        return None if self._models is None else self._models(name, *args, **named)
 
 
 class Receiver:
-    """One rank of an engine, with what it has registered."""
+    """One rank of an engine, with what it has registered. `report`: of the last order."""
 
     def __init__(self, model: nn.Module) -> None:
+        self.report: Report | None = None
         self._model = model
+        self._second: SecondModel | None = None
         self._hub: sync.Hub | None = None
         self._joined: Order | None = None
         self._published: PublishedTensors | None = None  # of which `_plan` is, or may be
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
         self._weights: sync.Weights | None = None
-        self._is_agreed = False  # by all ranks: every published tensor has its place
-        # parameters that post-processing changes, and SGLang restores
-        self._restored: set[str] | None = None
-        # without these, the end of the session leaves all layers as they were
-        self._is_spared = False
+        self._is_agreed = False  # by all ranks: the publication fits
         self._served: Order | None = None
-        self._is_torn = False
+        self._is_torn = self._is_proved = False
 
-    def take(self, named_tensors: Tensors) -> str | None:
-        """Do what a trainer has ordered: on all ranks, or on none. Returns what has failed."""
+    def take(self, named_tensors: Tensors) -> None:
+        """Do what a trainer has ordered: on all ranks, or on none."""
         try:
-            order, plan, loaded = self._on_all_ranks(lambda: self._get_ready(named_tensors))
-            if plan is None:
-                return None
-            self._refuse_unread(plan, order)
-            self._on_all_ranks(lambda: self._fill(plan, order, loaded))
+            order, plan = self._on_all_ranks(lambda: self._get_ready(named_tensors))
+            if order.is_check:
+                self._on_all_ranks(lambda: self._check(order))
+            elif plan is not None:
+                self._agree(plan, order)
+                self._on_all_ranks(lambda: self._fill(plan, order))
+                self._is_torn, self._served = False, order
+            self.report = Report(order.version, order.is_check)
         except _Failed as failed:
             self._is_torn, self._is_agreed = failed.outcome.memory != "intact", False
             log.error(
                 "sglang_update_failed", error=failed.outcome.text, memory=failed.outcome.memory
             )
-            return failed.outcome.message()
-        self._is_torn, self._served = False, order
-        return None
+            self.report = Report(-1, False, failed.outcome)
+            with suppress(TensorHubError):  # it is no order
+                asked = Order.of(named_tensors)
+                self.report = Report(asked.version, asked.is_check, failed.outcome)
+
+    def spare(self) -> None:
+        """Have the end of a session leave alone what it must not process."""
+        try:
+            self._second_model().spare()
+        except Exception as error:
+            log.error("sglang_update_failed", error=f"{error}", memory="intact")
+
+    def _second_model(self) -> SecondModel:
+        if self._second is None:
+            self._second = SecondModel(self._model)
+        return self._second
 
     def _on_all_ranks(self, call: Callable[[], Made]) -> Made:
         """The call's result, once it has returned on all ranks. Raises _Failed on all ranks, with
@@ -154,8 +141,7 @@ class Receiver:
         try:
             made = call()
         except Exception as error:
-            is_whole = self._restored is not None or self._is_spared
-            outcome = Outcome.of(error, "torn" if self._is_torn or not is_whole else "intact")
+            outcome = Outcome.of(error, "torn" if self._is_torn else "intact")
         failed = [each for each in _of_all_ranks(outcome) if each is not None]
         if failed:
             first = next((each for each in failed if each.kind != "GroupAborted"), failed[0])
@@ -170,153 +156,85 @@ class Receiver:
     # --------------------------------------------------------------------------------------------
     # before a byte is written
 
-    def _get_ready(
-        self, tensors: Tensors
-    ) -> tuple[Order, _Plan | None, Mapping[str, torch.Tensor]]:
-        """The plan for this version, and what `load_weights` is to be given. Without a plan: the
-        engine has this version.
-        """
-        if self._restored is None:
-            self._is_spared = False
-            self._restored = self._probe()
-        check_sglang(SGLANG_VERSION)
+    def _get_ready(self, tensors: Tensors) -> tuple[Order, Plan | None]:
+        """The plan for this version. Without a plan: the engine has this version."""
+        second = self._second_model()
+        second.spare()
         order = Order.of(tensors)
-        lasting = replace(order, version=0, content_id=None)
+        lasting = replace(order, version=0, content_id=None, is_check=False)
         if lasting != self._joined or self._hub is None:
             self.close()
             self._hub = sync.connect(
                 order.address, options=Options(host_memory_bytes=order.host_memory_bytes)
             )
             self._joined = lasting
+        if order.is_check:
+            return order, self._plan
         served = self._served
         if served is not None and not self._is_torn:
             if served.content_id is not None and served.content_id == order.content_id:
-                return order, None, {}
-            is_older = order.version < served.version
-            if (
-                is_older
-                and order.version
-                != self._hub.wait_for(order.model, at_least=0, timeout=order.timeout_s).version
-            ):
-                text = (
-                    f"version {order.version} is older than the one that the engine serves, "
-                    f"{served.version}"
-                )
-                raise VersionConflict(
-                    f"{text}; to go back, call "
-                    f"hub.rollback({order.model!r}, to=...) and publish anew"
-                )
+                return order, None
+            self._check_is_newer(self._hub, served, order)
         asked = published_tensors(
             self._hub._async, order.model, order.version, order.timeout_s, self._published
         )
         self._published = finish_blocking(asked)
         if self._plan is None or self._plan.specs != self._published.kinds:
-            self._make_plan(self._hub, order, self._published.kinds)
+            self._make_plan(self._hub, second, order, self._published.kinds)
         assert self._plan is not None
         self._check_live(self._plan)
-        loaded: Mapping[str, torch.Tensor] = {}
-        if names := list(self._plan.loaded):
-            loaded = self._hub.fetch(
-                order.model, order.version, rank=None, names=names, timeout=order.timeout_s
-            )
-        return order, self._plan, loaded
+        return order, self._plan
 
-    def _make_plan(self, hub: sync.Hub, order: Order, specs: Specs) -> None:
+    @staticmethod
+    def _check_is_newer(hub: sync.Hub, served: Order, order: Order) -> None:
+        is_older = order.version < served.version
+        if (
+            is_older
+            and order.version
+            != hub.wait_for(order.model, at_least=0, timeout=order.timeout_s).version
+        ):
+            text = (
+                f"version {order.version} is older than the one that the engine serves, "
+                f"{served.version}"
+            )
+            raise VersionConflict(
+                f"{text}; to go back, call hub.rollback({order.model!r}, to=...) and publish anew"
+            )
+
+    def _make_plan(self, hub: sync.Hub, second: SecondModel, order: Order, specs: Specs) -> None:
         if self._weights is not None:
             self._weights.close(abandon=True)
         self._weights = self._plan = None
         self._is_agreed = False
-        parallel = get_parallel()
-        if parallel.pp_size > 1:
+        if (stages := parallel_state.get_pp_group().world_size) > 1:
             raise StateError(
-                f"an engine with pipeline-parallel stages ({parallel.pp_size}) cannot be updated"
+                f"an engine with pipeline-parallel stages ({stages}) cannot be updated"
             )
-        tensors = _tensors(self._model)
-        found = record(self._model.load_weights, tensors, specs)  # type: ignore[arg-type]
-        missing = [name for name in found.gaps if isinstance(tensors[name], nn.Parameter)]
-        if missing:
-            differences = tuple(
-                f"{name!r}: {found.gaps[name]} elements come from no published tensor"
-                for name in missing
-            )
-            text = (
-                f"{len(missing)} parameter(s) of the engine are not in what is published as "
-                f"{order.model!r}"
-            )
-            raise ManifestMismatch(
-                f"{text}: {some(differences, '; ', most=100)}", differences=differences
-            )
-        by_loader = {
-            name for name in found.needs if name in found.computed or name in (self._restored or ())
-        }
-        whole = {each for name in by_loader for each in found.needs[name]}
-        in_place = {name: tensors[name].data for name in found.needs if name not in by_loader}
-        if in_place:
+        plan = self._plan = make(second, self._model, specs)
+        if plan.in_place and not plan.missing:
+            sources = plan.recording.sources
             self._weights = hub.register(
                 order.model,
-                in_place,
-                sources={name: found.sources.get(name, []) for name in in_place},
+                plan.in_place,
+                sources={name: sources.get(name, []) for name in plan.in_place},
                 group=order.replica,
-                rank=parallel.tp_rank,
-                world_size=parallel.tp_size,
+                rank=parallel_state.get_tensor_model_parallel_rank(),
+                world_size=parallel_state.get_tensor_model_parallel_world_size(),
                 spot=True,
                 partial=True,
             )
-        self._plan = _Plan(specs, found, in_place, tuple(name for name in specs if name in whole))
         log.info(
             "sglang_plan",
             model=order.model,
-            in_place=len(in_place),
-            loaded=self._plan.loaded,
-            computed=found.computed,
-            unread=found.unread,
+            in_place=len(plan.in_place),
+            loaded=[layer.name for batch in plan.loaded for layer in batch.layers],
+            computed=plan.recording.computed,
+            unread=plan.recording.unread,
         )
 
-    def _probe(self) -> set[str]:
-        """The parameters of layers that post-processing changes, and that SGLang restores when a
-        session begins. Layers of any other kind are refused. The end of the session would do them
-        harm although nothing was loaded, so it spares them.
-        """
-        names = {id(tensor): name for name, tensor in _tensors(self._model).items()}
-        found: set[str] = set()
-        refused: dict[str, str] = {}
-        methods: list[Any] = []  # of layers that are refused
-        for layer in self._model.modules():
-            own = {
-                attribute: tensor
-                for attribute, tensor in own_tensors(layer).items()
-                if id(tensor) in names
-            }
-            method = getattr(layer, "quant_method", None)
-            if not own or method is None or _does_nothing(method):
-                continue
-            of_layer = [names[id(tensor)] for tensor in own.values()]
-            reason = (
-                f"{type(method).__name__} changes what is loaded, and SGLang does not restore it"
-            )
-            if not type(method).__name__.startswith("Unquantized"):
-                reason = f"{type(method).__name__} may pack what is loaded"
-            elif _is_spared(method):
-                pass
-            elif leaves_bytes(layer, own, _process):
-                continue
-            elif leaves_bytes(layer, own, _process_and_restore, is_exact=False):
-                found.update(of_layer)
-                continue
-            refused.update(dict.fromkeys(of_layer, reason))
-            methods.append(method)
-        if refused:
-            self._is_spared = _spare(self._model, methods)
-            text = some([f"{name!r}: {reason}" for name, reason in refused.items()], "; ", most=100)
-            raise RegistrationError(
-                f"{len(refused)} parameter(s) are not kept in the layout "
-                f"of load_weights: {text}. {ADVICE}"
-            )
-        return found
-
-    def _check_live(self, plan: _Plan) -> None:
+    def _check_live(self, plan: Plan) -> None:
         """Raise if the model no longer has the registered tensors."""
-        live = _tensors(self._model)
+        live = tensors_of(self._model)
         other = [
             name
             for name, tensor in plan.in_place.items()
@@ -331,58 +249,122 @@ class Receiver:
                 f"at each update: {ADVICE}"
             )
 
-    def _refuse_unread(self, plan: _Plan, order: Order) -> None:
-        """Published tensors that no rank has a place for: SGLang's loaders leave them alone, and
-        say nothing.
+    def _agree(self, plan: Plan, order: Order) -> None:
+        """Raise _Failed on all ranks unless the publication fits: every rank has what it needs, and
+        every published tensor has a place on some rank. SGLang's loaders say nothing of either.
         """
         if self._is_agreed:
             return
-        unread = set.intersection(*(set(each) for each in _of_all_ranks(plan.recording.unread)))
+        said = _of_all_ranks((plan.missing, plan.unexpected, plan.recording.unread))
+        missing = list(dict.fromkeys(each for rank in said for each in rank[0]))
+        unexpected = list(dict.fromkeys(each for rank in said for each in rank[1]))
+        unread = set.intersection(*(set(rank[2]) for rank in said))
         config = getattr(self._model, "config", None)
         known = [
             *order.unused,
             *(["*lm_head.weight"] if getattr(config, "tie_word_embeddings", False) else []),
         ]
-        names = [
-            name
+        unexpected += [
+            f"{name!r}: the model's loader leaves it alone"
             for name in plan.specs
             if name in unread and not any(fnmatchcase(name, each) for each in known)
         ]
-        self._is_agreed = not names
-        if not names:
+        self._is_agreed = not missing and not unexpected
+        if self._is_agreed:
             return
-        text = (
-            f"load_weights has no place for {len(names)} published tensor(s): "
-            f"{some(list(map(repr, names)), most=100)}"
-        )
-        differences = tuple(f"{name!r}: the model's loader leaves it alone" for name in names)
-        advice = "publish without them, or name them in Trainer(unused=)"
-        error = ManifestMismatch(f"{text}; {advice}", differences=differences)
+        texts = []
+        if missing:
+            texts.append(
+                f"{len(missing)} parameter(s) of the engine are not in what is published as "
+                f"{order.model!r}: {some(missing, '; ', most=100)}"
+            )
+        if unexpected:
+            texts.append(
+                f"load_weights has no place for {len(unexpected)} published tensor(s): "
+                f"{some(unexpected, '; ', most=100)}; publish without them, or name them in "
+                f"Trainer(unused=)"
+            )
+        error = ManifestMismatch("; and ".join(texts), differences=(*missing, *unexpected))
         raise _Failed(Outcome.of(error, "torn" if self._is_torn else "intact"))
 
     # ----------------------------------------------------------------------------------------------
     # it is written
 
-    def _fill(self, plan: _Plan, order: Order, loaded: Mapping[str, torch.Tensor]) -> None:
+    def _fill(self, plan: Plan, order: Order) -> None:
+        hub, second = self._hub, self._second
+        assert hub is not None
+        assert second is not None
+
+        def fetched(batch: Batch) -> Mapping[str, torch.Tensor]:
+            names = list(batch.names)
+            return hub.fetch(
+                order.model, order.version, rank=None, names=names, timeout=order.timeout_s
+            )
+
+        is_staged = 0 < plan.nbytes <= order.host_memory_bytes
+        ahead = [fetched(batch) for batch in plan.loaded[: None if is_staged else 1]]
         if self._weights is not None:
-            is_staged = plan.nbytes <= order.host_memory_bytes
-            try:
-                # there is nothing yet that an update would keep, but the engine's weights
-                if self._weights.version is None:
-                    if is_staged:
-                        self._weights.prefetch(order.version, timeout=order.timeout_s)
-                    for name, place, value in plan.recording.filled:
-                        if name in plan.in_place:
-                            plan.in_place[name][place] = value
-                self._weights.update(order.version, staged=is_staged, timeout=order.timeout_s)
-            except TensorHubError as error:
-                self._is_torn = self._is_torn or error.memory != "intact"
-                raise
+            self._update_in_place(self._weights, plan, order, is_staged)
         self._is_torn = True
-        if loaded:
-            self._model.load_weights(loaded.items())  # type: ignore[operator]
-        loader.post_load_weights(self._model)
+        for number, batch in enumerate(plan.loaded):
+            tensors = ahead[number] if number < len(ahead) else fetched(batch)
+            for layer in second.loaded(batch.layers, tensors):
+                copy_to_live(layer)
+        post_load(self._model)
+        if not self._is_proved:
+            check_release("SGLang", SGLANG_VERSION, TESTED, probe=lambda: self._compare(order))
+            self._is_proved = True
         self._is_torn = False
+
+    def _update_in_place(
+        self, weights: sync.Weights, plan: Plan, order: Order, is_staged: bool
+    ) -> None:
+        try:
+            if is_staged and weights.version is None:
+                weights.prefetch(order.version, timeout=order.timeout_s)
+            # each time: an engine that has slept has lost it. The numbers are always the same, so
+            # this is no write to published memory, and torch does not count it.
+            for name, place, value in plan.recording.filled:
+                if name in plan.in_place:
+                    plan.in_place[name].data[place] = value
+            weights.update(order.version, staged=is_staged, timeout=order.timeout_s)
+        except TensorHubError as error:
+            self._is_torn = self._is_torn or error.memory != "intact"
+            raise
+
+    def _check(self, order: Order) -> None:
+        if self._plan is None or self._served is None or self._is_torn:
+            raise StateError(
+                "no update has succeeded: there is nothing to compare the engine's weights with"
+            )
+        self._check_live(self._plan)
+        self._compare(order)
+
+    def _compare(self, order: Order) -> None:
+        """Compare this rank's tensors with what SGLang's own code makes of the published ones."""
+        hub, plan, second = self._hub, self._plan, self._second
+        assert hub is not None
+        assert plan is not None
+        assert second is not None
+        filled = [
+            layer
+            for layer in second.layers
+            if any(name in plan.recording.needs for name in layer.tensors)
+        ]
+        differ: list[str] = []
+        for batch in batches(filled, plan.recording):
+            names = list(batch.names)
+            tensors = hub.fetch(
+                order.model, order.version, rank=None, names=names, timeout=order.timeout_s
+            )
+            for layer in second.loaded(batch.layers, tensors):
+                differ += differing(layer)
+        if differ:
+            self._is_torn, self._plan = True, None  # so that the next update writes all of it
+            raise IntegrityError(
+                f"{len(differ)} tensor(s) of the engine differ from what SGLang's loader makes of "
+                f"version {order.version}: {some(list(map(repr, differ)), most=100)}"
+            )
 
     def close(self) -> None:
         """Leave the cluster. The engine keeps what it serves."""
@@ -402,65 +384,6 @@ class _Failed(Exception):
         self.outcome = outcome
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _does_nothing(method: Any) -> bool:
-    return (
-        getattr(type(method), "process_weights_after_loading", None)
-        is QuantizeMethodBase.process_weights_after_loading
-    )
-
-
-def _restores(method: Any) -> bool:
-    """Whether the beginning of a session may have changed its layers."""
-    if not isinstance(method, QuantizeMethodBase):
-        return False
-    return (
-        type(method).restore_weights_before_loading
-        is not QuantizeMethodBase.restore_weights_before_loading
-    )
-
-
-def _spare(model: nn.Module, methods: Sequence[Any]) -> bool:
-    """Have the end of this session leave the layers of these methods alone: SGLang post-processes
-    all layers then, loaded or not. False: what they were before the session cannot be told any
-    more.
-    """
-    if any(_restores(method) for method in methods):
-        return False
-    for method in {id(each): each for each in methods}.values():
-        _skip(method, sum(each is method for _, each in loader._modules_with_quant_method(model)))
-    return True
-
-
-def _skip(method: Any, times: int) -> None:
-    """Have its next calls process nothing."""
-    left = iter(range(times - 1, -1, -1))
-
-    def process_weights_after_loading(layer: Any) -> None:
-        if not next(left):
-            del method.process_weights_after_loading
-
-    method.process_weights_after_loading = process_weights_after_loading
-
-
-def _is_spared(method: Any) -> bool:
-    return "process_weights_after_loading" in vars(method)
-
-
-def _process(layer: Any) -> None:
-    layer.quant_method.process_weights_after_loading(layer)
-
-
-def _process_and_restore(layer: Any) -> None:
-    """What an end of a session and the next begin do."""
-    _process(layer)
-    if isinstance(layer.quant_method, QuantizeMethodBase):
-        layer.quant_method.restore_weights_before_loading(layer)
-
-
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (
         other.data_ptr(),
@@ -474,8 +397,9 @@ def _of_all_ranks(value: Made) -> list[Made]:
     """What each tensor-parallel rank gives, to all of them. It waits as long as SGLang's own
     barriers do.
     """
-    parallel = get_parallel()
-    found: list[Any] = [value] * parallel.tp_size
-    if parallel.tp_size > 1:
-        torch.distributed.all_gather_object(found, value, group=parallel.tp_group.cpu_group)
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    found: list[Any] = [value] * size
+    if size > 1:
+        group = parallel_state.get_tp_group().cpu_group
+        torch.distributed.all_gather_object(found, value, group=group)
     return found

@@ -1,11 +1,11 @@
-"""The messages between a trainer and the ranks of an SGLang engine in a session of a weight update.
+"""The messages between a trainer and the ranks of an SGLang engine.
 
 SGLang's interface takes named tensors. The trainer sends a tensor without elements: its name is the
 trainer's order, so nothing of a weight goes this way. SGLang reports only that a loader has
-returned: an exception in it ends the engine. So the loader keeps an outcome, which SGLang's next
-answer carries (`sglang_engine.Answer`).
+returned: an exception in it ends the engine. So the loader keeps its report, and the trainer asks
+for it by the name of a parameter that no model has.
 
-Responsible for these two texts. Not responsible for sending them.
+Responsible for these texts. Not responsible for sending them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from tensorhub.errors import BY_NAME, InvalidValue, Memory, StateError, TensorHubError, shown
-from tensorhub.integrations.releases import check_release
 
 LOADER = "tensorhub.integrations.sglang.load"
 PREFIX = "tensorhub:"
-SUPPORTED = ("0.5.23",)  # releases of SGLang with the hooks that this module uses
+REPORT = f"{PREFIX}report"  # a parameter's name, by which a trainer asks for the loader's report
+# releases of SGLang that the tests ran with
+TESTED = ("0.5.10", "0.5.12", "0.5.15", "0.5.23")
+SESSIONS_SINCE = (0, 5, 21)  # releases that refuse an update outside of a session
 
 
-def check_sglang(release: str) -> None:
-    """Raise StateError unless this release of SGLang is supported."""
-    check_release("SGLang", release, SUPPORTED)
+def has_sessions(release: str) -> bool:
+    """Whether this release of SGLang wants begin_weight_update and end_weight_update."""
+    return tuple(int(part) for part in release.split(".")[:3] if part.isdigit()) >= SESSIONS_SINCE
 
 
 def check_loader(engine: str, loaders: Sequence[str] | None) -> None:
@@ -56,6 +58,7 @@ class Order:
     host_memory_bytes: int = 0
     timeout_s: float = 300.0
     unused: tuple[str, ...] = ()
+    is_check: bool = False  # compare what the engine has with this version, and write nothing
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [(PREFIX + json.dumps(asdict(self)), torch.empty(0))]
@@ -90,21 +93,38 @@ class Outcome:
             )
         return cls("StateError", f"{type(error).__name__}: {error}", memory)
 
-    def message(self) -> str:
-        return PREFIX + json.dumps(asdict(self))
-
-    @staticmethod
-    def error(message: str) -> TensorHubError:
-        """What SGLang has answered, as an error. What does not come from the loader was refused
-        before it.
-        """
-        if not message.startswith(PREFIX):
-            return StateError(f"SGLang has refused: {message}")
-        said: dict[str, Any] = json.loads(message.removeprefix(PREFIX))
-        error = BY_NAME.get(said["kind"], StateError)(
-            f"{said['text']} [the engine's weights are {said['memory']}]"
+    def error(self) -> TensorHubError:
+        error = BY_NAME.get(self.kind, StateError)(
+            f"{self.text} [the engine's weights are {self.memory}]"
         )
-        error.memory = said["memory"]
-        if said["differences"]:
-            error.differences = tuple(said["differences"])  # type: ignore[attr-defined]
+        error.memory = self.memory
+        if self.differences:
+            error.differences = tuple(self.differences)  # type: ignore[attr-defined]
         return error
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a loader says of the last order that it was given: which version that was, and how the
+    order has failed, if so.
+    """
+
+    version: int
+    is_check: bool
+    failed: Outcome | None = None
+
+    def encode(self) -> list[float]:
+        """As SGLang passes on a parameter: in numbers."""
+        return [float(byte) for byte in json.dumps(asdict(self)).encode()]
+
+    @classmethod
+    def decode(cls, numbers: object) -> Self | None:
+        """None: these numbers are no report."""
+        try:
+            said = json.loads(bytes(int(each) for each in numbers))  # type: ignore[attr-defined]
+            failed = said.pop("failed")
+            if failed is not None:
+                failed = Outcome(**{**failed, "differences": tuple(failed["differences"])})
+            return cls(**said, failed=failed)
+        except (TypeError, ValueError, AttributeError, KeyError):
+            return None

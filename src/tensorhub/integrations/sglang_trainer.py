@@ -23,11 +23,11 @@ from tensorhub.errors import InvalidType, InvalidValue, StateError, TensorHubErr
 from tensorhub.integrations.readers import Readers
 from tensorhub.integrations.sglang_session import (
     LOADER,
-    PREFIX,
+    REPORT,
     Order,
-    Outcome,
+    Report,
     check_loader,
-    check_sglang,
+    has_sessions,
 )
 from tensorhub.types import Options, VersionInfo
 
@@ -48,9 +48,15 @@ class Engine(Protocol):
     """
 
     ranks: int
+    has_sessions: bool  # whether this release of SGLang has them
 
     def call(self, name: str, **fields: Any) -> tuple[bool, str]:
         """Whether SGLang has done it, and what it says."""
+
+    def parameter(self, name: str) -> object:
+        """What SGLang answers for a parameter, in numbers; None for a name that the model has
+        not.
+        """
 
     def serialized(self, tensors: Tensors) -> list[Any]:
         """The tensors, once for each rank."""
@@ -80,9 +86,9 @@ class Server:
                 f"api_key= right? ({error})"
             )
             raise StateError(text, retryable=True) from error
-        check_sglang(info["version"])
         check_loader(f"the SGLang server {self._url}", info.get("custom_weight_loader"))
         self.ranks = int(info["tp_size"])
+        self.has_sessions = has_sessions(info["version"])
 
     def __repr__(self) -> str:
         return f"Server({self._url!r})"
@@ -97,6 +103,13 @@ class Server:
             said = {}
         return answer.ok, f"{said.get('message', answer.text)}"
 
+    def parameter(self, name: str) -> object:
+        asked = {"name": name, "truncate_size": 0}
+        answer = self._http.post(
+            f"{self._url}/get_weights_by_name", json=asked, timeout=self._timeout_s
+        )
+        return answer.json() if answer.ok else None
+
     def serialized(self, tensors: Tensors) -> list[str]:
         return [base64.b64encode(pickle.dumps(list(tensors))).decode()] * self.ranks
 
@@ -107,17 +120,23 @@ class Offline:
     def __init__(self, engine: Any) -> None:
         from sglang import __version__
 
-        check_sglang(__version__)
         check_loader("this sglang.Engine", engine.server_args.custom_weight_loader)
+        self.has_sessions = has_sessions(__version__)
         self._engine = engine
         self.ranks = int(engine.server_args.tp_size)
 
     def call(self, name: str, **fields: Any) -> tuple[bool, str]:
+        return self._ask(name, fields) or (True, "")
+
+    def parameter(self, name: str) -> object:
+        return self._ask("get_weights_by_name", {"name": name, "truncate_size": 0})
+
+    def _ask(self, name: str, fields: Mapping[str, Any]) -> Any:
         from sglang.srt.managers import io_struct
 
         kind = "".join(part.capitalize() for part in name.split("_")) + "ReqInput"
         call = getattr(self._engine.tokenizer_manager, name)(getattr(io_struct, kind)(**fields))
-        return self._engine.loop.run_until_complete(call) or (True, "")
+        return self._engine.loop.run_until_complete(call)
 
     def serialized(self, tensors: Tensors) -> list[bytes]:
         return [pickle.dumps(list(tensors))] * self.ranks
@@ -138,9 +157,8 @@ class Trainer:
     (`readers`). `api_key`: of the servers. `sources`, `options`: as `Hub.register` and
     `tensorhub.connect` take them.
 
-    Raises StateError: this release of SGLang, or a server's, is not supported, an engine was
-    started without the loader, or a server does not answer; InvalidValue; as `tensorhub.connect`
-    and `Hub.register`.
+    Raises StateError: an engine was started without the loader, or a server does not answer;
+    InvalidValue; as `tensorhub.connect` and `Hub.register`.
     """
 
     def __init__(
@@ -211,15 +229,29 @@ class Trainer:
         other one. An engine is resumed, unless its weights are torn, or may be: then
         it stays paused, and the next update that succeeds resumes it.
         """
+        return self._publish(version, is_check=False)
+
+    def check_weights(self) -> int:
+        """Compare every engine's tensors, byte by byte, with what SGLang's own loader and
+        post-processing make of the present weights, in other memory; called on every rank, with the
+        weights of the last `send_weights`. For that they are published once more, under the next
+        number, which is returned; no engine takes it. Engines are paused as in an update.
+
+        Raises IntegrityError (it names the tensors that differ; the next update writes them),
+        StateError (an engine has had no update), and as `send_weights`.
+        """
+        return self._publish(None, is_check=True)
+
+    def _publish(self, version: int | None, *, is_check: bool) -> int:
         info = self._weights.publish(
             self.version + 1 if version is None else version, self._timeout_s
         )
         before, self.version = self._sent, info.version
         self._sent = info.version
         try:
-            if self._sends:
+            if self._sends and not self._engines:  # engines are asked themselves
                 self._readers.check(before, self._timeout_s)
-            self._update_all(info)
+            self._on_all(info, is_check=is_check)
         finally:
             if self._world_size > 1:
                 # all ranks wait for each other, nothing is read
@@ -227,77 +259,88 @@ class Trainer:
             self._weights.unpublish(self._timeout_s)
         return info.version
 
-    def _update_all(self, info: VersionInfo) -> None:
-        if len(self._engines) == 1:
-            self._update(*self._engines[0], info)
-            return
+    def _on_all(self, info: VersionInfo, *, is_check: bool) -> None:
+        """On all engines at the same time: what one of them does, or does not, holds up no
+        other.
+        """
         errors: list[Exception] = []
+        engines = [
+            (
+                engine,
+                replace(order, version=info.version, content_id=info.content_id, is_check=is_check),
+            )
+            for engine, order in self._engines
+        ]
 
-        def update(pair: tuple[Engine, Order]) -> None:
+        def call(pair: tuple[Engine, Order]) -> None:
             try:
-                self._update(*pair, info)
+                self._update(*pair)
             except Exception as error:
                 errors.append(error)
 
+        if len(engines) == 1:
+            self._update(*engines[0])
+            return
         with ThreadPoolExecutor(
-            max(1, len(self._engines)), thread_name_prefix="tensorhub-sglang"
+            max(1, len(engines)), thread_name_prefix="tensorhub-sglang"
         ) as threads:
-            list(threads.map(update, self._engines))
+            list(threads.map(call, engines))
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"another engine: {text_of(other)}")
             raise errors[0]
 
-    def _update(self, engine: Engine, order: Order, info: VersionInfo) -> None:
-        """One session of SGLang's."""
-        if self._pause is not None:
-            _done(engine.call("pause_generation", mode=self._pause))
-        resumes = self._pause is not None
+    def _update(self, engine: Engine, order: Order) -> None:
+        """Carry out an order on one engine. The engine is resumed after its pause, also where the
+        pause itself has failed, unless its weights may be torn.
+        """
+        is_whole = True
         try:
+            if self._pause is not None:
+                _done(engine.call("pause_generation", mode=self._pause))
             self._begin(engine)
             try:
-                self._load(engine, order, info)
-            except Exception as error:
-                if not isinstance(error, TensorHubError) or error.memory != "intact":
-                    error.add_note(
-                        "generation stays paused: the engine's weights may be torn; the next "
-                        "update resumes it"
-                    )
-                    resumes = False
+                is_whole = False
+                self._load(engine, order)
+            except BaseException as error:
+                is_whole = isinstance(error, TensorHubError) and error.memory == "intact"
                 with suppress(Exception):  # the first error is reported
-                    engine.call("end_weight_update")
+                    self._end(engine)
                 raise
-            try:
-                _done(engine.call("end_weight_update"))
-            except BaseException:
-                resumes = False
-                raise
-        finally:
-            if resumes:
-                _done(engine.call("continue_generation"))
+            self._end(engine)
+        except BaseException as error:
+            if not is_whole:
+                error.add_note(
+                    "generation stays paused: the engine's weights may be torn; the next "
+                    "update resumes it"
+                )
+            elif self._pause is not None:
+                with suppress(Exception):  # the first error is reported
+                    engine.call("continue_generation")
+            raise
+        if self._pause is not None:
+            _done(engine.call("continue_generation"))
 
     @staticmethod
     def _begin(engine: Engine) -> None:
+        if not engine.has_sessions:
+            return
         done, said = engine.call("begin_weight_update", selector="target")
         if not done and "already open" in said:  # by a trainer that is gone
+            _load(engine, [])  # the loader prepares the end
             _done(engine.call("end_weight_update"))
             done, said = engine.call("begin_weight_update", selector="target")
         _done((done, said))
 
-    def _load(self, engine: Engine, order: Order, info: VersionInfo) -> None:
-        def update(tensors: Tensors, **fields: Any) -> tuple[bool, str]:
-            given = engine.serialized(tensors)
-            asked = {"load_format": LOADER, "selector": "target", **fields}
-            return engine.call(
-                "update_weights_from_tensor", serialized_named_tensors=given, **asked
-            )
+    @staticmethod
+    def _end(engine: Engine) -> None:
+        if engine.has_sessions:
+            _done(engine.call("end_weight_update"))
 
-        tensors = replace(order, version=info.version, content_id=info.content_id).tensors()
-        done, said = update(tensors, flush_cache=False)
-        if not done and said.startswith(PREFIX):  # what a trainer that is gone has not asked for
-            done, said = update(tensors, flush_cache=False)
-        _done((done, said))
-        _done(update([], flush_cache=self._flush, weight_version=str(self._weights.stamp())))
+    def _load(self, engine: Engine, order: Order) -> None:
+        _carry_out(engine, order)
+        if not order.is_check:
+            _load(engine, [], flush_cache=self._flush, weight_version=str(self._weights.stamp()))
 
     def close(self) -> None:
         """Leave the cluster. The engines keep what they serve."""
@@ -315,10 +358,33 @@ class Trainer:
         self.close()
 
 
+def _carry_out(engine: Engine, order: Order) -> None:
+    """Give the engine's loader an order. Raises what its ranks have met. An engine that says that
+    it has loaded, and has not asked the loader, is found out here.
+    """
+    _load(engine, order.tensors(), flush_cache=False)
+    report = Report.decode(engine.parameter(REPORT))
+    if report is None or (report.version, report.is_check) != (order.version, order.is_check):
+        raise StateError(
+            f"{engine!r} has answered that it has loaded version {order.version}, and its loader "
+            f"{'was never called' if report is None else f'reports version {report.version}'}: "
+            f"does something between trainer and engine answer in its place?"
+        )
+    if report.failed is not None:
+        raise report.failed.error()
+
+
+def _load(engine: Engine, tensors: Tensors, **fields: Any) -> None:
+    target = {"selector": "target"} if engine.has_sessions else {"disable_draft_model": True}
+    asked = {"load_format": LOADER, **target, **fields}
+    given = engine.serialized(tensors)
+    _done(engine.call("update_weights_from_tensor", serialized_named_tensors=given, **asked))
+
+
 def _done(answer: tuple[bool, str]) -> None:
     done, said = answer
     if not done:
-        raise Outcome.error(said)
+        raise StateError(f"SGLang has refused: {said}")
 
 
 def _list(engines: object) -> list[object]:

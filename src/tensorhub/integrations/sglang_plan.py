@@ -1,0 +1,155 @@
+"""How a publication gets into an SGLang engine, and whether it fits: it has to fill what the
+engine's own load has filled, no less and no more. SGLang's loaders say nothing of either.
+
+Responsible for that decision, on one rank. Not responsible for carrying it out (`sglang_engine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tensorhub.errors import RegistrationError, some
+from tensorhub.integrations.recording import Recording, Specs
+from tensorhub.integrations.sglang_layers import Layer, SecondModel, checkpoint
+
+BATCH_BYTES = 256 * 2**20  # of layers that are loaded together
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+ADVICE = (
+    "serve with a backend that leaves weights as they are loaded (--moe-runner-backend triton, "
+    "without SGLANG_USE_AITER and "
+    "without AMX), or update such a model by SGLang's update_weights_from_disk"
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Layers that are loaded together, of these published tensors."""
+
+    layers: tuple[Layer, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a publication of these tensors gets into the model: `in_place` where they lie, `loaded`
+    by SGLang's loader. `missing`, `unexpected`: what keeps it from fitting, on this rank.
+    """
+
+    specs: Specs
+    recording: Recording
+    in_place: dict[str, torch.Tensor]
+    loaded: tuple[Batch, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.in_place.values())
+
+
+def make(second: SecondModel, live: nn.Module, specs: Specs) -> Plan:
+    """Raises RegistrationError: the engine has layers that nothing can update, all named."""
+    refused = {
+        name: layer.reason for layer in second.layers if layer.reason for name in layer.tensors
+    }
+    if refused:
+        text = some([f"{name!r}: {reason}" for name, reason in refused.items()], "; ", most=100)
+        raise RegistrationError(
+            f"{len(refused)} parameter(s) are not kept in the layout of load_weights: {text}. "
+            f"{ADVICE}"
+        )
+    found = second.record(specs)
+    filled = [layer for layer in second.layers if any(n in found.needs for n in layer.tensors)]
+    by_loader = [
+        layer
+        for layer in filled
+        if not layer.is_in_place or any(name in found.computed for name in layer.tensors)
+    ]
+    tensors = tensors_of(live)
+    in_place = {
+        name: tensors[name].data
+        for layer in filled
+        if layer not in by_loader
+        for name in layer.tensors
+        if name in found.needs
+    }
+    loaded = tuple(batches(by_loader, found))
+    return Plan(specs, found, in_place, loaded, *_unfit(second, specs, found))
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _unfit(
+    second: SecondModel, specs: Specs, found: Recording
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What of the engine's own load a publication leaves out, and what it has beyond that.
+
+    The engine's own load is that of its checkpoint. An engine without one, as with random weights,
+    needs all of its parameters.
+    """
+    tensors = second.tensors
+    files = checkpoint()
+    own = None if files is None else second.record(files)
+    gaps = _gaps(second, specs, found)
+    allowed = {} if files is None or own is None else _gaps(second, files, own)
+    missing, unexpected = [], []
+    for name, tensor in tensors.items():
+        more = gaps.get(name, 0) - allowed.get(name, 0)
+        lost = (
+            []
+            if own is None
+            else [each for each in own.needs.get(name, ()) if each not in found.needs.get(name, ())]
+        )
+        if isinstance(tensor, nn.Parameter) and (more > 0 or lost):
+            what = f", such as {some(list(map(repr, lost)))}" if lost else ""
+            missing.append(f"{name!r}: {more} elements come from no published tensor{what}")
+        elif own is not None and more < 0:
+            unexpected.append(f"{name!r}: the engine's own load has left {-more} elements alone")
+        wrong = [
+            each
+            for each in found.needs.get(name, ())
+            if specs[each][0] in FLOATS and _dtype(tensor) not in FLOATS
+        ]
+        if wrong and found.computed.get(name, "").startswith("cast"):
+            unexpected.append(
+                f"{wrong[0]!r}: it is {specs[wrong[0]][0]}, and the engine loads {_dtype(tensor)}"
+            )
+    return tuple(missing), tuple(unexpected)
+
+
+def _gaps(second: SecondModel, specs: Specs, found: Recording) -> dict[str, int]:
+    """By parameter, how many elements nothing is loaded into; parameters that the loader casts
+    included: they are recorded once more as if they were published in the engine's dtype.
+    """
+    if not found.computed:
+        return found.gaps
+    tensors = second.tensors
+    dtypes = {
+        each: _dtype(tensors[name]) for name in found.computed for each in found.needs.get(name, ())
+    }
+    as_loaded = {name: (dtypes.get(name, dtype), shape) for name, (dtype, shape) in specs.items()}
+    return second.record(as_loaded).gaps
+
+
+def batches(layers: Sequence[Layer], recording: Recording) -> Iterator[Batch]:
+    taken: list[Layer] = []
+    for number, layer in enumerate(layers):
+        taken.append(layer)
+        is_last = number + 1 == len(layers)
+        if is_last or sum(e.nbytes for e in (*taken, layers[number + 1])) > BATCH_BYTES:
+            names = [
+                each for one in taken for n in one.tensors for each in recording.needs.get(n, ())
+            ]
+            yield Batch(tuple(taken), tuple(dict.fromkeys(names)))
+            taken = []
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype}".removeprefix("torch.")
