@@ -2,23 +2,28 @@
 tests.frameworks trl ray`.
 
 An environment is made once, in `.venv-frameworks/NAME`, and anew when its recipe changes. Without
-names: all frameworks.
+names: all frameworks. Each run replaces its environment's line in runs.csv.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import datetime
 import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
+from xml.etree import ElementTree
 
 from tests.frameworks.recipes import RECIPES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = REPOSITORY / ".venv-frameworks"
 HERE = Path(__file__).parent
+RUNS = HERE / "runs.csv"
 
 
 def main() -> int:
@@ -39,7 +44,7 @@ def main() -> int:
 
 
 def run(name: str, only_make: bool) -> bool:
-    python = environment(name)
+    python, results = environment(name), ENVIRONMENTS / name / "results.xml"
     tests = [str(path) for test in RECIPES[name].tests if (path := HERE / test).exists()]
     if only_make or not tests:
         return True
@@ -55,9 +60,44 @@ def run(name: str, only_make: bool) -> bool:
         "framework",
         "-o",
         "filterwarnings=default",
+        f"--junit-xml={results}",
         *tests,
     ]
-    return subprocess.run(command, cwd=REPOSITORY).returncode == 0
+    results.unlink(missing_ok=True)
+    passed = subprocess.run(command, cwd=REPOSITORY).returncode == 0
+    if results.exists():
+        note(name, results)
+    return passed
+
+
+def note(name: str, results: Path) -> None:
+    """Replace the environment's line in runs.csv."""
+    (suite,) = ElementTree.parse(results).getroot()
+    counts = {each: int(suite.attrib[each]) for each in ("tests", "skipped", "failures", "errors")}
+    failed = counts["failures"] + counts["errors"]
+    commit = subprocess.check_output(["git", "log", "-1", "--format=%h"], cwd=REPOSITORY)
+    line = {
+        "command": f"make frameworks FRAMEWORKS={name}",
+        "releases": " ".join((*RECIPES[name].releases, f"torch=={version('torch')}")),
+        "passed": str(counts["tests"] - counts["skipped"] - failed),
+        "skipped": str(counts["skipped"]),
+        "failed": str(failed),
+        "minutes": f"{float(suite.attrib['time']) / 60:.1f}",
+        "date": f"{datetime.datetime.now(datetime.UTC).date()}",
+        "commit": commit.decode().strip(),
+    }
+    lines = {each["command"]: each for each in runs()} | {line["command"]: line}
+    with RUNS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, line, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines[each] for each in sorted(lines))
+
+
+def runs() -> list[dict[str, str]]:
+    if not RUNS.exists():
+        return []
+    with RUNS.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def environment(name: str) -> str:

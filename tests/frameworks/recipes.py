@@ -8,6 +8,7 @@ some would bring gigabytes of CUDA along.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -26,6 +27,11 @@ class Recipe:
     @property
     def text(self) -> str:
         return "\n".join((*self.installs, *(() if self.base is None else (f"on {self.base}",))))
+
+    @property
+    def releases(self) -> list[str]:
+        """Those that the recipe is about: what its first call of pip pins."""
+        return re.findall(r"\S+==\S+", self.installs[0])
 
 
 VLLM = (
