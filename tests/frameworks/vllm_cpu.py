@@ -58,9 +58,12 @@ def lay_out(weight: torch.Tensor) -> torch.Tensor:
 def shim() -> None:
     """Define the native ops without which the CPU worker does not start: one that prepares memory,
     one that an activation keeps, and one that lays experts out for its kernels. Nothing can be generated.
+
+    The CPU seems to have no AMX: with it, vLLM packs weights by further native ops.
     """
     if _kept:
         return
+    torch.cpu._is_amx_tile_supported = lambda: False
     library = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
     _kept.append(library)
 
