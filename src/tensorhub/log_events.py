@@ -293,9 +293,9 @@ EVENTS: Final[Mapping[str, Told]] = {
     "send_buffers": E("info", "device model nbytes tensors", "Memory for a stream was made."),
     "release_untested": E(
         "warning",
-        "framework installed probed tested",
-        "The adapter was not tested with this release. probed: a probe has shown that each "
-        "weight lands where it belongs.",
+        "differs framework installed tested",
+        "The adapter was not tested with this release; a probe has passed. differs: what the probe "
+        "found, where TENSORHUB_ACCEPT_UNTESTED=1 insists.",
     ),
     "sglang_plan": E("info", "computed in_place loaded model unread", "How tensors are filled."),
     "sglang_update_failed": E("error", "error memory", "The trainer raises the same."),

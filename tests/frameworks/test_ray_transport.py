@@ -11,12 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub import CoordinatorUnavailable, Location, VersionConflict, VersionUnavailable, sync
+from tensorhub import (
+    CoordinatorUnavailable,
+    Location,
+    StateError,
+    VersionConflict,
+    VersionUnavailable,
+    sync,
+)
 
 ray: Any = pytest.importorskip("ray")
 
 from ray._private.ray_constants import RDT_FETCH_FAIL_TIMEOUT_SECONDS  # noqa: E402
-from ray.experimental.rdt.tensor_transport_manager import CommunicatorMetadata  # noqa: E402
+from ray.experimental.rdt.tensor_transport_manager import (  # noqa: E402
+    CommunicatorMetadata,
+    TensorTransportManager,
+)
 
 from tensorhub.integrations import ray as tensorhub_ray, ray_transport  # noqa: E402
 from tensorhub.integrations.ray_transport import FETCH_S, PublishedTensors, TensorHubTransport  # noqa: E402
@@ -233,6 +243,21 @@ def test_a_process_joins_once_where_ray_has_it(
     assert [(each.location.site, each.location.rack) for each in model.workers] == [
         ("elsewhere", "r")
     ]
+
+
+def test_a_release_that_was_not_tested_is_accepted_if_it_makes_these_calls(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Newer(TensorTransportManager):
+        def garbage_collect(self, obj_id: str, spans: list[Any]) -> None: ...
+
+    monkeypatch.setattr(ray_transport, "TESTED", ("1.0",))
+    monkeypatch.setattr(ray_transport, "register_tensor_transport", lambda *given: None)
+    ray_transport.register_transport()
+    assert "release_untested" in caplog.text
+    monkeypatch.setattr(ray_transport, "TensorTransportManager", Newer)
+    with pytest.raises(StateError, match=r"garbage_collect has other arguments.*\['spans'\]"):
+        ray_transport.register_transport()
 
 
 def test_a_coordinator_that_nobody_has_started_is_asked_for_by_name() -> None:

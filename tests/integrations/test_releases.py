@@ -24,28 +24,15 @@ def test_a_tested_release(installed: str, caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("installed", ["0.80.0", "0.9.1", "0.9.20", "1.0"])
-def test_another_release_has_to_be_accepted(
+def test_a_probe_that_passes_is_enough(
     installed: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(ACCEPT_UNTESTED, raising=False)
-    text = rf"verl {installed} is installed, .* made for 0\.8\.x, 0\.9\.2: .*{ACCEPT_UNTESTED}=1"
-    with pytest.raises(StateError, match=text):
-        check_release("verl", installed, TESTED)
-    monkeypatch.setenv(ACCEPT_UNTESTED, "1")
     with caplog.at_level(logging.WARNING):
-        check_release("verl", installed, TESTED)
+        check_release("verl", installed, TESTED, probe=lambda: None)
     (told,) = caplog.records
     assert "release_untested" in told.getMessage()
     assert EVENTS["release_untested"].level == "warning"
-
-
-def test_a_probe_that_passes_is_enough(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv(ACCEPT_UNTESTED, raising=False)
-    with caplog.at_level(logging.WARNING):
-        check_release("vLLM", "0.34.0", TESTED, probe=lambda: None)
-    assert "release_untested" in caplog.text
 
 
 def test_a_probe_that_fails_cannot_be_overruled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,8 +41,26 @@ def test_a_probe_that_fails_cannot_be_overruled(monkeypatch: pytest.MonkeyPatch)
     def fail() -> None:
         raise RuntimeError("'lm_head.weight' has other bytes")
 
-    with pytest.raises(StateError, match=r"probe .* failed .*'lm_head.weight' has other bytes"):
+    text = r"made for 0\.8\.x, 0\.9\.2\. The probe .* failed .*'lm_head.weight' has other bytes"
+    with pytest.raises(StateError, match=text) as refused:
         check_release("vLLM", "0.34.0", TESTED, probe=fail)
+    assert ACCEPT_UNTESTED not in f"{refused.value}"
+
+
+def test_a_user_may_insist_on_a_release_with_other_calls(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def probe() -> None:
+        check_calls(object, Interface)
+
+    for refusing in ("", "0", "yes"):
+        monkeypatch.setenv(ACCEPT_UNTESTED, refusing)
+        with pytest.raises(StateError, match=rf"a call send .*, or set {ACCEPT_UNTESTED}=1"):
+            check_release("verl", "0.10.0", TESTED, probe=probe)
+    monkeypatch.setenv(ACCEPT_UNTESTED, "1")
+    with caplog.at_level(logging.WARNING):
+        check_release("verl", "0.10.0", TESTED, probe=probe)
+    assert "Interface has a call send that the adapter lacks" in caplog.text
 
 
 class Interface:

@@ -58,7 +58,7 @@ except ImportError:  # before 2.56, which fetches one object after the other
 
 
 NAME: Final = "TENSORHUB"
-TESTED: Final = ("2.60",)  # releases of Ray that all tests ran with
+TESTED: Final = ("2.55", "2.56", "2.60")  # releases of Ray that all tests ran with
 # Ray gives up after all of it, and cannot say why
 FETCH_S: Final = 0.75 * RDT_FETCH_FAIL_TIMEOUT_SECONDS
 # an object's destinations serve each other while they fill, which costs each some 4 ms

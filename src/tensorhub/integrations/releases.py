@@ -20,43 +20,42 @@ log = get_logger(__name__)
 ACCEPT_UNTESTED: Final = "TENSORHUB_ACCEPT_UNTESTED"  # an environment variable: "1" accepts
 
 
+class CallsDiffer(StateError):
+    """Found by `check_calls`. The framework need not make these calls, so a user may insist."""
+
+
 def check_release(
-    framework: str,
-    installed: str,
-    tested: Sequence[str],
-    *,
-    probe: Callable[[], object] | None = None,
+    framework: str, installed: str, tested: Sequence[str], *, probe: Callable[[], object]
 ) -> None:
     """Return if `installed` is one of the tested releases, each given as "major.minor", or with
     further numbers where these change hooks.
 
     Another release is accepted with a warning if `probe` returns: it raises unless the installed
-    release puts every weight where the adapter puts it. Without a probe it is accepted, with a
-    warning, if the environment has TENSORHUB_ACCEPT_UNTESTED=1. Raises StateError otherwise.
+    release puts every weight where the adapter puts it, or makes the calls that the adapter takes.
+    With TENSORHUB_ACCEPT_UNTESTED=1, other calls are a warning, too. Raises StateError otherwise.
     """
     if is_tested(installed, tested):
         return
     releases = ", ".join([each if each.count(".") > 1 else f"{each}.x" for each in tested])
     text = f"{framework} {installed} is installed, and TensorHub's adapter was made for {releases}"
-    if probe is not None:
-        try:
-            probe()
-        except Exception as error:
+    differs = None
+    try:
+        probe()
+    except Exception as error:
+        differs = f"{type(error).__name__}: {error}"
+        can_insist = isinstance(error, CallsDiffer)
+        if not can_insist or os.environ.get(ACCEPT_UNTESTED) != "1":
+            insist = f", or set {ACCEPT_UNTESTED}=1 to go on with this one" if can_insist else ""
             raise StateError(
-                f"{text}. The probe of this release has failed ({type(error).__name__}: {error}): "
-                f"install a tested release"
+                f"{text}. The probe of this release has failed ({differs}): "
+                f"install a tested release{insist}"
             ) from error
-    elif os.environ.get(ACCEPT_UNTESTED) != "1":
-        raise StateError(
-            f"{text}: other releases may call it in other ways. Install one of these, or set "
-            f"{ACCEPT_UNTESTED}=1 to go on with this one"
-        )
     log.warning(
         "release_untested",
         framework=framework,
         installed=installed,
         tested=list(tested),
-        probed=probe is not None,
+        differs=differs,
     )
 
 
@@ -66,7 +65,7 @@ def is_tested(installed: str, tested: Sequence[str]) -> bool:
 
 
 def check_calls(ours: type, theirs: type) -> None:
-    """A probe: raise StateError unless `ours` takes the calls of each public method of `theirs`, a
+    """A probe: raise CallsDiffer unless `ours` takes the calls of each public method of `theirs`, a
     framework's interface.
     """
     for name, method in vars(theirs).items():
@@ -74,7 +73,7 @@ def check_calls(ours: type, theirs: type) -> None:
             continue
         mine = getattr(ours, name, None)
         if mine is None:
-            raise StateError(f"{theirs.__name__} has a call {name} that the adapter lacks")
+            raise CallsDiffer(f"{theirs.__name__} has a call {name} that the adapter lacks")
         known = inspect.signature(mine).parameters.values()
         asked = inspect.signature(getattr(theirs, name)).parameters
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known)
@@ -87,7 +86,7 @@ def check_calls(ours: type, theirs: type) -> None:
             and each.name not in asked
         ]
         if lacks or needs:
-            raise StateError(
+            raise CallsDiffer(
                 f"{theirs.__name__}.{name} has other arguments: the adapter lacks {lacks}, and "
                 f"needs {needs}"
             )
