@@ -144,7 +144,8 @@ class FakeVllm:
                 path = said.get("method", path)
                 fake.calls.append(path)
                 fake.bodies.append(said)
-                code, text = fake.answers.get(path.partition("?")[0], (200, "{}"))
+                done = json.dumps({"results": [said.get("kwargs")]})  # an update's has the version
+                code, text = fake.answers.get(path.partition("?")[0], (200, done))
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()

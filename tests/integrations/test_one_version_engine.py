@@ -209,7 +209,7 @@ def test_calls_that_are_not_allowed(rig: Rig) -> None:
         Remote(its.url, "guess").stage(1024)
     with pytest.raises(StateError, match="has not voted in attempt 7"):
         Remote(its.url, "secret").flip(7)
-    with pytest.raises(InvalidValue, match="is no URL of an engine"):
+    with pytest.raises(InvalidValue, match="is not the URL of an engine"):
         Remote("127.0.0.1:1")
     with pytest.raises(InvalidValue, match=r"host='0\.0\.0\.0' can be reached .* give token="):
         rig.engine(host="0.0.0.0")

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
-from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
-from urllib.request import Request, urlopen
 
 from tensorhub.errors import InvalidValue, StateError, shown
+from tensorhub.integrations.http_calls import call, checked_url
 from tensorhub.model.stamps import Stamp
 from tensorhub.types import VersionInfo
 
@@ -52,11 +51,8 @@ class HttpClient:
     """
 
     def __init__(self, url: str, timeout_s: float = 300.0) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise InvalidValue(
-                f'{shown(url)} is not the URL of a vLLM server: give "http://HOST:PORT"'
-            )
-        self.base_url, self._timeout_s = url.rstrip("/"), timeout_s + MARGIN_S
+        self.base_url = checked_url(url, "a vLLM server")
+        self._timeout_s = timeout_s + MARGIN_S
 
     def __repr__(self) -> str:
         return self.base_url
@@ -84,26 +80,21 @@ class HttpClient:
 
     def collective_rpc(self, method: str, kwargs: Mapping[str, Any]) -> Any:
         body = {"method": method, "kwargs": kwargs, "timeout": self._timeout_s}
-        return json.loads(self._post("collective_rpc", body) or b"{}").get("results")
+        return self._post("collective_rpc", body).get("results")
 
-    def _post(self, path: str, body: Mapping[str, Any], **query: str) -> bytes:
+    def _post(self, path: str, body: Mapping[str, Any], **query: str) -> dict[str, Any]:
+        """What the server answers, in JSON or not at all: so does no other server's "ok"."""
+        whose = f"the vLLM server {self.base_url}"
         url = f"{self.base_url}/{path}" + (f"?{urlencode(query)}" if query else "")
-        data = json.dumps(body).encode()
-        request = Request(url, data, {"Content-Type": "application/json"}, method="POST")
+        headers = {"Content-Type": "application/json"}
+        answer = call(whose, url, json.dumps(body).encode(), headers, self._timeout_s)
+        said = f"{whose} has answered {answer.status} to /{path}: {answer.shown}"
+        if answer.status != 200:
+            raise StateError(said)
         try:
-            with urlopen(request, timeout=self._timeout_s) as answer:
-                return bytes(answer.read())
-        except HTTPError as error:
-            with error:
-                text = error.read().decode(errors="replace")
-            raise StateError(
-                f"the vLLM server {self.base_url} has answered {error.code} to /{path}: {text}"
-            ) from error
-        except (URLError, OSError) as error:
-            raise StateError(
-                f"the vLLM server {self.base_url} does not answer /{path}: is it up? ({error})",
-                retryable=True,
-            ) from error
+            return answer.fields if answer.text else {}
+        except ValueError as error:
+            raise StateError(f"{said} ({error})") from error
 
 
 class ExtensionClient:
@@ -119,15 +110,29 @@ class ExtensionClient:
     def __repr__(self) -> str:
         return f"{self._engine!r}"
 
-    def _call(self, method: str, **given: Any) -> Any:
-        return self._engine.collective_rpc(f"tensorhub_{method}", kwargs=given)
+    def _call(self, method: str, **given: Any) -> list[Any]:
+        """What each worker returns."""
+        results = self._engine.collective_rpc(f"tensorhub_{method}", kwargs=given)
+        if not isinstance(results, list) or not results:
+            raise StateError(f"{self!r} has called no worker: {shown(results)}")
+        return results
+
+    def _call_for(self, asked: int | None, method: str, **given: Any) -> None:
+        """Each worker has to say that it has that version, or (None) one: "ok" alone is nothing."""
+        for state in self._call(method, **given):
+            has = state.get("version") if isinstance(state, dict) else None
+            if type(has) is not int or asked not in (None, has):
+                raise StateError(
+                    f"{self!r} has answered to tensorhub_{method}, and a worker does not say that "
+                    f"it has version {asked}: {shown(state)}"
+                )
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         asked = dict(init_info)
         version, check = asked.pop("version", None), asked.pop("check", None)
         self._call("join", **asked)
         if check is not None:
-            self._call("check", model=check, version=version)
+            self._call_for(None, "check", model=check, version=version)
         elif version is not None:
             self._call("prepare", version=version)
 
@@ -135,7 +140,7 @@ class ExtensionClient:
         """Nothing is open between calls."""
 
     def update_weights(self, update_info: Any) -> None:
-        self._call("update", **update_info)
+        self._call_for(update_info["version"], "update", **update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         if weight_version is not None:
@@ -304,20 +309,7 @@ def _of_client(client: Any) -> _Controls | None:
             client.update_weight_version,
         )
     if hasattr(client, "base_url"):
-
-        def post(
-            path: str, query: Mapping[str, str], body: Mapping[str, str] | None = None
-        ) -> None:
-            import requests
-
-            url = f"{client.base_url}/{path}"
-            requests.post(url, params=query, json=body, timeout=client.timeout).raise_for_status()
-
-        return _Controls(
-            lambda mode, clear: post("pause", {"mode": mode, "clear_cache": f"{clear}".lower()}),
-            lambda: post("resume", {}),
-            lambda version: post("update_weight_version", {}, {"new_version": version}),
-        )
+        return _of_client(HttpClient(client.base_url, client.timeout))
     if hasattr(client, "handles"):
 
         def call(name: str, *given: Any, **arguments: Any) -> None:

@@ -97,13 +97,16 @@ class WorkerExtension:
         _check(updater, outcome)
         return self.tensorhub_update() if is_published else updater.state()
 
-    def tensorhub_check(self, model: str | None = None, version: int | None = None) -> None:
+    def tensorhub_check(
+        self, model: str | None = None, version: int | None = None
+    ) -> dict[str, Any]:
         """Compare the model with what vLLM's own loader makes of the served version, which has to
-        be published, or of another publication of the same weights. Raises IntegrityError, with
-        the names that differ.
+        be published, or of another publication of the same weights. Returns the state. Raises
+        IntegrityError, with the names that differ.
         """
         updater = _updater(self)
         _check(updater, updater.check(model, version))
+        return updater.state()
 
     def tensorhub_state(self) -> dict[str, Any]:
         """The version in place, and how it gets there."""
