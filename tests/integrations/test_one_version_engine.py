@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection
 from typing import Any
 
@@ -19,6 +20,7 @@ from tensorhub.errors import (
     StateError,
     VersionConflict,
 )
+from tensorhub.integrations.one_version import ATTEMPTS
 from tensorhub.integrations.one_version_engine import Engine
 from tensorhub.integrations.one_version_http import Remote
 from tensorhub.integrations.one_version_trainer import OneVersion
@@ -219,3 +221,80 @@ def test_calls_that_are_not_allowed(rig: Rig) -> None:
         connection.request("POST", path, body, {"Authorization": "Bearer secret"})
         assert connection.getresponse().status == 409
         connection.close()
+
+
+def test_a_version_that_has_no_attempts_left_is_never_another_one(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attempts are numbered by versions: the next number may be one of another version."""
+    its = rig.engine()
+    trainer = rig.trainer(attempts_max=1)
+    trainer.update(rig.publish(1))
+    rig.publish(5)
+    fifth = rig.hub.wait_for("actor", at_least=5)
+    with sync.connect(rig.address) as hub:
+        hub.register("actor", values(8, 0.0)).update(5)
+        seventh = rig.publish(7)
+        with monkeypatch.context() as broken:
+            broken.setattr(Remote, "flip", _refuses)
+            with pytest.raises(StateError, match="no engine has taken version 7"):
+                trainer.update(seventh)
+        with pytest.raises(VersionConflict, match="a newer one was attempted, 7: publish these"):
+            trainer.update(fifth)
+        with pytest.raises(InvalidValue, match="version 7 is one of 'critic'"):
+            trainer.update(replace(seventh, model="critic"))
+    its.wait_until_served(WAIT_S)
+    assert rig.serve() == [(1, {1.0})]
+    trainer._next = 8 * ATTEMPTS
+    with pytest.raises(VersionConflict, match="publish these weights with a newer number"):
+        trainer.update(seventh)
+
+
+def _refuses(*_: object) -> None:
+    raise StateError("it does not flip")
+
+
+def test_weights_in_use_are_not_replaced_by_a_decision_that_comes_late(rig: Rig) -> None:
+    """As where the others have committed in later attempts, whose records hide this one's."""
+    its = rig.engine(decide_s=0.2)
+    trainer = rig.trainer(attempts_max=1)
+    trainer.update(rig.publish(1))
+    rig.publish(2)
+    attempt = 2 * ATTEMPTS
+    with its.use():
+        its.stage(attempt)
+        with pytest.raises(OperationTimeout, match="still being used"):
+            its.flip(attempt)
+        with pytest.raises(StateError, match="still being used"):
+            its.settle(attempt, is_commit=True)
+        assert rig.policies[0].get_parameter("b")[0] == 1.0
+    its.settle(attempt, is_commit=True)
+    assert rig.policies[0].get_parameter("b")[0] == 2.0
+
+
+def test_two_hundred_failed_updates_leave_nothing_behind(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its = rig.engine()
+    trainer = rig.trainer(attempts_max=1)
+    trainer.update(rig.publish(1))
+    info = rig.publish(2)
+    monkeypatch.setattr(Remote, "flip", _refuses)
+
+    def fails(times: int) -> tuple[int, int, int]:
+        for _ in range(times):
+            with pytest.raises(StateError, match="no engine has taken version 2"):
+                trainer.update(info)
+        models = rig.hub.describe()
+        groups = sum(each.summary.groups for each in models if each.summary is not None)
+        return groups, threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    before = fails(10)
+    groups, threads, descriptors = fails(200)
+    assert groups <= before[0]
+    assert threads <= before[1] + 2
+    assert descriptors <= before[2] + 4
+    monkeypatch.undo()
+    trainer.update(rig.publish(3))
+    its.wait_until_served(WAIT_S)
+    assert rig.serve() == [(3, {3.0})]

@@ -77,7 +77,9 @@ class Engine:
         self._fence_seen: tuple[int, float] | None = None
         self.seat = Seat(lease_s, decide_s)
         self._closed = threading.Event()
-        self._poll_thread = threading.Thread(target=self._poll_all, name="tensorhub-lease")
+        self._poll_thread = threading.Thread(
+            target=self._poll_all, name="tensorhub-lease", daemon=True
+        )
         try:
             self._listener = Listener(self, host, port, token)
         except BaseException:
@@ -175,6 +177,8 @@ class Engine:
         is_flipped = attempt == self.seat.attempt and self.seat.state is EngineState.FLIPPED
         if is_flipped and (self._fault is not None or not is_commit):
             # a commit: the others have taken the version in a later attempt
+            if is_commit and self._uses:
+                raise StateError("the weights are still being used", retryable=True)
             fault = self._try_put(self._staged if is_commit else self._current)
             if fault is not None:
                 raise fault  # it stays flipped, and serves nothing; the next poll tries again

@@ -88,7 +88,13 @@ class RecordLog:
         except VersionConflict:
             weights.close()
             return False
+        except BaseException:  # perhaps it was recorded
+            self._hold(weights)
+            raise
+        self._hold(weights)
+        return True
+
+    def _hold(self, weights: sync.Weights) -> None:
         self._held.append(weights)
         if len(self._held) > KEPT:
             self._held.popleft().close()
-        return True

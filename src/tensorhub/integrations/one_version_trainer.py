@@ -61,7 +61,7 @@ class OneVersion:
     ) -> None:
         engines = [Remote(url, token, timeout_s) for url in servers]
         self._names = [each.name for each in engines]
-        self._lease_s, self._attempts_max = lease_s, attempts_max
+        self._model, self._lease_s, self._attempts_max = model, lease_s, attempts_max
         self._log = RecordLog(hub, model, timeout_s)
         self._leading = self._log.lead()
         self._calls = Calls(engines, timeout_s=timeout_s, failures_max=failures_max)
@@ -106,6 +106,11 @@ class OneVersion:
             return updated
 
     def _first_attempt(self, info: VersionInfo) -> int:
+        if info.model != self._model:
+            raise InvalidValue(
+                f"version {info.version} is one of {info.model!r}: these engines serve "
+                f"{self._model!r}"
+            )
         if info.version >= VERSION_MAX:
             raise InvalidValue(f"version {info.version}: one version for all takes up to 2**51 - 1")
         records = self._log.read()
@@ -121,7 +126,13 @@ class OneVersion:
                 f"version {info.version} of {info.model!r} is older than the one that the engines "
                 f"serve, {current}: publish these weights with a newer number"
             )
-        return max(self._next, info.version * ATTEMPTS, records.newest // 2 + 1)
+        first = max(self._next, info.version * ATTEMPTS, records.newest // 2 + 1)
+        if version_of(first + self._attempts_max - 1) != info.version:
+            raise VersionConflict(
+                f"version {info.version} of {info.model!r} has no attempts left, or a newer one "
+                f"was attempted, {version_of(first)}: publish these weights with a newer number"
+            )
+        return first
 
     def _do(self, step: Step) -> Answer:
         attempt = step.attempt
