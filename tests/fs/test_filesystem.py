@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 from collections.abc import AsyncIterator, Mapping
@@ -290,6 +291,29 @@ async def test_local_files_stand_beside_the_weights(tmp_path: Path) -> None:
         await anyio.to_thread.run_sync(look)
 
 
+async def test_a_local_file_that_goes_away_takes_no_other_one_with_it(tmp_path: Path) -> None:
+    for name in ("config.json", "gone.json", "pipe.json"):
+        (tmp_path / name).write_text(name)
+    elsewhere = tmp_path.with_name("elsewhere.json")
+    elsewhere.write_text("linked")
+    (tmp_path / "linked.json").symlink_to(elsewhere)  # as in Hugging Face's cache
+    async with cluster("trainer", options=SMALL) as c, reading(c, files=tmp_path) as fs:
+        await publish(c.hubs[0], layers())
+        for name in ("gone.json", "pipe.json"):
+            (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / "pipe.json")
+
+        def look() -> None:
+            assert "m/1/config.json" in fs.find("m/1")
+            assert "m/1/gone.json" not in fs.find("m/1")
+            assert fs.cat("m/1/linked.json") == b"linked"
+            for name in ("gone.json", "pipe.json"):  # a pipe without a writer is not waited for
+                with pytest.raises(FileNotFoundError):
+                    fs.open(f"m/1/{name}")
+
+        await anyio.to_thread.run_sync(look)
+
+
 async def test_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.register_implementation("tensorhub", TensorHubFileSystem, clobber=True)
     monkeypatch.delenv("TENSORHUB_ADDRESS", raising=False)
@@ -319,7 +343,9 @@ async def test_urls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arguments(tmp_path: Path) -> None:
-    for settings in ({"cache_bytes": 0}, {"cache_bytes": "1GB"}, {"files": tmp_path / "none"}):
+    wrong: list[dict[str, Any]] = [{"cache_bytes": 0}, {"cache_bytes": "1GB"}]
+    wrong += [{"files": tmp_path / "none"}, {"timeout": "60"}, {"timeout": -1}, {"timeout": []}]
+    for settings in wrong:
         with pytest.raises(errors.StateError):
             TensorHubFileSystem("tcp://127.0.0.1:1", skip_instance_cache=True, **settings)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -12,7 +11,7 @@ from tensorhub.errors import InvalidType, InvalidValue, StateError, VersionUnava
 from tensorhub.fs.local_files import LocalFiles
 from tensorhub.fs.reader import Reader, Settings, close, reader_of
 from tensorhub.fs.versions import Version
-from tensorhub.types import VERSION_MAX, Selector, check_name, check_selector
+from tensorhub.types import VERSION_MAX, Selector, as_timeout_s, check_name, check_selector
 
 try:
     from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
@@ -63,6 +62,7 @@ class TensorHubFileSystem(AbstractFileSystem):
                 "no coordinator to read from: give tensorhub://HOST:PORT/MODEL/VERSION/FILE, or "
                 "set TENSORHUB_ADDRESS"
             )
+        timeout = as_timeout_s(timeout, 60.0)
         if type(cache_bytes) is not int or cache_bytes < 1:
             raise InvalidType(f"cache_bytes={cache_bytes!r}: give a number of bytes, 1 or more")
         token = None if token_file is None else os.fspath(token_file)
@@ -164,20 +164,17 @@ class TensorHubFileSystem(AbstractFileSystem):
     def _sizes(self, version: Version) -> dict[str, int]:
         """The bytes of each file of a version's directory: the version's own files, then others."""
         found = {name: file.nbytes for name, file in version.files.items()}
-        for name, local in self._local.files.items():
-            if name not in found:
-                found[name] = local.stat().st_size
-        return found
+        return {**self._local.sizes(), **found}
 
-    def local_file(self, version: Version, within: str) -> Path | None:
-        """The local file that is at that path; None: the version's. FileNotFoundError: no file is
-        there.
+    def local_file(self, version: Version, within: str) -> int | None:
+        """A descriptor of the local file that is at that path; None: the version's file is.
+        FileNotFoundError: no file is there.
         """
         if within in version.files:
             return None
         if within not in self._local.files:
             raise _missing(within, "no file of the version, or of files=, has this name")
-        return self._local.files[within]
+        return self._local.open(within)
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         """What a path is: "name", "size", "type"; of a file also "version" and "content_id"."""
@@ -195,7 +192,7 @@ class TensorHubFileSystem(AbstractFileSystem):
             raise _missing(path, "a file is MODEL/VERSION/FILE")
         version, within = self.version(path)
         local = self.local_file(version, within)
-        return VersionFile(self, path, version, within) if local is None else local.open("rb")
+        return VersionFile(self, path, version, within) if local is None else os.fdopen(local, "rb")
 
 
 class VersionFile(AbstractBufferedFile):

@@ -6,18 +6,22 @@ Weights in that directory are left out, because they are not the version's.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+from contextlib import suppress
 from pathlib import Path
 
 from tensorhub.errors import InvalidValue
+from tensorhub.memory.safetensors import open_file
 
 FILES_MAX = 10_000
 WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json".split())
 
 
 class LocalFiles:
-    """Those of a directory and of the directories in it, by their path there ("/" between names).
-    Nothing outside it has a path.
+    """Those of a directory and of the directories in it, by their path there ("/" between names). A
+    link to a file is that file, wherever it is: Hugging Face's cache has such links.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
@@ -40,6 +44,22 @@ class LocalFiles:
                 raise InvalidValue(
                     f"files={str(root)!r} has more than {FILES_MAX} files: give a model's directory"
                 )
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each file that is still there."""
+        found = {}
+        for name, file in self.files.items():
+            with suppress(OSError):
+                found[name] = file.stat().st_size
+        return found
+
+    def open(self, name: str) -> int:
+        """A descriptor to read it by. FileNotFoundError: it is no file any more."""
+        descriptor = open_file(self.files[name])
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise FileNotFoundError(errno.ENOENT, "it is no file any more", name)
+        return descriptor
 
 
 def _raise(error: OSError) -> None:

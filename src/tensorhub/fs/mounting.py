@@ -158,7 +158,7 @@ class Files(mfusepy.Operations):
         version, within = found
         number = next(self._numbers)
         local = self._fs.local_file(version, within)
-        self._open[number] = (version, within) if local is None else os.open(local, os.O_RDONLY)
+        self._open[number] = (version, within) if local is None else local
         return number
 
     @_answering
