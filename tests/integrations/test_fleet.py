@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from tensorhub import sync
 from tensorhub.errors import InvalidType, InvalidValue, OperationTimeout, StateError
+from tensorhub.integrations.announced import SERVERS, announce
 from tensorhub.integrations.fleet import Fleet
 from tensorhub.integrations.trl import WeightTransfer
 from tensorhub.integrations.vllm_session import INTACT, TORN, HttpClient
@@ -175,16 +177,22 @@ def servers() -> Iterator[list[FakeVllm]]:
         each.close()
 
 
+@contextmanager
+def joined() -> Iterator[tuple[sync.Coordinator, sync.Hub]]:
+    with (
+        sync.serve(token="", options=OPTIONS) as coordinator,
+        sync.connect(coordinator.address) as hub,
+    ):
+        yield coordinator, hub
+
+
 @pytest.fixture
 def transfer(
     servers: list[FakeVllm], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[WeightTransfer, sync.Hub]]:
     monkeypatch.delenv("TENSORHUB_ADDRESS", raising=False)
     monkeypatch.setattr("tensorhub.integrations.trl.installed_version", lambda name: "1.16.0")
-    with (
-        sync.serve(token="", options=OPTIONS) as coordinator,
-        sync.connect(coordinator.address) as hub,
-    ):
+    with joined() as (coordinator, hub):
         made = WeightTransfer(
             address=coordinator.address, servers=[each.url for each in servers], timeout_s=WAIT_S
         )
@@ -220,6 +228,32 @@ def test_trls_trainer_updates_several_vllm_servers(
         replicas.add(each.bodies[1]["kwargs"]["replica"])
         assert [body.get("kwargs") for body in each.bodies[2:5:2]] == [{"version": 1}] * 2
     assert len(replicas) == 2
+
+
+def test_servers_that_have_announced_themselves(
+    servers: list[FakeVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tensorhub.integrations.trl.installed_version", lambda name: "1.16.0")
+    with joined() as (coordinator, hub):
+        trainer = WeightTransfer(
+            address=coordinator.address, timeout_s=WAIT_S, allow_no_readers=True
+        )
+        trainer.init_weight_transfer()
+        send(trainer, 1.0)
+        first = announce(hub, "actor", SERVERS, f"{servers[0].url}/")
+        send(trainer, 2.0)
+        announce(hub, "actor", SERVERS, servers[1].url)
+        send(trainer, 3.0)
+        first.close()
+        send(trainer, 4.0)
+        trainer.destroy()
+    updates = [each.calls.count("tensorhub_update") for each in servers]
+    replicas = [
+        {body["kwargs"]["replica"] for body in each.bodies if "replica" in body.get("kwargs", {})}
+        for each in servers
+    ]
+    assert updates == [2, 2]
+    assert [len(each) for each in replicas] == [1, 1]  # each is the same engine all the time
 
 
 def test_a_server_that_is_gone_leaves_no_other_one_paused(

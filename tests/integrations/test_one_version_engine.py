@@ -20,7 +20,7 @@ from tensorhub.errors import (
     StateError,
     VersionConflict,
 )
-from tensorhub.integrations.one_version import ATTEMPTS
+from tensorhub.integrations.one_version import ATTEMPTS, Decide, Fence
 from tensorhub.integrations.one_version_engine import Engine
 from tensorhub.integrations.one_version_http import Remote
 from tensorhub.integrations.one_version_trainer import OneVersion
@@ -93,14 +93,14 @@ def test_a_module_points_at_each_version_and_at_the_old_one_where_another_engine
     trainer = rig.trainer(attempts_max=1)
     assert len(trainer.update(rig.publish(1)).done) == 2
     assert rig.serve() == [(1, {1.0}), (1, {1.0})]
-    put = other._put
+    put = other._slots.put
 
-    def fails(tensors: Mapping[str, torch.Tensor]) -> None:
-        if tensors["b"][0] == 2.0:
+    def fails(slot: int) -> None:
+        if slot == other._slots.holding(2):
             raise RuntimeError("the graph cannot be captured")
-        put(tensors)
+        put(slot)
 
-    monkeypatch.setattr(other, "_put", fails)
+    monkeypatch.setattr(other._slots, "put", fails)
     with pytest.raises(StateError, match="no engine has taken version 2") as error:
         trainer.update(rig.publish(2))
     assert "the graph cannot be captured" in "".join(error.value.__notes__)
@@ -157,6 +157,42 @@ def test_a_late_engine_takes_the_newest_version_before_it_serves(rig: Rig) -> No
     late = rig.engine()
     assert late.wait_until_served(WAIT_S) == 1
     assert rig.serve() == [(1, {1.0}), (1, {1.0})]
+
+
+def test_engines_need_not_be_named(rig: Rig) -> None:
+    """One that starts late is found; one that is gone delays the next update by its lease."""
+    one = rig.engine()
+    trainer = rig.trainer(servers=None)
+    assert trainer.update(rig.publish(1)).done == (one.url,)
+    late = rig.engine()
+    late.wait_until_served(WAIT_S)
+    assert set(trainer.update(rig.publish(2)).done) == {one.url, late.url}
+    late.close()
+    rig.engines.pop(), rig.policies.pop()
+    assert trainer.update(rig.publish(3)).done == (one.url,)
+    assert rig.serve() == [(3, {3.0})]
+
+
+def test_an_engine_that_joins_in_mid_update_serves_no_other_version(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.engine()
+    trainer = rig.trainer(servers=None)
+    trainer.update(rig.publish(1))
+    does, served = trainer._do, list[Any]()
+
+    def do(step: Any) -> Any:
+        if isinstance(step, Fence) and not served:  # all have voted that were asked
+            late = rig.engine()
+            served.append(late.wait_until_served(WAIT_S))
+        if isinstance(step, Decide):
+            served.append(rig.engines[1].version)
+        return does(step)
+
+    monkeypatch.setattr(trainer, "_do", do)
+    trainer.update(rig.publish(2))
+    assert served == [1, None]
+    assert rig.serve() == [(2, {2.0}), (2, {2.0})]
 
 
 def test_in_place_by_a_function(rig: Rig) -> None:

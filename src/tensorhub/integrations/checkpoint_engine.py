@@ -33,6 +33,7 @@ from tensorhub.errors import (
     VersionUnavailable,
     shown,
 )
+from tensorhub.integrations.announced import SERVERS, announced
 from tensorhub.integrations.streamed import Receiver, Sender
 from tensorhub.logs import get_logger
 from tensorhub.runtime.control.addresses import split_addresses
@@ -232,6 +233,10 @@ class Exchange:
             "seconds": sent.seconds,
         }
         return {f"tensorhub/{name}": float(value) for name, value in costs.items()}
+
+    def servers(self) -> list[str]:
+        """The URLs of the engines' servers that are there now (`announced`)."""
+        return announced(self._connected(), self.model, SERVERS)
 
     def published(self, version: int) -> VersionInfo:
         """What was sent as `version`."""

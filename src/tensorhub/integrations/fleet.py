@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from tensorhub.errors import OperationTimeout, text_of
 from tensorhub.logs import get_logger
 from tensorhub.types import VersionInfo
 
 log = get_logger(__name__)
+ENGINES_MAX = 1024  # that are called at the same time
 
 
 class Named(Protocol):
@@ -69,12 +70,21 @@ class Calls(Generic[E]):
     """
 
     def __init__(
-        self, engines: Sequence[E], *, timeout_s: float = 300.0, failures_max: int = 2
+        self, engines: Sequence[E] = (), *, timeout_s: float = 300.0, failures_max: int = 2
     ) -> None:
         self._members = [_Member(engine) for engine in engines]
         self._timeout_s, self._failures_max = timeout_s, failures_max
-        threads = max(1, len(engines))
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-fleet")
+        self._threads = ThreadPoolExecutor(ENGINES_MAX, thread_name_prefix="tensorhub-fleet")
+
+    @property
+    def names(self) -> Set[str]:
+        return frozenset(each.engine.name for each in self._members)
+
+    def follow(self, names: Sequence[str], make: Callable[[str], E]) -> None:
+        """Have the engines with these names from now on, and no other ones; new ones are made."""
+        known = {each.engine.name: each for each in self._members}
+        asked = [name.rstrip("/") for name in names]
+        self._members = [known.get(name) or _Member(make(name)) for name in asked]
 
     def close(self) -> None:
         """Begin no call any more. The engines keep what they serve."""
@@ -130,7 +140,25 @@ class Calls(Generic[E]):
 
 
 class Fleet(Calls[Engine]):
-    """Engines that are updated one by one, and at the same time."""
+    """Engines that are updated one by one, and at the same time. `find`: asked before each update
+    for the names of all engines, of which `make` makes those that are new (`announced`).
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine] = (),
+        *,
+        find: Callable[[], Sequence[str]] | None = None,
+        make: Callable[[str], Engine] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(engines, **settings)
+        self._find, self._make = find, make
+
+    def call(self, call: Callable[[Engine], object], only: Set[str] | None = None) -> FleetReport:
+        if self._find is not None and self._make is not None:
+            self.follow(self._find(), self._make)
+        return super().call(call, only)
 
     def join(self) -> FleetReport:
         """Have all engines join the cluster. Raises as `update`."""

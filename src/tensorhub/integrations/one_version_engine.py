@@ -18,11 +18,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from tensorhub import shared_empty_like, sync
 from tensorhub.errors import OperationTimeout, StateError, text_of
+from tensorhub.integrations.announced import SEATS, announce
 from tensorhub.integrations.one_version import EngineState, Records, Seat, version_of
 from tensorhub.integrations.one_version_http import Listener
 from tensorhub.integrations.one_version_records import RecordLog
@@ -36,10 +37,59 @@ Tensors = Mapping[str, "torch.Tensor"]
 log = get_logger(__name__)
 
 
+@runtime_checkable
+class Slots(Protocol):
+    """Two slots, 0 and 1, that hold a version each, which other engines read."""
+
+    def holding(self, version: int) -> int | None:
+        """The slot that has the version."""
+
+    def fill(self, slot: int, version: int) -> None:
+        """Fetch the version into the slot, which is not in place; the engine may go on."""
+
+    def put(self, slot: int) -> None:
+        """Put what the slot holds in place, while nothing uses the weights; quick, and callable
+        with the same slot again.
+        """
+
+    def close(self) -> None: ...
+
+
+class TensorSlots:
+    """Of tensors in a loop of your own: see `Engine`."""
+
+    def __init__(
+        self,
+        hub: sync.Hub,
+        model: str,
+        tensors: nn.Module | Tensors,
+        put: Callable[[Tensors], object] | None,
+        timeout_s: float,
+    ) -> None:
+        self._put, first = _parts(tensors, put)
+        self._timeout_s = timeout_s
+        self._tensors: list[Tensors] = [first, shared_empty_like(first)]
+        self._weights = [hub.register(model, each, spot=True) for each in self._tensors]
+
+    def holding(self, version: int) -> int | None:
+        return next((n for n in (0, 1) if self._weights[n].version == version), None)
+
+    def fill(self, slot: int, version: int) -> None:
+        self._weights[slot].update(version, timeout=self._timeout_s)
+
+    def put(self, slot: int) -> None:
+        self._put(self._tensors[slot])
+
+    def close(self) -> None:
+        for each in self._weights:
+            each.close(abandon=True)
+
+
 class Engine:
     """`tensors`: the engine's, by their published names. `put`: called with tensors to put in their
     place, while nothing uses them; quick, and callable with the same ones again. Of a module it
     need not be given: then its parameters and buffers point at them, and nothing is copied.
+    `Slots` do both in their own way.
 
     `host`, `port`: where the trainer's calls are taken. `token`: what they must bear; without one,
     `host` has to be this machine alone. `lease_s`: the engine serves nothing once it has not read
@@ -54,7 +104,7 @@ class Engine:
         self,
         hub: sync.Hub,
         model: str,
-        tensors: nn.Module | Tensors,
+        tensors: nn.Module | Tensors | Slots,
         *,
         put: Callable[[Tensors], object] | None = None,
         host: str = "127.0.0.1",
@@ -64,11 +114,12 @@ class Engine:
         decide_s: float = 10.0,
         timeout_s: float = 300.0,
     ) -> None:
-        self._put, first = _parts(tensors, put)
-        self._timeout_s = timeout_s
         self._log = RecordLog(hub, model, min(timeout_s, lease_s))
-        self._slots: list[Tensors] = [first, shared_empty_like(first)]
-        self._weights = [hub.register(model, slot, spot=True) for slot in self._slots]
+        self._slots: Slots = (
+            tensors
+            if isinstance(tensors, Slots)
+            else TensorSlots(hub, model, tensors, put, timeout_s)
+        )
         self._current = self._staged = 0
         self._lock = threading.Condition()  # of all above, and of the seat
         self._filling = threading.Lock()  # of the slot that is not in place
@@ -80,13 +131,14 @@ class Engine:
         self._poll_thread = threading.Thread(
             target=self._poll_all, name="tensorhub-lease", daemon=True
         )
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._slots.close)
             self._listener = Listener(self, host, port, token)
-        except BaseException:
-            for each in self._weights:
-                each.close(abandon=True)
-            raise
-        self.url = self._listener.url
+            undo.callback(self._listener.close)
+            self.url = self._listener.url
+            # before it has a lease: a trainer that does not find it waits for none
+            self._announced = announce(hub, model, SEATS, self.url)
+            undo.pop_all()
         self._poll_thread.start()
 
     # -- what the engine's own loop calls
@@ -98,13 +150,13 @@ class Engine:
             return self.seat.serves(time.monotonic())
 
     @contextmanager
-    def use(self) -> Iterator[int]:
+    def use(self, wait_s: float = 0.0) -> Iterator[int]:
         """The tensors in place stay, and are this version's. Keep it short: a flip waits for it.
 
-        Raises StateError: no version may be served now; ask again.
+        Raises StateError: no version may be served now, nor in `wait_s`; ask again.
         """
         with self._lock:
-            version = self.seat.serves(time.monotonic())
+            version = self._wait(wait_s)
             if version is None:
                 raise StateError(
                     f"no version may be served now: the engine is {self.seat.state} with "
@@ -123,14 +175,31 @@ class Engine:
         """Return the version once one may be served: an engine that joins late takes the newest
         committed one from its peers before it accepts requests. Raises OperationTimeout.
         """
-        deadline = time.monotonic() + timeout_s
         with self._lock:
-            while (version := self.seat.serves(time.monotonic())) is None:
-                if not self._lock.wait(max(0.0, deadline - time.monotonic())):
-                    raise OperationTimeout(
-                        f"no version was committed, or could be read, in {timeout_s:.0f} s"
-                    )
-            return version
+            version = self._wait(timeout_s)
+        if version is None:
+            raise OperationTimeout(
+                f"no version was committed, or could be read, in {timeout_s:.0f} s"
+            )
+        return version
+
+    def _wait(self, timeout_s: float) -> int | None:
+        deadline = time.monotonic() + timeout_s
+        while (version := self.seat.serves(time.monotonic())) is None:
+            if not self._lock.wait(max(0.0, deadline - time.monotonic())):
+                break
+        return version
+
+    def start(self, timeout_s: float) -> int | None:
+        """Wait until the version that was committed is served, if one was. Raises OperationTimeout,
+        and as `Hub.describe`.
+        """
+        return None if self._log.read().current is None else self.wait_until_served(timeout_s)
+
+    def lost(self) -> None:
+        """The weights in place are gone: serve none until they were put in place anew."""
+        with self._lock:
+            self.seat.version = None
 
     def close(self) -> None:
         """Serve nothing, and leave the cluster."""
@@ -139,8 +208,8 @@ class Engine:
         self._poll_thread.join()
         with self._lock:
             self.seat.version = None
-        for each in self._weights:
-            each.close(abandon=True)
+        self._announced.close()
+        self._slots.close()
 
     # -- what the trainer calls; each may be repeated
 
@@ -149,9 +218,10 @@ class Engine:
         with self._filling:
             with self._lock:
                 self.seat.begin(attempt, time.monotonic())
-                found = self._slot_for(version_of(attempt))
+                found = self._slots.holding(version_of(attempt))
                 slot = 1 - self._current if found is None else found
-            self._fill(slot, version_of(attempt))
+            if found is None:
+                self._slots.fill(slot, version_of(attempt))
             with self._lock:
                 self.seat.vote(attempt, time.monotonic())
                 self._staged = slot
@@ -188,21 +258,11 @@ class Engine:
 
     def _try_put(self, slot: int) -> Exception | None:
         try:
-            self._put(self._slots[slot])
+            self._slots.put(slot)
         except Exception as error:
             log.error("engine_not_flipped", reason=text_of(error))
             return error
         return None
-
-    # -- versions in the two slots
-
-    def _slot_for(self, version: int) -> int | None:
-        """The slot that has the version."""
-        return next((n for n in (0, 1) if self._weights[n].version == version), None)
-
-    def _fill(self, slot: int, version: int) -> None:
-        if self._weights[slot].version != version:
-            self._weights[slot].update(version, timeout=self._timeout_s)
 
     # -- the lease
 
@@ -252,12 +312,13 @@ class Engine:
             return  # it is being staged
         try:
             with self._lock:
-                slot = self._slot_for(version)
-                if slot is None:  # the one in place is free: it serves nothing
-                    slot = self._current
-                    if not self._lock.wait_for(lambda: not self._uses, self.seat.lease_s):
-                        return
-            self._fill(slot, version)
+                found = self._slots.holding(version)
+                # otherwise the one in place is free: it serves nothing
+                slot = self._current if found is None else found
+                if not self._lock.wait_for(lambda: not self._uses, self.seat.lease_s):
+                    return
+            if found is None:
+                self._slots.fill(slot, version)
             asked_at = time.monotonic()
             records = self._log.read()
             with self._lock:

@@ -10,10 +10,13 @@ Responsible for carrying the steps out. Not responsible for their order (`one_ve
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from tensorhub import sync
 from tensorhub.errors import InvalidValue, StateError, VersionConflict, text_of
+from tensorhub.integrations.announced import SEATS, announced
 from tensorhub.integrations.fleet import Calls, FleetReport
 from tensorhub.integrations.one_version import (
     ATTEMPTS,
@@ -41,7 +44,8 @@ CLOCK_MARGIN = 1.1  # how much faster this machine's clock may run than an engin
 
 class OneVersion:
     """`servers`: the URLs of all engines that serve `model`: one that is not here is not kept from
-    serving another version. `lease_s`: as the engines have it. `timeout_s`: how long each step
+    serving another version. None: all that the coordinator knows, at each update. `lease_s`: as the
+    engines have it; below the coordinator's `Options.lease_s`. `timeout_s`: how long each step
     waits for engines. `attempts_max`: of one update; each one leaves out what has failed.
 
     Raises StateError: another trainer updates the engines of this model.
@@ -51,7 +55,7 @@ class OneVersion:
         self,
         hub: sync.Hub,
         model: str,
-        servers: Sequence[str],
+        servers: Sequence[str] | None = None,
         *,
         token: str | None = None,
         lease_s: float = 3.0,
@@ -59,13 +63,18 @@ class OneVersion:
         attempts_max: int = 4,
         failures_max: int = 2,
     ) -> None:
-        engines = [Remote(url, token, timeout_s) for url in servers]
-        self._names = [each.name for each in engines]
+        self._find = partial(announced, hub, model, SEATS) if servers is None else None
+        self._make = lambda url: Remote(url, token, timeout_s)
+        self._asked: Set[str] = frozenset()
+        self._listed: Future[list[str]] | None = None  # the engines that are there after the fence
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-fleet-list")
         self._model, self._lease_s, self._attempts_max = model, lease_s, attempts_max
+        self._calls = Calls[Remote](timeout_s=timeout_s, failures_max=failures_max)
+        self._calls.follow(servers or (), self._make)
         self._log = RecordLog(hub, model, timeout_s)
         self._leading = self._log.lead()
-        self._calls = Calls(engines, timeout_s=timeout_s, failures_max=failures_max)
         self._next = 0
+        self._gone: Set[str] = frozenset()  # engines that the coordinator lists no more
         self._errors: dict[str, BaseException] = {}
         self._voted_at = 0.0
         self.flip_s = 0.0  # of the last update: from the last vote until all have settled
@@ -81,7 +90,12 @@ class OneVersion:
         first = self._first_attempt(info)
         self._errors = {}
         self._log.prepare()
-        updated = self._carry_out(steps(first, self._names, self._attempts_max))
+        before = self._calls.names
+        if self._find is not None:
+            self._calls.follow(self._find(), self._make)
+        names = self._calls.names
+        self._gone = before - names
+        updated = self._carry_out(steps(first, sorted(names), self._attempts_max))
         if not updated:
             error = StateError(
                 f"no engine has taken version {info.version} of {info.model!r}; those that serve "
@@ -92,7 +106,7 @@ class OneVersion:
                 error.add_note(f"{name}: {text_of(each)}")
             raise error
         left = {name: each for name, each in self._errors.items() if name not in updated}
-        behind = tuple(name for name in self._names if name not in updated)
+        behind = tuple(sorted(names - updated))
         return FleetReport(tuple(sorted(updated)), left, behind)
 
     def _carry_out(self, its: Steps) -> frozenset[str]:
@@ -137,18 +151,23 @@ class OneVersion:
     def _do(self, step: Step) -> Answer:
         attempt = step.attempt
         if isinstance(step, Stage):
+            self._asked = step.engines
             voted = self._ask(step, lambda engine: engine.stage(attempt))
             self._voted_at = time.monotonic()
             return voted
         if isinstance(step, Fence):
             if not self._log.fence(attempt):
                 return False
-            if step.waits:
-                time.sleep(self._lease_s * CLOCK_MARGIN)
-                self._voted_at = time.monotonic()
+            if self._find is not None:
+                self._listed = self._thread.submit(self._find)
+            if step.waits or self._gone:
+                self._wait_for_leases()
             return True
         if isinstance(step, Flip):
-            return self._ask(step, lambda engine: engine.flip(attempt))
+            flipped = self._ask(step, lambda engine: engine.flip(attempt))
+            if self._listed and set(self._listed.result()) - self._asked:
+                self._wait_for_leases()  # of an engine that began to serve before the fence
+            return flipped
         if isinstance(step, Decide):
             return self._log.decide(attempt, step.is_commit)
         is_commit = step.is_commit
@@ -159,6 +178,11 @@ class OneVersion:
         log.info("fleet_settled", attempt=attempt, committed=is_commit, seconds=self.flip_s)
         return True
 
+    def _wait_for_leases(self) -> None:
+        """An engine that was not asked has then read the fence, or has no lease."""
+        time.sleep(self._lease_s * CLOCK_MARGIN)
+        self._voted_at = time.monotonic()
+
     def _ask(self, step: Stage | Flip | Settle, call: Callable[[Remote], None]) -> frozenset[str]:
         report = self._calls.call(call, step.engines)
         self._errors |= report.failed
@@ -166,5 +190,6 @@ class OneVersion:
 
     def close(self) -> None:
         """Update nothing any more. The engines keep what they serve."""
+        self._thread.shutdown(wait=False)
         self._calls.close()
         self._leading.close()

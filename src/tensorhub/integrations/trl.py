@@ -37,7 +37,8 @@ class WeightTransfer:
     `settings`: see `Exchange`. Without an address it runs a coordinator of its own on `host`, which
     only this machine reaches by default. `servers`: URLs of vLLM servers with
     `vllm_worker.WorkerExtension`, which are paused, updated and resumed together (`fleet.Fleet`);
-    they need an address, and the token in their own environment. `host_memory_bytes`: of each of
+    they need an address, and the token in their own environment. Without it, those that have
+    announced themselves (`vllm_start`) are updated. `host_memory_bytes`: of each of
     their workers, see `vllm.TrainerInit`. `pause`, `resume`: called before and after each update,
     to stop an inference server of another kind.
     """
@@ -71,7 +72,7 @@ class WeightTransfer:
         """Called once, when training begins."""
         self._meeting = self._exchange.join("sender", self._exchange.prepare())
         self._sent = 0
-        if self._servers:
+        if self._exchange.has_address:
             timeout_s = self._exchange.timeout_s
             settings = Settings(
                 split_addresses(self._meeting.address),
@@ -80,9 +81,13 @@ class WeightTransfer:
                 host_memory_bytes=self._host_memory_bytes,
                 timeout_s=timeout_s,
             )
-            engines = [Session(ExtensionClient(url, timeout_s), settings) for url in self._servers]
-            self._fleet = Fleet(engines, timeout_s=timeout_s)
-            self._fleet.join()
+            self._fleet = Fleet(
+                find=lambda: self._servers or self._exchange.servers(),
+                make=lambda url: Session(ExtensionClient(url, timeout_s), settings),
+                timeout_s=timeout_s,
+            )
+            if self._servers:
+                self._fleet.join()
 
     def rollout_settings(self) -> dict[str, Any]:
         """What `RolloutWeights` takes, here or in another process; from the beginning of training
