@@ -15,6 +15,8 @@ from docs import api, links, pages
 from tensorhub import errors
 from tensorhub.observed import PART_NAMES
 from tensorhub.transport.built_in import TRANSPORTS
+from tests.frameworks.__main__ import runs
+from tests.frameworks.recipes import RECIPES
 
 DOCS = Path(__file__).parent.parent / "docs"
 MAPS = [DOCS.parent / "ARCHITECTURE.md", DOCS / "protocol.md"]
@@ -73,6 +75,20 @@ def test_each_transport_has_a_section_and_a_row_in_the_overview() -> None:
     assert re.findall(r"^\| \[`(\w+)`\]\(#\1\)", page, re.MULTILINE) == built_in
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL))
     assert set(built_in) <= sections.keys()
+
+
+def test_each_release_of_a_framework_was_tested_by_the_command_that_is_named() -> None:
+    page = (DOCS / "frameworks.md").read_text(encoding="utf-8")
+    table = page.partition("\n\nAll ran")[0]
+    told = dict(re.findall(r"`([\w.-]+)` (?:transformers )?(\d[\w.]*)", table))
+    assert told.keys() == RECIPES.keys()
+    ran = {each["command"].partition("=")[2]: each for each in runs()}
+    for name in sorted(ran):
+        tested = ran[name]["releases"].split()
+        assert tested[:-1] == RECIPES[name].releases, f"run: python -m tests.frameworks {name}"
+        assert tested[0].endswith(f"=={told[name]}")
+        assert (int(ran[name]["passed"]) > 0, ran[name]["failed"]) == (True, "0")
+    assert f"by {max(each['date'] for each in ran.values())} on" in page
 
 
 def test_links_between_pages_lead_somewhere() -> None:
