@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -177,7 +177,12 @@ def test_no_error_shows_a_secret() -> None:
 # an engine's listener
 
 
+TERMS: Mapping[str, Any] = {"model": "actor", "lease_s": 3.0}
+
+
 class Called:
+    terms = TERMS
+
     def __init__(self) -> None:
         self.version: int | None = 3
         self.calls: list[tuple[object, ...]] = []
@@ -223,8 +228,11 @@ def request(path: str, body: bytes, *headers: str) -> bytes:
 @pytest.mark.parametrize(
     "given",
     [
-        *({}, [1], 1, {"self": 1}, {"attempt": 7, "is_commit": True}),
-        *({"attempt": each} for each in ("7", True, float("nan"), -1, 10**40, 7.0, None)),
+        *({}, [1], 1, {"self": 1}, {"attempt": 7, "is_commit": True}, {"attempt": 7}),
+        *(
+            {"terms": TERMS, "attempt": each}
+            for each in ("7", True, float("nan"), -1, 10**40, 7.0, None)
+        ),
     ],
     ids=str,
 )
@@ -264,7 +272,7 @@ def test_connections_without_a_call_keep_no_trainer_away(
     idle = [connected(listener) for _ in range(2 * CONNECTIONS_MAX)]
     for each in idle:
         each.sendall(begun)
-    Remote(listener.url, TOKEN, WAIT_S).stage(5)
+    Remote(listener.url, TOKEN, WAIT_S, TERMS).stage(5)
     assert engine.calls == [("stage", 5)]
     for each in idle[:CONNECTIONS_MAX]:
         assert each.recv(1) == b""  # the oldest ones were ended
@@ -296,5 +304,5 @@ def test_tokens(engine: Called, listener: Listener) -> None:
     for wrong in (None, TOKEN[:-1], TOKEN + "x"):
         with pytest.raises(AuthenticationFailed):
             Remote(listener.url, wrong).stage(5)
-    Remote(listener.url, f"{TOKEN}\n").stage(5)  # as of a file
+    Remote(listener.url, f"{TOKEN}\n", terms=TERMS).stage(5)  # as of a file
     assert engine.calls == [("stage", 5)]

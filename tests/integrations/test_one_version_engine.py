@@ -20,6 +20,7 @@ from tensorhub.errors import (
     StateError,
     VersionConflict,
 )
+from tensorhub.integrations.announced import SEATS, announce, announced
 from tensorhub.integrations.one_version import ATTEMPTS, Decide, Fence
 from tensorhub.integrations.one_version_engine import Engine
 from tensorhub.integrations.one_version_http import Remote
@@ -288,6 +289,34 @@ def test_a_version_that_has_no_attempts_left_is_never_another_one(
 
 def _refuses(*_: object) -> None:
     raise StateError("it does not flip")
+
+
+def test_a_trainer_that_is_not_this_engines(rig: Rig) -> None:
+    its = rig.engine()
+    rig.trainer().update(rig.publish(1))
+    with sync.connect(rig.address) as hub:
+        info = hub.register("critic", values(8, 9.0)).publish(1)
+        other = OneVersion(hub, "critic", [its.url], lease_s=LEASE_S)
+        with pytest.raises(StateError) as error:
+            other.update(info)
+        assert "the trainer has {'model': 'critic'" in "".join(error.value.__notes__)
+        other.close()
+    with pytest.raises(InvalidValue, match=r"'lease_s': 0\.1\}, and this engine"):
+        Remote(its.url, terms={"model": "actor", "lease_s": 0.1}).stage(ATTEMPTS)
+    with pytest.raises(InvalidValue, match="give each engine once"):
+        rig.trainer(servers=[its.url, f"{its.url}/"])
+    assert rig.serve() == [(1, {1.0})]
+
+
+def test_what_is_no_url_is_no_engine(rig: Rig) -> None:
+    its = rig.engine()
+    with pytest.raises(InvalidValue, match="is not the URL of this engine"):
+        announce(rig.hub, "actor", SEATS, "10.0.0.1:8000")
+    for group in ("10.0.0.1:8000", f"{its.url}/ again"):
+        rig.hub.register("actor/seats", {"engine": torch.zeros(1)}, group=group).publish(
+            (rig.hub.describe("actor/seats", limit=0).mark or 0) + 1
+        )
+    assert announced(rig.hub, "actor", SEATS) == [its.url]
 
 
 def test_weights_in_use_are_not_replaced_by_a_decision_that_comes_late(rig: Rig) -> None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import secrets
 import time
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
 
 from tensorhub import sync
-from tensorhub.errors import VersionConflict, VersionUnavailable
+from tensorhub.errors import InvalidValue, VersionConflict, VersionUnavailable
+from tensorhub.integrations.http_calls import checked_url
 
 SERVERS: Final = "servers"  # that `vllm_session.ExtensionClient` calls
 SEATS: Final = "seats"  # that `OneVersion` calls
@@ -25,9 +27,10 @@ SEATS: Final = "seats"  # that `OneVersion` calls
 def announce(
     hub: sync.Hub, model: str, kind: str, url: str, timeout_s: float = 60.0
 ) -> sync.Weights:
-    """Until the result is closed, or this process ends. Raises as `Hub.register` and
-    `Weights.publish`.
+    """Until the result is closed, or this process ends. Raises InvalidValue (no URL), and as
+    `Hub.register` and `Weights.publish`.
     """
+    url = checked_url(url, "this engine")
     deadline = time.monotonic() + timeout_s
     # the word: the engine before it at this URL may not be known to be gone
     weights = hub.register(
@@ -48,9 +51,15 @@ def announce(
 
 
 def announced(hub: sync.Hub, model: str, kind: str) -> list[str]:
-    """The URLs of the engines that live. Raises as `Hub.describe`."""
+    """The URLs of the engines that live; what is no URL, no engine has announced. Raises as
+    `Hub.describe`.
+    """
     try:
         found = hub.describe(f"{model}/{kind}").replicas
     except VersionUnavailable:
         return []
-    return sorted({each.group.partition(" ")[0] for each in found})
+    urls = set()
+    for each in found:
+        with suppress(InvalidValue):
+            urls.add(checked_url(each.group.partition(" ")[0], "an engine"))
+    return sorted(urls)

@@ -11,12 +11,13 @@ Responsible for which engines are waited for. Not responsible for one engine's u
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from tensorhub.errors import OperationTimeout, text_of
+from tensorhub.errors import InvalidValue, OperationTimeout, some, text_of
 from tensorhub.logs import get_logger
 from tensorhub.types import VersionInfo
 
@@ -72,6 +73,7 @@ class Calls(Generic[E]):
     def __init__(
         self, engines: Sequence[E] = (), *, timeout_s: float = 300.0, failures_max: int = 2
     ) -> None:
+        _check_once([engine.name for engine in engines])
         self._members = [_Member(engine) for engine in engines]
         self._timeout_s, self._failures_max = timeout_s, failures_max
         self._threads = ThreadPoolExecutor(ENGINES_MAX, thread_name_prefix="tensorhub-fleet")
@@ -84,6 +86,7 @@ class Calls(Generic[E]):
         """Have the engines with these names from now on, and no other ones; new ones are made."""
         known = {each.engine.name: each for each in self._members}
         asked = [name.rstrip("/") for name in names]
+        _check_once(asked)
         self._members = [known.get(name) or _Member(make(name)) for name in asked]
 
     def close(self) -> None:
@@ -137,6 +140,12 @@ class Calls(Generic[E]):
         if member.failures >= self._failures_max and not member.is_excluded:
             member.is_excluded = True
             log.warning("engine_excluded", engine=member.engine.name, failures=member.failures)
+
+
+def _check_once(names: Sequence[str]) -> None:
+    """Two updates of one engine at the same time would resume it while it is written."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise InvalidValue(f"{some(twice)}: give each engine once")
 
 
 class Fleet(Calls[Engine]):

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tensorhub import shared_empty_like, sync
 from tensorhub.errors import OperationTimeout, StateError, text_of
@@ -127,6 +127,7 @@ class Engine:
         self._fault: Exception | None = None  # of the flip
         self._fence_seen: tuple[int, float] | None = None
         self.seat = Seat(lease_s, decide_s)
+        self.terms: Mapping[str, Any] = {"model": model, "lease_s": lease_s}
         self._closed = threading.Event()
         self._poll_thread = threading.Thread(
             target=self._poll_all, name="tensorhub-lease", daemon=True

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
@@ -28,14 +29,16 @@ from tensorhub.integrations.http_calls import TEXT_MAX, call, checked_url
 from tensorhub.integrations.one_version import ATTEMPTS, VERSION_MAX
 from tensorhub.types import printable
 
-BODY_MAX = 4096  # bytes of a call
+BODY_MAX = 16_384  # bytes of a call
 CONNECTIONS_MAX = 64  # whose call has not come yet; and as many calls at the same time
 CALL_S = 10.0  # until a call has come
 MARGIN_S = 5.0  # an answer comes so much later than the call's own deadline, at most
 
 
 class Called(Protocol):
-    """An engine's calls."""
+    """An engine's calls. `terms`: what its trainer has to have alike, by name."""
+
+    terms: Mapping[str, Any]
 
     @property
     def version(self) -> int | None: ...
@@ -92,7 +95,7 @@ class _Server(ThreadingHTTPServer):
 
 def _checked(name: str, given: object) -> dict[str, Any]:
     """A call's arguments, if they are ones that a trainer gives. Raises InvalidValue."""
-    names = {"stage": ["attempt"], "flip": ["attempt"], "settle": ["attempt", "is_commit"]}
+    names = {"stage": ["attempt", "terms"], "flip": ["attempt"], "settle": ["attempt", "is_commit"]}
     if name not in names:
         raise InvalidValue(f"there is no call {shown(name)}")
     if isinstance(given, dict) and sorted(given) == names[name]:
@@ -137,16 +140,22 @@ class Listener:
                 self.server.has_come(self.connection)
                 name = self.path.strip("/")
                 try:
-                    given = _checked(name, json.loads(data))
+                    said = _checked(name, json.loads(data))
                 except (ValueError, RecursionError) as error:
                     raise InvalidValue(f"this is no call: {text_of(error)}") from error
+                given = {key: each for key, each in said.items() if key != "terms"}
+                if (terms := said.get("terms", engine.terms)) != engine.terms:
+                    raise InvalidValue(
+                        f"the trainer has {shown(terms)}, and this engine {engine.terms}: give "
+                        f"both the same"
+                    )
                 if not self.server.room.acquire(blocking=False):
                     raise StateError("too many calls at the same time", retryable=True)
                 try:
                     getattr(engine, name)(**given)
                 finally:
                     self.server.room.release()
-                return {"done": name, **given}
+                return {"done": name, **said}
 
             def _answer(self, make: Any) -> None:
                 given = self.headers.get("Authorization", "Bearer").strip()
@@ -192,7 +201,14 @@ def _bearer(token: str | None) -> str:
 class Remote:
     """An engine by its URL. Raises what the engine raises; StateError: it does not answer."""
 
-    def __init__(self, url: str, token: str | None = None, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        timeout_s: float = 300.0,
+        terms: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._terms = dict(terms or {})
         self.name = checked_url(url, "an engine")
         self._headers = {"Authorization": _bearer(token)}
         self._timeout_s = timeout_s + MARGIN_S
@@ -205,7 +221,7 @@ class Remote:
         return version
 
     def stage(self, attempt: int) -> None:
-        self._ask("stage", attempt=attempt)
+        self._ask("stage", attempt=attempt, terms=self._terms)
 
     def flip(self, attempt: int) -> None:
         self._ask("flip", attempt=attempt)

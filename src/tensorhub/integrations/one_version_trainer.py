@@ -64,7 +64,8 @@ class OneVersion:
         failures_max: int = 2,
     ) -> None:
         self._find = partial(announced, hub, model, SEATS) if servers is None else None
-        self._make = lambda url: Remote(url, token, timeout_s)
+        terms = {"model": model, "lease_s": lease_s}
+        self._make = lambda url: Remote(url, token, timeout_s, terms)
         self._asked: Set[str] = frozenset()
         self._listed: Future[list[str]] | None = None  # the engines that are there after the fence
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-fleet-list")
