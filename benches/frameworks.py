@@ -11,6 +11,7 @@ that moves nothing, and the copies that the framework's interface forces, at mem
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import statistics
@@ -41,6 +42,24 @@ def report(mib: int, through: list[float], parts: dict[str, list[float]]) -> Non
         f"{mib} MiB: the adapter's update takes {medians['through the adapter'] / whole:.2f} times "
         f"the sum of the others"
     )
+
+
+def timed(call: Callable[..., object], *given: object) -> float:
+    began = time.perf_counter()
+    call(*given)
+    return time.perf_counter() - began
+
+
+def llama_sizes(mib: int) -> dict[str, Any]:
+    """Of a Llama with so many MiB of weights, about."""
+    return {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+        "num_hidden_layers": max(1, mib // 32),
+    }
 
 
 def ray(mib: int, rounds: int) -> None:
@@ -450,9 +469,10 @@ def trl(mib: int, rounds: int) -> None:
     )
 
 
-def vllm(mib: int, rounds: int) -> None:
+def vllm(mib: int, rounds: int, extension: bool = True) -> None:
     """vLLM's offline `LLM` and a trainer in one process; every layer is written in place, so that
-    no copy is forced.
+    no copy is forced. `extension`: with the worker extension, else with vLLM's own interface, where
+    a trainer publishes and unpublishes in the same call.
     """
     import tempfile
     from pathlib import Path
@@ -460,14 +480,7 @@ def vllm(mib: int, rounds: int) -> None:
     from tests.frameworks import vllm_cpu
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    layer_mib = 32
-    sizes = {
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-    }
-    vllm_cpu.LLAMA.update(sizes, head_dim=64, num_hidden_layers=max(1, mib // layer_mib))
+    vllm_cpu.LLAMA.update(llama_sizes(mib))
     path = vllm_cpu.prepare(Path(tempfile.mkdtemp()))
     from transformers import LlamaConfig, LlamaForCausalLM
     from vllm import LLM
@@ -476,69 +489,78 @@ def vllm(mib: int, rounds: int) -> None:
 
     from tensorhub import sync
     from tensorhub.integrations.vllm import OfflineClient, TrainerInit
+    from tensorhub.integrations.vllm_ranks import Outcome
+    from tensorhub.integrations.vllm_session import ExtensionClient, Session, Settings
+    from tensorhub.integrations.vllm_updater import Updater
 
-    llm = LLM(
-        model=path,
-        weight_transfer_config=WeightTransferConfig(backend="tensorhub"),
-        **vllm_cpu.ENGINE,
-    )
+    how: dict[str, Any] = {"weight_transfer_config": WeightTransferConfig(backend="tensorhub")}
+    if extension:
+        how = {"worker_extension_cls": "tensorhub.integrations.vllm_worker.WorkerExtension"}
+    llm = LLM(model=path, **how, **vllm_cpu.ENGINE)
     model = LlamaForCausalLM(LlamaConfig(**vllm_cpu.LLAMA)).to(torch.bfloat16)
-    (engine,) = llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
-    receive, get_ready = engine.receive_weights, engine.init_transfer_engine
+    moving = Updater.prepare, Updater.update
     with (
         sync.serve() as coordinator,
         sync.connect(coordinator.address) as hub,
         sync.connect(coordinator.address) as readers,
     ):
-        init = TrainerInit(address=coordinator.address, rank=0)
-        trainer = WeightTransferTrainerFactory.trainer_init(
-            init, client=OfflineClient(llm), source=model
-        )
         published, reader = hub.register("bare", model), None
-        through, bare, nothing = [], [], []
+        if extension:
+            session = Session(ExtensionClient(llm), Settings(coordinator.address, "actor"))
+            weights = hub.register("actor", model)
+        else:
+            trainer = WeightTransferTrainerFactory.trainer_init(
+                TrainerInit(address=coordinator.address, rank=0),
+                client=OfflineClient(llm),
+                source=model,
+            )
+            session = trainer._fleet._members[0].engine
+        through, bare, nothing = list[float](), list[float](), list[float]()
         for version in range(rounds + 1):  # the first round records and registers
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(1)
-            # in turns: who comes second finds the trainer's memory in caches
+            # in turns: the second one finds the trainer's memory in caches
             order = ("adapter", "bare")
             for name in order if version % 2 == 0 else reversed(order):
-                if name == "adapter":
-                    began = time.perf_counter()
-                    trainer.send_weights()
-                    through.append(time.perf_counter() - began)
-                    continue
-                if reader is None:
-                    memory = {
-                        name: torch.zeros_like(tensor)
-                        for name, tensor in engine.updater.live.items()
-                    }
-                    reader = readers.register(
-                        "bare", memory, sources=engine.updater.plan.recording.sources, partial=True
-                    )
-                published.publish(version)
-                began = time.perf_counter()
-                reader.update(version)
-                bare.append(time.perf_counter() - began)
-                published.unpublish()
-            engine.receive_weights = engine.init_transfer_engine = lambda info: None
-            finish, engine.finish_weight_update = engine.finish_weight_update, lambda: None
-            began = time.perf_counter()
-            trainer.client.init_weight_transfer_engine(trainer._engine_init(version=version))
-            trainer.client.pause_generation(mode="abort", clear_cache=True)
-            trainer.client.start_weight_update()
-            trainer.client.update_weights({"version": version})
-            trainer.client.finish_weight_update(f"{version}")
-            nothing.append(time.perf_counter() - began)
-            engine.receive_weights, engine.init_transfer_engine = receive, get_ready
-            engine.finish_weight_update, engine._is_open = finish, False
+                if name == "bare":
+                    if reader is None:
+                        (updater,) = llm.collective_rpc(updater_of)
+                        memory = {
+                            name: torch.zeros_like(each) for name, each in updater.live.items()
+                        }
+                        sources = updater.plan.recording.sources
+                        reader = readers.register("bare", memory, sources=sources, partial=True)
+                    info = published.publish(version)
+                    bare.append(timed(reader.update, version))
+                    published.unpublish()
+                elif extension:
+                    info = weights.publish(version)
+                    through.append(timed(session.update, info))
+                    weights.unpublish()
+                else:
+                    through.append(timed(trainer.send_weights))
+            Updater.prepare = Updater.update = lambda self, version: Outcome()  # type: ignore[method-assign]
+            nothing.append(timed(session.update, info))
+            Updater.prepare, Updater.update = moving  # type: ignore[method-assign]
         nbytes = sum(tensor.nbytes for tensor in memory.values()) >> 20
         report(
             nbytes,
             through[1:],
             {"bare update": bare[1:], "vLLM with an engine that moves nothing": nothing[1:]},
         )
-        trainer.shutdown()
+        if not extension:
+            trainer.shutdown()
+        llm.collective_rpc(leave)
+
+
+def updater_of(worker: Any) -> Any:
+    engine = getattr(worker, "weight_transfer_engine", None)
+    return worker._tensorhub_updater if engine is None else engine.updater
+
+
+def leave(worker: Any) -> None:
+    updater_of(worker).close()
 
 
 def sglang(mib: int, rounds: int) -> None:
@@ -550,18 +572,7 @@ def sglang(mib: int, rounds: int) -> None:
 
     from tests.frameworks import sglang_cpu, vllm_cpu
 
-    layer_mib = 32
-    sizes = {
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-    }
-    config: dict[str, Any] = {
-        **sizes,
-        "head_dim": 64,
-        "num_hidden_layers": max(1, mib // layer_mib),
-    }
+    config = llama_sizes(mib)
     rank = sglang_cpu.Rank(Path(tempfile.mkdtemp()), **config)
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -623,7 +634,14 @@ def sglang(mib: int, rounds: int) -> None:
         )
 
 
-FRAMEWORKS = {"ray": ray, "sglang": sglang, "trl": trl, "verl": verl, "vllm": vllm}
+FRAMEWORKS: dict[str, Callable[[int, int], None]] = {
+    "ray": ray,
+    "sglang": sglang,
+    "trl": trl,
+    "verl": verl,
+    "vllm": vllm,
+    "vllm-backend": functools.partial(vllm, extension=False),
+}
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ from typing import Protocol
 from tensorhub.errors import OperationTimeout, StateError
 from tensorhub.memory.windows import Windows
 
-WINDOWS = 8  # that have room at once
-WINDOW_BYTES_MAX = 128 * 2**20
+WINDOWS = 8  # that have room at once, at least
+WINDOW_BYTES_MAX = 64 * 2**20  # the first byte comes when so many are there
 CLOSED = "this filesystem was closed: open another one"
 AHEAD = 2  # windows that are filled before they are read, where a file is read in order
 
@@ -95,13 +95,13 @@ class Cache:
         while True:
             with self._lock:
                 fill = self._fill(key)
-                for each in following:
-                    if each in self._fills or self._make_room(each.nbytes, key):
-                        self._fill(each)
             _wait(fill, deadline)
             with self._lock:
                 if self._fills.get(key) is fill:  # else it has made room already
                     self._fills.move_to_end(key)
+                    for each in following:
+                        if each in self._fills or self._make_room(each.nbytes, key):
+                            self._fill(each)
                     put(key.section.windows.view(start, stop))
                     return
 

@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from ctypes.util import find_library
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,8 @@ from tensorhub.fs.filesystem import TensorHubFileSystem
 from tensorhub.fs.versions import Version
 from tensorhub.logs import get_logger
 
+if find_library("fuse3"):  # its requests are larger than those of libfuse 2
+    os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")
 try:
     import mfusepy
 except ImportError as error:
@@ -47,6 +50,9 @@ LATEST = "latest"
 MOUNT_S = 20.0  # until the kernel has taken a mount
 PARTING_S = 2.0  # for programs that read while it is unmounted
 DETACH = 2  # MNT_DETACH, of Linux' umount2
+READ_AHEAD_KB = 1024  # by the kernel, and so in one request
+# without it, libfuse 3 prints a warning
+IDLE_THREADS = {"max_idle_threads": 10} if mfusepy.fuse_version_major == 3 else {}
 
 log = get_logger("tensorhub.fs")
 
@@ -162,12 +168,21 @@ class Files(mfusepy.Operations):
         return number
 
     @_answering
-    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+    def read(self, path: str, into: memoryview, offset: int, fh: int) -> int:
+        """Fill `into` as far as the file goes. How many bytes these were."""
         match self._open[fh]:
             case int() as descriptor:
-                return os.pread(descriptor, size, offset)
+                return os.preadv(descriptor, [into], offset)
             case version, name:
-                return version.read(name, offset, offset + size)
+                rest = into
+
+                def put(piece: memoryview) -> None:
+                    nonlocal rest
+                    rest[: len(piece)] = piece
+                    rest = rest[len(piece) :]
+
+                version.copy(name, offset, offset + len(into), put)
+                return len(into) - len(rest)
 
     @_answering
     def release(self, path: str, fh: int) -> int:
@@ -181,6 +196,14 @@ class Files(mfusepy.Operations):
         return {"f_bsize": 4096, "f_frsize": 4096, "f_namemax": 255}
 
 
+class _Fuse(mfusepy.FUSE):
+    def read(self, path: bytes, buf: Any, size: int, offset: int, fip: Any) -> int:
+        """Into libfuse's own memory: bytes between would be one more copy."""
+        into = (ctypes.c_char * size).from_address(ctypes.addressof(buf.contents))
+        name, file = path.decode(self.encoding, self.errors), fip.contents.fh
+        return int(self.operations.read(name, memoryview(into).cast("B"), offset, file))
+
+
 class Mount:
     """A mounted directory, until `unmount`."""
 
@@ -189,7 +212,7 @@ class Mount:
         self._directory = directory
         self._fault = ""  # what has ended it
         detach_stale(directory)
-        options = {"allow_other": allow_other, "auto_cache": True, "ro": True}
+        options = {"allow_other": allow_other, "auto_cache": True, "ro": True, **IDLE_THREADS}
         # a daemon: a program that reads on does not keep this process alive
         self._thread = threading.Thread(
             target=self._serve, args=(files, options), name="tensorhub-mount", daemon=True
@@ -200,12 +223,14 @@ class Mount:
             if not self.is_mounted or time.monotonic() > deadline:
                 self.unmount()
                 raise StateError(f"{directory} cannot be mounted: {self._fault or 'no answer'}")
+        device = directory.stat().st_dev
+        devices = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}")
+        with contextlib.suppress(OSError):  # not as root, or in a container
+            (devices / "read_ahead_kb").write_text(f"{READ_AHEAD_KB}")
 
-    def _serve(self, files: Files, options: dict[str, bool]) -> None:
+    def _serve(self, files: Files, options: dict[str, int]) -> None:
         try:
-            mfusepy.FUSE(
-                files, str(self._directory), foreground=True, fsname="tensorhub", **options
-            )
+            _Fuse(files, str(self._directory), foreground=True, fsname="tensorhub", **options)
         except Exception as error:
             self._fault = text_of(error)
 

@@ -13,7 +13,7 @@ import io
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -133,7 +133,13 @@ class Version:
         return f"<Version {self.info.version} of {self.info.model!r}, {len(self.files)} files>"
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """These bytes of a file, as far as it has them.
+        """These bytes of a file, as far as it has them. Raises as `copy`."""
+        made = io.BytesIO()
+        self.copy(name, start, stop, made.write)
+        return made.getvalue()
+
+    def copy(self, name: str, start: int, stop: int, put: Callable[[memoryview], object]) -> None:
+        """`put` these bytes of a file, as far as it has them, piece by piece.
 
         Raises VersionUnavailable: the version cannot be fetched any more, or its number was
         published anew. OperationTimeout, IntegrityError, CoordinatorUnavailable.
@@ -141,22 +147,23 @@ class Version:
         file = self.files[name]
         start, stop = max(0, start), min(stop, file.nbytes)
         if stop <= start:
-            return b""
+            return
         # a fetch ends by itself, and says why; the rest is for those that it waits for
-        deadline, made = time.monotonic() + 2 * self._timeout_s, io.BytesIO()
-        made.write(file.head[start:stop])
+        deadline = time.monotonic() + 2 * self._timeout_s
+        put(memoryview(file.head)[start:stop])
         for at, end in file.pieces(max(start, len(file.head)), stop):
-            self._copy(at, end, made, deadline)
-        return made.getvalue()
+            self._copy(at, end, put, deadline)
 
-    def _copy(self, at: int, end: int, made: io.BytesIO, deadline: float) -> None:
-        """Write these bytes of the version, window by window."""
+    def _copy(
+        self, at: int, end: int, put: Callable[[memoryview], object], deadline: float
+    ) -> None:
+        """`put` these bytes of the version, window by window."""
         while at < end:
             key, first = self._place(at)
             window = key.section.windows.windows[key.number]
             stop = min(end, first + window.stop)
             following = self._following(first + window.start, first + window.stop)
-            self._cache.read(key, at - first, stop - first, made.write, following, deadline)
+            self._cache.read(key, at - first, stop - first, put, following, deadline)
             at = stop
 
     def _place(self, at: int) -> tuple[Key, int]:

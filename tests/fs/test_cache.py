@@ -1,0 +1,47 @@
+"""Windows in memory: in which order they are filled."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+from tensorhub.fs.cache import Cache, Key
+from tensorhub.memory.windows import Windows
+from tests.memory.test_on_demand import CHUNK_BYTES
+from tests.memory.test_windows import several
+from tests.rig import WAIT_S
+
+
+class Section:
+    """Whose windows are filled when the test says so."""
+
+    def __init__(self) -> None:
+        self.windows = Windows(several(), CHUNK_BYTES)
+        self.begun = queue.SimpleQueue[int]()
+        self.may_end = threading.Event()
+
+    def fill(self, number: int) -> None:
+        self.begun.put(number)
+        assert self.may_end.wait(WAIT_S)
+
+
+def test_the_window_that_is_read_arrives_before_the_following_ones_are_asked_for() -> None:
+    """They would share its link, and the first byte would come as late as the last."""
+    section, cache, got = Section(), Cache(8 * CHUNK_BYTES), list[int]()
+    first, *following = [Key(section, number) for number in range(3)]
+
+    def read() -> None:
+        window = section.windows.windows[0]
+        put, deadline = (lambda view: got.append(len(view))), time.monotonic() + WAIT_S
+        cache.read(first, window.start, window.stop, put, following, deadline)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert section.begun.get(timeout=WAIT_S) == 0
+    assert not any(cache.holds(each) for each in following)
+    section.may_end.set()
+    reader.join(WAIT_S)
+    assert got == [first.nbytes]
+    assert {section.begun.get(timeout=WAIT_S) for _ in following} == {1, 2}
+    cache.close()
