@@ -243,7 +243,8 @@ async def _publication(
     is_known: Callable[[PublicationReply], bool],
 ) -> tuple[PublicationReply, tuple[Published, Mapping[str, bytes]] | None]:
     deadline = anyio.current_time() + timeout_s
-    reply = await worker.coordinator.publication(model, selector, timeout_s)
+    check_name("model", model)
+    reply = await worker.coordinator.publication(model, check_selector(selector), timeout_s)
     if is_known(reply):
         return reply, None
     return reply, await worker.parts_of(reply.publication, deadline)

@@ -15,7 +15,10 @@ import functools
 import os
 from typing import Any, Final
 
+from tensorhub.errors import InvalidValue, StateError
 from tensorhub.logs import get_logger
+from tensorhub.runtime.control.addresses import split_addresses
+from tensorhub.types import check_name
 
 MODEL: Final = "TENSORHUB_MODEL"  # the environment's variable with the published name
 ADDRESS: Final = "TENSORHUB_ADDRESS"
@@ -23,9 +26,16 @@ log = get_logger(__name__)
 
 
 def watch() -> None:
-    """Have the workers of this process do it, if the environment names a model."""
-    if not os.environ.get(MODEL) or not os.environ.get(ADDRESS):
+    """Have the workers of this process do it, if the environment names a model. Raises
+    InvalidValue: with another address or name the engine would start with old weights.
+    """
+    if not os.environ.get(MODEL):
         return
+    try:
+        check_name("model", os.environ[MODEL])
+        split_addresses(os.environ.get(ADDRESS, ""))
+    except StateError as error:
+        raise InvalidValue(f"{MODEL} and {ADDRESS} of the environment: {error}") from error
     from vllm.v1.worker.gpu_worker import Worker  # the CPU's is one, too
 
     load = Worker.load_model

@@ -35,6 +35,7 @@ from tensorhub.errors import (
     some,
 )
 from tensorhub.integrations import vllm_layers as layers, vllm_reload as reload, vllm_sleep
+from tensorhub.integrations.adapter_fetching import fetch_adapter
 from tensorhub.integrations.releases import check_release
 from tensorhub.integrations.vllm_draft import with_draft
 from tensorhub.integrations.vllm_first_load import first_load, note_first
@@ -214,7 +215,7 @@ class Updater:
 
     def _fetch_adapter(self, model: str, version: int) -> Mapping[str, torch.Tensor]:
         hub, settings = self._joined()
-        return hub.fetch(model, version, rank=None, timeout=settings.timeout_s)
+        return fetch_adapter(hub, model, version, settings.timeout_s)
 
     def _forget(self) -> None:
         """Give up what is registered: the next update makes a plan, and writes everything."""

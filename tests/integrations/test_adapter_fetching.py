@@ -1,0 +1,45 @@
+"""A request for an adapter may name any model."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+
+from tensorhub import sync
+from tensorhub.errors import InvalidValue, ManifestMismatch, StateError, VersionUnavailable
+from tensorhub.integrations.adapter_fetching import CONFIG, fetch_adapter
+
+WAIT_S = 20.0
+
+
+def test_what_is_no_adapter_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sync.serve(token="") as coordinator, sync.connect(coordinator.address) as hub:
+        half = {"base.q_proj.lora_A.weight": torch.ones(4, 4)}
+        text = torch.frombuffer(bytearray(b"{}"), dtype=torch.uint8)
+        hub.register("adapter", {**half, CONFIG: text}).publish(1)
+        hub.register("base", half).publish(1)
+        hub.register("half", {**half, CONFIG: torch.ones(2)}).publish(1)
+        with sync.connect(coordinator.address) as engine:
+            assert fetch_adapter(engine, "adapter", 1, WAIT_S).keys() == {*half, CONFIG}
+            monkeypatch.delattr(sync.Hub, "fetch")
+            for model in ("base", "half"):
+                with pytest.raises(ManifestMismatch, match=f"'{model}' has no tensor '{CONFIG}'"):
+                    fetch_adapter(engine, model, 1, WAIT_S)
+            for model, version in (("adapter", 2), ("nothing", 1), ("../adapter", 1)):
+                with pytest.raises(VersionUnavailable):
+                    fetch_adapter(engine, model, version, 0.2)
+            # what the coordinator would end the connection for, again and again
+            for model, number in (
+                ("a\0", 1),
+                ("", 1),
+                ("a" * 513, 1),
+                ("base", -1),
+                ("base", 2**63),
+            ):
+                with pytest.raises(InvalidValue):
+                    fetch_adapter(engine, model, number, WAIT_S)
+            for wrong in ("1", 1.5, None, [1]):
+                with pytest.raises(StateError, match="is not a version selector"):
+                    fetch_adapter(engine, "base", cast("int", wrong), WAIT_S)
