@@ -71,6 +71,11 @@ def fleet(engines: list[FakeEngine]) -> Iterator[Callable[..., Fleet]]:
         fleet._threads.shutdown(wait=True)
 
 
+def test_an_engine_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="http://a: give each engine once"):
+        Fleet([FakeEngine("http://a"), FakeEngine("http://b"), FakeEngine("http://a/")])
+
+
 def test_all_take_a_version(engines: list[FakeEngine], fleet: Callable[..., Fleet]) -> None:
     assert fleet().update(info(1)).done == ("a", "b", "c")
     assert [each.taken for each in engines] == [[1], [1], [1]]

@@ -144,7 +144,9 @@ class Calls(Generic[E]):
 
 def _check_once(names: Sequence[str]) -> None:
     """Two updates of one engine at the same time would resume it while it is written."""
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
+    if twice := [
+        name for name, count in Counter(each.rstrip("/") for each in names).items() if count > 1
+    ]:
         raise InvalidValue(f"{some(twice)}: give each engine once")
 
 
