@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,13 @@ import pytest
 from tests.frameworks.recipes import RECIPES
 
 HERE = Path(__file__).parent
+EXIT_S = 300  # until a process that does not exit shows its threads, and is ended
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Frameworks leave threads, sockets and process groups behind."""
+    if config.option.markexpr == "framework":
+        faulthandler.dump_traceback_later(EXIT_S, exit=True, file=2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
