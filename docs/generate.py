@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from docs import api
 from tensorhub.log_events import EVENTS
-from tensorhub.testing.coverage import MACHINES
+from tensorhub.testing.coverage import MACHINES, demands
 
 DOCS = Path(__file__).parent
 TITLES = {
@@ -124,7 +124,40 @@ def operating_page() -> str:
     return event_tables((DOCS / "operating.md").read_text(encoding="utf-8"))
 
 
-PAGES = {"reference.md": api.page, "operating.md": operating_page}
+def simulation_page() -> str:
+    """The page with its table of demands. docs/simulated.json is what `tensorhub simulate --json`
+    has printed.
+    """
+    found = json.loads((DOCS / "simulated.json").read_text(encoding="utf-8"))
+    stated = (DOCS / "guarantees.md").read_text(encoding="utf-8")
+    names = re.findall(
+        r"^\| <a .*?</a>G\d+ \| (.+?) \||^\*\*R\d+ (.+?)\.\*\*", stated, re.MULTILINE
+    )
+    rows = {one or other: [0, 0] for one, other in names}
+    for what, module in demands().items():
+        name = what.partition(": ")[0]
+        if name not in rows:
+            name = f"invariants: {module.partition('/')[0]}"
+        row = rows.setdefault(name, [0, 0])
+        row[0] += 1
+        row[1] += found["demands"].get(what, {"times": 0})["times"]
+    head = f"{'promise':24}{'demands':>9}{'judged per seed':>18}\n"
+    table = head
+    for name, (number, times) in rows.items():
+        judged = round(times / found["seeds"], 1 if times < 10 * found["seeds"] else None)
+        table += f"{name:24}{number:9}{judged:18,}\n" if number else ""
+    page = (DOCS / "simulation.md").read_text(encoding="utf-8")
+    before = re.search(re.escape(head) + r"(\w.*\n)*", page)
+    if before is None:
+        raise SystemExit(f"docs/simulation.md lacks {head}")
+    return page.replace(before[0], table)
+
+
+PAGES = {
+    "reference.md": api.page,
+    "operating.md": operating_page,
+    "simulation.md": simulation_page,
+}
 
 if __name__ == "__main__":
     for name, make in PAGES.items():

@@ -19,6 +19,7 @@ from benches.prepared import popen
 from tensorhub.cli.app import COMMANDS
 from tensorhub.logs import repeats
 
+JUDGED = "judged"  # the property in which a test says which demands its seeds have judged
 MODULES = (  # of prepared children
     "tests.processes.actor",
     "tensorhub.sync",
@@ -151,6 +152,20 @@ def prepared_with_torch(prepared: None, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture
 def rewrite_traces(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--rewrite-traces"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which demands the simulated seeds of tests/testing/test_slice.py have never judged."""
+    reports = terminalreporter.getreports("passed")
+    judged = [what for each in reports for name, what in each.user_properties if name == JUDGED]
+    if judged:
+        from tensorhub.testing.coverage import demands
+
+        known = demands()
+        never = known.keys() - set().union(*judged)
+        terminalreporter.section(f"{len(never)} of {len(known)} demands were judged by no seed")
+        for what in sorted(never):
+            terminalreporter.write_line(f"{known[what]}: {what}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

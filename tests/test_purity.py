@@ -12,7 +12,22 @@ import tensorhub
 
 SOURCE = Path(tensorhub.__file__).parent
 PURE = ("coordinator", "worker", "scheduler", "deltas", "layouts", "flows")
-JUDGED = tuple(f"tensorhub.{package}" for package in (*PURE, "runtime"))
+JUDGED = tuple(f"tensorhub.{each}" for each in (*PURE, "runtime", "machine", "observed"))
+# All that judges know of what they judge: data, and the machines that hold it.
+DATA = {
+    "coordinator": "Action CloseSession Coordinator Decision Disconnected Durable Entry Event LookFor "
+    "Outlived Persist Persisted Pinned Publication Received Restoration Retention Rollback Send Tick "
+    "WorkerLost",
+    "coordinator.entities": "Holding Member",
+    "coordinator.states": "ReplicaState WorkerState",
+    "layouts.reading": "Part ReshardedManifest",
+    "worker.calls": "Action Call CloseCall Fence FillCall PublishCall Say UnpublishCall",
+    "worker.filling": "Filling",
+    "worker.member": "Member",
+    "worker.member_memory": "Content",
+    "worker.owner": "Owner",
+    "worker.registration_session": "Shard",
+}
 FORBIDDEN = frozenset(
     "anyio asyncio concurrent datetime io logging multiprocessing os pathlib random secrets select "
     "selectors "
@@ -50,17 +65,34 @@ def test_pure_packages_are_pure(package: str) -> None:
     assert found == []
 
 
-def test_judges_import_no_number_and_no_text_from_what_they_judge() -> None:
-    """A wrong constant would be wrong in the judge, too."""
-    found = [
-        f"{path.name}: {node.module}.{alias.name}"
-        for path in sorted((SOURCE / "testing" / "sim" / "judges").glob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(JUDGED)
-        for alias in node.names
-        if alias.name.isupper()
-    ]
-    assert found == []
+def imports_of_judges() -> Iterator[tuple[Path, str, str]]:
+    """What the modules that demand something import from what they judge."""
+    judges = SOURCE / "testing" / "sim" / "judges"
+    for path in sorted((SOURCE / "testing").rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        if path.parent == judges or " demand(" in source:
+            for node in ast.walk(ast.parse(source)):
+                match node:
+                    case ast.ImportFrom(module=str(module)) if module.startswith(JUDGED):
+                        yield from ((path, module, alias.name) for alias in node.names)
+                    case ast.Import(names=names):
+                        yield from (
+                            (path, each.name, "") for each in names if each.name.startswith(JUDGED)
+                        )
+                    case _:
+                        pass
+
+
+def test_judges_import_data_alone_from_what_they_judge() -> None:
+    """A number, a text or a function that is wrong there would be wrong in the judge, too."""
+    known = {f"tensorhub.{module}": names.split() for module, names in DATA.items()}
+    found = [*imports_of_judges()]
+    assert [
+        (path.name, *what) for path, *what in found if what[1] not in known.get(what[0], ())
+    ] == []
+    assert {(module, name) for _, module, name in found} == {
+        (module, name) for module, names in known.items() for name in names
+    }
 
 
 @pytest.mark.parametrize(

@@ -36,16 +36,13 @@ def tree(path: Path) -> ast.Module:
 
 
 def violations() -> Iterator[tuple[Path, str]]:
-    """Where the simulator says that something is broken, and how that text begins."""
+    """What the simulator demands, and where."""
     for path in sorted((SRC / "testing").rglob("*.py")):
         for call in ast.walk(tree(path)):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.args:
-                text = {"demand": call.args[-1], "GuaranteeBroken": call.args[0]}.get(call.func.id)
-                if isinstance(text, ast.JoinedStr):
-                    text = text.values[0]
-                    yield path, str(text.value) if isinstance(text, ast.Constant) else ""
-                elif isinstance(text, ast.Constant):
-                    yield path, str(text.value)
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "demand":
+                text = call.args[1]
+                assert isinstance(text, ast.Constant), f"{path.name}:{call.lineno}: no name"
+                yield path, str(text.value)
 
 
 @cache

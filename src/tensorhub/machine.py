@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -77,8 +77,14 @@ class InvariantBroken(Exception):
     """Something that always holds does not hold: a defect of TensorHub."""
 
 
+judged: defaultdict[str, int] = defaultdict(int)  # how often, by what was demanded
+
+
 def demand(holds: bool, what: str, about: object) -> None:
-    """Raise InvariantBroken, with the story of what it is about, unless it holds."""
+    """Count that `what`, a text of this call alone, was judged. Raise InvariantBroken, with the
+    story of what it is about, unless it holds.
+    """
+    judged[what] += 1
     if not holds:
         raise InvariantBroken(f"{what}: {about!r}. Story:\n{getattr(about, 'story', '')}")
 

@@ -181,6 +181,7 @@ def test_from_a_thousand_seeds_on_all_must_be_reached(seeds: int, start: int, co
     assert done.returncode == code, done.stdout
     assert ("never reached: transition replica: filling -> ready\n" in done.stdout) is (code == 1)
     assert ("never reached: recovery path moved\n" in done.stdout) is (code == 1)
+    assert ("never reached: demand content: {} holds {}, " in done.stdout) is (code == 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tensorhub.testing.coverage import transitions
+from tensorhub.testing.coverage import demands, transitions
 
 BREAKS, RAISES, DIES, THIN, WAVERS, SLEEPS = 7, 17, 27, 37, 50, 99
 REACHES_ALL = range(1_000, 100_000)
@@ -31,6 +31,7 @@ class SeedReport:
     faults: Counter[str]
     transitions: Counter[str]
     paths: Counter[str]
+    demands: Counter[str]
     end_hash: str
 
 
@@ -60,5 +61,6 @@ def run_seed(
         Counter(map(str, faults or Fault)),
         Counter(reached),
         paths,
+        Counter([*demands()] if seed in REACHES_ALL else ()),
         end,
     )

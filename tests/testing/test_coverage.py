@@ -1,11 +1,10 @@
-"""What the transitions of the machines are, and that they are counted where somebody asks for
-it.
-"""
+"""What the transitions of the machines and the demands are, and that both are counted."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +16,8 @@ from tensorhub.coordinator.entities import Worker
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.machine import IllegalTransition, counting_transitions
 from tensorhub.scheduler.pull import Pull
-from tensorhub.testing.coverage import MACHINES, transitions
+from tensorhub.testing.coverage import MACHINES, SOURCES, demands, judged, transitions
+from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
 from tensorhub.testing.sim.recovery_paths import RECOVERY_PATHS
 from tensorhub.testing.simulated import run_seed
 from tensorhub.types import LeaseId, Location
@@ -61,6 +61,42 @@ def test_each_transition_is_counted_by_its_name() -> None:
     assert set(counted) <= set(transitions())
     for machine in MACHINES:
         assert any(name.startswith(f"{machine.name}: ") for name in counted), machine.name
+
+
+def test_each_demand_has_a_text_of_its_own() -> None:
+    """By that it is counted, and by that a search knows of a demand that was never judged."""
+    sources = [path.read_text(encoding="utf-8") for path in SOURCES.rglob("*.py")]
+    calls = sum(len(re.findall(r"^ +demand\(", source, re.MULTILINE)) for source in sources)
+    assert len(demands()) == calls > 200
+
+
+@pytest.mark.heavy
+def test_a_seed_reports_how_often_each_demand_was_judged() -> None:
+    found = run_seed(1).demands
+    assert set(found) <= set(demands())
+    assert len(found) > 200
+    assert run_seed(1).demands == found
+
+
+def test_a_demand_that_holds_is_counted_and_formats_nothing() -> None:
+    class Costly:
+        def __repr__(self) -> str:
+            return "what it costs"
+
+        __str__ = __repr__
+        formatted = 0
+
+        def __format__(self, _: str) -> str:
+            self.formatted += 1
+            return "costly"
+
+    about, text = Costly(), "content: {} is of a test"
+    before = judged()
+    demand(True, text, about)
+    assert about.formatted == 0
+    with pytest.raises(GuaranteeBroken, match="content: costly is of a test"):
+        demand(False, text, about)
+    assert judged() - before == {text: 2}
 
 
 @pytest.mark.heavy

@@ -95,7 +95,7 @@ def simulate(
         typer.Option(
             "--verbose",
             "-v",
-            help="Also print what was covered: faults, transitions, recovery paths.",
+            help="Also print what was covered: faults, transitions, recovery paths, demands.",
         ),
     ] = False,
     gpus: Annotated[
@@ -120,7 +120,7 @@ def simulate(
     A seed decides everything that happens. The verdict comes first. Each seed that failed follows,
     with the broken guarantee, the end of its trace and the command that runs it again (stderr gets
     that command at once). From 1,000 seeds on, every fault, transition and recovery path must have
-    occurred.
+    occurred, and every demand been judged.
 
     With SCENARIO, measure instead: the real coordinator over a model of a network, beside other
     ways to move weights. Built in are standalone, elastic, cross-datacenter, churn and update.
@@ -185,10 +185,10 @@ def _chosen_faults(search: ModuleType, names: str | None) -> tuple[str, ...] | N
 async def _simulate(
     plan: Plan, search: ModuleType, as_json: bool, quiet: bool, verbose: bool
 ) -> int:
-    from tensorhub.testing.coverage import wanted
+    from tensorhub.testing.coverage import demands, wanted
 
     kinds = plan.faults if plan.faults is not None else [str(fault) for fault in search.Fault]
-    results = Results(kinds, wanted(), search.RECOVERY_PATHS)
+    results = Results(kinds, wanted(), search.RECOVERY_PATHS, demands())
     with _bar(plan, shown=not (quiet or as_json)) as show:
         await _run(plan, results, show, as_json)
     never = results.never() if results.seeds >= COMPLETE_FROM and plan.faults is None else []

@@ -1,5 +1,5 @@
-"""What a search has covered: how often each fault, transition and recovery path was taken, and by
-how many seeds.
+"""What a search has covered: how often each fault, transition and recovery path was taken and each
+demand judged, and by how many seeds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# seeds; from here on, a fault, transition or path that was never reached is a failure
+# seeds; from here on, a fault, transition, path or demand that was never reached is a failure
 COMPLETE_FROM = 1000
 
 LEAST = {"groups": 3, "versions": 3, "events": 1000, "kinds of faults": 3}  # what makes a full seed
@@ -73,13 +73,18 @@ class Results:
     """The sum of all reports, and the seeds that failed."""
 
     def __init__(
-        self, faults: Iterable[str], transitions: Iterable[str], paths: Iterable[str]
+        self,
+        faults: Iterable[str],
+        transitions: Iterable[str],
+        paths: Iterable[str],
+        demands: Iterable[str],
     ) -> None:
         self.seeds = 0
         self.events = 0
         self.faults = Tally(faults)
         self.transitions = Tally(transitions)
         self.paths = Tally(paths)
+        self.demands = Tally(demands)
         self.hashes: dict[int, str] = {}  # end hash by seed
         self.full = 0  # seeds that had all of `LEAST`
         self.failures: list[SeedResult] = []
@@ -93,6 +98,7 @@ class Results:
         self.faults.add(report["faults"])
         self.transitions.add(report["transitions"])
         self.paths.add(report["paths"])
+        self.demands.add(report["demands"])
         self.hashes[report["seed"]] = report["end_hash"]
         self.full += not lacking(report)
 
@@ -107,6 +113,7 @@ class Results:
             ("fault", self.faults),
             ("transition", self.transitions),
             ("recovery path", self.paths),
+            ("demand", self.demands),
         )
         return [f"{kind} {name}" for kind, tally in kinds for name in tally.never()]
 
@@ -116,6 +123,7 @@ class Results:
             ("faults", self.faults),
             ("transitions", self.transitions),
             ("recovery paths", self.paths),
+            ("demands", self.demands),
         )
         return "\n\n".join("\n".join(tally.lines(title)) for title, tally in tallies)
 
@@ -127,5 +135,6 @@ class Results:
             "faults": self.faults.as_json(),
             "transitions": self.transitions.as_json(),
             "paths": self.paths.as_json(),
+            "demands": self.demands.as_json(),
             "never": self.never(),
         }

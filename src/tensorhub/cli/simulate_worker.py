@@ -11,7 +11,17 @@ from typing import Any
 
 from tensorhub.cli.child_processes import Line, Parent
 
-REPORTED = ("seed", "events", "groups", "versions", "faults", "transitions", "paths", "end_hash")
+REPORTED = (
+    "seed",
+    "events",
+    "groups",
+    "versions",
+    "faults",
+    "transitions",
+    "paths",
+    "demands",
+    "end_hash",
+)
 FRAMES_MAX = 12  # of the traceback of an error that is no broken guarantee
 
 

@@ -51,7 +51,7 @@ from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.views import Answers
 from tensorhub.coordinator.waiting import awaits_agreement, is_of_available
-from tensorhub.machine import InvariantBroken, Stateful
+from tensorhub.machine import Stateful, demand
 from tensorhub.types import OpKind, Options, VersionInfo
 
 # of a lease: a step that is so late, with none before it, shows that the coordinator did not run
@@ -248,6 +248,10 @@ class Coordinator(Stateful[CoordinatorState]):
         """Raise InvariantBroken, with the entity's story, if an invariant does not hold."""
         invariants.check(self.cluster)
 
+    def check_counts(self) -> None:
+        """Raise InvariantBroken if a counter by which a bound is kept is wrong."""
+        invariants.check_counts(self.cluster)
+
     def check_touched(self) -> None:
         """`check_invariants` for the entities that the last step has changed. This costs as much as
         that step.
@@ -265,11 +269,8 @@ class Coordinator(Stateful[CoordinatorState]):
             if not asks and not self.cluster.is_woken(operation):
                 self.cluster.look_at_all(operation)
                 self._operations.settle(operation)
-                if self.cluster.unsettled != before:
-                    # G7
-                    raise InvariantBroken(
-                        f"who can go on is woken: {operation!r}. Story:\n{operation.story}"
-                    )
+                # G7
+                demand(self.cluster.unsettled == before, "who can go on is woken", operation)
 
     # ----------------------------------------------------------------------------------------------
     # events

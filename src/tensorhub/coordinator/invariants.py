@@ -51,9 +51,6 @@ LIVING = (ReplicaState.FILLING, ReplicaState.READY, ReplicaState.DRAINING)
 KEPT = (VersionState.STAGED, VersionState.AVAILABLE, VersionState.UNAVAILABLE)
 
 
-WAITS = "who waits is found by what it waits for"
-
-
 def check(cluster: Cluster) -> None:
     """Raise InvariantBroken on the first promise that is broken."""
     for worker in cluster.workers.values():
@@ -152,7 +149,7 @@ def _worker(cluster: Cluster, worker: Worker) -> None:
         demand(
             cluster.members.get(registration) is member, "a worker's members are members", member
         )
-        demand(member.worker is worker, "a member belongs to its worker", member)
+        demand(member.worker is worker, "a worker is that of its members", member)
         if member.holding is not None:
             _ordered(member.holding)
         for lease in member.reads.values():
@@ -194,10 +191,10 @@ def _member(cluster: Cluster, member: Member) -> None:
         _held(member, member.holding)
     for holding in member.leaving:
         demand(holding.leaving, "what is withdrawn takes no readers", holding)
-        demand(holding not in holding.peers, "a leaving holding is no candidate", holding)
+        demand(holding not in holding.peers, "what is withdrawn is no candidate", holding)
         _held(member, holding)
     for ident, lease in member.reads.items():
-        demand(cluster.leases.get(ident) is lease, "ended leases are forgotten", lease)
+        demand(cluster.leases.get(ident) is lease, "a reader's leases are leases", lease)
     is_copy = group.model.copies.get(registration) is member
     demand(
         is_copy == (member.said.purpose is Purpose.RETENTION),
@@ -257,7 +254,7 @@ def _held(member: Member, holding: Holding) -> None:
         )
         demand(
             lease.state in (LeaseState.ACTIVE, LeaseState.FENCING),
-            "ended leases are forgotten",
+            "a holding's leases have not ended",
             lease,
         )
 
@@ -317,7 +314,7 @@ def _version(cluster: Cluster, version: Version) -> None:
         )
         demand(gone, "only discarded and retired versions are forgotten", version)
         # R2
-        demand(not version.bound, "no operation is bound to a version that is no more", version)
+        demand(not version.bound, "a forgotten version has no operations", version)
         return
     demand(version.state in KEPT, "discarded and retired versions are forgotten", version)
     for operation in version.bound.values():
@@ -328,10 +325,10 @@ def _version(cluster: Cluster, version: Version) -> None:
         )
     demand(
         not version.visible or version.number <= (model.mark or 0),
-        "no version above the mark is visible",
+        "a version above the mark is invisible",
         version,
     )
-    demand(version.lineage <= model.history.lineage, "lineages only grow", version)
+    demand(version.lineage <= model.history.lineage, "no version is of a later lineage", version)
     if version.state is VersionState.STAGED:
         _staged(cluster, model, version)
     else:
@@ -430,7 +427,7 @@ def _counted(version: Version, there: Holders[Holding]) -> None:
         0,
         0,
     )
-    demand(kept == counts, f"a shard's holdings are counted: {kept}, {counts}", version)
+    demand(kept == counts, "a shard's holdings are counted", version)
     demand(
         all(holding in there for holding in there.steady),
         "only those who are there are known",
@@ -501,7 +498,7 @@ def _group(cluster: Cluster, group: Group) -> None:
         serving = not member.said.serves or group.model.serving.get(group.name) is group
         demand(serving, "groups whose memory serves others are known", member)
         demand(member.rank == rank and rank < group.world_size, "ranks are in range", member)
-        demand(member.group is group, "a member belongs to its group", member)
+        demand(member.group is group, "a group is that of its members", member)
         demand(
             cluster.members.get(member.registration) is member,
             "a group's members are members",
@@ -536,7 +533,9 @@ def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
         demand(holding.rank == rank, "a replica's holdings are filed by rank", replica)
         demand(holding.replica is replica, "a holding is one replica's", holding)
         demand(
-            holding.complete or not holding.committed, "committed holdings are complete", holding
+            holding.complete or not holding.committed,
+            "a replica's committed holdings are complete",
+            holding,
         )
         if replica.state is ReplicaState.READY:
             demand(holding.committed, "a ready replica's holdings are committed", replica)  # G4
@@ -547,8 +546,12 @@ def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
             holding,
         )
         if not holding.leaving:
-            demand(replica.state in LIVING, "torn and gone replicas have no candidates", holding)
-            demand(holding.member.holding is holding, "a holding is what its member holds", holding)
+            demand(replica.state in LIVING, "torn and gone replicas hold nothing", holding)
+            demand(
+                holding.member.holding is holding,
+                "a replica's holding is what its member holds",
+                holding,
+            )
 
 
 def _operation(cluster: Cluster, operation: Operation) -> None:
@@ -605,11 +608,13 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     )
     if not cluster.is_woken(operation):  # it will be looked at
         filed = [id(each) for each in operation.filed_in]
-        demand(filed == [id(each) for each in waits_in(operation)], WAITS, operation)  # G7
+        demand(
+            filed == [id(each) for each in waits_in(operation)], "who waits is filed", operation
+        )  # G7
         # G7
         demand(
             all(each.get(operation.key) is operation for each in operation.filed_in),
-            WAITS,
+            "who waits is found by what it waits for",
             operation,
         )
     for rank, part in operation.parts.items():
@@ -679,10 +684,16 @@ def _lease(cluster: Cluster, lease: ReadLease) -> None:
             part.leases,
             part.member.reads,
         )
-        demand(not any(lease.id in each for each in indexes), "ended leases are forgotten", lease)
+        demand(
+            not any(lease.id in each for each in indexes),
+            "a forgotten lease is known nowhere",
+            lease,
+        )
         return
     demand(
-        lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease
+        lease.state in (LeaseState.ACTIVE, LeaseState.FENCING),
+        "a lease that is known has not ended",
+        lease,
     )
     demand(holding.readers.get(lease.id) is lease, "a source knows its leases", lease)
     demand(
@@ -693,11 +704,17 @@ def _lease(cluster: Cluster, lease: ReadLease) -> None:
         known = part.leases.get(lease.id) is lease and part.member.reads.get(lease.id) is lease
         demand(known, "a reader knows its leases", lease)
         _yields(lease)
-        demand(operation.state is OperationState.RUNNING, "only running operations read", lease)
-        demand(holding.version is operation.version, "a lease is of the bound version", lease)  # G4
+        demand(
+            operation.state is OperationState.RUNNING,
+            "an active lease is of a running operation",
+            lease,
+        )
+        demand(
+            holding.version is operation.version, "an active lease is of the bound version", lease
+        )  # G4
         demand(not _cyclic(holding), "no holding is filled from itself", lease)  # R9
     else:
-        demand(lease.id not in part.leases, "a part's leases are active", lease)
+        demand(lease.id not in part.leases, "a part has no lease that is being fenced", lease)
 
 
 def _cyclic(start: Holding) -> bool:

@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from tensorhub.machine import IllegalStep, Story, count_transition
+from tensorhub.machine import IllegalStep, Story, count_transition, demand
 from tensorhub.types import LeaseId
 
 CHUNKS_PER_BATCH_MAX = 1024
@@ -109,7 +109,7 @@ class Pull:
         self._sources: dict[LeaseId, _Source] = {}
         self._partial: list[_Source] = []  # those that bring only some chunks
         self._turns = 0  # the largest `turn`
-        self._story = Story()
+        self.story = Story()
         for chunk in verified:
             self._states[chunk] = _VERIFIED
         self._lowest = 0  # no chunk below this is wanted
@@ -133,11 +133,11 @@ class Pull:
         `brings`: the only chunks that it can bring, ascending; None: all.
         """
         if lease in self._sources:
-            raise IllegalStep(f"lease {lease} was a source before", self._story)
+            raise IllegalStep(f"lease {lease} was a source before", self.story)
         self._sources[lease] = source = _Source(brings=brings)
         if brings is not None:
             self._partial.append(source)
-        self._story.tell("source", lease, "complete" if complete else "filling")
+        self.story.tell("source", lease, "complete" if complete else "filling")
 
     def drop_source(self, lease: LeaseId) -> None:
         """Ask nothing more of this source. Its chunks in flight stay so until its lane has
@@ -163,17 +163,17 @@ class Pull:
     def _step(self, lease: LeaseId, source: _Source, state: SourceState) -> None:
         if state not in SOURCE_TABLE[source.state]:
             raise IllegalStep(
-                f"source {lease} cannot go from {source.state} to {state}", self._story
+                f"source {lease} cannot go from {source.state} to {state}", self.story
             )
         count_transition(SOURCE, source.state, state)
         source.state = state
-        self._story.tell(lease, state, "in flight", len(source.in_flight))
+        self.story.tell(lease, state, "in flight", len(source.in_flight))
 
     def _source(self, lease: LeaseId) -> _Source:
         try:
             return self._sources[lease]
         except KeyError:
-            raise IllegalStep(f"lease {lease} is no source of this pull", self._story) from None
+            raise IllegalStep(f"lease {lease} is no source of this pull", self.story) from None
 
     # ----------------------------------------------------------------------------------------------
     # chunks
@@ -284,7 +284,7 @@ class Pull:
         if self._states[chunk] == _VERIFIED:
             self.reread_bytes += nbytes
         if not ok:
-            self._story.tell("bad chunk", chunk, lease)
+            self.story.tell("bad chunk", chunk, lease)
             self._give_back(source, chunk)
             return
         source.in_flight.discard(chunk)
@@ -292,7 +292,7 @@ class Pull:
         self._unverified -= 1
         self.bytes_verified += nbytes
         if not self._unverified:
-            self._story.tell("all verified")
+            self.story.tell("all verified")
 
     def discarded(self, lease: LeaseId, nbytes: int) -> None:
         """Bytes of a chunk in flight came in, but the rest of it never will."""
@@ -301,7 +301,7 @@ class Pull:
 
     def _check_in_flight(self, source: _Source, lease: LeaseId, chunk: int) -> None:
         if chunk not in source.in_flight:
-            raise IllegalStep(f"chunk {chunk} is not in flight at {lease}", self._story)
+            raise IllegalStep(f"chunk {chunk} is not in flight at {lease}", self.story)
 
     def _give_back(self, source: _Source, chunk: int) -> None:
         self._want_again(source, chunk)
@@ -352,32 +352,28 @@ class Pull:
         return self._source(lease).bytes_read
 
     def check_invariants(self) -> None:
-        """Raise IllegalStep if this object's own books disagree."""
+        """Raise InvariantBroken if this object's own books disagree."""
         held = [chunk for source in self._sources.values() for chunk in source.in_flight]
-        sound = (
-            len(held) == len(set(held)) == self._states.count(_IN_FLIGHT)
-            and all(self._states[chunk] == _IN_FLIGHT for chunk in held)
-            and not any(
-                source.in_flight
-                for source in self._sources.values()
-                if source.state is SourceState.ENDED
-            )
-            and self._states.find(_WANTED_BYTE, 0, self._lowest) == -1
-            and not any(
-                self._states[chunk] == _WANTED
-                for s in self._partial
-                for chunk in (s.brings or ())[: s.lowest]
-            )
-            and all(
-                source.brings is None or source.in_flight <= set(source.brings)
-                for source in self._sources.values()
-            )
-            and self._unverified == len(self._sizes) - self._states.count(_VERIFIED)
-            and self.bytes_read == sum(source.bytes_read for source in self._sources.values())
-            and self.reread_bytes == 0
-        )
-        if not sound:
-            raise IllegalStep(f"the books of {self!r} disagree", self._story)
+        sources, states = self._sources.values(), self._states
+        is_one = len(held) == len(set(held)) == states.count(_IN_FLIGHT)
+        demand(is_one, "a chunk is in flight at one source", self)
+        are_in_flight = all(states[chunk] == _IN_FLIGHT for chunk in held)
+        demand(are_in_flight, "what a source has in flight is in flight", self)
+        over = [source for source in sources if source.state is SourceState.ENDED]
+        demand(not any(source.in_flight for source in over), "a source ends with nothing", self)
+        first = states.find(_WANTED_BYTE, 0, self._lowest)
+        demand(first == -1, "no chunk below the lowest one is wanted", self)
+        passed = (chunk for s in self._partial for chunk in (s.brings or ())[: s.lowest])
+        is_past = not any(states[chunk] == _WANTED for chunk in passed)
+        demand(is_past, "no chunk below a source's lowest one is wanted", self)
+        partial = [source for source in sources if source.brings is not None]
+        brought = all(source.in_flight <= set(source.brings or ()) for source in partial)
+        demand(brought, "a source is asked for what it brings", self)
+        left = len(self._sizes) - states.count(_VERIFIED)
+        demand(self._unverified == left, "chunks that are not verified are counted", self)
+        nbytes = sum(source.bytes_read for source in sources)
+        demand(self.bytes_read == nbytes, "the bytes of each source are counted", self)
+        demand(self.reread_bytes == 0, "no chunk is read twice", self)  # G8
 
     def __repr__(self) -> str:
         live = sum(source.state is SourceState.LIVE for source in self._sources.values())

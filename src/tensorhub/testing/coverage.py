@@ -1,20 +1,27 @@
-"""Which transitions the state machines have, and which of them a search need not meet.
+"""Which transitions the state machines have, which of them a search need not meet, and which
+demands the judges and the machines make.
 
-Responsible for the list that a search is measured by. Not responsible for counting:
-`machine.counting_transitions` is.
+Responsible for the lists that a search is measured by. Not responsible for counting:
+`machine.counting_transitions` and both functions `demand` are.
 """
 
 from __future__ import annotations
 
+import ast
+from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import cache
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from tensorhub import machine
 from tensorhub.coordinator import states
 from tensorhub.coordinator.core import Coordinator
 from tensorhub.coordinator.entities import Operation, RankPart, ReadLease, Replica, Version, Worker
 from tensorhub.machine import Stateful, transition
 from tensorhub.scheduler.pull import SOURCE, SOURCE_TABLE, SourceState
+from tensorhub.testing.sim import assertion
 from tensorhub.types import HandleState
 from tensorhub.worker.active_call import Refusing
 from tensorhub.worker.filling import Filling
@@ -87,3 +94,28 @@ def transitions() -> tuple[str, ...]:
 def wanted() -> tuple[str, ...]:
     """The transitions that a long search has to meet."""
     return tuple(name for name in transitions() if name not in RARE)
+
+
+SOURCES = Path(__file__).parents[1]
+
+
+@cache
+def demands() -> Mapping[str, str]:
+    """All that is demanded, in which module. A text of two calls is there once."""
+    found: dict[str, str] = {}
+    for path in sorted(SOURCES.rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)) if "demand(" in source else ():
+            match node:
+                case ast.Call(
+                    func=ast.Name(id="demand"), args=[_, ast.Constant(value=str(what)), *_]
+                ):
+                    found[what] = path.relative_to(SOURCES).as_posix()
+                case _:
+                    pass
+    return found
+
+
+def judged() -> Counter[str]:
+    """How often each demand was judged in this process."""
+    return Counter(machine.judged) + Counter(assertion.judged)

@@ -22,6 +22,7 @@ from typing import Any
 
 from tensorhub.errors import StateError
 from tensorhub.machine import counting_transitions
+from tensorhub.testing.coverage import judged
 from tensorhub.testing.drivers.healing import Healing
 from tensorhub.testing.drivers.timed import TimedCluster
 from tensorhub.testing.drivers.users import Users
@@ -55,6 +56,7 @@ class SeedReport:
     faults: Counter[str] = field(default_factory=Counter)  # by kind: that really happened
     transitions: Counter[str] = field(default_factory=Counter)  # like "replica: filling -> ready"
     paths: Counter[str] = field(default_factory=Counter)  # ways of recovery that were really taken
+    demands: Counter[str] = field(default_factory=Counter)  # how often each was judged
     end_hash: str = ""  # of everything that happened, in its order
 
 
@@ -168,6 +170,7 @@ def run_seed(
     while faults happen. Raises GuaranteeBroken, with the last lines of the trace, and at the end
     one line that runs this seed again.
     """
+    before = judged()
     with counting_transitions() as transitions:
         cluster = SimulatedCluster(seed, faults=faults, events=events)
         cluster.run()
@@ -179,6 +182,7 @@ def run_seed(
         faults=Counter({str(kind): times for kind, times in cluster.injector.happened.items()}),
         transitions=transitions,
         paths=cluster.timeline.paths,
+        demands=judged() - before,
         end_hash=cluster.end_hash,
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import inf
 
 from tensorhub.errors import StateError
-from tensorhub.machine import InvariantBroken
+from tensorhub.machine import demand
 from tensorhub.types import Purpose
 
 WORDS = {
@@ -170,5 +170,5 @@ class Budget:
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken if more is reserved than there is."""
-        if self.reserved_bytes + self._lent_bytes() > self.bytes_max:
-            raise InvariantBroken(f"{self!r}: more than there is")
+        used = self.reserved_bytes + self._lent_bytes()
+        demand(used <= self.bytes_max, "no more is reserved than there is", self)

@@ -42,7 +42,7 @@ from itertools import count
 from typing import Any
 
 from tensorhub.errors import OperationTimeout, RetentionError, StateError, TensorHubError
-from tensorhub.machine import InvariantBroken
+from tensorhub.machine import demand
 from tensorhub.messages import CopyRefused, DropCopy, ErrorInfo, MakeCopy
 from tensorhub.model.manifest import Manifest
 from tensorhub.types import (
@@ -668,10 +668,8 @@ class HostCopies:
         """Raise InvariantBroken if budget and procedures disagree with what is under way."""
         self.budget.check_invariants()
         filling = [copy.ident for copy in self._copies.values() if copy.filling is not None]
-        if (self._attempts or filling) and not len(self._procedures):
-            raise InvariantBroken(
-                f"{self!r}: nothing is under way, and there is {self._attempts}, {filling}"
-            )
+        is_idle = not self._attempts and not filling
+        demand(is_idle or len(self._procedures) > 0, "what is filled is under way", self)
 
 
 def _one_shard(

@@ -23,7 +23,7 @@ from typing import Any, assert_never
 
 from tensorhub import messages
 from tensorhub.errors import GroupAborted, StateError, TensorHubError
-from tensorhub.machine import InvariantBroken
+from tensorhub.machine import demand
 from tensorhub.model.manifest import Manifest
 from tensorhub.types import HandleState, Options, Purpose
 from tensorhub.worker import calls
@@ -626,15 +626,11 @@ class Member:
         memory.check_invariants()
         phase = None if call is None else call.phase
         is_filled = self.state is HandleState.FILLING
-        if (
-            phase in (Phase.COPYING, Phase.PULLING)
-            and not is_filled
-            and not (isinstance(call, Filling) and call.stages)
-        ):
-            raise InvariantBroken(f"{self}: pulls in state {self.state}. Story:\n{memory.story}")
+        pulls = phase in (Phase.COPYING, Phase.PULLING)
+        may_pull = is_filled or (isinstance(call, Filling) and call.stages)
+        demand(may_pull or not pulls, "what is pulled is filled, or staged", memory)
         voted = phase is Phase.VOTED or (phase is Phase.ABANDONING and isinstance(call, Publishing))
         has_staged = memory.staged is not None and not memory.applying and memory.doubt is None
-        if voted != (memory.voted is not None or has_staged):
-            raise InvariantBroken(f"{self}: voted for {memory.voted}. Story:\n{memory.story}")
-        if memory.fencing != (phase is Phase.FENCING):
-            raise InvariantBroken(f"{self}: fences {memory.content}. Story:\n{memory.story}")
+        has_voted = memory.voted is not None or has_staged
+        demand(voted == has_voted, "a phase says whether there was a vote", memory)
+        demand(memory.fencing == (phase is Phase.FENCING), "a phase says what is fenced", memory)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from tensorhub.errors import LeaseLost
 from tensorhub.layouts.joining import said_parts
 from tensorhub.layouts.reading import publication_in
-from tensorhub.machine import InvariantBroken, Stateful
+from tensorhub.machine import Stateful, demand
 from tensorhub.messages import Held, Outcome, Prepared, Resolve, RetainedAck, Revoked, SelectionRoot
 from tensorhub.model.manifest import Manifest
 from tensorhub.types import HandleState, Medium, OpKey, VersionInfo
@@ -589,11 +589,11 @@ class MemberMemory(Stateful[HandleState]):
         needs = (HandleState.READY, HandleState.DRAINING, HandleState.FILLING, HandleState.IN_DOUBT)
         # it may hold nothing meanwhile
         staged_doubt = self.staged is not None and self.state is HandleState.IN_DOUBT
-        if (self.content is not None) != (self.state in needs) and not staged_doubt:
-            raise InvariantBroken(f"{self}: content {self.content}. Story:\n{self.story}")
-        if self.in_place is not (self.content if self.version is not None else None):
-            raise InvariantBroken(f"{self}: in place is {self.in_place}. Story:\n{self.story}")
-        if not self.applying and (self.doubt is not None) != (self.state is HandleState.IN_DOUBT):
-            raise InvariantBroken(f"{self}: doubt {self.doubt}. Story:\n{self.story}")
-        if self.fencing and self.state not in (HandleState.READY, HandleState.DRAINING):
-            raise InvariantBroken(f"{self}: fences what it does not hold. Story:\n{self.story}")
+        is_there = (self.content is not None) == (self.state in needs)
+        demand(is_there or staged_doubt, "a state says whether there is content", self)
+        in_place = self.content if self.version is not None else None
+        demand(self.in_place is in_place, "what is in place has a version", self)
+        is_told = (self.doubt is not None) == (self.state is HandleState.IN_DOUBT)
+        demand(self.applying or is_told, "a state says whether there is a doubt", self)
+        holds = self.state in (HandleState.READY, HandleState.DRAINING)
+        demand(holds or not self.fencing, "what is fenced is held", self)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tensorhub.machine import IllegalStep, Story
+from tensorhub.machine import IllegalStep, demand
 from tensorhub.messages import Origin
 from tensorhub.model.accesses import Access, Refusal, Wait
 from tensorhub.types import ContentId, RegistrationId
@@ -418,15 +418,15 @@ class Owner:
     # inspection
 
     def check_invariants(self) -> None:
-        """Raise IllegalStep if this object's own books disagree."""
+        """Raise InvariantBroken if this object's own books disagree."""
         counts: dict[RegistrationId, int] = {}
         for access in self._running.values():
             counts[access.registration] = counts.get(access.registration, 0) + 1
         for registration, memory in self._memories.items():
-            if memory.accesses != counts.pop(registration, 0) or not memory.is_sound:
-                raise IllegalStep(f"the books of {registration} disagree", memory.story)
-        if counts:
-            raise IllegalStep(f"accesses run to unknown registrations {sorted(counts)}", Story())
+            is_counted = memory.accesses == counts.pop(registration, 0)
+            demand(is_counted, "accesses to memory are counted", memory)
+            demand(memory.is_sound, "the books of memory agree", memory)
+        demand(not counts, "accesses run to known registrations", counts)
 
     def __repr__(self) -> str:
         live = sum(memory.is_open for memory in self._memories.values())

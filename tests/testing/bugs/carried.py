@@ -1,13 +1,18 @@
-"""Bugs in what a worker's shell is told to carry out: room for what is staged, giving up."""
+"""Bugs in what a worker's shell is told to carry out, room for what is staged and giving up; and in
+what a worker knows of what it has to keep.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from tensorhub.testing import Fault
+from tensorhub.worker import registration_session
 from tensorhub.worker.calls import Action, MakeRoom
 from tensorhub.worker.interpreter import Interpreter
-from tests.testing.bugs import bug
+from tensorhub.worker.member_memory import MemberMemory
+from tests.testing.bugs import bug, replaced
 from tests.testing.bugs.inside import around
 
 
@@ -56,4 +61,25 @@ def staged_without_room() -> Iterator[None]:
         return before(self, now)
 
     with around(Interpreter, "next", next_):
+        yield
+
+
+@bug("R4: a staged update forgets, when it is in place, that its version is retained")
+def staged_forgets_that_it_is_retained() -> Iterator[None]:
+    def applied(before: Callable[..., None], self: MemberMemory, *, whole: bool) -> None:
+        if self.staged is not None:
+            self.staged.retained = False
+        before(self, whole=whole)
+
+    with around(MemberMemory, "applied", applied):
+        yield
+
+
+@bug(
+    "R4: an owner that is cut off waits a tenth of the margin before it gives up what is retained",
+    faults=(Fault.PARTITION, Fault.CUT, Fault.DROP),
+)
+def lease_margin_of_a_tenth() -> Iterator[None]:
+    margin = registration_session.LEASE_MARGIN / 10
+    with replaced(registration_session, "LEASE_MARGIN", margin):
         yield

@@ -22,7 +22,6 @@ from tensorhub.model.accesses import Refusal
 from tensorhub.model.digests import pack, root_of
 from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.drivers.timeline import Timeline
-from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.testing.sim.judges.archives import published_in
 from tensorhub.testing.sim.layouts import tags_in
@@ -402,8 +401,8 @@ class SimArchive:
             error = message.error.error()
             self.has_ended = not error.retryable
             is_other = self.cluster != cluster and any(published_in(world.store))
-            ok = error.retryable or is_other or world.ident != cluster
-            demand(ok, f"durable mark: {self} cannot restore {versions}: {error!r}")
+            in_vain = is_other or world.ident != cluster
+            world.guarantees.archived.not_restored(error, (self, versions), in_vain=in_vain)
         elif isinstance(message, Done) and world.ident == cluster:
             self.took("restored" if self.cluster != cluster else "archive announced")
             self.cluster = cluster

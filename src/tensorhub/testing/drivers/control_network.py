@@ -12,7 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tensorhub.coordinator import DOOR, Connected, Disconnected, Received, Silent
-from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Prepared, Rollback
+from tensorhub.messages import (
+    Dismissed,
+    FromCoordinator,
+    FromWorker,
+    LeaveRequest,
+    Prepared,
+    Rollback,
+)
 from tensorhub.runtime.control.server import LAST_WORDS_S
 from tensorhub.testing.drivers.injecting import Injector
 from tensorhub.testing.drivers.timeline import Timeline
@@ -135,6 +142,8 @@ class ControlNetwork:
             self._faults.voted(worker, message)
         elif isinstance(message, Rollback):
             self._faults.rolls_back()
+        elif isinstance(message, LeaveRequest):
+            self._faults.leaves(message.registration)
         self._world.step(Received(link.session, message), term)
 
     def looked_for(self, session: int, term: Term) -> None:

@@ -78,10 +78,7 @@ class Healing:
         self._run_until(lambda: False, 2 * world.options.lease_s)
         self._rest("two leases after the last fault")
         for record in waiting:
-            demand(
-                record.done or not record.handle.worker.alive,
-                f"liveness: {record.handle}: {record.what} never ended",
-            )
+            world.check_over(record)
         self._end_reading()
         self._cluster.check()
         self._cluster.check_agreement()
@@ -115,26 +112,17 @@ class Healing:
     def _rest(self, when: str) -> None:
         """Let everything that was asked for come to its end."""
         world = self._cluster
-        if not self._run_until(self._is_at_rest, REST_S):
-            handles = [handle for handle in world.live_handles() if not handle.idle]
-            offline = [
-                w
-                for w in world.workers.values()
-                if w.alive and (w.link is None or not w.link.welcomed)
-            ]
-            offline += [
-                worker
-                for worker in world.workers.values()
-                if worker.alive and not worker.copies.machine.is_idle
-            ]
-            told = [
-                f"{handle}: {handle.member.running}, to do {list(handle.todo)}"
-                for handle in handles
-            ]
-            demand(
-                False,
-                f"liveness: no rest {when}: {told} {offline} {len(world.unstored)} not stored",
-            )
+        is_at_rest = self._run_until(self._is_at_rest, REST_S)
+        workers = [worker for worker in world.workers.values() if worker.alive]
+        demand(
+            is_at_rest,
+            "liveness: no rest {}: {}, not welcomed: {}, busy: {}, {} not stored",
+            when,
+            [(h, h.member.running, h.todo) for h in world.live_handles() if not h.idle],
+            [w for w in workers if w.link is None or not w.link.welcomed],
+            [w for w in workers if not w.copies.machine.is_idle],
+            len(world.unstored),
+        )
 
     def _is_at_rest(self) -> bool:
         world = self._cluster
@@ -174,10 +162,12 @@ class Healing:
         for record in self._reading:
             demand(
                 not self._could_end(record),
-                f"liveness: {record.handle} still fills, and could: {record.handle.member.running}",
+                "liveness: {} still fills, and could: {}",
+                record.handle,
+                record.handle.member.running,
             )
             late = isinstance(record.error, OperationTimeout) and self._has_met_all(record)
-            demand(not late, f"liveness: {record.handle} has waited too long: {record.error}")
+            demand(not late, "liveness: {} has waited too long: {}", record.handle, record.error)
             if not record.done and record.handle.worker.alive:
                 record.handle.cancel()
         self._reading.clear()
@@ -316,8 +306,9 @@ class Healing:
             ok = each.error is None or room < writer.world_size
             demand(
                 ok,
-                f"retention: {each.handle} is kept, though others have room for what it holds: "
-                f"{each.error!r}",
+                "retention: {} is kept, though others have room for what it holds: {!r}",
+                each.handle,
+                each.error,
             )
 
     def _that_wait_whole(self) -> list[CallRecord]:
@@ -367,8 +358,11 @@ class Healing:
             )
             demand(
                 ok,
-                f"liveness: {record.handle} waited for {self._awaited}: {record.error!r} "
-                f"{record.version}",
+                "liveness: {} waited for {}: {!r} {}",
+                record.handle,
+                self._awaited,
+                record.error,
+                record.version,
             )
 
     @staticmethod
@@ -393,14 +387,21 @@ class Healing:
 
     def _demand_settled(self, archive: SimArchive) -> None:
         settled = self._run_until(lambda: archive.is_settled, REST_S)
-        demand(settled, f"liveness: {archive} has not come to rest")
+        demand(settled, "liveness: {} has not come to rest", archive)
 
     def _fetch(self, reader: SimWorker, selector: Selector, number: int, content_id: str) -> None:
         record = reader.fetcher(0).fetch(selector)
         self._rest(f"after a fetch of {number} from the archive")
         version = record.version
         ok = version is not None and (version.version, version.content_id) == (number, content_id)
-        demand(ok, f"liveness: {number} is archived, and {selector} is {version}: {record.error!r}")
+        demand(
+            ok,
+            "liveness: {} is archived, and {} is {}: {!r}",
+            number,
+            selector,
+            version,
+            record.error,
+        )
 
     def _start_from_archive(self, *, is_held: bool) -> None:
         """All processes die, and the coordinator's state is lost. The newest version that the
@@ -411,7 +412,7 @@ class Healing:
             return
         self._demand_settled(archive)
         ok = archive.has_newest or not is_held
-        demand(ok, f"liveness: {archive} has not archived the newest version")
+        demand(ok, "liveness: {} has not archived the newest version", archive)
         for worker in [*world.workers.values()]:
             if worker.alive:
                 worker.crash()
@@ -445,7 +446,9 @@ class Healing:
         for model in world.coordinator.cluster.models.values():
             demand(
                 not live or not model.retained(),
-                f"liveness: still retained: {model.retained()}, pins {model.pins}",
+                "liveness: still retained: {}, pins {}",
+                model.retained(),
+                model.pins,
             )
 
     def _publish_and_update(self, writer: UserGroup, whole: list[UserGroup]) -> None:
@@ -467,7 +470,7 @@ class Healing:
             while handle.member.state not in (HandleState.EMPTY, HandleState.CLOSED):
                 record = handle.unpublish()
                 self._rest("after unpublish")
-                demand(record.error is None, f"liveness: {handle}: unpublish: {record.error!r}")
+                demand(record.error is None, "liveness: {}: unpublish: {!r}", handle, record.error)
 
     def _must(
         self,
@@ -493,9 +496,21 @@ class Healing:
             known = all(
                 isinstance(error, GroupAborted | OperationTimeout | LeaseLost) for error in errors
             )
-            demand(known, f"liveness: {group.ranks[0]}: {errors!r}")
+            demand(
+                known,
+                "liveness: the calls of {} end, again and again, with {!r}",
+                group.ranks[0],
+                errors,
+            )
         for each in records:
             ok = each.error is None and each.number == number
             if refusal is not None:
                 ok = isinstance(each.error, refusal)
-            demand(ok, f"liveness: {each.handle} {each.what}: {each.error!r} {each.version}")
+            demand(
+                ok,
+                "liveness: {} {} ends with {!r} {}",
+                each.handle,
+                each.what,
+                each.error,
+                each.version,
+            )

@@ -26,6 +26,7 @@ COMES_BACK_S = 0.05  # a worker that has lost its connection
 SHORT_S = (0.05, 0.5, 2.0)
 LONG_S = (0.5, 3.0, 8.0, 15.0)
 BEHIND_LEASES = (1.1, 4.0)  # within 2.6 an owner that is cut off may have given up what it held
+CUT_OFF_LEASES = (1.3, 2.0)  # a holder that asks to leave
 AMBUSHES = 0.4  # of all partitions, drops and crashes of the coordinator
 ABSENT_S = 3.0  # at least: time for others to go on
 CALMER_AFTER = 2  # times the events that a seed has at least
@@ -107,6 +108,8 @@ class Injector:
         # who has voted next cancels; True: who has voted for what is staged
         self._changes_of_mind: list[bool] = []
         self._absences: list[Fault] = []  # what strikes some holder at the next rollback
+        # the next holder that asks to leave a retained version is cut off for so many leases
+        self._cut_off_leases = 0.0
         # the coordinator dies while it says next how a group's operation has ended
         self._cuts_short = False
         self._stalled: dict[str, float] = {}  # sources that send nothing, and until when
@@ -150,6 +153,7 @@ class Injector:
         self._garbled.clear()
         self._ambushes.clear()
         self._absences.clear()
+        self._cut_off_leases = 0.0
         self._changes_of_mind.clear()
         self._cuts_short = False
         self._for_lanes.clear()
@@ -263,6 +267,21 @@ class Injector:
             worker, kind = self._random.choice(holders), self._absences.pop()
             if self._strike_worker(kind, worker, self._leader, self._timeline.now + ABSENT_S):
                 self.happens(kind)
+
+    def leaves(self, registration: str) -> None:
+        """The coordinator is about to hear that this handle asks to leave: it may be cut off until
+        its lease is over, and longer.
+        """
+        handle, leases = self._world.handle_of(registration), self._cut_off_leases
+        content = handle.member.content if handle is not None else None
+        if not leases or handle is None or content is None or not content.retained:
+            return
+        self._cut_off_leases, until = 0.0, self._timeline.now + leases * self._world.options.lease_s
+        if handle.worker.alive and self._strike_worker(
+            Fault.PARTITION, handle.worker, self._leader, until
+        ):
+            handle.worker.disconnect()
+            self.happens(Fault.PARTITION)
 
     def reads_at(self, worker: SimWorker) -> float:
         """When the coordinator reads what has come from that worker just now; across workers, in
@@ -411,6 +430,8 @@ class Injector:
                 return self._strike_data(kind)
             case Fault.PARTITION | Fault.DROP if random.random() < AMBUSHES:
                 self._ambushes, self._absences = [kind], [kind]
+                if kind is Fault.PARTITION:
+                    self._cut_off_leases = random.choice(CUT_OFF_LEASES)
                 return False
             case _:
                 assert worker is not None

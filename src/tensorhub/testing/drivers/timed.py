@@ -151,7 +151,11 @@ class TimedCluster(World):
                 newest = model.newest_visible() if model is not None else None
                 ok = told == (newest.info if newest is not None else None)
                 demand(
-                    ok, f"liveness: {worker} was told that {told} is the newest, which is {newest}"
+                    ok,
+                    "liveness: {} was told that {} is the newest, which is {}",
+                    worker,
+                    told,
+                    newest,
                 )
 
     # -- telling

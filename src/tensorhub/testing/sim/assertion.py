@@ -1,6 +1,8 @@
-"""How the simulator says that a guarantee does not hold."""
+"""How the simulator says that a guarantee does not hold, and how often it has looked."""
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 from tensorhub.types import HandleState
 
@@ -23,7 +25,13 @@ class GuaranteeBroken(AssertionError):
     """
 
 
-def demand(holds: bool, what: str) -> None:
-    """Raise GuaranteeBroken unless it `holds`."""
+judged: defaultdict[str, int] = defaultdict(int)  # how often, by what was demanded
+
+
+def demand(holds: bool, what: str, *about: object) -> None:
+    """Count that `what` was judged, and raise GuaranteeBroken, with `about`, unless it `holds`.
+    `what`: a guarantee's name, and a text of this call alone.
+    """
+    judged[what] += 1
     if not holds:
-        raise GuaranteeBroken(what)
+        raise GuaranteeBroken(what.format(*about))

@@ -21,7 +21,6 @@ from tensorhub.memory.on_demand import Loader
 from tensorhub.messages import Held, Prepared, Publish, Register
 from tensorhub.model.accesses import Access
 from tensorhub.model.manifest import Manifest
-from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.digests import SimDigests
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
@@ -235,10 +234,7 @@ class HandleShell:
             self.worker.owner.end(access)
             if self.fencing_since is not None:
                 self.freed_at = self.cluster.now
-            demand(
-                self.cells[0] == was,
-                f"mutability: {self} was written while it was read: {was} is {self.cells[0]}",
-            )
+            self.cluster.guarantees.was_read(self, was)
             self.cluster.access_ended(self)
 
     def fence_waits_until(self) -> float | None:

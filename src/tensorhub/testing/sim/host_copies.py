@@ -15,7 +15,6 @@ from typing import Any, assert_never
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.messages import CopyRefused, DropCopy, GetManifest, MakeCopy, ManifestReply, Refused
 from tensorhub.runtime.worker.coordinator_client import Answer
-from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedCall
 from tensorhub.testing.sim.judges.rooms import Rooms
 from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort
@@ -165,16 +164,8 @@ class SimHostCopies:
             self.machine.take(ident, purpose, nbytes)
             self._rooms.given(ident, purpose, nbytes)
         self.memory[ident] = nbytes
-        reserved = self.machine.budget.reservation(ident)
-        demand(
-            reserved is not None,
-            f"host copies: {self.worker} has taken memory for {ident} that was not reserved",
-        )
-        taken, room = sum(self.memory.values()), self.worker.host_bytes
-        demand(
-            taken <= room,
-            f"host copies: {self.worker} has taken {taken} of {room} bytes: {self.memory}",
-        )
+        is_reserved = self.machine.budget.reservation(ident) is not None
+        self._rooms.taken(ident, self.memory, is_reserved=is_reserved)
 
     def free(self, ident: str) -> None:
         """Memory is given back."""

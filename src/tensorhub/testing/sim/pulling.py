@@ -26,7 +26,6 @@ from tensorhub.model.manifest import Manifest
 from tensorhub.scheduler.links import FlowMeter
 from tensorhub.scheduler.pull import Pull
 from tensorhub.scheduler.requests import Requests, patience_s
-from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.digests import SimDigests
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.layouts import covered, is_of_other_layout, part_of
@@ -125,10 +124,7 @@ class SimLane:
         # have the reader's.
         self.part = part_of(reading.start.manifest, grant.shard, grant.selection)
         self.brings = None if self.part is None else self.part.chunks
-        demand(
-            not grant.selection or self.part is not None,
-            f"content: {grant} is of what {self.reader.name} does not read",
-        )
+        self.reader.cluster.guarantees.asks(self.reader, grant, self.part)
         self.incarnation = reading.reader.worker.incarnation  # as whom it reads
         self.source: LaneEnd | None = None  # once connected
         stall_timeout_s = reading.reader.cluster.options.stall_timeout_s

@@ -44,7 +44,7 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.model.manifest import Manifest
-from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
+from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.handle import BrokenHook, CallRecord, HandleShell
 from tensorhub.testing.sim.judges.explained import Explained
 from tensorhub.testing.sim.judges.guarantees import Guarantees
@@ -308,7 +308,9 @@ class World(Driver):
             if former:
                 demand(
                     self._is_reply(action, event),
-                    f"incarnations: {action} follows of what came too late: {event}",
+                    "incarnations: {} follows of what came too late: {}",
+                    action,
+                    event,
                 )
             match action:
                 case Send():
@@ -328,8 +330,11 @@ class World(Driver):
                 case WorkerLost():
                     pass  # for people
                 case Outlived():
-                    text = f"durable mark: a worker was told what is not durable: {action.reason}"
-                    demand(not leads, text)
+                    demand(
+                        not leads,
+                        "durable mark: a worker was told what is not durable: {}",
+                        action.reason,
+                    )
                     outlived = action.reason
                 case _:
                     assert_never(action)
@@ -393,7 +398,10 @@ class World(Driver):
         new = incarnation not in term.joined
         demand(
             new != message.known,
-            f"incarnations: {incarnation} is welcomed as {message}, and was in {term.joined}",
+            "incarnations: {} is welcomed as {}, and was in {}",
+            incarnation,
+            message,
+            term.joined,
         )
         term.joined[incarnation] = session
         if new:
@@ -415,7 +423,7 @@ class World(Driver):
         term = term or self.term
         self.store.write(term.epoch, entry)
         leads = term is self.term
-        demand(leads, f"incarnations: {term} has written {entry}, and {self.term} leads")
+        demand(leads, "incarnations: {} has written {}, and {} leads", term, entry, self.term)
         self.guarantees.stored(entry, self.store[:-1])
 
     def persisted(self, persist: Persist, term: Term) -> None:
@@ -423,13 +431,14 @@ class World(Driver):
         del term.unstored[persist.record]
         term.durable.discard(persist.record)
         is_so = any(entry is persist.entry for entry in reversed(self.store))
-        demand(is_so, f"durable mark: {term} takes {persist.entry} for durable, which it is not")
+        demand(is_so, "durable mark: {} takes {} for durable, which it is not", term, persist.entry)
         self.step(Persisted(persist.record), term)
 
     def check(self) -> None:
         """Everything that holds between two steps."""
         for term in self.terms():
             term.core.check_invariants()
+            term.core.check_counts()
             term.core.check_waits()
         for worker in self.workers.values():
             if worker.alive:
@@ -437,6 +446,14 @@ class World(Driver):
                 worker.copies.machine.check_invariants()
         for handle in self.all_handles():
             self.guarantees.check_handle(handle)
+
+    @staticmethod
+    def check_over(record: CallRecord) -> None:
+        """The call has ended, or its process (G7)."""
+        handle, is_over = record.handle, record.done or not record.handle.worker.alive
+        demand(
+            is_over, "liveness: {}: {} never ended: {}", handle, record.what, handle.member.running
+        )
 
     def check_agreement(self) -> None:
         """At rest, the coordinator knows exactly each holding and its generation."""
@@ -446,14 +463,16 @@ class World(Driver):
             served = handle.last_call is not None and handle.last_call.done
             demand(
                 handle.shard.serves or not served,
-                f"liveness: {handle} was made for one call, which is over",
+                "liveness: {} was made for one call, which is over",
+                handle,
+            )
+            refused = handle.registration_error is not None or state is HandleState.CLOSED
+            demand(
+                member is not None or refused or not handle.registered,
+                "liveness: the coordinator has forgotten {}",
+                handle,
             )
             if member is None:
-                refused = handle.registration_error is not None or state is HandleState.CLOSED
-                demand(
-                    refused or not handle.registered,
-                    f"liveness: the coordinator has forgotten {handle}",
-                )
                 continue
             known = member.holding.generation if member.holding is not None else None
             held = (
@@ -474,16 +493,20 @@ class World(Driver):
             if state is not HandleState.IN_DOUBT and not is_unheard:
                 demand(
                     known == held,
-                    f"liveness: {handle} holds generation {held}, the coordinator thinks {known}",
+                    "liveness: {} holds generation {}, the coordinator thinks {}",
+                    handle,
+                    held,
+                    known,
                 )
-            demand(not leaving, f"liveness: {handle} is thought to leave, for ever: {leaving}")
+            demand(not leaving, "liveness: {} is thought to leave, for ever: {}", handle, leaving)
         for ident, member in self.coordinator.cluster.members.items():
             demand(
                 ident in self.by_registration,
-                f"liveness: {member} is known for ever, and is no more",
+                "liveness: {} is known for ever, and is no more",
+                member,
             )
-        for lease in self.coordinator.cluster.leases.values():
-            raise GuaranteeBroken(f"liveness: a lease is left: {lease}. Story:\n{lease.story}")
+        left = [(lease, lease.story) for lease in self.coordinator.cluster.leases.values()]
+        demand(not left, "liveness: leases are left: {}", left)
 
     def call_ended(self, handle: HandleShell, record: CallRecord) -> None:
         """A call has returned, or raised."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from tensorhub.coordinator import Entry, Publication, Restoration, Rollback
+from tensorhub.errors import TensorHubError
 from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
@@ -46,19 +47,31 @@ class ArchiveJudge:
         """G1: the bucket has the publisher's bytes."""
         for shard, cells in enumerate(shards):
             truth = self._contents.truth[content_id][shard]
-            demand((*cells,) == truth, f"content: archived {key} is {cells}, published was {truth}")
+            demand(
+                (*cells,) == truth,
+                "content: archived {} is {}, published was {}",
+                key,
+                cells,
+                truth,
+            )
         self.shown[key] = content_id
 
     def removed(self, key: Key, *, unwanted: bool) -> None:
         """Its objects are gone. `unwanted`: by the rules of retention."""
         content_id = self.shown.pop(key)
         ended = unwanted or content_id in self._ended
-        demand(ended, f"retention: the archive gives up {key}, which no rollback has ended")
+        demand(ended, "retention: the archive gives up {}, which no rollback has ended", key)
         for handle in self._world.live_handles():
             content, state = handle.member.content, handle.member.state
             is_its = content is not None and content.version.content_id == content_id
             promised = is_its and state in HOLDING and handle.shard.purpose is Purpose.ARCHIVE
-            demand(not promised, f"retention: {key} is removed, and {handle} promises it")
+            demand(not promised, "retention: {} is removed, and {} promises it", key, handle)
+
+    def not_restored(self, error: TensorHubError, told: object, *, in_vain: bool) -> None:
+        """The coordinator refuses what the archive restores; `in_vain`: it is a new cluster that
+        has versions of its own.
+        """
+        demand(error.retryable or in_vain, "durable mark: {} is refused: {!r}", told, error)
 
     def state_lost(self) -> None:
         """The next cluster knows no more than the bucket shows."""
@@ -82,11 +95,14 @@ class ArchiveJudge:
         number, content_id = publication.number, publication.content_id
         demand(
             content_id not in self._ended,
-            f"durable mark: {publication} comes back, and was rolled back",
+            "durable mark: {} comes back, and was rolled back",
+            publication,
         )
         demand(
             not is_cold or self.in_effect.get(number) == content_id,
-            f"durable mark: {publication} comes back, and the bucket shows {self.in_effect}",
+            "durable mark: {} comes back, and the bucket shows {}",
+            publication,
+            self.in_effect,
         )
         self._contents.restored(publication)
         info = VersionInfo(

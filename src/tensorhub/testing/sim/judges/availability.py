@@ -77,26 +77,38 @@ class AvailabilityJudge:
         # None: it has ended in this very step
         if goes_on if operation is None else operation.resumes is not None:
             return  # it goes on with what it was bound to
-        number, what = (
-            message.version.version,
-            f"{handle} asked for {AVAILABLE}, and got {message.version}",
-        )
-        demand(not held or max(held) <= number, f"selectors: {what}: its ranks hold {held}")
+        number, told = message.version.version, (handle, message.version)
+        ok = not held or max(held) <= number
+        demand(ok, "selectors: {} gets {} as available: its ranks hold {}", *told, held)
         has_it = goes_on or held == [number] * group.world_size or self._is_heard_of(content_id)
-        demand(has_it, f"selectors: {what}, and nobody is heard of who holds it")
+        demand(has_it, "selectors: {} gets {} as available, which no live holder has", *told)
         for newer, content_id in self._published(handle.shard.model, number + 1):
             can_be_read = self._can_be_read(content_id) and self.is_described_for(handle, newer)
-            demand(not can_be_read, f"selectors: {what}: {newer} can be read")
+            demand(
+                not can_be_read, "selectors: {} gets {} as available: {} can be read", *told, newer
+            )
             if self._recovers():
                 away = self._away(handle.shard.model, content_id)
-                demand(not away, f"selectors: {what}: {away} of {newer} may come back")
+                demand(
+                    not away,
+                    "selectors: {} gets {} as available: {} of {} may come back",
+                    *told,
+                    away,
+                    newer,
+                )
 
     def _failed(self, handle: JudgedHandle, least: int) -> None:
-        what = f"{handle} was told that nobody holds what was published"
-        demand(not self._recovers(), f"selectors: {what}, before all had time to come back")
+        demand(
+            not self._recovers(),
+            "selectors: {} is told that no version is available before all could come back",
+            handle,
+        )
         for number, content_id in self._published(handle.shard.model, least):
             demand(
-                not self._can_be_read(content_id), f"selectors: {what}, and {number} can be read"
+                not self._can_be_read(content_id),
+                "selectors: {} is told that no version is available, and {} can be read",
+                handle,
+                number,
             )
 
     def _recovers(self) -> bool:

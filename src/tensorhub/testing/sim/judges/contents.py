@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tensorhub.coordinator import Publication
-from tensorhub.layouts.joining import coordinates_of
-from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.reading import ReshardedManifest
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedHandle
@@ -22,7 +20,7 @@ from tensorhub.testing.sim.layouts import (
     resharded_cells,
     tags_in,
 )
-from tensorhub.testing.sim.memory import Cells
+from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells
 from tensorhub.types import OpKey, VersionInfo
 from tensorhub.worker.registration_session import Shard
 
@@ -71,8 +69,9 @@ class Contents:
         whole = len(cells) == entry.world_size
         demand(
             whole,
-            f"group atomicity: {entry.key} is published, but only "
-            f"ranks {sorted(cells)} have called",
+            "group atomicity: {} is published, but only ranks {} have called",
+            entry.key,
+            sorted(cells),
         )
         self.truth[entry.content_id] = cells
         self.publications[entry.content_id] = entry.key
@@ -182,14 +181,16 @@ class Contents:
             wrong.remove(chunk)
         demand(
             len(cells) == len(truth) and not wrong,
-            f"content: {handle} holds {[*cells]}, published was {truth}",
+            "content: {} holds {}, published was {}",
+            handle,
+            [*cells],
+            truth,
         )
 
 
 def _box_of(shard: Shard) -> Box:
     """The part of the tensor that a publisher's shard has."""
+    if shard.coordinates is not None:
+        return next(iter(boxes_of(shard.coordinates)), (0, 0, 0, 0))
     assert shard.manifest is not None
-    declared = shard.declared or Declaration(shard.rank, shard.world_size)
-    return next(
-        iter(boxes_of(shard.coordinates or coordinates_of(shard.manifest, declared))), (0, 0, 0, 0)
-    )
+    return 0, shard.manifest.nbytes // CHUNK_BYTES, 0, CHUNK_BYTES  # all of it

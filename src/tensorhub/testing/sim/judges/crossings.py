@@ -168,11 +168,16 @@ class CrossingJudge:
                     if least < end and first < most and who is not handle
                 )
                 who = next(twice, None)
-                text = (
-                    f"{handle} reads {tag} of {content_id} from {source}, which {who} has "
-                    f"brought to {site!r}"
+                demand(
+                    who is None,
+                    "partial fills: {} reads {} of {} from {}, which {} has brought to {!r}",
+                    handle,
+                    tag,
+                    content_id,
+                    source,
+                    who,
+                    site,
                 )
-                demand(who is None, f"partial fills: {text}")
             reading.entered.setdefault(tag, []).append((first, end, handle))
 
 

@@ -7,11 +7,15 @@ import math
 from tensorhub.coordinator import Coordinator
 from tensorhub.errors import VersionUnavailable
 from tensorhub.messages import Took
-from tensorhub.observed import PART_NAMES
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.types import OpKey
 
 EPSILON_S = 1e-6
+# docs/observing.md
+PARTS = (
+    "ranks, version, source, before_write, fence, upstream, source busy, source disk, link, loss, "
+    "reader, cpu, gil, digest, codec, copy, digests, others, store, coordinator, control, other"
+).split(", ")
 
 
 class Explained:
@@ -57,14 +61,18 @@ class Explained:
         if found.key != key:
             return  # its group has called again, or the coordinator is a new one
         total = sum(part.seconds for part in found.parts)
-        wrong = [p for p in found.parts if p.seconds < 0 or p.name not in PART_NAMES]
-        demand(not wrong, f"seconds: {found} has {wrong}")
+        wrong = [p for p in found.parts if p.seconds < 0 or p.name not in PARTS]
+        demand(not wrong, "seconds: {} has {}", found, wrong)
         demand(
             math.isclose(total, found.seconds, abs_tol=EPSILON_S),
-            f"seconds: the parts of {found} add up to {total}",
+            "seconds: the parts of {} add up to {}",
+            found,
+            total,
         )
         demand(
             key in self._left or math.isclose(found.seconds, longest_s, abs_tol=EPSILON_S),
-            f"seconds: {found} does not take the {longest_s} s of its longest call",
+            "seconds: {} does not take the {} s of its longest call",
+            found,
+            longest_s,
         )
         self.judged += 1

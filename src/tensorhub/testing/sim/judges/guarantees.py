@@ -43,7 +43,6 @@ from tensorhub.testing.sim.assertion import (
     LATE_S_MAX,
     LEFT_ON_PURPOSE,
     LOST_STATE,
-    GuaranteeBroken,
     demand,
 )
 from tensorhub.testing.sim.judges.archives import ArchiveJudge, published_in
@@ -145,8 +144,10 @@ class Guarantees:
             )
             demand(
                 not told,
-                f"digests: {handle} commits {content_id} unseen, and "
-                f"{tellers} have told all its digests",
+                "digests: {} commits {} unseen, and {} have told all its digests",
+                handle,
+                content_id,
+                tellers,
             )
             self.contents.believes(handle, content_id)
 
@@ -163,7 +164,8 @@ class Guarantees:
                 again = any(isinstance(e, Rollback) and e.ident == entry.ident for e in before)
                 demand(
                     not again,
-                    f"durable mark: a rollback that was asked for again was done twice: {entry}",
+                    "durable mark: a rollback that was asked for again was done twice: {}",
+                    entry,
                 )
                 published = (e for e in published_in(before) if e.model == entry.model)
                 gone = [e for e in published if e.number > entry.to]
@@ -188,13 +190,16 @@ class Guarantees:
         if error is not None:
             demand(
                 self._is_state_lost or LOST_STATE not in str(error),
-                f"durable mark: {handle} hears of a new cluster, which there is not: {error}",
+                "durable mark: {} hears of a new cluster, which there is not: {}",
+                handle,
+                error,
             )
             if isinstance(record.what, UnpublishCall | CloseCall):
                 self.retained.refused(handle)
             demand(
                 isinstance(error, (TensorHubError, *self._world.user_errors)),
-                f"bounds: every refusal is a typed error: {error!r}",
+                "bounds: every refusal is a typed error: {!r}",
+                error,
             )
             if isinstance(error, IntegrityError) and CHECKSUM_CONFIRMED in str(error):
                 self._blamed(handle, record, str(error))
@@ -216,8 +221,11 @@ class Guarantees:
             bound = self.bound.setdefault(key, number)
             demand(
                 bound == number,
-                f"group atomicity: {key} ended with version {bound} and with {number} "
-                f"({handle.name})",
+                "group atomicity: {} ended with version {} and with {} ({})",
+                key,
+                bound,
+                number,
+                handle.name,
             )
         match record.what:
             case FillCall():
@@ -227,7 +235,9 @@ class Guarantees:
             case UnpublishCall() | CloseCall():
                 demand(
                     handle.worker.owner.is_quiet(handle.id),
-                    f"mutability: {handle.name} is read after {record.what}",
+                    "mutability: {} is read after {}",
+                    handle.name,
+                    record.what,
                 )
                 self.check_closed(handle)
             case _:
@@ -246,7 +256,10 @@ class Guarantees:
         late = any(mate.until <= self._world.now for mate in mates)
         demand(
             several or late or self.contents.has_outsiders or handle.lied != "",
-            f"digests: {handle} is blamed for {[mate.damaged for mate in mates]}: {text}",
+            "digests: {} is blamed for {}: {}",
+            handle,
+            [mate.damaged for mate in mates],
+            text,
         )
 
     def heard(self, message: FromWorker) -> None:
@@ -333,7 +346,9 @@ class Guarantees:
         by_number = not isinstance(record.what, FillCall) or isinstance(record.what.selector, int)
         demand(
             by_number,
-            f"selectors: {handle} gave up although its selector names what comes next: {text}",
+            "selectors: {} gave up although its selector names what comes next: {}",
+            handle,
+            text,
         )
         number = re.match(r"version (\d+) of ", text)
         wanted = (
@@ -357,7 +372,9 @@ class Guarantees:
         )
         demand(
             gone or going or not wanted or self.contents.has_outsiders or other,
-            f"selectors: nobody has left what {handle} waited for: {text}",
+            "selectors: nobody has left what {} waited for: {}",
+            handle,
+            text,
         )
 
     def resolved(self, handle: JudgedHandle, outcome: Outcome) -> None:
@@ -378,7 +395,10 @@ class Guarantees:
         if self._is_forgotten(key):
             heard.pop(RECORD, None)
         demand(
-            len({outcome for outcome, _ in heard.values()}) == 1, f"group atomicity: {key}: {heard}"
+            len({outcome for outcome, _ in heard.values()}) == 1,
+            "group atomicity: {}: {}",
+            key,
+            heard,
         )
 
     def _is_forgotten(self, key: OpKey) -> bool:
@@ -398,7 +418,10 @@ class Guarantees:
         before = self._epochs.setdefault(place, shard.registration)
         demand(
             before == shard.registration,
-            f"two phases: {handle} has replaced {before} in the membership epoch {message.epoch}",
+            "two phases: {} has replaced {} in the membership epoch {}",
+            handle,
+            before,
+            message.epoch,
         )
 
     # -- memory
@@ -412,12 +435,14 @@ class Guarantees:
         generation = grant.generation
         demand(
             generation == handle.generation,
-            f"incarnations: {handle} serves what was asked of generation {generation}",
+            "incarnations: {} serves what was asked of generation {}",
+            handle,
+            generation,
         )
         if self.contents.is_spoilt(handle, version.content_id):
             return
         may_be_read = not grant.selection or handle.worker.owner.is_complete(handle.id, generation)
-        demand(may_be_read, f"content: {grant} is of {handle}, which is still being filled")
+        demand(may_be_read, "content: {} is of {}, which is still being filled", grant, handle)
         truth = self.contents.held_by(handle, version.content_id)
         for chunk in chunks:
             cell = self.contents.published_as(handle, handle.cells[chunk])
@@ -430,15 +455,31 @@ class Guarantees:
                 continue
             demand(
                 cell == truth[chunk],
-                f"partial replicas: {handle} serves {cell} as {truth[chunk]} of version "
-                f"{version.version}",
+                "partial replicas: {} serves {} as {} of version {}",
+                handle,
+                cell,
+                truth[chunk],
+                version.version,
             )
+
+    @staticmethod
+    def asks(handle: JudgedHandle, grant: Grant, part: Part | None) -> None:
+        """A lane will ask for that part of what it reads."""
+        ok = not grant.selection or part is not None
+        demand(ok, "content: {} is of what {} does not read", grant, handle)
+
+    @staticmethod
+    def was_read(handle: JudgedHandle, was: str) -> None:
+        """A lane ends that has read its first chunk, which held that."""
+        now = handle.cells[0]
+        demand(now == was, "mutability: {} was written as it was read: {} is {}", handle, was, now)
 
     def announced(self, handle: JudgedHandle, content_id: str) -> None:
         """It is about to say to the coordinator that it holds that."""
         demand(
             handle.changed != content_id,
-            f"digests: {handle} is announced, and it knows that its bytes have changed",
+            "digests: {} is announced, and it knows that its bytes have changed",
+            handle,
         )
 
     def fencing(self, handle: JudgedHandle, generation: int) -> None:
@@ -451,11 +492,14 @@ class Guarantees:
         )
         if content is None or record is None or record.done or not held:
             return
-        call, what = record.what, f"{handle}, which holds version {content.version.version}"
+        call, number = record.what, content.version.version
         if isinstance(call, FillCall) and call.staged and record.key is not None:
             demand(
                 record.committed,
-                f"update destroys last: {what}, is overwritten by {call}, which is not committed",
+                "update destroys last: {}, of {}, is overwritten by {}, which is not committed",
+                number,
+                handle,
+                call,
             )
         asks_nobody = (
             isinstance(call, UnpublishCall | CloseCall)
@@ -465,7 +509,13 @@ class Guarantees:
         if asks_nobody and content.retained and not self._keeps(handle, content, call):
             free_at = handle.worker.cut_off_at + CUT_OFF_LEASES * self._world.options.lease_s
             ok = self._world.now >= free_at - 1e-6
-            demand(ok, f"leaving: {what} to be kept, is cut off, and leaves before {free_at:.3f}")
+            demand(
+                ok,
+                "leaving: {}, which has to keep {}, is cut off, and leaves before {:.3f}",
+                handle,
+                number,
+                free_at,
+            )
 
     @staticmethod
     def _keeps(handle: JudgedHandle, content: Content, call: Call) -> bool:
@@ -509,8 +559,9 @@ class Guarantees:
         )
         demand(
             bool(message.grants) or (manifest is not None and not manifest.chunk_count),
-            f"update destroys last: {handle} is to be overwritten with {message}, and nobody is "
-            f"said to have it",
+            "update destroys last: {} is to be overwritten with {}, and nobody is said to have it",
+            handle,
+            message,
         )
         if not isinstance(running, Filling) or not isinstance(manifest, ReshardedManifest):
             return
@@ -520,8 +571,9 @@ class Guarantees:
             lacks = [part.shard for part in manifest.parts if part not in brought]
             demand(
                 not lacks,
-                f"update destroys last: {handle} is to be overwritten, "
-                f"and nobody is said to have {lacks}",
+                "update destroys last: {} is to be overwritten, and nobody is said to have {}",
+                handle,
+                lacks,
             )
 
     def _let_go(self, handle: JudgedHandle, message: Start | Write) -> None:
@@ -550,16 +602,20 @@ class Guarantees:
                 [part for each in self._parts.pop(running.key).values() for part in each]
             )
             needed = self.contents.nbytes(bound.version.content_id)
-            text = (
-                f"update destroys last: {handle} is to be overwritten, and its group reads "
-                f"{read} bytes of {needed}"
+            demand(
+                read >= needed,
+                "update destroys last: {} is to be overwritten, and its group reads {} bytes of {}",
+                handle,
+                read,
+                needed,
             )
-            demand(read >= needed, text)
 
     def writes(self, handle: JudgedHandle) -> None:
         """A lane writes a chunk of a fill into the memory itself."""
         state = handle.member.state
-        demand(state is HandleState.FILLING, f"mutability: {handle} is written while it is {state}")
+        demand(
+            state is HandleState.FILLING, "mutability: {} is written while it is {}", handle, state
+        )
 
     # -- retention
 
@@ -578,8 +634,8 @@ class Guarantees:
         ):
             self.check_closed(handle)
         self.retained.check_known(handle)
-        if len(handle.todo) > TODO_MAX:
-            raise GuaranteeBroken(f"bounds: {handle} has {len(handle.todo)} actions to carry out")
+        todo = len(handle.todo)
+        demand(todo <= TODO_MAX, "bounds: {} has {} actions to carry out", handle, todo)
 
     def check_in_time(self, handle: JudgedHandle) -> None:
         """G10: a call ends at its deadline, also if its worker is cut off. Three exceptions: a
@@ -599,7 +655,11 @@ class Guarantees:
         running = handle.member.running
         demand(
             late_s <= LATE_S_MAX,
-            f"bounds: {handle}: {record.what} should have ended {late_s:.1f} s ago: {running}",
+            "bounds: {}: {} should have ended {:.1f} s ago: {}",
+            handle,
+            record.what,
+            late_s,
+            running,
         )
 
     def check_content(self, handle: JudgedHandle) -> None:
@@ -619,8 +679,8 @@ class Guarantees:
         if handle.shard.medium is Medium.HOST and handle.member.state is HandleState.TORN:
             return
         held = handle.worker.owner._memories.get(handle.id)
-        if held is not None and held.is_open and held.serves:
-            raise GuaranteeBroken(f"mutability: {handle} can still be read under {held}")
+        is_closed = held is None or not held.is_open or not held.serves
+        demand(is_closed, "mutability: {} can still be read under {}", handle, held)
 
 
 def _holds(handle: JudgedHandle) -> bool:

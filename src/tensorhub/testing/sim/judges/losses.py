@@ -49,16 +49,19 @@ class Losses:
         unread, since = self._world.unread(session), self._ended.get(session)
         demand(
             not unread,
-            f"lost workers: {incarnation} is lost, and what it has "
-            f"said lies unread: {unread} times",
+            "lost workers: {} is lost, and what it has said lies unread: {} times",
+            incarnation,
+            unread,
         )
         by = since + self._world.options.lease_s if since is not None else 0.0
         demand(
             self._world.now >= by - 1e-6,
-            f"lost workers: {incarnation} is lost, and had until {by:.3f} to come back",
+            "lost workers: {} is lost, and had until {:.3f} to come back",
+            incarnation,
+            by,
         )
         comes = (
             self._world.is_coming(incarnation)
             and self._world.now < by + self._world.options.lease_s
         )
-        demand(not comes, f"lost workers: {incarnation} is lost, and waits to be let in")
+        demand(not comes, "lost workers: {} is lost, and waits to be let in", incarnation)

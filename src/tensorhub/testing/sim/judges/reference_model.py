@@ -147,7 +147,10 @@ class ReferenceModel:
         call.ended = self._next()
         demand(
             info.version == call.number,
-            f"publication numbers: {call.who} has published {call.number}, and was told {info}",
+            "publication numbers: {} has published {}, and was told {}",
+            call.who,
+            call.number,
+            info,
         )
         self._publishes.remove(call)
         self._check_number(self._see(info, call.began, call.began), call.began)
@@ -165,37 +168,47 @@ class ReferenceModel:
             return max(self._may_be_there(t, but=call.who), default=-1) >= call.number
 
         if taken:
-            self._demand(
-                call,
-                is_taken,
-                f"publication numbers: {call.who} may not publish {call.number}, and nothing "
-                f"stands in its way",
+            demand(
+                self._at_some_moment(call, is_taken),
+                "publication numbers: {} may not publish {}, and nothing stands in its way",
+                call.who,
+                call.number,
             )
 
     def read(self, call: Reading, info: VersionInfo) -> None:
         call.ended = self._next()
-        text, wanted = (
-            f"{call.who} asked for {call.selector}, and got {info.version}",
-            call.selector,
-        )
-        demand(not isinstance(wanted, int) or info.version == wanted, f"selectors: {text}")
+        wanted, told = call.selector, (call.who, call.selector, info.version)
+        if isinstance(wanted, int):
+            ok = info.version == wanted
+            demand(ok, "selectors: {} asked for {}, and got {}, another number", *told)
         demand(
-            info.version >= (call.at_least or 0), f"selectors: {text}, not at least {call.at_least}"
+            info.version >= (call.at_least or 0),
+            "selectors: {} asked for {}, and got {}, not at least {}",
+            *told,
+            call.at_least,
         )
         version = self._see(info, call.began)
         if wanted in (LATEST, PREVIOUS):
             skip = 0 if wanted == LATEST else 1
-            self._demand(
-                call, lambda t: self._may_be_newest(version, t, skip), f"selectors: {text}"
+            demand(
+                self._at_some_moment(call, lambda t: self._may_be_newest(version, t, skip)),
+                "selectors: {} asked for {}, and got {}",
+                *told,
             )
         else:
-            self._demand(call, version.may_be_there, f"visibility: {text}, which was not there")
+            demand(
+                self._at_some_moment(call, version.may_be_there),
+                "visibility: {} asked for {}, and got {}, which was not there",
+                *told,
+            )
         held = self._versions.get(call.holds.content_id) if call.holds is not None else None
-        if wanted == AVAILABLE and held is not None and held.number > info.version:
-            self._demand(
-                call,
-                lambda t: not self._is_there(held, t),
-                f"selectors: {text}, and held {held.number}",
+        if wanted == AVAILABLE and held is not None:
+            demand(
+                held.number <= info.version
+                or self._at_some_moment(call, lambda t: not self._is_there(held, t)),
+                "selectors: {} asked for {}, and got {}, and held {}",
+                *told,
+                held.number,
             )
 
     def denied(self, call: Reading | Pinning, number: int) -> None:
@@ -217,10 +230,11 @@ class ReferenceModel:
                 if version.number == number
             )
 
-        self._demand(
-            call,
-            is_not_there,
-            f"selectors: {call.who} was told that there is no {number}, which there is",
+        demand(
+            self._at_some_moment(call, is_not_there),
+            "selectors: {} was told that there is no {}, which there is",
+            call.who,
+            number,
         )
 
     def announced(self, who: str, info: VersionInfo | None, since: float = inf) -> None:
@@ -247,7 +261,9 @@ class ReferenceModel:
         t = next(filter(is_newest, self._moments(began, now)), None)
         demand(
             t is not None,
-            f"visibility: {who} was told that {info} is the newest, which it is not, or is no more",
+            "visibility: {} was told that {} is the newest, which it is not, or is no more",
+            who,
+            info,
         )
         self._heard[who] = number, t or began
 
@@ -273,11 +289,15 @@ class ReferenceModel:
         for version in self._versions.values():
             version.undone = self._undone(version)
         if beyond:
-            text = f"durable mark: {call.who} may not roll back to {call.to}, which was published"
-            self._demand(
-                call,
-                lambda t: not any(version.number >= call.to for version in self._all_there(t)),
-                text,
+
+            def is_beyond(t: int) -> bool:
+                return not any(version.number >= call.to for version in self._all_there(t))
+
+            demand(
+                self._at_some_moment(call, is_beyond),
+                "durable mark: {} may not roll back to {}, which was published",
+                call.who,
+                call.to,
             )
 
     def retained(self, call: Retaining) -> None:
@@ -360,8 +380,8 @@ class ReferenceModel:
         yield began
         yield from self._edges[bisect_right(self._edges, began) : bisect_left(self._edges, ended)]
 
-    def _demand(self, call: Call, holds: Callable[[int], bool], text: str) -> None:
-        demand(any(map(holds, self._moments(call.began, call.ended))), text)
+    def _at_some_moment(self, call: Call, holds: Callable[[int], bool]) -> bool:
+        return any(map(holds, self._moments(call.began, call.ended)))
 
     def _see(self, info: VersionInfo, began: int, published: int | None = None) -> _Version:
         """A call that began then is told of it now: the version was visible in between."""
@@ -374,7 +394,9 @@ class ReferenceModel:
                     if each.number == info.version and each.ended > began
                 ]
                 demand(
-                    bool(begun), f"publication numbers: {info} is seen, and nobody has published it"
+                    bool(begun),
+                    "publication numbers: {} is seen, and nobody has published it",
+                    info,
                 )
                 published = min(begun)
             version = self._versions[info.content_id] = _Version(info, published, now, began, now)
@@ -400,8 +422,9 @@ class ReferenceModel:
         free = any(not any(self._is_there(other, t) for other in others) for t in moments)
         demand(
             free,
-            f"publication numbers: {version.info} was published although its number was not the "
-            f"largest: {others}",
+            "publication numbers: {} was published although its number was not the largest: {}",
+            version.info,
+            others,
         )
 
     def _is_there(self, version: _Version, t: int) -> bool:

@@ -12,7 +12,7 @@ from tensorhub.coordinator import Entry, Pinned, Retention, Rollback
 from tensorhub.coordinator.entities import Holding, Member
 from tensorhub.coordinator.states import ReplicaState
 from tensorhub.messages import Done
-from tensorhub.testing.sim.assertion import CUT_OFF_LEASES, HOLDING, GuaranteeBroken, demand
+from tensorhub.testing.sim.assertion import CUT_OFF_LEASES, HOLDING, demand
 from tensorhub.testing.sim.judges.archives import ArchiveJudge
 from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
@@ -254,8 +254,11 @@ class RetentionJudge:
         lacks += [record.alone] if record.alone is not None else []  # when its process could end
         demand(
             not lacks,
-            f"retention: {handle} has left with {record.what}, and no other holds the shards "
-            f"{lacks} of {content.version}",
+            "retention: {} has left with {}, and no other holds the shards {} of {}",
+            handle,
+            record.what,
+            lacks,
+            content.version,
         )
 
     def _is_left(self, handle: JudgedHandle, content_id: str) -> bool:
@@ -426,15 +429,19 @@ class RetentionJudge:
             return
         if handle.member.state not in HOLDING:
             return
-        if holding.version.info.content_id != content.version.content_id:
-            thought = holding.version.info
-            raise GuaranteeBroken(
-                f"durable mark: {handle} holds {content.version}, and is thought to hold {thought}"
-            )
-        if holding.member.keeps and not content.retained:
-            raise GuaranteeBroken(
-                f"leaving: {handle} does not know that it has to stay, and is counted on"
-            )
+        thought = holding.version.info
+        demand(
+            thought.content_id == content.version.content_id,
+            "durable mark: {} holds {}, and is thought to hold {}",
+            handle,
+            content.version,
+            thought,
+        )
+        demand(
+            content.retained or not holding.member.keeps,
+            "leaving: {} does not know that it has to stay, and is counted on",
+            handle,
+        )
 
     def _check_counted(self, handle: JudgedHandle, holding: Holding) -> None:
         """R4: an owner that is cut off may give its content up when its lease is over; until then,
@@ -448,8 +455,10 @@ class RetentionJudge:
         counted = holding.version.retained and core._retentions.is_reliable(holding)
         demand(
             cluster.now < free_at or not counted,  # `cluster.now`: when it could last grant a leave
-            f"leaving: {handle} is counted on, was cut off at {worker.cut_off_at:.3f}, may have "
-            f"gone since {free_at:.3f}",
+            "leaving: {} is counted on, was cut off at {:.3f}, may have gone since {:.3f}",
+            handle,
+            worker.cut_off_at,
+            free_at,
         )
 
     def check_told(self, message: Done) -> None:
@@ -457,7 +466,9 @@ class RetentionJudge:
         request, models = message.request, self._world.coordinator.cluster.models
         demand(
             request not in self._undone,
-            f"leaving: {message} is said, and {self._undone.get(request)} is not durable",
+            "leaving: {} is said, and {} is not durable",
+            message,
+            self._undone.get(request),
         )
         model, call = self._history.questions.get(request, ("", None))
         if isinstance(call, Pinning) and request in self._history.new_pins:
@@ -485,8 +496,9 @@ class RetentionJudge:
                 if content is not None and content.generation == holding.generation:
                     demand(
                         content.retained,
-                        f"leaving: {handle} has to stay, and does not "
-                        f"know it when {message} is said",
+                        "leaving: {} has to stay, and does not know it when {} is said",
+                        handle,
+                        message,
                     )
 
 

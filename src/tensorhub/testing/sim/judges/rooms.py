@@ -4,6 +4,7 @@ its budget's books.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from tensorhub.testing.sim.assertion import demand
@@ -52,21 +53,50 @@ class Rooms:
         self._rooms.pop(ident, None)
         self._ordered.discard(ident)
 
+    def taken(self, ident: str, memory: Mapping[str, int], *, is_reserved: bool) -> None:
+        """Memory is taken for it; `memory`: all that is taken now."""
+        demand(
+            is_reserved,
+            "host copies: {} has taken memory for {} that was not reserved",
+            self._who,
+            ident,
+        )
+        demand(
+            sum(memory.values()) <= self._bytes_max,
+            "host copies: {} has taken more than {} bytes: {}",
+            self._who,
+            self._bytes_max,
+            memory,
+        )
+
     def evicted(self, ident: str, purpose: Purpose, wanted_bytes: int) -> None:
         """Its room is taken from it for something with that purpose: it is the oldest copy that has
         to give way. (A copy that has given its room back by itself meanwhile loses nothing.)
         """
         if ident not in self._rooms:
             return
-        what = f"{self._who}: {ident} has to go for {purpose.value}, of {self._rooms}"
+        told = self._who, ident, purpose.value, self._rooms
         lower = [each for each, (has, _) in self._rooms.items() if has in MAY_TAKE.get(purpose, ())]
-        demand(ident in lower, f"host copies: {what}: its own purpose comes first")
-        demand(ident == lower[0], f"host copies: {what}: {lower[0]} is older")
+        demand(
+            ident in lower,
+            "host copies: {}: {} has to go for {}, which does not come first, of {}",
+            *told,
+        )
+        demand(
+            ident == lower[0],
+            "host copies: {}: {} has to go for {}, of {}: {} is older",
+            *told,
+            lower[0],
+        )
         free = self._bytes_max - sum(nbytes for _, nbytes in self._rooms.values())
         # Others that are being made may have theirs already. And versions differ in size in other
         # layouts: what a seed keeps its room for is not seen here.
         has_seeds = any(has is Purpose.SEED for has, _ in self._rooms.values())
         is_needed = free < wanted_bytes or len(self._ordered) > 1 or has_seeds
         demand(
-            is_needed, f"host copies: {what}: {free} bytes are free, and {wanted_bytes} are wanted"
+            is_needed,
+            "host copies: {}: {} has to go for {}, of {}: {} bytes are free, and {} are wanted",
+            *told,
+            free,
+            wanted_bytes,
         )

@@ -51,8 +51,10 @@ class VerifiedChunks:
             ]
             demand(
                 not lost,
-                f"partial fills: {memory} forgets the chunks {lost} of "
-                f"{content_id}, which it had verified",
+                "partial fills: {} forgets the chunks {} of {}, which it had verified",
+                memory,
+                lost,
+                content_id,
             )
         self._filled[memory] = _Filled(content_id, grid, {chunk: cells[chunk] for chunk in kept})
 
@@ -78,7 +80,9 @@ class VerifiedChunks:
         filled = self._filled.get(memory)
         demand(
             filled is None or chunk not in filled.cells,
-            f"resume: {memory} reads chunk {chunk} again, which it had verified",
+            "resume: {} reads chunk {} again, which it had verified",
+            memory,
+            chunk,
         )
 
     def arrived(self, memory: RegistrationId, cells: Iterable[tuple[int, str]]) -> None:
