@@ -31,36 +31,60 @@ def coordinator() -> Iterator[sync.Coordinator]:
         yield serving
 
 
-def start(directory: Path, method: Method, tensors: Tensors) -> Any:
+def start(
+    directory: Path,
+    method: Method,
+    tensors: Tensors | None,
+    overrides: dict[str, Any] | None = None,
+) -> Any:
+    """An engine; without tensors: with dummy weights. `overrides`: of its configuration, in place of
+    the method's quantization.
+    """
     gc.collect()  # an engine that is given up ends the groups of the one that runs
+    directory.mkdir(exist_ok=True)
     path = vllm_cpu.prepare(directory, method.differs)
-    vllm_cpu.write_checkpoint(directory, tensors)
+    settings = {**vllm_cpu.ENGINE, "hf_overrides": overrides or {}}
+    if tensors is not None:
+        vllm_cpu.write_checkpoint(directory, tensors)
+        settings["load_format"] = "auto"
+    if not overrides:
+        settings["quantization"] = method.quantizes
     from vllm import LLM
 
-    settings = {**vllm_cpu.ENGINE, "load_format": "auto", "quantization": method.quantizes}
     return LLM(model=path, worker_extension_cls=EXTENSION, **settings)
 
 
 def contents(llm: Any) -> dict[str, Any]:
-    """Each tensor and number that any module of the model has, registered or not."""
+    """Each tensor and number that any module of the model has, or what it computes with (kernels of
+    experts have scales of their own).
+    """
     found: dict[str, Any] = {}
-    for name, module in worker_of(llm).get_model().named_modules():
-        for key, value in (
-            *module._parameters.items(),
-            *module._buffers.items(),
-            *vars(module).items(),
-        ):
+    seen: set[int] = set()
+
+    def note(owner: Any, at: str) -> None:
+        for key, value in owner.items():
+            name = f"{at}.{key}"
             if isinstance(value, torch.Tensor):
                 data = value.detach().clone().contiguous().view(-1).view(torch.uint8)
-                found[f"{name}.{key}"] = (
-                    (*value.shape,),
-                    value.dtype,
-                    value.stride(),
-                    data.numpy().tobytes(),
-                )
-            elif isinstance(value, float):
-                found[f"{name}.{key}"] = value
+                has = data.numpy().tobytes()
+                found[name] = (*value.shape,), value.dtype, value.stride(), has
+            elif isinstance(value, float) and not key.endswith("_time"):
+                found[name] = value
+            elif type(value).__module__.startswith("vllm.") and id(value) not in seen:
+                seen.add(id(value))
+                if not isinstance(value, torch.nn.Module) and hasattr(value, "__dict__"):
+                    note(vars(value), name)
+
+    for name, module in worker_of(llm).get_model().named_modules():
+        for owner in (module._parameters, module._buffers, vars(module)):
+            note(owner, name)
     return found
+
+
+def lose_memory(llm: Any) -> None:
+    for tensor in worker_of(llm).get_model().parameters():
+        if tensor.is_contiguous():
+            tensor.data.view(-1).view(torch.uint8).fill_(0x5A)
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -71,7 +95,7 @@ def spoilt(tensors: Tensors) -> tuple[Tensors, set[str]]:
     """Without a layer, without one tensor of another, with a misspelt name, one too many, and one of
     another dtype; and how what is listed has to begin.
     """
-    given = {name: each for name, each in tensors.items() if "layers.1.mlp" not in name}
+    given = {name: each for name, each in tensors.items() if "layers.1.self_attn" not in name}
     attention = "model.layers.0.self_attn"
     of = {
         part: sorted(name for name in given if f"{attention}.{part}_proj" in name) for part in "oqk"
@@ -83,14 +107,25 @@ def spoilt(tensors: Tensors) -> tuple[Tensors, set[str]]:
     given["model.layers.0.mlp.extra.weight"] = torch.zeros(2)
     is_plain = given[other].is_floating_point() and given[other].itemsize > 1
     given[other] = given[other].to(torch.int32 if is_plain else torch.bfloat16)
-    return given, {
-        "model.layers.1.mlp.gate_up_proj.",
-        "model.layers.1.mlp.down_proj.",
+    named = {
+        "model.layers.1.self_attn.qkv_proj.",
+        "model.layers.1.self_attn.o_proj.",
         lost,
         wrong,
         "model.layers.0.mlp.extra.weight",
         other,
     }
+    experts = "model.layers.{}.block_sparse_moe.experts."
+    if any(name.startswith(experts.format(0)) for name in given):
+        # a whole expert, and one tensor of one expert
+        for name in [name for name in given if name.startswith(experts.format(0) + "2.")]:
+            del given[name]
+        (*_, scale) = sorted(name for name in given if name.startswith(experts.format(1) + "3.w2."))
+        del given[scale]
+        attribute = scale.partition(".w2.")[2]
+        named |= {f"{experts.format(0)}routed_experts.w{n}_" for n in (13, 2)}
+        named.add(f"{experts.format(1)}routed_experts.w2_{attribute}")
+    return given, named
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -100,8 +135,12 @@ def test_an_update_is_what_the_engine_loads_itself(
     """The engine loads one checkpoint, gets another one, and the first one again: staged, after its
     memory was lost.
     """
+    from vllm.config import set_current_vllm_config
+
+    from tensorhub.integrations import vllm_reload
+
     method = METHODS[kind]
-    one, other = (checkpoint(method.made, seed) for seed in (1, 2))
+    one, other = (checkpoint(method, seed) for seed in (1, 2))
     llm = start(tmp_path, method, one)
     loaded = contents(llm)
     with sync.connect(coordinator.address) as hub:
@@ -120,12 +159,17 @@ def test_an_update_is_what_the_engine_loads_itself(
         llm.collective_rpc("tensorhub_check")
         has = contents(llm)
         changed = {name.rpartition(".")[0] for name in differing(loaded, has)}
-        linear = {layer.name for layer in updater_of(llm).plan.layers}
-        assert linear <= changed
+        updater = updater_of(llm)
+        assert {layer.name for layer in updater.plan.layers} <= changed
+        with set_current_vllm_config(updater._vllm_config):
+            vllm_reload.probe(updater._model, updater.plan)  # as of a release that was not tested
+        assert differing(has, contents(llm)) == []
 
-        for tensor in worker_of(llm).get_model().parameters():
-            if tensor.is_contiguous():
-                tensor.data.view(-1).view(torch.uint8).fill_(0x5A)
+        lose_memory(llm)
+        llm.collective_rpc("tensorhub_update")
+        assert differing(has, contents(llm)) == []
+
+        lose_memory(llm)
         llm.collective_rpc(
             "tensorhub_join",
             args=(coordinator.address, kind),
@@ -136,10 +180,42 @@ def test_an_update_is_what_the_engine_loads_itself(
         llm.collective_rpc("tensorhub_check")
         assert differing(loaded, contents(llm)) == []
 
-        layer = next(each for each in updater_of(llm).plan.layers if "down_proj" in each.name)
+        module = "routed_experts" if method.experts else "down_proj"
+        layer = next(each for each in updater_of(llm).plan.layers if module in each.name)
         name, tensor = next(iter(layer.module.named_parameters()))
         dense = tensor.data if tensor.is_contiguous() else tensor.data.t()
         dense.view(-1)[:1].view(torch.uint8).bitwise_xor_(1)
-        with pytest.raises(IntegrityError, match=rf"down_proj\.{name}"):
+        with pytest.raises(IntegrityError, match=rf"{module}\.{name}"):
             llm.collective_rpc("tensorhub_check")
         llm.collective_rpc("tensorhub_leave")
+
+
+@pytest.mark.parametrize("kind", ["experts, fp8, block"])
+def test_an_engine_that_has_loaded_nothing_refuses_what_it_does_not_read(
+    tmp_path: Path, coordinator: sync.Coordinator, kind: str
+) -> None:
+    """Also beside tensors that it reads."""
+    method = METHODS[kind]
+    tensors, llm = checkpoint(method, 1), start(tmp_path, method, None)
+    before = contents(llm)
+    name = next(each for each in tensors if "layers.1.self_attn.o_proj" in each)
+    extra = name.rpartition(".")[0] + ".extra"
+    with sync.connect(coordinator.address) as hub:
+        for model, given, differ in (
+            ("more", {**tensors, extra: torch.zeros(2)}, {extra}),
+            ("less", {n: t for n, t in tensors.items() if n != name}, {name}),
+            ("all", tensors, None),
+        ):
+            hub.register(model, given).publish(0)
+            llm.collective_rpc("tensorhub_join", args=(coordinator.address, model))
+            if differ is not None:
+                with pytest.raises(ManifestMismatch) as caught:
+                    llm.collective_rpc("tensorhub_update")
+                assert {each.split("'")[1] for each in caught.value.differences} == differ
+                assert differing(before, contents(llm)) == []
+        llm.collective_rpc("tensorhub_update")
+        llm.collective_rpc("tensorhub_check")
+        llm.collective_rpc("tensorhub_leave")
+    itself = contents(start(tmp_path / "itself", method, tensors))
+    # vLLM's dummy weights are also scales of its cache, which no checkpoint here has
+    assert [name for name in differing(itself, contents(llm)) if ".attn." not in name] == []

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -17,11 +17,21 @@ from tests.frameworks import vllm_cpu
 FP8 = torch.float8_e4m3fn
 LLAMA: dict[str, Any] = {
     **vllm_cpu.LLAMA,
-    "hidden_size": 128,  # of blocks of 128
+    "hidden_size": 256,  # of blocks of 128, for two workers
     "intermediate_size": 256,
-    "num_key_value_heads": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
     "head_dim": 32,
 }
+EXPERTS = 4
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+IN_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 Tensors = dict[str, torch.Tensor]
 Made = Callable[[int, int], Tensors]  # of a linear layer's rows and columns, by suffix
 
@@ -29,17 +39,19 @@ Made = Callable[[int, int], Tensors]  # of a linear layer's rows and columns, by
 @dataclass(frozen=True)
 class Method:
     """`quantizes`: what the engine's own loader makes of bf16. `forced`: vLLM chooses no kernel for
-    it on a CPU.
+    it on a CPU. `experts`: of a Mixtral, in place of a Llama.
     """
 
     made: Made
     config: dict[str, Any] = field(default_factory=dict)
     quantizes: str | None = None
     forced: bool = False
+    experts: int = 0
 
     @property
     def differs(self) -> dict[str, Any]:
-        return {**LLAMA, **({"quantization_config": self.config} if self.config else {})}
+        quantized = {"quantization_config": self.config} if self.config else {}
+        return {**LLAMA, **(MIXTRAL if self.experts else {}), **quantized}
 
 
 def fp8(rows: int, columns: int) -> torch.Tensor:
@@ -188,7 +200,17 @@ METHODS = {
 }
 
 
-def checkpoint(made: Made, seed: int) -> Tensors:
+METHODS |= {
+    f"experts, {name}": replace(METHODS[name], experts=EXPERTS, forced=True)
+    for name in (
+        "fp8, block",
+        "compressed fp8, channel",
+        "compressed nvfp4",
+    )
+}
+
+
+def checkpoint(method: Method, seed: int) -> Tensors:
     """By the names of a checkpoint, with random numbers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -197,12 +219,25 @@ def checkpoint(made: Made, seed: int) -> Tensors:
     torch.manual_seed(seed)
     tensors = {}
     for name, like in model.state_dict().items():
-        if "_proj." in name:
-            module = name.removesuffix(".weight")
-            tensors.update({f"{module}.{n}": each for n, each in made(*like.shape).items()})
-        else:
+        if "_proj." not in name:
             tensors[name] = torch.randn(like.shape).bfloat16()
+            continue
+        for module in _modules(method, name.removesuffix(".weight")):
+            tensors.update({f"{module}.{n}": each for n, each in method.made(*like.shape).items()})
+    if method.experts:
+        for layer in range(LLAMA["num_hidden_layers"]):
+            gate = torch.randn(method.experts, LLAMA["hidden_size"]).bfloat16()
+            tensors[f"model.layers.{layer}.block_sparse_moe.gate.weight"] = gate
     return tensors
+
+
+def _modules(method: Method, module: str) -> list[str]:
+    """The modules of a checkpoint in place of one of a Llama's."""
+    parent, _, name = module.rpartition(".mlp.")
+    if not method.experts or not parent:
+        return [module]
+    experts = f"{parent}.block_sparse_moe.experts"
+    return [f"{experts}.{number}.{IN_MIXTRAL[name]}" for number in range(method.experts)]
 
 
 @contextmanager
@@ -212,6 +247,7 @@ def loadable() -> Iterator[None]:
     """
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     from vllm.platforms.interface import PlatformEnum
 
     def cast(result: torch.Tensor, of: torch.Tensor, scale: torch.Tensor, _: Any = None) -> None:
@@ -227,6 +263,9 @@ def loadable() -> Iterator[None]:
     block = linear.TritonFp8BlockScaledMMKernel
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block, "is_supported", classmethod(lambda cls, capability=None: (True, None)))
+        patch.setattr(
+            TritonExperts, "is_supported_config", staticmethod(lambda *given: (True, None))
+        )
         for kernels, kernel in (
             (linear._POSSIBLE_FP8_BLOCK_KERNELS, block),
             (linear._POSSIBLE_MXFP8_KERNELS, linear.EmulationMxfp8LinearKernel),

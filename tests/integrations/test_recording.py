@@ -434,3 +434,11 @@ def test_what_is_made_of_another_parameter_needs_what_that_is_made_of() -> None:
     assert found.needs == {"w": ("a",), "scaled": ("a",), "sum": ("b", "c")}
     assert set(found.sources) == {"w"}
     assert not found.unread
+
+
+def test_of_two_copies_to_one_place_the_later_one_stays() -> None:
+    """As of a scale that experts' two halves share."""
+    model = Loading({"w": bf16(4)}, {"a": columns("w", 0, 2), "b": columns("w", 0, 2)})
+    found = record(model.load_weights, model.tensors, specs(a=(2,), b=(2,)))
+    assert [view.name for _, view in found.sources["w"]] == ["b"]
+    assert (found.needs["w"], found.unread) == (("a", "b"), ())

@@ -137,9 +137,8 @@ class _Unrecordable(RegistrationError):
 class _Written:
     """The writes to one parameter so far."""
 
-    pairs: list[tuple[tuple[slice | int, ...], str, tuple[slice | int, ...], tuple[int, ...]]] = (
-        field(default_factory=list)
-    )
+    # by place: of two copies to one place the later one stays
+    pairs: dict[Any, tuple[Index, str, Index, tuple[int, ...]]] = field(default_factory=dict)
     fills: list[tuple[tuple[slice | int, ...], float]] = field(default_factory=list)
     places: list[tuple[slice | int, ...]] = field(default_factory=list)  # of all writes
     needs: dict[str, None] = field(default_factory=dict)
@@ -315,7 +314,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         start = int(to.storage_offset()) - parameter.offset, int(of.storage_offset())
         try:
             for (place, _), (view, order) in boxes(loops, start, (parameter, root)):
-                done.pairs.append((place, root.name, view, order))
+                done.pairs[key(place)] = place, root.name, view, order
         except NotABox as reason:
             return f"{reason}"
         return ""
@@ -326,7 +325,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             places = places_of(parameter, target)
         except NotABox as reason:
             return f"{reason}"
-        if any(overlap(place, pair[0]) for place in places for pair in done.pairs):
+        if any(overlap(place, pair[0]) for place in places for pair in done.pairs.values()):
             return "it is filled with a number after it was copied"
         done.fills += [(place, value) for place in places]
         return ""
@@ -353,7 +352,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with contextlib.suppress(NotABox):
                 if gap := parameter.numel() - _written(done.places):
                     recording.gaps[name] = gap
-            places = [pair[0] for pair in done.pairs]
+            places = [pair[0] for pair in done.pairs.values()]
             if not done.reason and any_overlap(places):
                 done.reason = "places are copied to twice"
             try:
@@ -367,7 +366,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if done.pairs:
                 recording.sources[name] = [
                     (at[place], _view(whole, view, order))
-                    for place, whole, view, order in done.pairs
+                    for place, whole, view, order in done.pairs.values()
                 ]
         return recording
 

@@ -182,17 +182,22 @@ def process(layer: nn.Module, filled: Mapping[str, torch.Tensor]) -> None:
 
 def processed(layer: nn.Module, filled: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What post-processing makes of a layer's tensors in load format. Its live tensors stay as they
-    are.
+    are, and so do the layer and its method: kernels of experts hold scales of their own.
     """
+    owners = [each for each in (layer, getattr(layer, "quant_method", None)) if each is not None]
+    own = [{**vars(each)} for each in owners]
     live = dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set)
     copies = tuple(
-        {n: t if t is None else _like(t, t.data.clone()) for n, t in own.items()}
-        for own in live[:2]
+        {n: t if t is None else _like(t, t.data.clone()) for n, t in each.items()}
+        for each in live[:2]
     )
     try:
         _process(layer, filled, copies)
         return own_tensors(layer)
     finally:
+        for each, was in zip(owners, own, strict=True):
+            vars(each).clear()
+            vars(each).update(was)
         parameters, buffers, non_persistent = live
         layer.__dict__.update(
             _parameters=parameters, _buffers=buffers, _non_persistent_buffers_set=non_persistent

@@ -40,7 +40,12 @@ log = get_logger(__name__)
 PLAIN_DTYPES = {"float64", "float32", "bfloat16", "float16"}
 
 # what loaders of vLLM's leave alone in any checkpoint: it is computed from the configuration
-COMPUTED_NAMES = ("*rotary_emb.inv_freq", "*rotary_emb.cos_cached", "*rotary_emb.sin_cached")
+COMPUTED_NAMES = (
+    "*rotary_emb.inv_freq",
+    "*rotary_emb.cos_cached",
+    "*rotary_emb.sin_cached",
+    "*.g_idx",  # of GPTQ; an engine whose kernels need it reads it
+)
 
 
 @dataclass
@@ -110,7 +115,6 @@ class Planner:
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self._model = model
-        self._is_quantized = getattr(model_config, "quantization", None) is not None
         self._ties = bool(getattr(model_config.hf_config, "tie_word_embeddings", False))
         self._first = first_load(model)
         self._unprocessed = {layer for layer in model.modules() if layers.is_unprocessed(layer)}
@@ -193,10 +197,6 @@ class Planner:
             if is_wanted:
                 missing[name] = f"{gap} elements come from no published tensor"
         known = set(first.unread) if first is not None else set()
-        if first is None and self._is_quantized:
-            # a checkpoint of such a model has tensors that kernels need not, beside others
-            read = {each.rpartition(".")[0] for names in found.needs.values() for each in names}
-            known = {name for name in found.unread if name.rpartition(".")[0] in read}
         unread = [
             name
             for name in found.unread

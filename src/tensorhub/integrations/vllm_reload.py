@@ -88,5 +88,5 @@ def _part(tensor: torch.Tensor, part: Place | View) -> torch.Tensor:
     taken: Taken = part.select(tuple(tensor.shape))
     box = tensor[tuple(slice(each.start, each.last + 1, each.step) for each in taken.box)]
     left = [each for each in range(tensor.dim()) if each not in taken.order]
-    whole = box.permute(*taken.order, *left)
+    whole = box.permute((*taken.order, *left))  # perhaps of no dimension
     return whole.reshape(whole.shape[: len(taken.order)]) if left else whole
