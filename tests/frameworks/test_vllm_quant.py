@@ -161,8 +161,9 @@ def test_an_update_is_what_the_engine_loads_itself(
         changed = {name.rpartition(".")[0] for name in differing(loaded, has)}
         updater = updater_of(llm)
         assert {layer.name for layer in updater.plan.layers} <= changed
-        with set_current_vllm_config(updater._vllm_config):
-            vllm_reload.probe(updater._model, updater.plan)  # as of a release that was not tested
+        if method.experts:  # as of a release that was not tested
+            with set_current_vllm_config(updater._vllm_config):
+                vllm_reload.probe(updater._model, updater.plan)
         assert differing(has, contents(llm)) == []
 
         lose_memory(llm)

@@ -4,6 +4,8 @@ the same weights when it loads them.
 
 from __future__ import annotations
 
+import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from tensorhub import sync
 from tensorhub.errors import InvalidValue, VersionConflict
 from tensorhub.integrations.quantized import Quantizer, Republisher
+from tests.cli.processes import WAIT_S, line_with, run_here, started
 from tests.frameworks.test_vllm_quant import contents, start
 from tests.frameworks.vllm_quantized import METHODS, Tensors, checkpoint, compressed, prepared
 
@@ -50,7 +53,7 @@ def of_linear_layers(llm: Any) -> dict[str, Any]:
 def test_an_engine_has_what_it_would_quantize_itself(
     tmp_path: Path, coordinator: sync.Coordinator, hub: sync.Hub
 ) -> None:
-    one, other = (checkpoint(ONLINE.made, seed) for seed in (1, 2))
+    one, other = (checkpoint(ONLINE, seed) for seed in (1, 2))
     directories = [tmp_path / name for name in ("itself", "second")]
     for directory in directories:
         directory.mkdir()
@@ -70,6 +73,41 @@ def test_an_engine_has_what_it_would_quantize_itself(
         assert of_linear_layers(llm) == wanted
 
 
+@pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_the_command_follows_a_trainer(
+    coordinator: sync.Coordinator, hub: sync.Hub, end: signal.Signals, code: int
+) -> None:
+    tensors = checkpoint(ONLINE, 1)
+    weights = hub.register("actor", tensors)
+    weights.publish(7)
+    arguments = ("republish", "actor", "actor-fp8", "--quantization", "FP8_DYNAMIC", "--json")
+    with started(*arguments, "--address", coordinator.address) as process:
+        overrides = json.loads(line_with("--hf-overrides", process.stderr).split("'")[1])
+        assert overrides["quantization_config"]["format"] == "float-quantized"
+        for version in (7, 8):
+            if version > 7:
+                with weights.mutate(version):
+                    for tensor in tensors.values():
+                        tensor.neg_()
+            said = json.loads(line_with("{", process.stdout))
+            assert (said["model"], said["version"]) == ("actor-fp8", version)
+            assert said["bytes"] < 0.56 * said["of_bytes"]
+            found, wanted = hub.fetch("actor-fp8", version), quantized(CHANNEL, tensors)
+            assert found.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+        process.send_signal(end)
+        _, err = process.communicate(timeout=WAIT_S)
+        assert process.returncode == code
+        assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("given", ["FP9", "missing.json"])
+def test_the_command_refuses_another_quantization(given: str) -> None:
+    done = run_here("republish", "a", "b", "--quantization", given, "--address", "tcp://h:1")
+    assert (done.returncode, given in done.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("config", "of_bf16"),
     [
@@ -83,7 +121,7 @@ def test_readers_fetch_fewer_bytes(
     coordinator: sync.Coordinator, hub: sync.Hub, config: dict[str, Any], of_bf16: float
 ) -> None:
     """Embeddings, a seventh of this small model, stay as they are."""
-    tensors = checkpoint(ONLINE.made, 1)
+    tensors = checkpoint(ONLINE, 1)
     weights = hub.register("actor", tensors)
     weights.publish(3)
     with (
@@ -108,7 +146,7 @@ def test_readers_fetch_fewer_bytes(
 
 
 def test_a_model_whose_tensors_change_is_registered_anew(hub: sync.Hub) -> None:
-    tensors = checkpoint(ONLINE.made, 1)
+    tensors = checkpoint(ONLINE, 1)
     weights = hub.register("actor", tensors)
     weights.publish(0)
     with Republisher(hub, "actor", "small", CHANNEL) as republisher:

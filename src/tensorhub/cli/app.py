@@ -88,6 +88,7 @@ COMMANDS = {
     "plan": "Show what a reader would read from whom.",
     "versions": "List versions: what exists where, with sizes.",
     "archive": "Keep versions in object storage, and serve them.",
+    "republish": "Publish a model a second time, quantized.",
     "seed": "Hold the newest version in memory, for a site.",
     "simulate": "Search for broken guarantees in a simulated cluster.",
     "doctor": "Say which transports work on this machine.",

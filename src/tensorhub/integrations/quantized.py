@@ -1,13 +1,16 @@
 """A second publication of a model, quantized once at the publisher's site: engines at other sites
 fetch half of the bytes, or a quarter.
 
-    config = json.loads(Path("actor-fp8/config.json").read_text())["quantization_config"]
-    with sync.connect(address) as hub, Republisher(hub, "actor", "actor-fp8", config) as quantized:
+    tensorhub republish actor actor-fp8 --quantization FP8_DYNAMIC
+
+does it in a process of its own, and says with which `quantization_config` the engines are started
+that follow `actor-fp8`. Within a program:
+
+    with Republisher(hub, "actor", "actor-fp8", quantization_config("FP8_DYNAMIC")) as quantized:
         for info in hub.watch("actor"):
             quantized.publish(info.version)
 
-The engines are started with that `config.json`, and follow `actor-fp8`. The package
-compressed-tensors quantizes, by the `quantization_config` that it also reads.
+The package compressed-tensors quantizes, by the `quantization_config` that engines also read.
 
 Responsible for what is quantized, and for following the model. Not responsible for the arithmetic
 (compressed-tensors), nor for the memory that is published (`tensorhub.conversion`).
@@ -15,8 +18,11 @@ Responsible for what is quantized, and for following the model. Not responsible 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -29,6 +35,40 @@ from tensorhub.runtime.loop_thread import finish_blocking
 from tensorhub.types import LATEST, Selector
 
 BATCH_BYTES = 256 * 2**20  # that are fetched together
+KEPT = ["lm_head", r"re:.*\.(gate|router|shared_expert_gate)$"]  # which engines do not quantize
+
+
+def quantization_config(given: str) -> dict[str, Any]:
+    """What the `config.json` at this path says; or a scheme of compressed-tensors (FP8_DYNAMIC,
+    FP8_BLOCK, W4A16), for all linear layers but the head and what chooses experts.
+
+    Raises InvalidValue (it is neither), StateError (compressed-tensors is not installed).
+    """
+    if given.endswith(".json"):
+        try:
+            found = json.loads(Path(given).read_text())["quantization_config"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidValue(f"{given}: no file with a quantization_config ({error})") from error
+        return dict(found)
+    _check_installed()
+    from compressed_tensors.compressors.format import infer_module_format
+    from compressed_tensors.quantization import QuantizationConfig, is_preset_scheme
+
+    if not is_preset_scheme(given):
+        raise InvalidValue(
+            f"quantization={shown(given)}: give a scheme of compressed-tensors, such as "
+            f"FP8_DYNAMIC, or a config.json"
+        )
+    config = QuantizationConfig(config_groups={given: ["Linear"]}, ignore=KEPT)
+    (scheme,) = config.config_groups.values()
+    form = infer_module_format(torch.nn.Linear, scheme).value
+    made = config.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    return {**made, "quant_method": "compressed-tensors", "format": form}
+
+
+def _check_installed() -> None:
+    if find_spec("compressed_tensors") is None:
+        raise StateError("compressed-tensors is not installed here: pip install compressed-tensors")
 
 
 class Quantizer:
@@ -41,12 +81,9 @@ class Quantizer:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        try:
-            from compressed_tensors.quantization import QuantizationConfig
-        except ImportError as error:
-            raise StateError(
-                "compressed-tensors is not installed here: pip install compressed-tensors"
-            ) from error
+        _check_installed()
+        from compressed_tensors.quantization import QuantizationConfig
+
         try:
             self._config = QuantizationConfig.model_validate(dict(config))
         except ValueError as error:
