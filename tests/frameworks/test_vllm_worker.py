@@ -19,7 +19,7 @@ from tests.frameworks import vllm_cpu
 from tests.frameworks.test_vllm import actor, train
 from tests.frameworks.test_vllm_server import post, serving
 
-pytestmark = [pytest.mark.framework, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.framework, pytest.mark.timeout(900)]
 
 EXTENSION = "tensorhub.integrations.vllm_worker.WorkerExtension"
 
