@@ -32,7 +32,7 @@ class FakeEngine:
     """`gate`: an update waits for it. `fault`: an update raises it."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.taken = name, list[int]()
+        self.name, self.begun, self.taken = name, list[int](), list[int]()
         self.gate = threading.Event()
         self.gate.set()
         self.fault: Exception | None = None
@@ -41,6 +41,7 @@ class FakeEngine:
         pass
 
     def update(self, info: VersionInfo) -> None:
+        self.begun.append(info.version)
         assert self.gate.wait(WAIT_S)
         if self.fault is not None:
             raise self.fault
@@ -108,11 +109,31 @@ def test_a_slow_engine_keeps_no_other_one(
     assert (report.done, report.excluded) == (("a", "b"), ("c",))
     assert isinstance(report.failed["c"], OperationTimeout)
     assert its.update(info(2)).done == ("a", "b")
-    assert engines[2].taken == []  # its first call still runs; no other one has begun
+    assert engines[2].begun == [1]  # it still runs; no other one has begun
     engines[2].gate.set()
     while engines[2].taken[-1:] != [3]:
         its.update(info(3))
     assert engines[2].taken[0] == 1
+
+
+def test_an_excluded_engine_is_not_waited_for(
+    engines: list[FakeEngine], fleet: Callable[..., Fleet]
+) -> None:
+    its = fleet(failures_max=1)
+    engines[2].fault = StateError("it is gone")
+    assert its.update(info(1)).excluded == ("c",)
+    engines[2].gate.clear()
+    report = its.update(info(2))
+    assert (report.done, report.failed, report.excluded) == (("a", "b"), {}, ("c",))
+
+
+def test_failures_that_do_not_follow_each_other_exclude_no_engine(
+    engines: list[FakeEngine], fleet: Callable[..., Fleet]
+) -> None:
+    its = fleet()
+    for version in range(6):
+        engines[1].fault = StateError("it was busy") if version % 2 else None
+        assert its.update(info(version)).excluded == ()
 
 
 def test_an_update_that_no_engine_takes_raises_what_all_have_met(

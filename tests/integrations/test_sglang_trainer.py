@@ -1,17 +1,21 @@
-"""What a trainer for SGLang refuses before it asks an engine for anything; SGLang itself is not
-needed for it.
+"""What a trainer for SGLang refuses, and what it calls in which order; SGLang itself is not needed
+for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from tensorhub import sync
-from tensorhub.errors import InvalidType, InvalidValue
+from tensorhub.errors import InvalidType, InvalidValue, StateError, VersionUnavailable
 from tensorhub.integrations.sglang import Trainer
+from tensorhub.integrations.sglang_session import REPORT, Order, Outcome, Report
+from tensorhub.model.stamps import Stamp
 
 
 def trainer(engines: object, **settings: Any) -> Trainer:
@@ -35,3 +39,144 @@ def test_a_pause_that_is_none() -> None:
         InvalidValue, match="pause='abrot': give one of 'abort', 'retract', 'in_place', None"
     ):
         trainer([], pause="abrot")
+
+
+class FakeEngine:
+    """An engine's control calls. `faults`: which it refuses, and what it says. `failed`: what its
+    loader reports. `skips`: the loader was never called.
+    """
+
+    ranks, has_sessions = 1, True
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fields: list[dict[str, Any]] = []
+        self.faults: dict[str, str] = {}
+        self.failed: Outcome | None = None
+        self.skips = False
+        self.report: object = None
+
+    def call(self, name: str, **fields: Any) -> tuple[bool, str]:
+        tensors = fields.pop("serialized_named_tensors", None)
+        if tensors:
+            order = Order.of(tensors)
+            name = "check" if order.is_check else "load"
+            if not self.skips:
+                self.report = Report(order.version, order.is_check, self.failed).encode()
+        self.calls.append(name)
+        self.fields.append(fields)
+        return name not in self.faults, self.faults.get(name, "")
+
+    def parameter(self, name: str) -> object:
+        assert name == REPORT
+        return self.report
+
+    def serialized(self, tensors: Any) -> list[Any]:
+        return list(tensors)
+
+
+UPDATE = [
+    "pause_generation",
+    "begin_weight_update",
+    "load",
+    "update_weights_from_tensor",
+    "end_weight_update",
+    "continue_generation",
+]
+
+
+@contextmanager
+def training(*engines: FakeEngine, **settings: Any) -> Iterator[Trainer]:
+    with (
+        sync.serve(token="") as coordinator,
+        Trainer(
+            {"a": torch.zeros(2)}, list(engines), coordinator.address, timeout_s=20.0, **settings
+        ) as made,
+    ):
+        yield made
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_what_an_update_calls_and_that_the_label_is_the_stamp(clear_cache: bool) -> None:
+    engine = FakeEngine()
+    with training(engine, clear_cache=clear_cache) as trainer:
+        assert [trainer.send_weights(), trainer.check_weights(), trainer.send_weights()] == [
+            0,
+            1,
+            2,
+        ]
+    check = [name for name in UPDATE if name not in ("load", "update_weights_from_tensor")]
+    assert engine.calls == [*UPDATE, *check[:2], "check", *check[2:], *UPDATE]
+    assert engine.fields[0] == {"mode": "abort"}
+    said = [each for each in engine.fields if "weight_version" in each]
+    assert [Stamp.parse(each["weight_version"]).version for each in said] == [0, 2]
+    assert [each["flush_cache"] for each in said] == [clear_cache] * 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "memory", "after"),
+    [
+        ("pause_generation", None, ["continue_generation"]),  # perhaps it was paused
+        ("begin_weight_update", None, ["continue_generation"]),
+        ("load", None, ["end_weight_update"]),
+        ("load", "torn", ["end_weight_update"]),
+        ("load", "intact", ["end_weight_update", "continue_generation"]),
+        ("update_weights_from_tensor", None, ["end_weight_update"]),  # new weights, old label
+        ("end_weight_update", None, []),
+    ],
+)
+def test_an_engine_whose_update_fails(fault: str, memory: Any, after: list[str]) -> None:
+    """Of two: the other one is updated. Torn weights stay paused until an update succeeds."""
+    engine, other = FakeEngine(), FakeEngine()
+    if memory is None:
+        engine.faults[fault] = "no"
+    else:
+        engine.failed = Outcome("VersionUnavailable", "no", memory)
+    error = StateError if memory is None else VersionUnavailable
+    with training(engine, other) as trainer:
+        with pytest.raises(error, match="no"):
+            trainer.send_weights()
+        assert engine.calls[engine.calls.index(fault) + 1 :] == after
+        assert other.calls == UPDATE
+        if "continue_generation" not in after:
+            engine.faults, engine.failed = {"begin_weight_update": "no"}, None
+            with pytest.raises(StateError, match="no"):
+                trainer.send_weights()
+            assert "continue_generation" not in engine.calls
+        engine.faults, engine.failed = {}, None
+        trainer.send_weights()
+        assert engine.calls[-1] == "continue_generation"
+
+
+def test_an_engine_that_says_that_it_has_loaded_and_never_called_the_loader() -> None:
+    engine = FakeEngine()
+    with training(engine) as trainer:
+        engine.skips = True
+        with pytest.raises(StateError, match="its loader was never called"):
+            trainer.send_weights()
+        engine.skips = False
+        trainer.send_weights()
+        engine.skips = True
+        with pytest.raises(StateError, match="its loader reports version 1"):
+            trainer.send_weights()
+    assert engine.calls[-1] == "continue_generation"
+
+
+def test_a_session_that_a_killed_trainer_has_left_open_is_ended() -> None:
+    engine = FakeEngine()
+    call = engine.call
+
+    def first_is_open(name: str, **fields: Any) -> tuple[bool, str]:
+        is_open = name == "begin_weight_update" and name not in engine.calls
+        done, said = call(name, **fields)
+        return (False, "a session is already open") if is_open else (done, said)
+
+    engine.call = first_is_open  # type: ignore[method-assign]
+    with training(engine) as trainer:
+        trainer.send_weights()
+    assert engine.calls == [
+        *UPDATE[:2],
+        "update_weights_from_tensor",
+        "end_weight_update",
+        *UPDATE[1:],
+    ]

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 import torch
 
 from tensorhub import sync
-from tensorhub.errors import InvalidType, InvalidValue, StateError, TensorHubError, shown, text_of
+from tensorhub.errors import (
+    InvalidType,
+    InvalidValue,
+    Memory,
+    StateError,
+    TensorHubError,
+    shown,
+    text_of,
+)
 from tensorhub.integrations.readers import Readers
 from tensorhub.integrations.sglang_session import (
     LOADER,
@@ -189,6 +197,7 @@ class Trainer:
         )
         self._world_size = world_size
         self._engines: list[tuple[Engine, Order]] = []
+        self._torn = set[str]()  # engines, by replica, whose weights may be torn
         self._hub = sync.connect(address, options=options)
         try:
             mark = next((each.mark for each in self._hub.describe() if each.model == model), None)
@@ -294,7 +303,7 @@ class Trainer:
         """Carry out an order on one engine. The engine is resumed after its pause, also where the
         pause itself has failed, unless its weights may be torn.
         """
-        is_whole = True
+        was_whole = is_whole = order.replica not in self._torn
         try:
             if self._pause is not None:
                 _done(engine.call("pause_generation", mode=self._pause))
@@ -303,13 +312,15 @@ class Trainer:
                 is_whole = False
                 self._load(engine, order)
             except BaseException as error:
-                is_whole = isinstance(error, TensorHubError) and error.memory == "intact"
+                is_intact = isinstance(error, TensorHubError) and error.memory == "intact"
+                is_whole = was_whole and is_intact
                 with suppress(Exception):  # the first error is reported
                     self._end(engine)
                 raise
             self._end(engine)
         except BaseException as error:
             if not is_whole:
+                self._torn.add(order.replica)
                 error.add_note(
                     "generation stays paused: the engine's weights may be torn; the next "
                     "update resumes it"
@@ -318,6 +329,7 @@ class Trainer:
                 with suppress(Exception):  # the first error is reported
                     engine.call("continue_generation")
             raise
+        self._torn.discard(order.replica)
         if self._pause is not None:
             _done(engine.call("continue_generation"))
 
@@ -378,13 +390,14 @@ def _load(engine: Engine, tensors: Tensors, **fields: Any) -> None:
     target = {"selector": "target"} if engine.has_sessions else {"disable_draft_model": True}
     asked = {"load_format": LOADER, **target, **fields}
     given = engine.serialized(tensors)
-    _done(engine.call("update_weights_from_tensor", serialized_named_tensors=given, **asked))
+    answer = engine.call("update_weights_from_tensor", serialized_named_tensors=given, **asked)
+    _done(answer, "in_doubt")  # of the last call: new weights would bear the old label
 
 
-def _done(answer: tuple[bool, str]) -> None:
+def _done(answer: tuple[bool, str], memory: Memory = "intact") -> None:
     done, said = answer
     if not done:
-        raise StateError(f"SGLang has refused: {said}")
+        raise StateError(f"SGLang has refused: {said}", memory=memory)
 
 
 def _list(engines: object) -> list[object]:

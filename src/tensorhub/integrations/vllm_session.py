@@ -180,6 +180,7 @@ class Session:
         self.client, self._settings = client, settings
         self._controls = _controls(client, settings)
         self._replica = f"vllm-{secrets.token_hex(8)}"
+        self._is_whole = True  # the engine's weights, as far as this session knows
 
     @property
     def name(self) -> str:
@@ -226,7 +227,7 @@ class Session:
         or may be: see `vllm.Trainer.send_weights`. Raises what the client raises.
         """
         self.get_ready(info.version)
-        settings, is_whole = self._settings, True
+        settings, is_whole = self._settings, self._is_whole
         try:
             self._controls.pause(settings.pause, settings.clear_cache)
             self.client.start_weight_update()
@@ -242,8 +243,10 @@ class Session:
             stamp = Stamp(info.model, info.lineage, info.version, info.content_id, b"")
             self.client.finish_weight_update(weight_version=str(stamp))
         except BaseException as error:
+            self._is_whole = is_whole
             self._after_failure(error, is_whole)
             raise
+        self._is_whole = True
         self._controls.resume()
 
     def _after_failure(self, error: BaseException, is_whole: bool) -> None:
