@@ -1,4 +1,4 @@
-"""Windows in memory: in which order they are filled."""
+"""Windows in memory: in which order they are filled, and how long a read waits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import queue
 import threading
 import time
 
+import pytest
+
+from tensorhub.errors import OperationTimeout
 from tensorhub.fs.cache import Cache, Key
 from tensorhub.memory.windows import Windows
 from tests.memory.test_on_demand import CHUNK_BYTES
@@ -44,4 +47,12 @@ def test_the_window_that_is_read_arrives_before_the_following_ones_are_asked_for
     reader.join(WAIT_S)
     assert got == [first.nbytes]
     assert {section.begun.get(timeout=WAIT_S) for _ in following} == {1, 2}
+    cache.close()
+
+
+def test_a_read_ends_at_its_deadline_though_the_fill_goes_on() -> None:
+    section, cache = Section(), Cache(8 * CHUNK_BYTES)
+    with pytest.raises(OperationTimeout, match="did not arrive in time"):
+        cache.read(Key(section, 0), 0, 1, lambda view: None, (), time.monotonic())
+    section.may_end.set()
     cache.close()

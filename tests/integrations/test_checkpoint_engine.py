@@ -79,6 +79,13 @@ def test_without_an_address_the_sender_runs_a_coordinator_whose_token_goes_with_
         sync.connect(meeting["address"], token="another")
 
 
+def test_a_receiver_follows_a_new_trainer_and_leaves_the_old_ones_cluster(make: Make) -> None:
+    old, new, receiver = make(), make(), make()
+    assert update(old, receiver, 1.0, 1) == [1.0, 1.0]
+    assert update(new, receiver, 2.0, 1) == [2.0, 2.0]
+    assert len(old._connected().describe("actor").replicas) == 1  # its own
+
+
 def test_an_address_is_taken_from_the_settings_or_the_environment(
     make: Make, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,8 @@ class FakeEngine:
         self.taken.append(info.version)
 
     def check(self, published: VersionInfo | None = None) -> None:
-        pass
+        if self.fault is not None:
+            raise self.fault
 
 
 @pytest.fixture
@@ -109,11 +110,11 @@ def test_a_slow_engine_keeps_no_other_one(
     assert (report.done, report.excluded) == (("a", "b"), ("c",))
     assert isinstance(report.failed["c"], OperationTimeout)
     assert its.update(info(2)).done == ("a", "b")
-    assert engines[2].begun == [1]  # it still runs; no other one has begun
     engines[2].gate.set()
     while engines[2].taken[-1:] != [3]:
         its.update(info(3))
-    assert engines[2].taken[0] == 1
+    its._threads.shutdown(wait=True)
+    assert engines[2].begun[:2] == [1, 3]  # the second one would have run beside the first
 
 
 def test_an_excluded_engine_is_not_waited_for(
@@ -125,6 +126,16 @@ def test_an_excluded_engine_is_not_waited_for(
     engines[2].gate.clear()
     report = its.update(info(2))
     assert (report.done, report.failed, report.excluded) == (("a", "b"), {}, ("c",))
+
+
+def test_a_check_that_one_engine_fails(
+    engines: list[FakeEngine], fleet: Callable[..., Fleet]
+) -> None:
+    its = fleet()
+    its.check()
+    engines[1].fault = StateError("b has other bytes")
+    with pytest.raises(StateError, match="b has other bytes"):
+        its.check()
 
 
 def test_failures_that_do_not_follow_each_other_exclude_no_engine(

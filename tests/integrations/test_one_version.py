@@ -336,3 +336,13 @@ def test_a_seat_keeps_to_its_table() -> None:
         seat.begin(6, 0.0)
     assert seat.settle(5, True, 0.0)
     assert not seat.settle(5, True, 0.0)
+    seat.begin(ATTEMPTS, 0.0)
+    seat.vote(ATTEMPTS, 0.0)
+    assert not seat.settle(ATTEMPTS, True, 0.0)  # it has not flipped: its weights are the old ones
+    assert seat.version == version_of(5) != version_of(ATTEMPTS)
+
+
+def test_a_decision_that_newer_records_hide() -> None:
+    newer = {18: 1, 19: ABORT}
+    assert [Records(newer, None).decision(n) for n in (8, 9, 10)] == [False, False, None]
+    assert Records(newer, version_of(8)).decision(8) is True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection
@@ -20,10 +21,12 @@ from tensorhub.errors import (
     StateError,
     VersionConflict,
 )
+from tensorhub.integrations import one_version_engine
 from tensorhub.integrations.announced import SEATS, announce, announced
 from tensorhub.integrations.one_version import ATTEMPTS, Decide, Fence
 from tensorhub.integrations.one_version_engine import Engine
 from tensorhub.integrations.one_version_http import Remote
+from tensorhub.integrations.one_version_records import RecordLog
 from tensorhub.integrations.one_version_trainer import OneVersion
 from tests.integrations.fleet_actor import Policy, values
 
@@ -169,6 +172,8 @@ def test_engines_need_not_be_named(rig: Rig) -> None:
     late.wait_until_served(WAIT_S)
     assert set(trainer.update(rig.publish(2)).done) == {one.url, late.url}
     late.close()
+    assert announced(rig.hub, "actor", SEATS) == [one.url]
+    assert len(rig.hub.describe("actor").replicas) == 3  # the trainer's, and both slots of `one`
     rig.engines.pop(), rig.policies.pop()
     assert trainer.update(rig.publish(3)).done == (one.url,)
     assert rig.serve() == [(3, {3.0})]
@@ -335,6 +340,89 @@ def test_weights_in_use_are_not_replaced_by_a_decision_that_comes_late(rig: Rig)
         assert rig.policies[0].get_parameter("b")[0] == 1.0
     its.settle(attempt, is_commit=True)
     assert rig.policies[0].get_parameter("b")[0] == 2.0
+
+
+def test_weights_in_use_are_not_filled_by_an_engine_that_is_behind(rig: Rig) -> None:
+    its = rig.engine()
+    rig.trainer().update(rig.publish(1))
+    rig.publish(2)
+    with its.use():
+        its._catch_up(2)
+        assert rig.policies[0].get_parameter("b")[0] == 1.0
+
+
+def test_a_flip_that_has_failed_fails_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer repeats a call whose answer was lost."""
+    its = rig.engine(decide_s=WAIT_S)
+    rig.publish(1)
+    its.stage(ATTEMPTS)
+    with monkeypatch.context() as broken:
+        broken.setattr(its._slots, "put", _refuses)
+        for _ in range(2):
+            with pytest.raises(StateError, match="it does not flip"):
+                its.flip(ATTEMPTS)
+
+
+def test_an_engine_that_hears_of_no_decision_goes_back_by_itself(rig: Rig) -> None:
+    """Flipped, or kept from serving by a fence, by a trainer that is gone."""
+    its = rig.engine(decide_s=0.2)
+    rig.trainer().update(rig.publish(1))
+    rig.publish(2)
+    its.stage(2 * ATTEMPTS)
+    its.flip(2 * ATTEMPTS)
+    assert rig.serve() == [(1, {1.0})]
+    log, until = RecordLog(rig.hub, "actor", WAIT_S), time.monotonic() + WAIT_S
+    assert log.fence(2 * ATTEMPTS + 1)
+    while (decision := log.read().decision(2 * ATTEMPTS + 1)) is None:
+        assert time.monotonic() < until
+    assert not decision
+    assert rig.serve() == [(1, {1.0})]
+
+
+def test_weights_that_are_lost_are_put_in_place_anew(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its = rig.engine()
+    rig.trainer().update(rig.publish(1))
+    its.wait_until_served(WAIT_S)
+    put, puts = its._slots.put, list[int]()
+
+    def noted(slot: int) -> None:
+        puts.append(slot)
+        put(slot)
+
+    monkeypatch.setattr(its._slots, "put", noted)
+    its.lost()
+    assert its.wait_until_served(WAIT_S) == 1
+    assert puts == [its._current]
+
+
+def test_a_lease_begins_when_the_records_are_asked_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that comes after its lease gives none: a fence may have been recorded since."""
+    its = rig.engine()
+    rig.trainer().update(rig.publish(1))
+    its.wait_until_served(WAIT_S)
+    read, late = its._log.read, [0.0]
+
+    def slow() -> Any:
+        records = read()
+        late[0] += 10 * LEASE_S
+        return records
+
+    monkeypatch.setattr(its._log, "read", slow)
+    monkeypatch.setattr(one_version_engine, "time", Clock(late))
+    its._poll()
+    assert its.version is None
+
+
+class Clock:
+    def __init__(self, late: list[float]) -> None:
+        self._late = late
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._late[0]
 
 
 def test_two_hundred_failed_updates_leave_nothing_behind(
