@@ -63,16 +63,6 @@ def chunks(model: torch.nn.Module) -> Iterator[Any]:
         yield WeightChunk([name], [f"{tensor.dtype}"], [list(tensor.shape)], [tensor])
 
 
-def turned(model: torch.nn.Module) -> Any:
-    """As `assert_has` expects an engine's `down_proj`, which this engine leaves alone."""
-    tensors = model.state_dict()
-    return SimpleNamespace(
-        state_dict=lambda: {
-            name: each.t() if "down_proj" in name else each for name, each in tensors.items()
-        }
-    )
-
-
 def test_chunks_reach_an_engine(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorhub.integrations.skyrl import WeightSender
 
@@ -84,11 +74,11 @@ def test_chunks_reach_an_engine(llm: Any, monkeypatch: pytest.MonkeyPatch) -> No
             train(model)
             asyncio.run(sender.send_chunks(chunks(model)))
             assert llm.collective_rpc("tensorhub_state")[0]["version"] == version
-            assert_has(llm, turned(model))
+            assert_has(llm, model, turned=False)
         half = list(chunks(model))[1:]
         with pytest.raises(RegistrationError, match="is missing"):
             asyncio.run(sender.send_chunks(half))
-        assert_has(llm, turned(model))
+        assert_has(llm, model, turned=False)
         llm.collective_rpc("tensorhub_leave")
         sender.teardown()
 
@@ -144,7 +134,7 @@ def test_a_policy_worker_updates_an_engine(
             train(model)
             asyncio.run(worker.broadcast_to_inference_engines(client, INFERENCE))
             assert llm.collective_rpc("tensorhub_state")[0]["version"] == version
-            assert_has(llm, turned(model))
+            assert_has(llm, model, turned=False)
         llm.collective_rpc("tensorhub_leave")
         worker._weight_transfer_sender.teardown()
 
@@ -160,13 +150,16 @@ def test_only_rank_0_of_the_policy_needs_an_address(
     asyncio.run(worker.broadcast_to_inference_engines(client, INFERENCE))
 
 
-def test_skyrls_entry_point_runs_an_experiment_that_sends_by_tensorhub(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("is_own", [False, True])
+def test_an_entry_point_runs_an_experiment_that_sends_by_tensorhub(
+    monkeypatch: pytest.MonkeyPatch, is_own: bool
 ) -> None:
+    """SkyRL's own one, and that of the example."""
     from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
     from skyrl.train.entrypoints import main_base
     from skyrl.train.utils import utils
 
+    from examples import skyrl_experiment
     from tensorhub.integrations import skyrl
     from tensorhub.integrations.engine_feed import EXTENSION
 
@@ -182,14 +175,20 @@ def test_skyrls_entry_point_runs_an_experiment_that_sends_by_tensorhub(
     here = SimpleNamespace(
         get=lambda each: each, remote=lambda **_: lambda each: SimpleNamespace(remote=each)
     )
-    monkeypatch.setattr(skyrl, "ray", here)
-    monkeypatch.setattr(utils, "initialize_ray", lambda cfg: None)
+    for place in (skyrl, skyrl_experiment):
+        monkeypatch.setattr(place, "ray", here)
+    for place in (utils, skyrl_experiment):
+        monkeypatch.setattr(place, "initialize_ray", lambda cfg: None)
     monkeypatch.setattr(main_base, "BasePPOExp", Experiment)
+    monkeypatch.setattr(skyrl_experiment, "Experiment", Experiment)
     monkeypatch.setattr(fsdp_worker, "PolicyWorker", fsdp_worker.PolicyWorker)
     override = f"{skyrl.ENTRYPOINT}{skyrl.__name__}"
     given = ["trainer.logger=console", "trainer.placement.colocate_all=false"]
-    monkeypatch.setattr(sys, "argv", ["main_base", override, *given])
-    main_base.main()
+    if is_own:
+        skyrl_experiment.main(*given)
+    else:
+        monkeypatch.setattr(sys, "argv", ["main_base", override, *given])
+        main_base.main()
     ((cfg, worker),) = ran
     inference = cfg.generator.inference_engine
     assert inference.engine_init_kwargs["worker_extension_cls"] == EXTENSION

@@ -14,7 +14,12 @@ import pytest
 import torch
 
 from tensorhub import sync
-from tensorhub.errors import IntegrityError, ManifestMismatch, StateError, VersionConflict
+from tensorhub.errors import (
+    IntegrityError,
+    ManifestMismatch,
+    StateError,
+    VersionConflict,
+)
 from tests.frameworks import vllm_cpu
 from tests.frameworks.test_vllm import actor, train
 from tests.frameworks.test_vllm_server import post, serving
@@ -79,14 +84,16 @@ def parameters(llm: Any) -> dict[str, torch.Tensor]:
     return {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
-def expected(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A Llama's parameters as the engine has them, made of the trainer's by hand."""
+def expected(model: Any, turned: bool = True) -> dict[str, torch.Tensor]:
+    """A Llama's parameters as the engine has them, made of the trainer's by hand. `turned`: the
+    engine turns `down_proj`.
+    """
     tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for fused, parts in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))):
         for name in [name for name in tensors if f".{parts[0]}_proj" in name]:
             rows = [tensors.pop(name.replace(f"{parts[0]}_p", f"{part}_p")) for part in parts]
             tensors[name.replace(f"{parts[0]}_p", f"{fused}_p")] = torch.cat(rows)
-    for name in [name for name in tensors if "down_proj" in name]:
+    for name in [name for name in tensors if turned and "down_proj" in name]:
         tensors[name] = tensors[name].t()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         padding = tensors[name].new_zeros(28, tensors[name].shape[1])
@@ -94,8 +101,11 @@ def expected(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def assert_has(llm: Any, model: torch.nn.Module) -> None:
-    has, wanted = parameters(llm), expected(model)
+def assert_has(llm: Any, model: torch.nn.Module, turned: bool = True) -> None:
+    assert_same(parameters(llm), expected(model, turned))
+
+
+def assert_same(has: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert has.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(has[name], wanted[name])] == []
 

@@ -239,8 +239,14 @@ class Exchange:
         return announced(self._connected(), self.model, SERVERS)
 
     def published(self, version: int) -> VersionInfo:
-        """What was sent as `version`."""
-        return self._connected().wait_for(self.model, at_least=version, timeout=self.timeout_s)
+        """What was sent as `version`. Raises VersionConflict where there is a newer one."""
+        info = self._connected().wait_for(self.model, at_least=version, timeout=self.timeout_s)
+        if info.version != version:
+            raise VersionConflict(
+                f"version {version} of {self.model!r} is not the newest any more: another trainer "
+                f"has published {info.version}. Give each trainer another model="
+            )
+        return info
 
     async def receive(self, version: int | None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Each tensor of the update, once all of it is verified."""

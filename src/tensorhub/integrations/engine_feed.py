@@ -28,26 +28,24 @@ class EngineFeed:
     """
 
     def __init__(self, engines: Sequence[Any], **settings: Any) -> None:
-        self._exchange = Exchange(host="127.0.0.1", **settings)
-        if not self._exchange.has_address:
-            raise InvalidValue(
-                "engines need a coordinator that they reach: start `tensorhub serve`, and set "
-                "TENSORHUB_ADDRESS for the trainer's processes"
-            )
-        meeting, timeout_s = self._exchange.prepare()["tensorhub"], self._exchange.timeout_s
-        address = list(split_addresses(meeting["address"]))
-        init = Settings(address, self._exchange.model, pause=None, timeout_s=timeout_s)
+        self._exchange = exchange(**settings)
+        timeout_s = self._exchange.timeout_s
+        meeting = self._exchange.join("sender", self._exchange.prepare())
+        self._next = meeting.next  # a number that another trainer has used meanwhile is refused
+        address = split_addresses(meeting.address)
+        init = Settings(list(address), self._exchange.model, pause=None, timeout_s=timeout_s)
         sessions = [Session(ExtensionClient(each, timeout_s), init) for each in engines]
         # the framework generates with all of them, so none is left out
         self._fleet = Fleet(sessions, timeout_s=timeout_s, failures_max=sys.maxsize)
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Publish copies of the tensors as the next version, and have each engine take it. Returns
-        its number. Raises what `streamed.Sender.send` raises, and the first engine's error with a
-        note for each other one.
+        its number. Raises what `streamed.Sender.send` raises (VersionConflict: another trainer
+        publishes this model), and the first engine's error with a note for each other one.
         """
-        version = self._exchange.join("sender", self._exchange.prepare()).next
+        version = self._next
         self._exchange.send(weights, version)
+        self._next += 1
         report = self._fleet.update(self._exchange.published(version))
         if report.failed:
             raise together(report.failed)
@@ -56,3 +54,26 @@ class EngineFeed:
     def close(self) -> None:
         self._fleet.close()
         self._exchange.close()
+
+
+def exchange(**settings: Any) -> Exchange:
+    made = Exchange(host="127.0.0.1", **settings)
+    if not made.has_address:
+        raise InvalidValue(
+            "engines need a coordinator that they reach: start `tensorhub serve`, and set "
+            "TENSORHUB_ADDRESS for the trainer's processes"
+        )
+    return made
+
+
+def send(feed: EngineFeed | None, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Have rank 0's feed send the weights. Each rank runs through them, also after an error: all of
+    them gather each tensor.
+    """
+    left = iter(weights)
+    try:
+        if feed is not None:
+            feed.send(left)
+    finally:
+        for _ in left:
+            pass

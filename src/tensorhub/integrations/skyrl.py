@@ -18,7 +18,7 @@ import torch.distributed
 from skyrl.backends.skyrl_train.weight_sync import WeightChunk, WeightTransferSender
 from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
 
-from tensorhub.integrations.engine_feed import EXTENSION, EngineFeed
+from tensorhub.integrations.engine_feed import EXTENSION, EngineFeed, send
 from tensorhub.integrations.releases import check_calls, check_release
 
 SUPPORTED = ("0.3",)
@@ -39,10 +39,7 @@ class WeightSender(WeightTransferSender):
         weights = (
             each for chunk in chunks for each in zip(chunk.names, chunk.tensors, strict=True)
         )
-        if self._feed is not None:
-            self._feed.send(weights)
-        for _ in weights:
-            pass
+        send(self._feed, weights)
 
     def teardown(self) -> None:
         if self._feed is not None:
