@@ -3,10 +3,15 @@ package that quantizes is installed.
 """
 
 from pathlib import Path
+from typing import Any
 
+import anyio
 import pytest
 
+from tensorhub.cli.republish import Republishing
+from tensorhub.errors import VersionUnavailable
 from tensorhub.integrations import quantized
+from tensorhub.types import VersionInfo
 from tests.cli.processes import run_here
 
 
@@ -29,3 +34,24 @@ def test_it_says_what_is_missing(
     )
     assert done.returncode == 2
     assert text in done.stderr
+
+
+def test_a_retry_that_fails_alike_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    class Failing:
+        said = iter(["no source", "no source", "too late", "too late", "no source"])
+
+        def publish(self, version: int) -> None:
+            raise VersionUnavailable(next(self.said))
+
+    failing: Any = Failing()
+    unused: Any = None
+    republishing = Republishing("m", "m-fp8", {}, unused, unused, as_json=False, quiet=False)
+
+    async def publish() -> None:
+        info = VersionInfo("m", 1, "c", 1, 1)
+        for _ in range(5):
+            assert not await republishing._publish(failing, info)
+
+    anyio.run(publish)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["no source", "too late", "no source"]

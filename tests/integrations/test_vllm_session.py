@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tensorhub.errors import StateError
+from tensorhub.errors import InvalidValue, StateError
 from tensorhub.integrations import vllm_session
 from tensorhub.integrations.vllm_session import (
     INTACT,
@@ -218,3 +218,9 @@ def test_a_server_that_takes_a_call_and_never_answers(monkeypatch: pytest.Monkey
         client = HttpClient(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.1)
         with pytest.raises(StateError, match=r"/resume: is it up\? \(timed out\)"):
             client.resume_generation()
+
+
+@pytest.mark.parametrize("pause", ["kep", "", False])
+def test_a_misspelt_pause_is_refused_at_once(pause: Any) -> None:
+    with pytest.raises(InvalidValue, match=r"pause=.*: give 'abort', 'wait', 'keep' or None"):
+        Settings("tcp://10.0.0.1:17337", "actor", pause=pause)

@@ -78,6 +78,7 @@ class Republishing:
     as_json: bool
     quiet: bool
     has_begun: bool = False
+    complaint: str = ""  # said last: a retry that fails alike says nothing
 
     async def run(self) -> int:
         from tensorhub.integrations.quantized import Republisher
@@ -119,8 +120,12 @@ class Republishing:
         except TensorHubError as error:
             if not error.retryable:
                 raise
-            print(f"not published yet: {printable(str(error))}", file=sys.stderr, flush=True)
+            complaint = f"not published yet: {printable(str(error))}"
+            if complaint != self.complaint:
+                print(complaint, file=sys.stderr, flush=True)
+            self.complaint = complaint
             return False
+        self.complaint = ""
         self.has_begun = True
         seconds = report.reclaim_s + report.convert_s + report.publish_s
         if self.as_json:

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import urlencode
 
 from tensorhub.errors import InvalidValue, StateError, shown
@@ -28,6 +28,7 @@ INTACT, TORN, OPEN = (
     "an update is open",
 )
 TORN_VERSION = "torn"  # the engine's `weight_version` where it generates with torn weights
+PauseMode = Literal["abort", "wait", "keep"]
 MARGIN_S = 30.0  # a server answers so much later than an update's own deadline, at most
 
 
@@ -37,12 +38,16 @@ class Settings:
 
     address: str | list[str]
     model: str
-    pause: Literal["abort", "wait", "keep"] | None = "abort"
+    pause: PauseMode | None = "abort"
     clear_cache: bool = True
     resume_torn: bool = False
     host_memory_bytes: int = 0
     ignored: tuple[str, ...] = ()
     timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.pause not in (*get_args(PauseMode), None):
+            raise InvalidValue(f"pause={shown(self.pause)}: give 'abort', 'wait', 'keep' or None")
 
 
 class HttpClient:
