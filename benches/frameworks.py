@@ -586,7 +586,7 @@ def sglang(mib: int, rounds: int) -> None:
 
     def no_op(self: Receiver, named_tensors: Any) -> None:
         order = Order.of(named_tensors)
-        self.report = Report(order.version, order.is_check)
+        self.report = Report(order.version, order.purpose)
 
     with (
         sync.serve() as coordinator,
@@ -623,7 +623,7 @@ def sglang(mib: int, rounds: int) -> None:
                 published.unpublish()
             Receiver.take = no_op  # type: ignore[method-assign]
             began = time.perf_counter()
-            trainer._on_all(info, is_check=False)
+            trainer._fleet.update(info)
             nothing.append(time.perf_counter() - began)
             Receiver.take = take  # type: ignore[method-assign]
         nbytes = sum(tensor.nbytes for tensor in memory.values()) >> 20

@@ -7,7 +7,7 @@ MODEL is the directory of a model for transformers, or its configuration alone (
 dummy` at the server): the trainer begins with random weights. Its steps stand for yours.
 
 Needs SGLang and `pip install 'tensorhub-ros[torch]'` where the server runs; here
-transformers, requests and that installation.
+transformers and that installation.
 """  # noqa: E501 - lines as they are typed
 
 import sys

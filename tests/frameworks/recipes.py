@@ -43,6 +43,7 @@ VLLM_TESTS = ("test_vllm.py", "test_vllm_worker.py")
 VLLM_MORE = ("test_vllm_worker.py", "test_vllm_draft.py", "test_vllm_lora.py")
 RAY = ("test_ray.py", "test_ray_transport.py")
 SGLANG = ("test_sglang.py", "test_sglang_quantized.py", "test_sglang_ranks.py")
+SGLANG_MORE = ("test_sglang_draft.py", "test_sglang_lora.py", "test_sglang_sleep.py")
 RECIPES = {
     # loaders without an adapter, which read a mounted version
     "fs": Recipe(
@@ -62,7 +63,7 @@ RECIPES = {
                 "outlines==0.1.11 timm==1.0.25"
             ),
         ),
-        (*SGLANG, "test_fs_sglang.py"),
+        (*SGLANG, *SGLANG_MORE, "test_fs_sglang.py"),
     ),
     "sglang-0.5.15": Recipe(
         (

@@ -69,7 +69,7 @@ def has_sessions() -> bool:
 
 def settings(directory: Path, size: int, config: dict[str, Any]) -> Any:
     """What a server of a small Llama is started with. `config`: of the model; "server": of the
-    server.
+    server; "draft": of a draft model with a checkpoint of its own.
     """
     shim()
     from sglang.srt.server_args import ServerArgs
@@ -77,9 +77,12 @@ def settings(directory: Path, size: int, config: dict[str, Any]) -> Any:
     from tensorhub.integrations.sglang import LOADER
 
     config = {**LLAMA, **config}
-    server = config.pop("server", {})
+    server, draft = config.pop("server", {}), config.pop("draft", None)
     (directory / "config.json").write_text(json.dumps(config))
-    return ServerArgs(
+    if draft is not None:
+        (directory / "draft").mkdir(exist_ok=True)
+        (directory / "draft" / "config.json").write_text(json.dumps({**LLAMA, **draft}))
+    made = ServerArgs(
         **{
             "model_path": str(directory),
             "device": "cpu",
@@ -87,9 +90,13 @@ def settings(directory: Path, size: int, config: dict[str, Any]) -> Any:
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "custom_weight_loader": [LOADER],
+            "speculative_draft_model_path": draft and str(directory / "draft"),
             **server,
         }
     )
+    if made.speculative_draft_model_path is not None:
+        made.speculative_algorithm = "EAGLE"  # not before: then SGLang looks for a GPU
+    return made
 
 
 class Rank:
@@ -133,26 +140,40 @@ class Rank:
             models = {} if has_sessions() else {"model_config": self.config}
             initialize_dp_attention(server_args=self.settings, **models)
         self.model = self._loaded(self.settings.load_format)
+        self.draft: Any = None
+        if self.settings.speculative_draft_model_path is not None:
+            self.draft = self._loaded(self.settings.load_format, is_draft=True)
+            self.draft.set_embed_and_head(*self.model.get_embed_and_head())
         self.versions: list[str] = []
         self.flushed = 0
         self.manager = sglang_parts.manager(self) if has_sessions() else sglang_parts.older(self)
+        self.adapters: Any = sglang_parts.adapters(self) if self.settings.enable_lora else None
 
-    def _loaded(self, load_format: str) -> Any:
+    def _loaded(self, load_format: str, *, is_draft: bool = False) -> Any:
         from sglang.srt.configs.device_config import DeviceConfig
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.model_loader import get_model
 
+        config = self.config
+        if is_draft:
+            path = self.settings.speculative_draft_model_path
+            config = type(config).from_server_args(
+                self.settings, model_path=path, is_draft_model=True
+            )
         return get_model(
-            model_config=self.config,
+            model_config=config,
             load_config=LoadConfig(load_format=load_format),
             device_config=DeviceConfig("cpu"),
         )
 
     def handle(self, request: Any) -> Any:
         """What the scheduler does with a request, in the mode in which its loop runs."""
-        name = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(request).__name__.removesuffix("ReqInput"))
+        name = type(request).__name__.removesuffix("ReqInput").replace("LoRA", "Lora")
+        name = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
         with torch.inference_mode():
-            return getattr(self.manager, name.lower())(request)
+            if "lora" in name:
+                return getattr(self.adapters, name)(request.to_ref())
+            return getattr(self.manager, name)(request)
 
     def checksums(self) -> dict[str, str]:
         """Of all parameters and buffers of the model."""

@@ -5,11 +5,14 @@ older ones.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import types
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from tests.frameworks.sglang_cpu import Rank, Ranks
@@ -25,17 +28,20 @@ def manager(rank: Rank) -> Any:
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.runtime_context import get_model as model_settings
 
-    updater = WeightUpdater(
-        tp_rank=rank.rank,
-        device="cpu",
-        gpu_id=0,
-        model_config=rank.config,
-        custom_weight_loaders=model_settings().custom_weight_loader,
-        get_model=lambda: rank.model,
-        update_model_fields=lambda *_, **__: None,
-        recapture_cuda_graph=lambda: None,
-        get_model_runner=lambda: None,
-    )
+    def runner(model: Any) -> Any:
+        updater = WeightUpdater(
+            tp_rank=rank.rank,
+            device="cpu",
+            gpu_id=0,
+            model_config=rank.config,
+            custom_weight_loaders=model_settings().custom_weight_loader,
+            get_model=lambda: model,
+            update_model_fields=lambda *_, **__: None,
+            recapture_cuda_graph=lambda: None,
+            get_model_runner=lambda: None,
+        )
+        return types.SimpleNamespace(weight_updater=updater, model=model)
+
     exporter = WeightExporter(
         tp_rank=rank.rank,
         tp_size=rank.size,
@@ -43,9 +49,13 @@ def manager(rank: Rank) -> Any:
         get_model_path=lambda: str(rank.directory),
         get_model=lambda: rank.model,
     )
-    runner = types.SimpleNamespace(weight_updater=updater)
+    target, draft = runner(rank.model), None
+    if rank.draft is not None:
+        of_draft = runner(rank.draft)
+        draft = types.SimpleNamespace(weight_update_runners=lambda: [("draft", of_draft)])
     worker = types.SimpleNamespace(
-        weight_update_runners=lambda: [("target", runner)],
+        weight_update_runners=lambda: [("target", target)],
+        model_runner=target,
         deserialize_own_rank=lambda given: BaseTpWorker.deserialize_own_rank(None, given),
         get_weights_by_name=lambda asked: exporter.get_weights_by_name(
             asked.name, asked.truncate_size
@@ -54,16 +64,53 @@ def manager(rank: Rank) -> Any:
     scheduler = types.SimpleNamespace(
         record_weight_version_change=lambda new_version: (
             None if new_version is None else rank.versions.append(new_version)
-        )
+        ),
+        _engine_paused=True,
+        disaggregation_mode=None,
     )
     return SchedulerWeightUpdaterManager(
         tp_worker=worker,
-        draft_worker=None,
-        memory_saver_adapter=None,
+        draft_worker=draft,
+        memory_saver_adapter=memory_saver(),
         flush_cache=lambda **_: _flush(rank),
         is_fully_idle=lambda **_: True,
         scheduler=scheduler,
     )
+
+
+def memory_saver() -> Any:
+    """SGLang's, which takes no memory away here."""
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+    return TorchMemorySaverAdapter.create(False)
+
+
+def adapters(rank: Rank) -> Any:
+    """What a scheduler gives requests about adapters to."""
+    import inspect
+
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    settings = rank.settings
+    asked = {
+        "base_model": rank.model,
+        "base_hf_config": rank.config.hf_config,
+        "max_loras_per_batch": settings.max_loras_per_batch,
+        "load_config": LoadConfig(),
+        "dtype": rank.config.dtype,
+        "server_args": settings,
+        "lora_backend": settings.lora_backend,
+        "max_lora_rank": settings.max_lora_rank,
+        "target_modules": set(settings.lora_target_modules),
+        "tp_size": rank.size,
+        "tp_rank": rank.rank,
+    }
+    made = torch.tensor
+    # there is no memory that a GPU reads
+    torch.tensor = lambda *given, pin_memory=False, **named: made(*given, **named)
+    known = inspect.signature(LoRAManager).parameters
+    return LoRAManager(**{name: each for name, each in asked.items() if name in known})
 
 
 def _flush(rank: Rank) -> bool:
@@ -97,22 +144,36 @@ def older(rank: Rank) -> Any:
         update_weights_from_tensor = ModelRunner.update_weights_from_tensor
         get_weights_by_name = ModelRunner.get_weights_by_name
 
-        def __init__(self) -> None:
-            self.device, self.model, self.server_args = "cpu", rank.model, rank.settings
+        def __init__(self, model: Any) -> None:
+            self.device, self.model, self.server_args = "cpu", model, rank.settings
             self.tp_rank, self.tp_size = rank.rank, rank.size
 
     class Worker:
         update_weights_from_tensor = BaseTpWorker.update_weights_from_tensor
         get_weights_by_name = BaseTpWorker.get_weights_by_name
 
-        def __init__(self) -> None:
-            self.model_runner, self.tp_rank = Runner(), rank.rank
+        def __init__(self, model: Any) -> None:
+            self.model_runner, self.tp_rank = Runner(model), rank.rank
 
+    draft = None
+    if rank.draft is not None:
+        from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+
+        class Draft:
+            update_weights_from_tensor = EAGLEWorkerV2.update_weights_from_tensor
+            tp_rank = rank.rank
+            target_worker = Worker(rank.model)
+            draft_worker = types.SimpleNamespace(draft_runner=Runner(rank.draft))
+
+        draft = Draft()
     asked = {
-        "tp_worker": Worker(),
-        "draft_worker": None,
+        "tp_worker": Worker(rank.model),
+        "draft_worker": draft,
         "tp_cpu_group": get_tp_group().cpu_group,
         "flush_cache": lambda **_: _flush(rank),
+        "offload_tags": set(),
+        "memory_saver_adapter": memory_saver(),
+        "is_fully_idle": lambda **_: True,
     }
     try:
         from sglang.srt.managers.scheduler_components.weight_updater import (
@@ -124,13 +185,12 @@ def older(rank: Rank) -> Any:
         made = SchedulerUpdateWeightsMixin()
         vars(made).update(asked)
         return made
-    return SchedulerWeightUpdaterManager(
-        **asked, memory_saver_adapter=None, is_fully_idle=lambda **_: True
-    )
+    return SchedulerWeightUpdaterManager(**asked)
 
 
 def tokenizer_manager(ranks: Rank | Ranks) -> Any:
     """SGLang's tokenizer manager, as far as it talks of weights."""
+    importlib.import_module("sglang.srt.layers.quantization")  # it looks for kernels
     sys.meta_path.append(Kernels())
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.utils.aio_rwlock import RWLock
@@ -147,6 +207,7 @@ def tokenizer_manager(ranks: Rank | Ranks) -> Any:
     class Manager(Control):
         pause_generation = TokenizerManager.pause_generation
         continue_generation = TokenizerManager.continue_generation
+        init_lora = TokenizerManager.init_lora
 
         def __init__(self) -> None:
             self.server_args = ranks.settings
@@ -159,6 +220,7 @@ def tokenizer_manager(ranks: Rank | Ranks) -> Any:
             self._result_dispatcher = TypeBasedDispatcher([])
             self.send_to_scheduler = types.SimpleNamespace(send_pyobj=self._dispatch_to_scheduler)
             self.init_communicators(*(() if has_sessions() else (self.server_args,)))
+            self.init_lora()
 
         def auto_create_handle_loop(self) -> None:
             pass

@@ -55,7 +55,7 @@ def trainers(engine: Any, rank: sglang_cpu.Rank, coordinator: sync.Coordinator) 
 
     def make(source: Any, engines: Any = engine, **settings: Any) -> Any:
         made.append(
-            Trainer(source, engines, coordinator.address, **{"timeout_s": 30.0, **settings})
+            Trainer(source, engines, coordinator.address, **{"timeout_s": 60.0, **settings})
         )
         return made[-1]
 
@@ -113,8 +113,8 @@ def test_the_loader_without_the_trainer(
     rank: sglang_cpu.Rank, engine: Any, coordinator: sync.Coordinator
 ) -> None:
     """Tensors that are no order are refused, and the engine goes on."""
+    from tensorhub.integrations.sglang_server import Offline, _load
     from tensorhub.integrations.sglang_session import REPORT, Report
-    from tensorhub.integrations.sglang_trainer import Offline, _load
 
     before, there = rank.checksums(), Offline(engine)
     if there.has_sessions:
@@ -244,7 +244,7 @@ def test_an_update_that_fails_before_it_writes_leaves_the_old_weights(
     train(model)
     info = replace(trainer._weights.publish(1), version=7, content_id="7")
     with pytest.raises(VersionUnavailable, match="the engine's weights are intact"):
-        trainer._on_all(info, is_check=False)
+        trainer._fleet.update(info)
     assert rank.checksums() == before
     assert not engine.tokenizer_manager.is_pause
 
@@ -405,7 +405,7 @@ def test_an_engine_that_answers_and_does_not_load_is_found_out(
 def test_a_pause_whose_answer_is_lost_does_not_leave_the_engine_paused(
     engine: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensorhub.integrations.sglang_trainer import Offline
+    from tensorhub.integrations.sglang_server import Offline
 
     trainer, call = trainers(actor()), Offline.call
 
@@ -452,7 +452,7 @@ def test_an_older_version_than_the_one_that_is_served(rank: sglang_cpu.Rank, tra
     with pytest.raises(
         VersionConflict, match="version 0 is older than the one that the engine serves, 1"
     ):
-        trainer._on_all(info, is_check=False)
+        trainer._fleet.update(info)
     assert rank.checksums() == before
     trainer._weights.unpublish()
     trainer._hub.rollback("actor", to=0)
@@ -461,12 +461,31 @@ def test_an_older_version_than_the_one_that_is_served(rank: sglang_cpu.Rank, tra
     check(rank, model)
 
 
+def test_a_second_trainer_of_the_same_model_is_refused(
+    rank: sglang_cpu.Rank, trainers: Any
+) -> None:
+    model = actor(17)
+    trainer = trainers(model)
+    trainer.send_weights()
+    with pytest.raises(RegistrationError, match="'trainer' of 'actor' is registered by worker"):
+        trainers(actor(18))
+    train(model)
+    trainer.send_weights()
+    check(rank, model)
+
+
+def test_an_engine_that_takes_no_adapters(engine: Any, trainers: Any) -> None:
+    (session,) = trainers(actor()).engines
+    with pytest.raises(StateError, match=r"SGLang has refused 'poet@1'.*--enable-lora"):
+        session.load_adapter("poet", 1)
+
+
 def test_a_server_that_is_not_up(coordinator: sync.Coordinator) -> None:
     from tensorhub.integrations.sglang import Trainer
 
     url = f"http://127.0.0.1:{sglang_cpu.free_port()}"
     with pytest.raises(
-        StateError, match=f"the SGLang server {url} does not say what it is: is it up"
+        StateError, match=f"the SGLang server {url} does not answer /server_info: is it up"
     ) as error:
         Trainer(actor(), url, coordinator.address)
     assert error.value.retryable

@@ -56,6 +56,7 @@ KINDS: dict[str, tuple[dict[str, Any], torch.dtype, str]] = {
 
 def weights(kind: str, seed: int) -> dict[str, torch.Tensor]:
     """A checkpoint of this kind."""
+    sglang_cpu.shim()
     config, dtype, scale = KINDS[kind]
     generator = torch.Generator().manual_seed(seed)
     made = {}

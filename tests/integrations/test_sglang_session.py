@@ -29,7 +29,9 @@ from tensorhub.integrations.sglang_session import (
     has_sessions,
 )
 
-ORDER = Order(["tcp://127.0.0.1:1"], "actor", "sglang-1", 7, "content", 2**30, 5.0, ("lm_head.*",))
+ORDER = Order(
+    ["tcp://127.0.0.1:1"], "actor", "sglang-1", "check", 7, "content", 2**30, 5.0, ("lm_head.*",)
+)
 
 
 def test_an_order_goes_as_a_name_without_any_weight() -> None:
@@ -46,7 +48,7 @@ def test_tensors_that_are_no_order(names: list[str]) -> None:
 
 def told(error: Exception, memory: Memory) -> TensorHubError:
     """An error of an engine's ranks, as the trainer gets it."""
-    report = Report(7, False, Outcome.of(error, memory))
+    report = Report(7, "update", Outcome.of(error, memory))
     decoded = Report.decode(report.encode())
     assert decoded == report
     assert decoded.failed is not None

@@ -3,7 +3,7 @@ deadline and a size, and no call is sent on to another place. Proxies of the env
 used: calls bear tokens.
 
 Responsible for one call. Not responsible for what engines are asked (`vllm_session`,
-`one_version_http`).
+`sglang_server`, `one_version_http`).
 """
 
 from __future__ import annotations

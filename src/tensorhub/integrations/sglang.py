@@ -5,15 +5,16 @@ The trainer makes a `Trainer`, and calls `send_weights()` after each step; SGLan
 installed there.
 
 Responsible for these names. The engine's side is in `sglang_engine`, the trainer's in
-`sglang_trainer`.
+`sglang_trainer` and `sglang_server`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tensorhub.integrations.sglang_server import Offline, Server, Session
 from tensorhub.integrations.sglang_session import LOADER
-from tensorhub.integrations.sglang_trainer import Offline, Server, Trainer
+from tensorhub.integrations.sglang_trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["LOADER", "Offline", "Server", "Trainer", "load"]
+__all__ = ["LOADER", "Offline", "Server", "Session", "Trainer", "load"]
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

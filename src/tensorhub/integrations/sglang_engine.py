@@ -35,17 +35,33 @@ from tensorhub.api.tools import PublishedTensors, published_tensors
 from tensorhub.errors import (
     IntegrityError,
     ManifestMismatch,
+    Memory,
     RegistrationError,
     StateError,
     TensorHubError,
     VersionConflict,
     some,
 )
+from tensorhub.integrations import sglang_lora, sglang_sleep
+from tensorhub.integrations.adapter_fetching import fetch_adapter
 from tensorhub.integrations.recording import Specs
 from tensorhub.integrations.releases import check_release
-from tensorhub.integrations.sglang_layers import SecondModel, copy_to_live, differing, post_load
+from tensorhub.integrations.sglang_layers import (
+    SecondModel,
+    copy_to_live,
+    differing,
+    has_backup,
+)
 from tensorhub.integrations.sglang_plan import ADVICE, Batch, Plan, batches, make, tensors_of
-from tensorhub.integrations.sglang_session import REPORT, TESTED, Order, Outcome, Report
+from tensorhub.integrations.sglang_session import (
+    ASLEEP,
+    REPORT,
+    SLEEPS,
+    TESTED,
+    Order,
+    Outcome,
+    Report,
+)
 from tensorhub.logs import get_logger
 from tensorhub.runtime.loop_thread import finish_blocking
 from tensorhub.types import Options
@@ -62,13 +78,24 @@ def load(model: nn.Module, named_tensors: Tensors) -> None:
     """
     answering = model.__dict__.get("get_weights_by_name")
     if not isinstance(answering, Answering):
+        sglang_lora.watch(receiver_of)
         answering = Answering(Receiver(model), getattr(model, "get_weights_by_name", None))
         model.get_weights_by_name = answering  # type: ignore[assignment]
+    if not any(model is each for each in _shown):
+        _shown.append(model)
     with torch.inference_mode(False), torch.no_grad():
         if named_tensors:
             answering.receiver.take(named_tensors)
         else:
             answering.receiver.spare()
+
+
+_shown: list[nn.Module] = []  # the models of this process that the loader was called with
+
+
+def receiver_of(model: nn.Module) -> Receiver | None:
+    answering = model.__dict__.get("get_weights_by_name")
+    return answering.receiver if isinstance(answering, Answering) else None
 
 
 class Answering:
@@ -81,6 +108,8 @@ class Answering:
     def __call__(self, name: str, *args: Any, **named: Any) -> object:
         if name == REPORT:
             return None if self.receiver.report is None else self.receiver.report.encode()
+        if name == ASLEEP:
+            return [float(sglang_sleep.is_asleep())]
         return None if self._models is None else self._models(name, *args, **named)
 
 
@@ -98,28 +127,47 @@ class Receiver:
         self._weights: sync.Weights | None = None
         self._is_agreed = False  # by all ranks: the publication fits
         self._served: Order | None = None
-        self._is_torn = self._is_proved = False
+        self._is_torn = self._is_proved = self._is_lost = False
+        sglang_sleep.watch(self)
 
     def take(self, named_tensors: Tensors) -> None:
         """Do what a trainer has ordered: on all ranks, or on none."""
         try:
-            order, plan = self._on_all_ranks(lambda: self._get_ready(named_tensors))
-            if order.is_check:
-                self._on_all_ranks(lambda: self._check(order))
+            order = Order.of(named_tensors)
+            if order.purpose == "show":
+                return
+            plan = self.on_all_ranks(lambda: self._get_ready(order))
+            if order.purpose == "check":
+                self.on_all_ranks(lambda: self._check(order))
             elif plan is not None:
                 self._agree(plan, order)
-                self._on_all_ranks(lambda: self._fill(plan, order))
+                self.on_all_ranks(lambda: self._fill(plan, order))
                 self._is_torn, self._served = False, order
-            self.report = Report(order.version, order.is_check)
+            self.report = Report(order.version, order.purpose)
         except _Failed as failed:
             self._is_torn, self._is_agreed = failed.outcome.memory != "intact", False
             log.error(
                 "sglang_update_failed", error=failed.outcome.text, memory=failed.outcome.memory
             )
-            self.report = Report(-1, False, failed.outcome)
-            with suppress(TensorHubError):  # it is no order
-                asked = Order.of(named_tensors)
-                self.report = Report(asked.version, asked.is_check, failed.outcome)
+            self.report = Report(order.version, order.purpose, failed.outcome)
+        except TensorHubError as error:  # it is no order, on any rank
+            memory: Memory = "torn" if self._is_torn else "intact"
+            log.error("sglang_update_failed", error=f"{error}", memory=memory)
+            self.report = Report(-1, "update", Outcome.of(error, memory))
+
+    def before_sleep(self) -> None:
+        """The memory goes: serve it no longer, and write all of it at the next update."""
+        self._is_lost = self._is_torn = self._is_torn or not has_backup()
+        if self._weights is not None:
+            try:
+                self._weights.unpublish()
+            except TensorHubError:
+                self._forget()
+
+    def fetch_adapter(self, model: str, version: int) -> Mapping[str, torch.Tensor]:
+        if self._hub is None or self._joined is None:
+            raise StateError("this engine has joined no cluster yet: Session.get_ready comes first")
+        return fetch_adapter(self._hub, model, version, self._joined.timeout_s)
 
     def spare(self) -> None:
         """Have the end of a session leave alone what it must not process."""
@@ -129,11 +177,23 @@ class Receiver:
             log.error("sglang_update_failed", error=f"{error}", memory="intact")
 
     def _second_model(self) -> SecondModel:
-        if self._second is None:
-            self._second = SecondModel(self._model)
+        draft = self._draft()
+        if self._second is None or self._second.draft is not draft:
+            self._second = SecondModel(self._model, draft)
         return self._second
 
-    def _on_all_ranks(self, call: Callable[[], Made]) -> Made:
+    def _draft(self) -> nn.Module | None:
+        drafts = [each for each in _shown if each is not self._model]
+        if not drafts or (self._joined is not None and not self._joined.has_draft):
+            return None
+        if len(drafts) > 1:
+            raise StateError(
+                f"an engine with {len(drafts)} draft models cannot be updated: name 'draft.*' in "
+                f"unused= to update its target alone"
+            )
+        return drafts[0]
+
+    def on_all_ranks(self, call: Callable[[], Made]) -> Made:
         """The call's result, once it has returned on all ranks. Raises _Failed on all ranks, with
         one outcome: the error of the first failed rank; the memory is torn if any rank's is.
         """
@@ -156,24 +216,28 @@ class Receiver:
     # --------------------------------------------------------------------------------------------
     # before a byte is written
 
-    def _get_ready(self, tensors: Tensors) -> tuple[Order, Plan | None]:
-        """The plan for this version. Without a plan: the engine has this version."""
+    def _get_ready(self, order: Order) -> Plan | None:
+        """The plan for this version. Without a plan: there is nothing to write."""
+        known = None if self._hub is None or self._joined is None else self._joined.address
+        lasting = replace(order, purpose="join", version=-1, content_id=None)
+        # for adapters it does not matter how the base is updated
+        if known != order.address if order.purpose == "join" else lasting != self._joined:
+            self.close()
+            self._joined = lasting
         second = self._second_model()
         second.spare()
-        order = Order.of(tensors)
-        lasting = replace(order, version=0, content_id=None, is_check=False)
-        if lasting != self._joined or self._hub is None:
-            self.close()
+        if sglang_sleep.is_asleep():
+            raise StateError(SLEEPS)
+        if self._hub is None:
             self._hub = sync.connect(
                 order.address, options=Options(host_memory_bytes=order.host_memory_bytes)
             )
-            self._joined = lasting
-        if order.is_check:
-            return order, self._plan
+        if order.purpose != "update":
+            return None
         served = self._served
         if served is not None and not self._is_torn:
             if served.content_id is not None and served.content_id == order.content_id:
-                return order, None
+                return None
             self._check_is_newer(self._hub, served, order)
         asked = published_tensors(
             self._hub._async, order.model, order.version, order.timeout_s, self._published
@@ -182,8 +246,8 @@ class Receiver:
         if self._plan is None or self._plan.specs != self._published.kinds:
             self._make_plan(self._hub, second, order, self._published.kinds)
         assert self._plan is not None
-        self._check_live(self._plan)
-        return order, self._plan
+        self._check_live(self._plan, second)
+        return self._plan
 
     @staticmethod
     def _check_is_newer(hub: sync.Hub, served: Order, order: Order) -> None:
@@ -202,15 +266,12 @@ class Receiver:
             )
 
     def _make_plan(self, hub: sync.Hub, second: SecondModel, order: Order, specs: Specs) -> None:
-        if self._weights is not None:
-            self._weights.close(abandon=True)
-        self._weights = self._plan = None
-        self._is_agreed = False
+        self._forget()
         if (stages := parallel_state.get_pp_group().world_size) > 1:
             raise StateError(
                 f"an engine with pipeline-parallel stages ({stages}) cannot be updated"
             )
-        plan = self._plan = make(second, self._model, specs)
+        plan = self._plan = make(second, specs)
         if plan.in_place and not plan.missing:
             sources = plan.recording.sources
             self._weights = hub.register(
@@ -232,9 +293,16 @@ class Receiver:
             unread=plan.recording.unread,
         )
 
-    def _check_live(self, plan: Plan) -> None:
+    def _forget(self) -> None:
+        """Give up what is registered: the next update makes a plan, and writes everything."""
+        weights, self._weights, self._plan, self._is_agreed = self._weights, None, None, False
+        if weights is not None:
+            with suppress(TensorHubError):
+                weights.close(abandon=True)
+
+    def _check_live(self, plan: Plan, second: SecondModel) -> None:
         """Raise if the model no longer has the registered tensors."""
-        live = tensors_of(self._model)
+        live = tensors_of(second.live)
         other = [
             name
             for name, tensor in plan.in_place.items()
@@ -310,7 +378,10 @@ class Receiver:
             tensors = ahead[number] if number < len(ahead) else fetched(batch)
             for layer in second.loaded(batch.layers, tensors):
                 copy_to_live(layer)
-        post_load(self._model)
+        if self._is_lost:
+            second.refill(plan.recording.needs)
+            self._is_lost = False
+        second.post_load()
         if not self._is_proved:
             check_release("SGLang", SGLANG_VERSION, TESTED, probe=lambda: self._compare(order))
             self._is_proved = True
@@ -333,11 +404,11 @@ class Receiver:
             raise
 
     def _check(self, order: Order) -> None:
-        if self._plan is None or self._served is None or self._is_torn:
+        if self._plan is None or self._served is None or self._second is None:
             raise StateError(
                 "no update has succeeded: there is nothing to compare the engine's weights with"
             )
-        self._check_live(self._plan)
+        self._check_live(self._plan, self._second)
         self._compare(order)
 
     def _compare(self, order: Order) -> None:
@@ -380,7 +451,7 @@ class _Failed(Exception):
     """An update has failed, on all ranks."""
 
     def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome)
+        super().__init__(f"{outcome.kind}: {outcome.text}")
         self.outcome = outcome
 
 

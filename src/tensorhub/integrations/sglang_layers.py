@@ -12,7 +12,7 @@ responsible for when an engine is updated (`sglang_engine`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +27,10 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tensorhub.integrations.drafts import PREFIX, joined
 from tensorhub.integrations.probing import own_tensors, pattern, same_bytes
 from tensorhub.integrations.recording import Recording, Specs, record
+from tensorhub.integrations.sglang_lora import without_adapters
 from tensorhub.memory.safetensors import read_header
 
 try:
@@ -74,22 +76,32 @@ class Layer:
 
 class SecondModel:
     """The engine's model once more, on torch's meta device, made by SGLang's own code with the
-    settings of this process. `layers`: those with tensors of their own.
+    settings of this process. `layers`: those with tensors of their own. `live`: the engine's
+    modules, without those for adapters. `draft`: its draft model, which both have, too, below
+    `draft`; what it shares with its base is the base's.
     """
 
-    def __init__(self, live: nn.Module) -> None:
-        self._live, self._device = live, next(live.parameters()).device
-        config = ModelConfig.from_server_args(get_server_args())
-        load = LoadConfig(load_format="dummy")
-        quantization = loader._get_quantization_config(config, load)
+    def __init__(self, live: nn.Module, draft: nn.Module | None = None) -> None:
+        self.draft, self._device = draft, next(live.parameters()).device
         self._constants = _Constants()
-        with set_default_torch_dtype(config.dtype), torch.device("meta"), self._constants:
-            self._model = loader._initialize_model(config, load, quantization)
+        self.live: nn.Module = without_adapters(live)
+        self._model: Any = self._made(is_draft=False)
+        of_base: set[int] = set()
+        if draft is not None:
+            of_base = {id(each) for each in live.parameters()}
+            settings = get_server_args()
+            is_one = settings.speculative_draft_model_path == settings.model_path
+            self.live = joined(self.live, draft, is_one_checkpoint=is_one)
+            second = self._made(is_draft=True)
+            self._model = joined(self._model, second, is_one_checkpoint=is_one)
         self.layers: list[Layer] = []
-        lives, seen = dict(live.named_modules()), set[int]()
+        lives, seen = dict(self.live.named_modules()), set[int]()
         for name, module in self._model.named_modules():
             own = {id(each) for each in own_tensors(module).values()}
-            if own - seen:
+            is_shared = name.startswith(PREFIX) and all(
+                id(each) in of_base for each in own_tensors(lives[name]).values()
+            )
+            if own - seen and not is_shared:
                 self.layers.append(Layer(name, lives[name], module))
             seen |= own
         for layer in self.layers:
@@ -99,14 +111,23 @@ class SecondModel:
             if not layer.is_in_place:
                 layer.reason = self._refusal(layer)
 
+    def _made(self, *, is_draft: bool) -> Any:
+        settings = get_server_args()
+        of_draft = {
+            "model_path": settings.speculative_draft_model_path,
+            "model_revision": settings.speculative_draft_model_revision,
+            "is_draft_model": True,
+        }
+        config = ModelConfig.from_server_args(settings, **(of_draft if is_draft else {}))
+        load = LoadConfig(load_format="dummy")
+        quantization = loader._get_quantization_config(config, load)
+        with set_default_torch_dtype(config.dtype), torch.device("meta"), self._constants:
+            return loader._initialize_model(config, load, quantization)
+
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers that the loader gets, by name."""
         return {name: each for layer in self.layers for name, each in layer.tensors.items()}
-
-    def has_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of this model is one number, unless something is loaded into it."""
-        return _storage(tensor) in self._constants.found
 
     def record(self, specs: Specs) -> Recording:
         """What the model's loader does with published tensors of these names, dtypes and shapes.
@@ -126,6 +147,28 @@ class SecondModel:
                 _process(layer.second)
                 yield layer
 
+    def refill(self, needs: Container[str]) -> None:
+        """Once the engine's memory was lost: give its parameters that no publication fills the
+        numbers that SGLang made them with.
+        """
+        for layer in self.layers:
+            left = {name for name in layer.tensors if name not in needs}
+            if not layer.is_in_place and len(left) == len(layer.tensors):
+                for each in self.loaded([layer], {}):
+                    copy_to_live(each)
+            live = own_tensors(layer.live) if layer.is_in_place else {}
+            for attribute, tensor in own_tensors(layer.second).items():
+                number = self._constants.found.get(_storage(tensor))
+                is_left = f"{layer.name}.{attribute}".removeprefix(".") in left
+                if is_left and number is not None and isinstance(live.get(attribute), nn.Parameter):
+                    live[attribute].data.fill_(number)
+
+    def post_load(self) -> None:
+        """What SGLang does once parameters were written by something else than its loader."""
+        for model in (self.live, self.draft):
+            if hasattr(model, "post_load_weights"):
+                model.post_load_weights()  # type: ignore[operator, union-attr]
+
     def spare(self) -> None:
         """Have the end of SGLang's session leave alone all layers that are not written in place,
         and undo what its begin has done to them: SGLang post-processes every layer at the end,
@@ -138,7 +181,7 @@ class SecondModel:
             if "process_weights_after_loading" in vars(method):
                 continue
             mine = [
-                each for each, its in loader._modules_with_quant_method(self._live) if its is method
+                each for each, its in loader._modules_with_quant_method(self.live) if its is method
             ]
             if _restores(method):
                 for each in mine:
@@ -256,31 +299,39 @@ def _skip(method: Any, times: int) -> None:
     method.process_weights_after_loading = process_weights_after_loading
 
 
-def post_load(model: nn.Module) -> None:
-    """What SGLang does once a model's parameters were written by something else than its
-    loader.
-    """
-    if hasattr(model, "post_load_weights"):
-        model.post_load_weights()  # type: ignore[operator]
+def has_backup() -> bool:
+    """Whether the engine keeps its weights while it sleeps."""
+    return bool(getattr(get_server_args(), "enable_weights_cpu_backup", False))
 
 
-def checkpoint() -> dict[str, tuple[str, tuple[int, ...]]] | None:
+def checkpoint(has_draft: bool) -> dict[str, tuple[str, tuple[int, ...]]] | None:
     """Names, dtypes and shapes of the tensors in the files that the engine was loaded from. None:
     it was loaded from nothing, or not from safetensors files on this machine.
     """
     settings = get_server_args()
     if settings.load_format == "dummy":
         return None
-    directory = Path(settings.model_path)
+    found = _in_files(settings.model_path, settings.revision)
+    path = settings.speculative_draft_model_path
+    if not has_draft or path == settings.model_path or found is None:
+        return found
+    of_draft = _in_files(path, settings.speculative_draft_model_revision)
+    if of_draft is None:
+        return None
+    return {**found, **{f"{PREFIX}{name}": each for name, each in of_draft.items()}}
+
+
+def _in_files(
+    model_path: str, revision: str | None
+) -> dict[str, tuple[str, tuple[int, ...]]] | None:
+    directory = Path(model_path)
     if not directory.is_dir():
         from huggingface_hub import snapshot_download
 
         directory = Path("")
         with suppress(Exception):  # it is not on this machine
             directory = Path(
-                snapshot_download(
-                    settings.model_path, revision=settings.revision, local_files_only=True
-                )
+                snapshot_download(model_path, revision=revision, local_files_only=True)
             )
     files = sorted(directory.glob("*.safetensors")) if directory.name else []
     if len(files) > 1:  # the same tensors may be in one large file, too

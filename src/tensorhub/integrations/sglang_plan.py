@@ -51,7 +51,7 @@ class Plan:
         return sum(tensor.nbytes for tensor in self.in_place.values())
 
 
-def make(second: SecondModel, live: nn.Module, specs: Specs) -> Plan:
+def make(second: SecondModel, specs: Specs) -> Plan:
     """Raises RegistrationError: the engine has layers that nothing can update, all named."""
     refused = {
         name: layer.reason for layer in second.layers if layer.reason for name in layer.tensors
@@ -69,7 +69,7 @@ def make(second: SecondModel, live: nn.Module, specs: Specs) -> Plan:
         for layer in filled
         if not layer.is_in_place or any(name in found.computed for name in layer.tensors)
     ]
-    tensors = tensors_of(live)
+    tensors = tensors_of(second.live)
     in_place = {
         name: tensors[name].data
         for layer in filled
@@ -95,7 +95,7 @@ def _unfit(
     needs all of its parameters.
     """
     tensors = second.tensors
-    files = checkpoint()
+    files = checkpoint(second.draft is not None)
     own = None if files is None else second.record(files)
     gaps = _gaps(second, specs, found)
     allowed = {} if files is None or own is None else _gaps(second, files, own)

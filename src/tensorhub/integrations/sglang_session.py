@@ -13,15 +13,22 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
 from tensorhub.errors import BY_NAME, InvalidValue, Memory, StateError, TensorHubError, shown
 
+Purpose = Literal["update", "check", "join", "show"]
 LOADER = "tensorhub.integrations.sglang.load"
 PREFIX = "tensorhub:"
-REPORT = f"{PREFIX}report"  # a parameter's name, by which a trainer asks for the loader's report
+# names of parameters, by which a trainer asks the loader
+REPORT = f"{PREFIX}report"
+ASLEEP = f"{PREFIX}asleep"  # 1 if the weights have no memory, else 0
+SLEEPS = (
+    "the engine sleeps, and its weights have no memory: call "
+    'resume_memory_occupation(tags=["weights"]) first, and then repeat this'
+)
 # releases of SGLang that the tests ran with
 TESTED = ("0.5.10", "0.5.12", "0.5.15", "0.5.23")
 SESSIONS_SINCE = (0, 5, 21)  # releases that refuse an update outside of a session
@@ -46,19 +53,23 @@ def check_loader(engine: str, loaders: Sequence[str] | None) -> None:
 
 @dataclass(frozen=True)
 class Order:
-    """Of which version the engine is to be made, and how. `replica`: the trainer's word for this
-    engine. `unused`: names of published tensors, with `*`, that the model's loader may leave alone.
+    """What an engine's loader is to do. `purpose`: take this version, compare what the engine has
+    with it, join the cluster, or note the models that it is called with, of which one is the
+    draft's. `replica`: the trainer's word for this engine. `unused`: names of published tensors,
+    with `*`, that the model's loader may leave alone. `has_draft`: the draft model takes the
+    version, too.
     """
 
     address: list[str]
     model: str
     replica: str
-    version: int
+    purpose: Purpose = "update"
+    version: int = -1
     content_id: str | None = None
     host_memory_bytes: int = 0
     timeout_s: float = 300.0
     unused: tuple[str, ...] = ()
-    is_check: bool = False  # compare what the engine has with this version, and write nothing
+    has_draft: bool = False
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [(PREFIX + json.dumps(asdict(self)), torch.empty(0))]
@@ -110,7 +121,7 @@ class Report:
     """
 
     version: int
-    is_check: bool
+    purpose: Purpose
     failed: Outcome | None = None
 
     def encode(self) -> list[float]:

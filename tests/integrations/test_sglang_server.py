@@ -1,0 +1,209 @@
+"""Which calls an SGLang engine gets, and in which order; SGLang itself is not needed for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub.errors import ManifestMismatch, StateError
+from tensorhub.integrations.sglang import Session
+from tensorhub.integrations.sglang_session import ASLEEP, PREFIX, Order, Outcome, Report
+from tensorhub.types import VersionInfo
+
+INFO = VersionInfo("actor", 3, "content", 10, 1)
+
+
+class Engine:
+    """Does what it is told. `asleep`: what it says of its sleep; `fails`: its report's error."""
+
+    def __init__(self) -> None:
+        self.ranks, self.has_sessions, self.has_draft = 1, True, False
+        self.asleep: object = [0.0]
+        self.fails: Exception | None = None
+        self.calls: list[str] = []
+        self.orders: list[Order] = []
+        self.loaded = {"files": "/adapter"}
+        self.is_open = False
+
+    def look(self) -> None:
+        self.calls.append("look")
+
+    def call(self, name: str, **fields: Any) -> tuple[bool, str]:
+        called = " ".join([name, *([fields["selector"]] if "selector" in fields else [])])
+        self.calls.append(called)
+        if name == "begin_weight_update" and self.is_open:
+            self.is_open = False
+            return False, "a session is already open"
+        for tensor in fields.get("serialized_named_tensors", ()):
+            self.orders.append(Order.of([tensor]))
+        return True, ""
+
+    def parameter(self, name: str) -> object:
+        if name == ASLEEP:
+            return self.asleep
+        order = self.orders[-1]
+        failed = None if self.fails is None else Outcome.of(self.fails, "intact")
+        return Report(order.version, order.purpose, failed).encode()
+
+    def serialized(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Any]:
+        return [each for each in tensors if each[0].startswith(PREFIX)]
+
+    def adapters(self, name: str, **fields: Any) -> tuple[str, Mapping[str, str]]:
+        self.calls.append(f"{name} {fields['lora_name']}")
+        if name == "unload_lora_adapter":
+            del self.loaded[fields["lora_name"]]
+        elif fields["lora_name"] in self.loaded:
+            return "it is already loaded", self.loaded
+        else:
+            self.loaded[fields["lora_name"]] = fields["lora_path"]
+        return "", self.loaded
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def session(engine: Engine) -> Session:
+    return Session(engine, "tcp://127.0.0.1:1")
+
+
+LOAD = "update_weights_from_tensor target"
+UPDATE = ["begin_weight_update target", LOAD, LOAD, "end_weight_update"]
+
+
+def test_an_update(engine: Engine, session: Session) -> None:
+    session.update(INFO)
+    assert engine.calls == ["pause_generation", *UPDATE, "continue_generation"]
+    engine.calls.clear()
+    engine.is_open = True  # by a trainer that is gone
+    session.update(INFO)
+    assert engine.calls[1:4] == ["begin_weight_update target", LOAD, "end_weight_update"]
+    assert engine.calls[4:] == [*UPDATE, "continue_generation"]
+
+
+def test_an_engine_that_sleeps_is_not_even_paused(engine: Engine, session: Session) -> None:
+    engine.asleep = [1.0]
+    with pytest.raises(StateError, match="resume_memory_occupation"):
+        session.update(INFO)
+    with pytest.raises(StateError, match="resume_memory_occupation"):
+        session.get_ready()
+    assert engine.calls == []
+
+
+def test_an_engine_that_has_started_anew_is_looked_at(engine: Engine, session: Session) -> None:
+    session.update(INFO)
+    session.update(INFO)
+    engine.asleep = None
+    session.update(INFO)
+    first, second, third = engine.orders
+    assert first.replica == second.replica != third.replica
+    assert engine.calls.count("look") == 1
+
+
+def test_a_draft_is_shown_before_each_order(engine: Engine) -> None:
+    engine.has_draft = True
+    Session(engine, "tcp://127.0.0.1:1", pause=None).update(INFO)
+    assert [each.purpose for each in engine.orders] == ["show", "update"]
+    load = "update_weights_from_tensor"
+    assert engine.calls == [
+        "begin_weight_update all",
+        f"{load} all",
+        f"{load} target",
+        f"{load} target",
+        "end_weight_update",
+    ]
+    engine.calls.clear()
+    Session(engine, "tcp://127.0.0.1:1", pause=None, unused=["draft.*"]).update(INFO)
+    assert engine.calls == UPDATE
+
+
+def test_versions_of_an_adapter_but_the_last_two_are_unloaded(
+    engine: Engine, session: Session
+) -> None:
+    for version in (3, 4, 10):
+        for model in ("poet", "critic"):
+            assert session.load_adapter(model, version) == f"{model}@{version}"
+    session.load_adapter("poet", 3)  # an older one, which is asked for
+    session.load_adapter("poet", 3)
+    assert list(engine.loaded) == ["files", "critic@4", "poet@10", "critic@10", "poet@3"]
+
+
+def test_an_adapter_that_the_engine_refuses(engine: Engine, session: Session) -> None:
+    for text, kind in (("ManifestMismatch: no", ManifestMismatch), ("no room", StateError)):
+        engine.adapters = lambda *_, text=text, **__: (text, {})  # type: ignore[method-assign]
+        with pytest.raises(kind, match=r"no( room)?$"):
+            session.load_adapter("poet", 1)
+
+
+def test_an_error_that_has_written_nothing_resumes_the_engine(
+    engine: Engine, session: Session
+) -> None:
+    engine.fails = ManifestMismatch("not these")
+    with pytest.raises(ManifestMismatch, match="not these"):
+        session.update(INFO)
+    assert engine.calls[-2:] == ["end_weight_update", "continue_generation"]
+
+
+def test_a_lost_answer_leaves_the_engine_paused(engine: Engine, session: Session) -> None:
+    call = engine.call
+
+    def lost(name: str, **fields: Any) -> tuple[bool, str]:
+        answer = call(name, **fields)
+        if name == "update_weights_from_tensor":
+            error = StateError("no answer")
+            error.memory = "in_doubt"  # as `Server` says
+            raise error
+        return answer
+
+    engine.call = lost  # type: ignore[method-assign]
+    with pytest.raises(StateError, match="no answer") as caught:
+        session.update(INFO)
+    assert "generation stays paused" in caught.value.__notes__[0]
+    assert engine.calls[-1] == "end_weight_update"
+
+
+def answering(status: int, body: bytes) -> HTTPServer:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *given: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (200, b"<html>ok</html>", "does not say what it is: <html>ok"),
+        (200, b'{"tp_size": "many", "version": 5}', "does not say what it is"),
+        (401, b"who are you", "has answered 401 to /server_info: who are you"),
+        (200, b'{"tp_size": 1, "version": "0.5.23"}', "was started without TensorHub's loader"),
+    ],
+)
+def test_servers_that_are_none(status: int, body: bytes, says: str) -> None:
+    with answering(status, body) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(StateError, match=f"the SGLang server {url} {says}") as caught:
+            Session(url, "tcp://127.0.0.1:1", timeout_s=5.0)
+        assert caught.value.retryable is False
+        server.shutdown()
+
+
+def test_a_check_before_any_update(session: Session) -> None:
+    with pytest.raises(StateError, match="has taken no version yet"):
+        session.check()
