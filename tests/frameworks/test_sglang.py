@@ -366,16 +366,16 @@ def test_check_weights_names_what_differs_and_the_next_update_repairs_it(
 def test_a_release_that_was_not_tested_is_probed_at_its_first_update(
     rank: sglang_cpu.Rank, engine: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensorhub.integrations import sglang_engine
+    from tensorhub.integrations import sglang_engine, sglang_layers
 
     monkeypatch.setattr(sglang_engine, "TESTED", ("0.1",))
     trainer = trainers(model := actor(18))
 
-    def post_load(model: Any) -> None:
-        model.lm_head.weight.data[-1] += 1
+    def post_load(second: Any) -> None:
+        second.live.lm_head.weight.data[-1] += 1
 
     with monkeypatch.context() as patch:
-        patch.setattr(sglang_engine, "post_load", post_load)
+        patch.setattr(sglang_layers.SecondModel, "post_load", post_load)
         with pytest.raises(StateError, match=r"probe .* failed .*'lm_head.weight'.* torn"):
             trainer.send_weights()
         assert engine.tokenizer_manager.is_pause
