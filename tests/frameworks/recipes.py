@@ -110,6 +110,7 @@ RECIPES = {
             "test_vllm_layers.py",
             "test_vllm_lora.py",
             "test_vllm_mtp.py",
+            "test_vllm_one_version.py",
             "test_vllm_quant.py",
             "test_vllm_republished.py",
             "test_vllm_requests.py",

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tensorhub import sync
+from tensorhub.integrations.announced import SERVERS, announced
 from tensorhub.integrations.trl import WeightTransfer
 from tests.frameworks import vllm_cpu
 from tests.frameworks.test_vllm import actor, train
@@ -43,15 +44,20 @@ def test_an_engine_that_starts_late_takes_the_newest_version(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("TENSORHUB_ADDRESS", coordinator.address)
     monkeypatch.setenv("TENSORHUB_MODEL", "actor")
+    monkeypatch.setenv("TENSORHUB_ENGINE_URL", "http://10.0.0.2:8000")
     path = vllm_cpu.prepare(tmp_path)
     model = actor()
     with sync.connect(coordinator.address) as hub:
         hub.register("actor", model).publish(7)
         from vllm import LLM
 
+        from tensorhub.integrations import vllm_start
+
+        vllm_start.watch()  # an earlier test may have imported the extension
         late = LLM(model=path, worker_extension_cls=EXTENSION, **vllm_cpu.ENGINE)
         (found,) = late.collective_rpc("tensorhub_state")
         assert found["version"] == 7
+        assert announced(hub, "actor", SERVERS) == ["http://10.0.0.2:8000"]
         late.collective_rpc("tensorhub_check")
         late.collective_rpc("tensorhub_leave")
 

@@ -155,13 +155,16 @@ def test_a_second_training_counts_from_the_versions_of_the_first(
         first.destroy()
         second.init_weight_transfer()
         policy = Policy()
-        weights = RolloutWeights(policy, second.rollout_settings(), timeout_s=0.5)
+        early, weights = (
+            RolloutWeights(policy, second.rollout_settings(), timeout_s=timeout_s)
+            for timeout_s in (0.5, 20.0)
+        )
         with pytest.raises(VersionUnavailable, match="version 3 of 'actor' was not published"):
-            weights.refresh()
+            early.refresh()
         second.send_weights(sent(3.0))
         assert weights.refresh() == 1
         assert values(policy) == ({3.0}, {77.0})
-        for each in (older, weights):
+        for each in (older, early, weights):
             each.close()
         second.destroy()
 

@@ -246,7 +246,8 @@ class Engine:
 
     def _settle(self, attempt: int, is_commit: bool) -> None:
         is_flipped = attempt == self.seat.attempt and self.seat.state is EngineState.FLIPPED
-        if is_flipped and (self._fault is not None or not is_commit):
+        is_needed = self._fault is not None if is_commit else self.seat.version is not None
+        if is_flipped and is_needed:
             # a commit: the others have taken the version in a later attempt
             if is_commit and self._uses:
                 raise StateError("the weights are still being used", retryable=True)

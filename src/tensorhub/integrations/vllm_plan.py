@@ -19,7 +19,7 @@ Responsible for that plan. Not responsible for carrying it out (`vllm_updater`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -35,6 +35,8 @@ from tensorhub.integrations.vllm_first_load import first_load
 from tensorhub.logs import get_logger
 
 log = get_logger(__name__)
+BATCH_BYTES = 256 * 2**20  # of layers that are read together
+SAMPLES = 16  # elements of each tensor, by which the loss of its memory is seen
 
 # numbers that a cast changes little: all others are codes, which mean nothing in another dtype
 PLAIN_DTYPES = {"float64", "float32", "bfloat16", "float16"}
@@ -108,6 +110,17 @@ class Plan:
             for name, place, value in self.recording.filled
             if name in tensors
         )
+
+    def sampled(self) -> torch.Tensor | None:
+        """Some bytes of each tensor of the model."""
+        found = []
+        for layer in self.layers:
+            for tensor in layers.own_tensors(layer.module).values():
+                if tensor.is_contiguous() and tensor.numel():
+                    flat = tensor.detach().view(-1)
+                    step = max(1, len(flat) // SAMPLES)
+                    found.append(flat[::step][:SAMPLES].contiguous().view(torch.uint8))
+        return torch.cat(found).cpu() if found else None
 
 
 class Planner:
@@ -277,3 +290,16 @@ def mismatch(model_name: str, faults: Sequence[Faults]) -> ManifestMismatch | No
 
 def _listed(reasons: Mapping[str, str]) -> str:
     return some([f"{name!r}: {reason}" for name, reason in reasons.items()], "; ", most=100)
+
+
+def batches(all_: Iterable[Layer]) -> list[list[Layer]]:
+    """Layers that are read together: some, of so many bytes, or one that is larger."""
+    made: list[list[Layer]] = []
+    room = 0
+    for layer in all_:
+        if not made or layer.nbytes > room:
+            made.append([])
+            room = BATCH_BYTES
+        made[-1].append(layer)
+        room -= layer.nbytes
+    return made

@@ -3,8 +3,10 @@
     TENSORHUB_ADDRESS=tcp://10.0.0.1:17337 TENSORHUB_MODEL=actor vllm serve MODEL \
         --worker-extension-cls tensorhub.integrations.vllm_worker.WorkerExtension
 
-Each worker reads it when its model is loaded, from its peers or the trainer. Where nothing was
-published yet, the engine starts with the weights that vLLM has loaded.
+Each worker reads it when all else is ready, from its peers or the trainer. Where nothing was
+published yet, the engine starts with the weights that vLLM has loaded. With TENSORHUB_ENGINE_URL,
+the server's URL, trainers find it (`announced`). With TENSORHUB_FLEET_HOST, this machine's name for
+the trainer, it joins a fleet with one version (`one_version`); TENSORHUB_FLEET_TOKEN is for it.
 
 Responsible for when that happens. Not responsible for the update (`vllm_updater`).
 """
@@ -15,13 +17,18 @@ import functools
 import os
 from typing import Any, Final
 
+from tensorhub import sync
 from tensorhub.errors import InvalidValue, StateError
+from tensorhub.integrations.announced import SERVERS, announce
 from tensorhub.logs import get_logger
 from tensorhub.runtime.control.addresses import split_addresses
 from tensorhub.types import check_name
 
 MODEL: Final = "TENSORHUB_MODEL"  # the environment's variable with the published name
 ADDRESS: Final = "TENSORHUB_ADDRESS"
+URL: Final = "TENSORHUB_ENGINE_URL"
+FLEET_HOST: Final = "TENSORHUB_FLEET_HOST"
+FLEET_TOKEN: Final = "TENSORHUB_FLEET_TOKEN"
 log = get_logger(__name__)
 
 
@@ -43,12 +50,36 @@ def watch() -> None:
         return
 
     @functools.wraps(load)
-    def load_and_update(worker: Any, *given: Any, **named: Any) -> Any:
+    def load_model(worker: Any, *given: Any, **named: Any) -> Any:
         result = load(worker, *given, **named)
-        if hasattr(worker, "tensorhub_start"):
-            state = worker.tensorhub_start(os.environ[ADDRESS], os.environ[MODEL])
-            log.info("vllm_started", model=os.environ[MODEL], version=state["version"])
+        if os.environ.get(MODEL) and hasattr(worker, "tensorhub_start"):
+            _start_after(worker)
         return result
 
-    load_and_update.is_tensorhubs = True  # type: ignore[attr-defined]
-    Worker.load_model = load_and_update
+    load_model.is_tensorhubs = True  # type: ignore[attr-defined]
+    Worker.load_model = load_model
+
+
+def _start_after(worker: Any) -> None:
+    """After vLLM's last call before requests, whose own steps are of no version."""
+    warm_up = worker.compile_or_warm_up_model
+
+    def warm_up_and_start(*given: Any, **named: Any) -> Any:
+        result = warm_up(*given, **named)
+        start(worker)
+        return result
+
+    worker.compile_or_warm_up_model = warm_up_and_start
+
+
+def start(worker: Any) -> None:
+    address, model = os.environ[ADDRESS], os.environ[MODEL]
+    if host := os.environ.get(FLEET_HOST):
+        worker.tensorhub_one_version(address, model, host, token=os.environ.get(FLEET_TOKEN))
+        return
+    state = worker.tensorhub_start(address, model)
+    log.info("vllm_started", model=model, version=state["version"])
+    if (url := os.environ.get(URL)) and worker.vllm_config.parallel_config.rank == 0:
+        # not the connection of updates, which ends where a trainer has other settings
+        hub = sync.connect(address, name=url)
+        worker.__dict__["_tensorhub_announced"] = announce(hub, model, SERVERS, url)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
@@ -17,9 +18,16 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 
 from tensorhub import shared_empty_like, sync
 from tensorhub.errors import InvalidType, RegistrationError, shown, some
+from tensorhub.integrations.announced import SERVERS, announced
 from tensorhub.integrations.fleet import Fleet
 from tensorhub.integrations.readers import Readers
-from tensorhub.integrations.vllm_session import BACKEND, HttpClient, Session, Settings
+from tensorhub.integrations.vllm_session import (
+    BACKEND,
+    ExtensionClient,
+    HttpClient,
+    Session,
+    Settings,
+)
 from tensorhub.types import Options, VersionInfo
 
 if TYPE_CHECKING:
@@ -95,7 +103,8 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
     `source`: the module that is trained, or its tensors by name, which are published where they are
     (of a DTensor this rank's part); or one of vLLM's `WeightSource`s: rank 0 copies its tensors
     into buffers of its own at each update. `client`: of the engine; or several, which take each
-    version at the same time (`fleet.Fleet`). A server's URL is a client, too.
+    version at the same time (`fleet.Fleet`). A server's URL is a client, too. None: at each update,
+    all servers that have announced themselves (`vllm_start`).
     """
 
     init_info_cls = TrainerInit
@@ -104,16 +113,20 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self.rank = init_info.rank  # vLLM 0.32 takes none
         self._init = init_info
-        clients = (client if isinstance(client, list | tuple) else [client]) * self.is_sender
+        given = client if isinstance(client, list | tuple) else [client] * (client is not None)
+        clients = given * self.is_sender
         settings = Settings(
             **{each.name: getattr(init_info, each.name) for each in fields(Settings)}
         )
-        self._fleet = Fleet(
-            [Session(_client(each, init_info), settings) for each in clients],
-            timeout_s=init_info.timeout_s,
-        )
         self._buffers: dict[str, torch.Tensor] | None = None
         self._hub = sync.connect(init_info.address, options=init_info.options)
+        timeout_s = init_info.timeout_s
+        self._fleet = Fleet(
+            [Session(_client(each, init_info), settings) for each in clients],
+            find=None if given else partial(announced, self._hub, init_info.model, SERVERS),
+            make=lambda url: Session(ExtensionClient(url, timeout_s), settings),
+            timeout_s=timeout_s,
+        )
         try:
             mark = _mark(self._hub, init_info.model)
             self._version = -1 if mark is None else mark
@@ -122,7 +135,7 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
                 self._hub, init_info.model, GROUP, are_optional=init_info.allow_no_readers
             )
             self._weights = self._register(source)
-            if self.is_sender:
+            if clients:
                 self._fleet.join()
         except BaseException:
             self._hub.close()

@@ -12,9 +12,9 @@ Responsible for what a worker does when. Not responsible for how a publication g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,15 +40,13 @@ from tensorhub.integrations.releases import check_release
 from tensorhub.integrations.vllm_draft import with_draft
 from tensorhub.integrations.vllm_first_load import first_load, note_first
 from tensorhub.integrations.vllm_lora import Adapters, unwrapped, watch as watch_adapters
-from tensorhub.integrations.vllm_plan import Layer, Plan, Planner, mismatch
+from tensorhub.integrations.vllm_plan import Layer, Plan, Planner, batches, mismatch
 from tensorhub.integrations.vllm_ranks import Outcome, Ranks
 from tensorhub.runtime.loop_thread import finish_blocking
 from tensorhub.types import LATEST, VersionInfo
 
 # releases that the tests have run with: docs/frameworks.md
 TESTED = ("0.22", "0.23", "0.24", "0.29", "0.31", "0.32", "0.33")
-BATCH_BYTES = 256 * 2**20  # of layers that are read together
-SAMPLES = 16  # elements of each tensor, by which the loss of its memory is seen
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,8 @@ class Updater:
         self.is_torn = False
         self._samples: torch.Tensor | None = None  # of the model after the last update
         self._adapters = Adapters(base, self._fetch_adapter)
-        self._sleep = vllm_sleep.of(base)
-        self._sleep.before = self._before_sleep
+        self.sleep = vllm_sleep.of(base)
+        self.sleep.before = self._before_sleep
 
     @property
     def ranks(self) -> Ranks:
@@ -120,7 +118,7 @@ class Updater:
         found: list[bool] = []
 
         def ask() -> None:
-            hub, settings = self._joined()
+            hub, settings = self.joined()
             try:
                 found.append(hub.describe(settings.model, limit=0).mark is not None)
             except VersionUnavailable:
@@ -143,7 +141,7 @@ class Updater:
             self._settings.model, [outcome.told[rank] for rank in sorted(outcome.told)]
         )
         if error is not None:
-            self._forget()
+            self.forget()
             return Outcome(
                 error if self._ranks.speaks else None, (self.is_torn,) * self._ranks.count
             )
@@ -172,7 +170,7 @@ class Updater:
         return self._together(lambda: self._compare(model, version))
 
     def close(self) -> None:
-        self._forget()
+        self.forget()
         self._adapters.clear()
         hub, self._hub, self._settings = self._hub, None, None
         if hub is not None:
@@ -202,7 +200,7 @@ class Updater:
     # ----------------------------------------------------------------------------------------------
     # getting ready
 
-    def _joined(self) -> tuple[sync.Hub, Settings]:
+    def joined(self) -> tuple[sync.Hub, Settings]:
         if self._hub is None or self._settings is None:
             raise StateError("this engine has joined no cluster yet: that comes first")
         return self._hub, self._settings
@@ -214,10 +212,10 @@ class Updater:
             self._settings = settings
 
     def _fetch_adapter(self, model: str, version: int) -> Mapping[str, torch.Tensor]:
-        hub, settings = self._joined()
+        hub, settings = self.joined()
         return fetch_adapter(hub, model, version, settings.timeout_s)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Give up what is registered: the next update makes a plan, and writes everything."""
         weights, self.weights = self.weights, None
         self.plan = self._published = None
@@ -227,29 +225,37 @@ class Updater:
                 weights.close(abandon=True)
 
     def _make_plan(self, version: int) -> None:
-        """For this version's tensors: made once, and again when they change."""
-        hub, settings = self._joined()
-        self._sleep.check_awake()
+        self.sleep.check_awake()
         self._check_newer(version)
         if self._is_lost():
             self.is_torn = True
-            self._forget()
+            self.forget()
+        self.plan_for(version)
+
+    def plan_for(
+        self, version: int, alone: AbstractContextManager[object] | None = None
+    ) -> VersionInfo:
+        """Plan for this version's tensors: made once, and again when they change. `alone`: within
+        it nothing else uses the model.
+        """
+        hub, settings = self.joined()
         asked = published_tensors(
             hub._async, settings.model, version, settings.timeout_s, self._published
         )
         published = finish_blocking(asked)
         if self.plan is None or self.plan.specs != published.kinds:
-            self._forget()
-            with set_current_vllm_config(self._vllm_config):
+            self.forget()
+            with alone or nullcontext(), set_current_vllm_config(self._vllm_config):
                 plan = self._planner.plan(settings.model, published.kinds, settings.ignored)
                 check_release(
                     "vLLM", VLLM_VERSION, TESTED, probe=lambda: reload.probe(self._model, plan)
                 )
             self.plan = plan
         self._published = published
+        return published.version
 
     def _newest(self) -> VersionInfo:
-        hub, settings = self._joined()
+        hub, settings = self.joined()
         asked = published_tensors(
             hub._async, settings.model, LATEST, settings.timeout_s, self._published
         )
@@ -267,43 +273,54 @@ class Updater:
             )
 
     def _fetch_staged(self, version: int) -> None:
-        hub, settings = self._joined()
-        plan = self._planned()
+        hub, settings = self.joined()
+        plan = self.planned()
         if self.weights is None:
             self._register(hub, settings, plan)
-        self._check_places(plan)
+        self.check_places(plan)
         if self.staged and self.weights is not None:
             self.weights.update(version, timeout=settings.timeout_s)
 
-    def _planned(self) -> Plan:
+    def planned(self) -> Plan:
         assert self.plan is not None  # made before, in the same call
         return self.plan
 
     def _register(self, hub: sync.Hub, settings: Settings, plan: Plan) -> None:
-        self.live = {
-            n: layers.own_tensors(each.module)[a].data
-            for each in plan.in_place
-            for a, n in each.names.items()
-        }
+        self.note_live()
         tensors = self.live
         if 0 < plan.nbytes <= settings.host_memory_bytes:
-            tensors = self.staged = self._host_memory(plan)
-            plan.fill_numbers(tensors)
+            tensors = self.staged = self.host_memory()
         if tensors:
-            parallel = self._vllm_config.parallel_config
-            self.weights = hub.register(
-                settings.model,
-                tensors,
-                sources={name: plan.recording.sources.get(name, []) for name in tensors},
-                # an engine that comes back with other workers is another group
-                group=f"{settings.group}/{parallel.data_parallel_index}/{self._ranks.count}",
-                rank=self._ranks.rank,
-                world_size=self._ranks.count,
-                spot=True,
-                partial=True,
-            )
+            self.weights = self.register(tensors)
 
-    def _host_memory(self, plan: Plan) -> dict[str, torch.Tensor]:
+    def note_live(self) -> None:
+        """Remember the tensors that are written in place."""
+        self.live = {
+            n: layers.own_tensors(each.module)[a].data
+            for each in self.planned().in_place
+            for a, n in each.names.items()
+        }
+
+    def register(self, tensors: Mapping[str, torch.Tensor], word: str = "") -> sync.Weights:
+        """This worker's part of a version. `word`: another one for each at the same time."""
+        hub, settings = self.joined()
+        sources = self.planned().recording.sources
+        parallel = self._vllm_config.parallel_config
+        return hub.register(
+            settings.model,
+            tensors,
+            sources={name: sources.get(name, []) for name in tensors},
+            # an engine that comes back with other workers is another group
+            group=f"{settings.group}{word}/{parallel.data_parallel_index}/{self._ranks.count}",
+            rank=self._ranks.rank,
+            world_size=self._ranks.count,
+            spot=True,
+            partial=True,
+        )
+
+    def host_memory(self) -> dict[str, torch.Tensor]:
+        """For this worker's part, in load format."""
+        plan = self.planned()
         with layers.load_format(self._model):
             like = {
                 name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -311,9 +328,11 @@ class Updater:
                 for a, name in each.names.items()
                 for tensor in [layers.own_tensors(each.module)[a]]
             }
-        return shared_empty_like(like)
+        tensors = shared_empty_like(like)
+        plan.fill_numbers(tensors)
+        return tensors
 
-    def _check_places(self, plan: Plan) -> None:
+    def check_places(self, plan: Plan) -> None:
         """Raise if a tensor that is written in place is no longer where it was registered."""
         moved = [
             repr(name)
@@ -342,25 +361,12 @@ class Updater:
             try:
                 self.weights.unpublish()
             except TensorHubError:
-                self._forget()
-
-    def _sampled(self) -> torch.Tensor | None:
-        """Some bytes of each tensor of the model."""
-        if self.plan is None:
-            return None
-        found = []
-        for layer in self.plan.layers:
-            for tensor in layers.own_tensors(layer.module).values():
-                if tensor.is_contiguous() and tensor.numel():
-                    flat = tensor.detach().view(-1)
-                    step = max(1, len(flat) // SAMPLES)
-                    found.append(flat[::step][:SAMPLES].contiguous().view(torch.uint8))
-        return torch.cat(found).cpu() if found else None
+                self.forget()
 
     def _is_lost(self) -> bool:
         if self.plan is None or self.is_torn or self._samples is None:
             return False
-        now = self._sampled()
+        now = self.plan.sampled()
         return (
             now is None
             or not torch.equal(now, self._samples)
@@ -371,8 +377,8 @@ class Updater:
     # writing
 
     def _write(self, version: int) -> None:
-        hub, settings = self._joined()
-        plan = self._planned()
+        hub, settings = self.joined()
+        plan = self.planned()
         assert self._published is not None
         served, info = self.served, self._published.version
         if not self.is_torn and served is not None and served.content_id == info.content_id:
@@ -393,26 +399,37 @@ class Updater:
                 raise
         self.is_torn = True
         if self.staged:
-            self._write_staged(plan)
+            self.write_staged(self.staged)
         else:
             for layer, tensors in self._sinks(hub, plan, version):
                 filled = {attribute: tensors[name] for attribute, name in layer.names.items()}
                 layers.process(layer.module, filled)
         if loaded:
             layers.load(self._model, self._vllm_config.model_config, loaded.items())
+        self.finish(info)
+
+    def finish(self, info: VersionInfo) -> None:
+        """All of a version was written."""
         layers.finish(self._model, self._vllm_config.model_config)
-        self._samples = self._sampled()
+        self._samples = self.planned().sampled()
         self.is_torn, self.served = False, info
 
-    def _write_staged(self, plan: Plan) -> None:
+    def write_staged(self, staged: Mapping[str, torch.Tensor], *, points: bool = False) -> None:
+        """Have the model hold what is staged. `points`: tensors that would be written in place
+        become the staged ones.
+        """
+        plan = self.planned()
         with torch.no_grad():
             for layer in plan.in_place:
-                for name in layer.names.values():
-                    self.live[name].copy_(self.staged[name])
+                for attribute, name in layer.names.items():
+                    if points:
+                        layers.own_tensors(layer.module)[attribute].data = staged[name]
+                    else:
+                        self.live[name].copy_(staged[name])
             for layer in plan.processed:
                 tensors = layers.allocate(layer.module, layer.names)
                 for attribute, name in layer.names.items():
-                    tensors[attribute].copy_(self.staged[name])
+                    tensors[attribute].copy_(staged[name])
                 layers.process(layer.module, tensors)
 
     def _sinks(
@@ -421,7 +438,7 @@ class Updater:
         """Each layer that is processed, with its tensors in load format; the next ones are read
         meanwhile.
         """
-        _, settings = self._joined()
+        _, settings = self.joined()
 
         def read(batch: list[Layer]) -> dict[str, torch.Tensor]:
             tensors = {}
@@ -453,14 +470,14 @@ class Updater:
     # the check
 
     def _compare(self, model: str | None, version: int | None) -> None:
-        hub, settings = self._joined()
-        self._sleep.check_awake()
+        hub, settings = self.joined()
+        self.sleep.check_awake()
         plan, served = self.plan, self.served
         if plan is None or served is None or self.is_torn:
             raise StateError(
                 "no update has succeeded: there is nothing to compare the engine's weights with"
             )
-        self._check_places(plan)
+        self.check_places(plan)
         differ: list[str] = []
         with set_current_vllm_config(self._vllm_config):
             for batch in batches(plan.layers):
@@ -475,21 +492,8 @@ class Updater:
                 differ += reload.differences(self._model, plan, batch, dict(fetched))
         if differ:
             self.is_torn = True  # so that the next update writes all of it
-            self._forget()
+            self.forget()
             raise IntegrityError(
                 f"{len(differ)} tensor(s) of the engine differ from an independent load of version "
                 f"{served.version}: {some(list(map(repr, differ)), most=100)}"
             )
-
-
-def batches(all_: Iterable[Layer]) -> list[list[Layer]]:
-    """Layers that are read together: some, of so many bytes, or one that is larger."""
-    made: list[list[Layer]] = []
-    room = 0
-    for layer in all_:
-        if not made or layer.nbytes > room:
-            made.append([])
-            room = BATCH_BYTES
-        made[-1].append(layer)
-        room -= layer.nbytes
-    return made

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from tensorhub.errors import TensorHubError
+from tensorhub.errors import StateError, TensorHubError
 from tensorhub.integrations import vllm_draft, vllm_first_load, vllm_sleep, vllm_start
 from tensorhub.integrations.vllm import new_updater
 from tensorhub.integrations.vllm_ranks import Outcome
@@ -41,6 +42,7 @@ class WorkerExtension:
     # vLLM's worker
     vllm_config: Any
     get_model: Any
+    execute_model: Any
 
     def tensorhub_join(
         self,
@@ -55,6 +57,7 @@ class WorkerExtension:
         `host_memory_bytes` for this worker's shard, updates are staged. `ignored`: patterns of
         published names that the engine leaves alone (`*mtp*`).
         """
+        self._check_alone()
         updater = _updater(self)
         group = replica or f"vllm-{updater.ranks.share(secrets.token_hex(8))[0]}"
         outcome = updater.join(
@@ -71,6 +74,7 @@ class WorkerExtension:
         """Get ready for a version while the engine generates: check it, register, and read it into
         host memory where updates are staged.
         """
+        self._check_alone()
         updater = _updater(self)
         _check(updater, updater.prepare(version))
 
@@ -82,6 +86,7 @@ class WorkerExtension:
         VersionUnavailable, VersionConflict (an older version), and what else `Weights.update`
         raises.
         """
+        self._check_alone()
         updater = _updater(self)
         if version is None:
             outcome, version = updater.newest()
@@ -97,6 +102,55 @@ class WorkerExtension:
         _check(updater, outcome)
         return self.tensorhub_update() if is_published else updater.state()
 
+    def tensorhub_one_version(
+        self,
+        address: str | list[str],
+        model: str = "actor",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        lease_s: float = 3.0,
+        timeout_s: float = 300.0,
+    ) -> dict[str, Any]:
+        """Join a fleet with one version on all engines, or on none (`one_version`): from now on the
+        engine generates with no other version, and `OneVersion` updates it. `host`, `port`,
+        `token`: see `one_version_engine.Engine`. A step waits for a version for `timeout_s`; then
+        vLLM ends the engine. Returns the URL for `OneVersion`, on rank 0.
+        """
+        from tensorhub.integrations.vllm_one_version import Member
+
+        self.tensorhub_join(address, model, timeout_s=timeout_s)
+        config = self.vllm_config
+        sizes = config.parallel_config
+        if sizes.world_size != sizes.tensor_parallel_size:
+            raise StateError("an engine that is not only tensor-parallel cannot join a fleet")
+        device = next(self.get_model().parameters()).device
+        member = Member(
+            _updater(self),
+            device,
+            points=device.type == "cpu" and config.model_config.enforce_eager,
+            wait_s=timeout_s,
+            host=host,
+            port=port,
+            token=token,
+            lease_s=lease_s,
+        )
+        execute = self.execute_model
+
+        def execute_model(*given: Any, **named: Any) -> Any:
+            with member.step():
+                return execute(*given, **named)
+
+        self.execute_model, self.__dict__["_tensorhub_member"] = execute_model, member
+        if member.engine is None:
+            return {"url": None}
+        member.engine.start(timeout_s)
+        return {"url": member.engine.url}
+
+    def _check_alone(self) -> None:
+        if "_tensorhub_member" in self.__dict__:
+            raise StateError("this engine is one of a fleet, and has its versions by `OneVersion`")
+
     def tensorhub_check(
         self, model: str | None = None, version: int | None = None
     ) -> dict[str, Any]:
@@ -104,8 +158,12 @@ class WorkerExtension:
         be published, or of another publication of the same weights. Returns the state. Raises
         IntegrityError, with the names that differ.
         """
-        updater = _updater(self)
-        _check(updater, updater.check(model, version))
+        updater, member = _updater(self), self.__dict__.get("_tensorhub_member")
+        with nullcontext() if member is None else member.step():
+            outcome = updater.check(model, version)
+            if member is not None and any(outcome.are_torn):
+                member.distrust()
+        _check(updater, outcome)
         return updater.state()
 
     def tensorhub_state(self) -> dict[str, Any]:
@@ -114,6 +172,7 @@ class WorkerExtension:
 
     def tensorhub_leave(self) -> None:
         """Leave the cluster. The model stays as it is."""
+        self._check_alone()
         _updater(self).close()
 
 
