@@ -43,6 +43,8 @@ class Browser:
         }
         made = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
         self._session = f"/session/{made['sessionId']}"
+        # else a headless page has the focus of no window, and hears of no focus
+        self.devtools("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def _ask(self, method: str, path: str, body: object = None) -> Any:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=WAIT_S)
