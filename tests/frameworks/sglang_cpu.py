@@ -310,6 +310,9 @@ def engine(ranks: Rank | Ranks) -> Any:
     """Like an `sglang.Engine` of these ranks: its loop, its settings, and SGLang's tokenizer
     manager as far as needed.
     """
+    from tensorhub.integrations import sglang_engine
+
+    sglang_engine._shown.clear()  # it knows one engine in a process
     manager = sglang_parts.tokenizer_manager(ranks)
     return types.SimpleNamespace(
         loop=asyncio.new_event_loop(), server_args=ranks.settings, tokenizer_manager=manager

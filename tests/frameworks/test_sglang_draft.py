@@ -59,15 +59,12 @@ def save(directory: Path, kind: str, tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture
 def engine(rank: sglang_cpu.Rank) -> Iterator[Any]:
-    from tensorhub.integrations import sglang_engine
-
     made = sglang_cpu.engine(rank)
     yield made
     assert made.tokenizer_manager.died_of is None
     made.loop.close()
     rank.receiver.close()
     del rank.model.get_weights_by_name
-    sglang_engine._shown.clear()  # it knows one engine in a process
 
 
 @pytest.fixture

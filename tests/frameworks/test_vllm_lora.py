@@ -20,7 +20,8 @@ from tensorhub.errors import (
     StateError,
     VersionUnavailable,
 )
-from tensorhub.integrations.vllm_lora import CONFIG as CONFIG_FILE, adapter_request, adapter_tensors
+from tensorhub.integrations.adapters import CONFIG as CONFIG_FILE, adapter_tensors
+from tensorhub.integrations.vllm_lora import adapter_request
 from tests.frameworks import vllm_cpu
 from tests.frameworks.test_vllm import actor, train
 from tests.frameworks.test_vllm_worker import EXTENSION, parameters, worker_of

@@ -9,7 +9,7 @@ import torch
 
 from tensorhub import sync
 from tensorhub.errors import InvalidValue, ManifestMismatch, StateError, VersionUnavailable
-from tensorhub.integrations.adapter_fetching import CONFIG, fetch_adapter
+from tensorhub.integrations.adapters import CONFIG, fetch_adapter
 
 WAIT_S = 20.0
 

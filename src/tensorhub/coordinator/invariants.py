@@ -609,7 +609,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     if not cluster.is_woken(operation):  # it will be looked at
         filed = [id(each) for each in operation.filed_in]
         demand(
-            filed == [id(each) for each in waits_in(operation)], "who waits is filed", operation
+            filed == [id(each) for each in waits_in(operation)], "what waits is filed", operation
         )  # G7
         # G7
         demand(

@@ -2,8 +2,7 @@
 published: the tensors of a PEFT checkpoint, and its configuration as one more.
 
 Responsible for that form, for an adapter's name in an engine's request, and for whether an adapter
-fits an engine. Not responsible for what an engine does with it (`sglang_lora`). `vllm_lora` still
-has this form and these checks once more.
+fits an engine. Not responsible for what an engine does with it (`sglang_lora`, `vllm_lora`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from tensorhub import sync
+from tensorhub.api.tools import published_tensors
 from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, shown, some
+from tensorhub.runtime.loop_thread import finish_blocking
 
 Tensors = Mapping[str, torch.Tensor]
 Sizes = tuple[int | None, int | None]  # inputs and outputs of a module; None: not known
@@ -68,11 +70,28 @@ def config_of(model: str, tensors: Tensors) -> dict[str, Any]:
                 return made
     except ValueError:
         pass
+    raise _no_adapter(model)
+
+
+def _no_adapter(model: str) -> ManifestMismatch:
     text = (
         f"{model!r} has no tensor {CONFIG!r} that says what it is: publish "
         f"adapter_tensors(weights, config)"
     )
-    raise ManifestMismatch(text, differences=(text,))
+    return ManifestMismatch(text, differences=(text,))
+
+
+def fetch_adapter(hub: sync.Hub, model: str, version: int, timeout_s: float) -> Tensors:
+    """All tensors of a version of an adapter. A request comes from a client of the engine, and may
+    name any model: a base model's weights need not fit into the engine's memory. So what is no
+    adapter is refused before it is fetched.
+
+    Raises ManifestMismatch: it is no adapter; and as `Hub.fetch`.
+    """
+    asked = published_tensors(hub._async, model, version, timeout_s)
+    if finish_blocking(asked).kinds.get(CONFIG, ("", ()))[0] != "uint8":
+        raise _no_adapter(model)
+    return hub.fetch(model, version, rank=None, timeout=timeout_s)
 
 
 def unwrapped(model: nn.Module, wrapper: type[Any]) -> nn.Module:

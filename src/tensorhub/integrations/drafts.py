@@ -5,8 +5,7 @@ begin with `draft.`. One of the base's checkpoint (MTP) takes them from the name
 the loaders of engines do. Both models are made one here, so that one plan covers both: nothing may
 be missing in either, and neither is written before all of it is known.
 
-Responsible for that one model. Not responsible for an update (`sglang_engine`). `vllm_draft` has
-its own, with what vLLM's first load filled.
+Responsible for that one model. Not responsible for an update (`sglang_engine`, `vllm_updater`).
 """
 
 from __future__ import annotations

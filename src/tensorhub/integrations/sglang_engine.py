@@ -43,7 +43,7 @@ from tensorhub.errors import (
     some,
 )
 from tensorhub.integrations import sglang_lora, sglang_sleep
-from tensorhub.integrations.adapter_fetching import fetch_adapter
+from tensorhub.integrations.adapters import fetch_adapter
 from tensorhub.integrations.recording import Specs
 from tensorhub.integrations.releases import check_release
 from tensorhub.integrations.sglang_layers import (

@@ -1,67 +1,50 @@
-"""vLLM: LoRA adapters, which are models of their own beside their base, loaded without files.
+"""vLLM: LoRA adapters, which are models of their own beside their base (`adapters`), loaded without
+files.
 
-A trainer registers an adapter's tensors, with its configuration as one more (`adapter_tensors`),
-and publishes them as it publishes any model. A request that `adapter_request` makes names a version
-of it, for vLLM's own `add_lora`, or for a prompt. Each of the engine's workers then fetches that
-version into memory, and gives it to vLLM's manager of adapters. The engine has to have joined the
-cluster.
+A trainer publishes `adapter_tensors` as it publishes any model. A request that `adapter_request`
+makes names a version of it, for vLLM's own `add_lora`, or for a prompt. Each of the engine's
+workers then fetches that version into memory, and gives it to vLLM's manager of adapters. The
+engine has to have joined the cluster.
 
 Where an adapter is given up by vLLM, as when it has too many, or at an update of the base by its
 weight-transfer interface, the worker still has its tensors, and loads them again when a request
 names it.
 
-Responsible for that form, for what a worker holds, and for its checks. Not responsible for the
+Responsible for what a worker holds, and for its checks. Not responsible for the
 base's weights (`vllm_updater`), nor for which adapters are in use: that is vLLM's.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, StateError, shown, some
+from tensorhub.errors import ManifestMismatch, StateError
+from tensorhub.integrations.adapters import (
+    CONFIG,
+    KEPT,
+    SCHEME,
+    Half,
+    Sizes,
+    Tensors,
+    adapter_tensors,
+    check_fits,
+    config_of,
+    differences,
+    named,
+    outputs_of,
+    unwrapped,
+)
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-    Tensors = Mapping[str, torch.Tensor]
-
-__all__ = ["Adapters", "adapter_request", "adapter_tensors", "unwrapped", "watch"]
-
-CONFIG: Final = "adapter_config.json"
-SCHEME: Final = "tensorhub:"  # of a request's path
-KEPT: Final = 2  # versions of an adapter: requests may still be answered with the version before
-
-
-def adapter_tensors(weights: Tensors, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What to register as an adapter: its tensors where they are, and the bytes of its
-    configuration. vLLM need not be installed.
-
-    `weights`: by the names of a PEFT checkpoint, as `peft.get_peft_model_state_dict(model)` has
-    them. `config`: what its `adapter_config.json` says, as
-    `model.peft_config["default"].to_dict()`.
-    """
-    try:
-        text = json.dumps(dict(config), default=_listed)
-    except (TypeError, ValueError) as error:
-        raise InvalidType(
-            f"config={shown(config)}: {error}; give what adapter_config.json is to say"
-        ) from error
-    return {**weights, CONFIG: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
-
-
-def _listed(value: object) -> list[Any]:
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    raise TypeError(f"{shown(value)} cannot be written as JSON")
+__all__ = ["Adapters", "adapter_request", "adapter_tensors", "watch", "without_adapters"]
 
 
 def adapter_request(model: str, version: int) -> LoRARequest:
@@ -77,33 +60,13 @@ def adapter_request(model: str, version: int) -> LoRARequest:
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=f"{SCHEME}{name}")
 
 
-def _named(path: str) -> tuple[str, int]:
-    model, _, version = path.removeprefix(SCHEME).rpartition("@")
-    if not model or not version.isdecimal():
-        raise InvalidValue(f"lora_path={shown(path)}: give {SCHEME}MODEL@VERSION")
-    return model, int(version)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The same layers as loaders know them: without those that vLLM has put around them for
-    adapters. Its loaders before 0.29 find no other ones.
+def without_adapters(model: nn.Module) -> nn.Module:
+    """The same layers without those that vLLM has put around them for adapters. Its loaders before
+    0.29 find no other ones.
     """
     from vllm.lora.layers import BaseLayerWithLoRA
 
-    made: dict[nn.Module, nn.Module] = {}
-
-    def of(module: nn.Module) -> nn.Module:
-        if isinstance(module, BaseLayerWithLoRA):
-            return of(module.base_layer)
-        if module not in made:
-            inner = {name: each and of(each) for name, each in module._modules.items()}
-            made[module] = module
-            if any(each is not module._modules[name] for name, each in inner.items()):
-                made[module] = copy.copy(module)
-                made[module].__dict__["_modules"] = inner
-        return made[module]
-
-    return of(model)
+    return unwrapped(model, BaseLayerWithLoRA)
 
 
 def watch() -> None:
@@ -165,7 +128,7 @@ class Adapters:
         Raises ManifestMismatch: it is no adapter, or none for this engine (all reasons are listed);
         and as `Hub.fetch`.
         """
-        model, version = _named(request.lora_path)
+        model, version = named(request.lora_path)
         held = self._held.get(model, {})
         found = held.get(version)
         tensors = self._fetch(model, version) if found is None else found.tensors
@@ -202,7 +165,7 @@ class Adapters:
 def _made(manager: Any, request: LoRARequest, model: str, tensors: Tensors) -> Any:
     from vllm.lora.peft_helper import PEFTHelper
 
-    config = _config(model, tensors)
+    config = config_of(model, tensors)
     weights = {name: tensor for name, tensor in tensors.items() if name != CONFIG}
     try:
         helper = PEFTHelper.from_dict(
@@ -218,12 +181,7 @@ def _made(manager: Any, request: LoRARequest, model: str, tensors: Tensors) -> A
     if hasattr(mapper, "get_rename_mapper"):
         mapper = mapper.get_rename_mapper()
     skipped = getattr(manager._adapter_manager.model, "lora_skip_prefixes", None)
-    if differences := list(_differences(manager, config, helper, weights, mapper, skipped)):
-        raise ManifestMismatch(
-            f"the adapter {model!r} does not fit this engine in {len(differences)} place(s): "
-            f"{some(differences, '; ', most=100)}",
-            differences=tuple(differences),
-        )
+    check_fits(model, list(_differences(manager, config, helper, weights, mapper, skipped)))
     made = manager._lora_model_cls.from_lora_tensors(
         request.lora_int_id,
         {name: tensor.clone() for name, tensor in weights.items()},  # vLLM scales them in place
@@ -241,22 +199,6 @@ def _made(manager: Any, request: LoRARequest, model: str, tensors: Tensors) -> A
     return made
 
 
-def _config(model: str, tensors: Tensors) -> dict[str, Any]:
-    config = tensors.get(CONFIG)
-    try:
-        if config is not None and config.dtype == torch.uint8:
-            made = json.loads(config.numpy().tobytes())
-            if isinstance(made, dict):
-                return made
-    except ValueError:
-        pass
-    text = (
-        f"{model!r} has no tensor {CONFIG!r} that says what it is: publish "
-        f"adapter_tensors(weights, config)"
-    )
-    raise ManifestMismatch(text, differences=(text,))
-
-
 def _differences(
     manager: Any,
     config: Mapping[str, Any],
@@ -268,8 +210,7 @@ def _differences(
     """Why an adapter cannot be this engine's: wrong names, dtypes, shapes, and what is missing."""
     from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
 
-    sizes = dict(_sizes(manager._adapter_manager))
-    parts: dict[str, dict[bool, str]] = {}
+    halves = []
     for name, tensor in weights.items():
         if is_base_embedding_weights(name) or any(
             f".{prefix}" in name or name.startswith(prefix) for prefix in skipped or ()
@@ -280,52 +221,23 @@ def _differences(
         except ValueError:
             yield f"{name!r}: no name of a LoRA weight"
             continue
-        if module in (helper.modules_to_save or ()):
-            continue
-        parts.setdefault(module, {})[is_a] = name
-        wanted = _wanted(sizes, module, is_a, helper, name)
-        if wanted is None:
-            yield f"{name!r}: the engine has no module {module!r} that takes an adapter"
-        elif not tensor.dtype.is_floating_point or tensor.element_size() == 1:
-            yield f"{name!r}: {tensor.dtype} is no dtype of an adapter".replace("torch.", "")
-        elif tensor.ndim == len(wanted) and any(
-            size not in (None, its) for size, its in zip(wanted, tensor.shape, strict=True)
-        ):
-            text = ", ".join("any" if size is None else f"{size}" for size in wanted)
-            yield f"{name!r}: its shape is {tuple(tensor.shape)}, and has to be ({text})"
-        elif tensor.ndim != len(wanted):
-            yield f"{name!r}: it has {tensor.ndim} dimensions, and has to have {len(wanted)}"
-    for module, has in parts.items():
-        if len(has) == 1:
-            (name,) = has.values()
-            yield f"{module!r}: {name!r} is there without its other half"
-    for module in sizes:
-        if module not in parts and _is_targeted(module, config):
-            yield f"{module!r}: it is a target module, and has no weights"
+        if module not in (helper.modules_to_save or ()):
+            halves.append(Half(name, module, is_a, tensor))
+    sizes = dict(_sizes(manager._adapter_manager))
+    yield from differences(halves, sizes, lambda half: _rank(half, helper), config)
 
 
-def _wanted(
-    sizes: Mapping[str, tuple[int | None, int | None]],
-    module: str,
-    is_a: bool,
-    helper: Any,
-    name: str,
-) -> tuple[int | None, int | None] | None:
-    """The shape that a module's A or B has to have; None: there is no such module."""
-    found = sizes.get(module) or sizes.get(module.removesuffix(".base_layer"))
-    if found is None:
-        return None
-    rank = helper.r
+def _rank(half: Half, helper: Any) -> int | None:
+    if ".experts" in half.module:
+        return None  # of all experts at once, perhaps
     if hasattr(helper, "get_rank_and_scaling"):  # vLLM 0.33
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
-        rank = helper.get_rank_and_scaling(parse_fine_tuned_lora_name(name)[0])[0]
-    if ".experts" in module:
-        rank = None  # of all experts at once, perhaps
-    return (rank, found[0]) if is_a else (found[1], rank)
+        return int(helper.get_rank_and_scaling(parse_fine_tuned_lora_name(half.name)[0])[0])
+    return int(helper.r)
 
 
-def _sizes(manager: Any) -> Iterator[tuple[str, tuple[int | None, int | None]]]:
+def _sizes(manager: Any) -> Iterator[tuple[str, Sizes]]:
     """Inputs and outputs of each module that takes an adapter; None: not known here."""
     for name, module in manager.modules.items():
         base = module.base_layer
@@ -334,23 +246,7 @@ def _sizes(manager: Any) -> Iterator[tuple[str, tuple[int | None, int | None]]]:
         if not packed:
             yield name, (inputs, getattr(base, "output_size", None))
             continue
-        outputs = getattr(base, "output_sizes", ())
-        if hasattr(base, "total_num_kv_heads"):
-            heads = (base.total_num_heads, base.total_num_kv_heads)
-            width = getattr(base, "v_head_size", base.head_size)
-            outputs = (heads[0] * base.head_size, heads[1] * base.head_size, heads[1] * width)
-        known = len(outputs) == len(packed)
-        for index, part in enumerate(packed):
-            yield part, (inputs, outputs[index] if known else None)
+        for part, outputs in zip(packed, outputs_of(base, len(packed)), strict=True):
+            yield part, (inputs, outputs)
         if name.endswith(".experts"):
             yield name, (None, None)
-
-
-def _is_targeted(module: str, config: Mapping[str, Any]) -> bool:
-    """Whether the configuration names a module beyond doubt."""
-    targets = config.get("target_modules")
-    if not isinstance(targets, list) or any(
-        config.get(each) for each in ("layers_to_transform", "layers_pattern", "exclude_modules")
-    ):
-        return False
-    return any(module == each or module.endswith(f".{each}") for each in targets)

@@ -29,8 +29,8 @@ from torch import nn
 
 from tensorhub.errors import ManifestMismatch, RegistrationError, some
 from tensorhub.integrations import vllm_layers as layers
+from tensorhub.integrations.drafts import PREFIX
 from tensorhub.integrations.recording import Recording, Specs, record_known
-from tensorhub.integrations.vllm_draft import PREFIX
 from tensorhub.integrations.vllm_first_load import first_load
 from tensorhub.logs import get_logger
 

@@ -35,11 +35,11 @@ from tensorhub.errors import (
     some,
 )
 from tensorhub.integrations import vllm_layers as layers, vllm_reload as reload, vllm_sleep
-from tensorhub.integrations.adapter_fetching import fetch_adapter
+from tensorhub.integrations.adapters import fetch_adapter
 from tensorhub.integrations.releases import check_release
 from tensorhub.integrations.vllm_draft import with_draft
 from tensorhub.integrations.vllm_first_load import first_load, note_first
-from tensorhub.integrations.vllm_lora import Adapters, unwrapped, watch as watch_adapters
+from tensorhub.integrations.vllm_lora import Adapters, watch as watch_adapters, without_adapters
 from tensorhub.integrations.vllm_plan import Layer, Plan, Planner, batches, mismatch
 from tensorhub.integrations.vllm_ranks import Outcome, Ranks
 from tensorhub.runtime.loop_thread import finish_blocking
@@ -70,7 +70,7 @@ class Updater:
         model = base
         if vllm_config.lora_config is not None:
             watch_adapters()
-            model = unwrapped(base)
+            model = without_adapters(base)
             note_first(model, first_load(base))
         if draft is not None:
             model = with_draft(model, draft, vllm_config)
