@@ -209,3 +209,12 @@ def test_what_cannot_be_mounted(trainer: Publisher, tmp_path: Path) -> None:
         with pytest.raises(AssertionError, match="error: "):
             start(trainer.address, what, tmp_path / directory)
         assert not (tmp_path / directory).is_mount()
+
+
+def test_a_second_mount_does_not_hide_the_first(trainer: Publisher, tmp_path: Path) -> None:
+    tensors = some(1)
+    trainer.publish(tensors)
+    with mounted(trainer.address, "m@1", tmp_path / "m") as directory:
+        with pytest.raises(AssertionError, match="has a version mounted"):
+            start(trainer.address, "m@1", directory)
+        check(load_file(directory / FILE), tensors)

@@ -370,10 +370,7 @@ def hurry(file: Any) -> None:
 
 async def test_an_open_file_never_becomes_another_version() -> None:
     first, second = layers(), layers()
-    async with (
-        cluster("trainer", options=SMALL) as c,
-        reading(c, 8 * CHUNK_BYTES, timeout=1.0) as fs,
-    ):
+    async with cluster("trainer", options=SMALL) as c, reading(c, 8 * CHUNK_BYTES) as fs:
         weights = await publish(c.hubs[0], first)
         file = await anyio.to_thread.run_sync(fs.open, FILE)
         assert len(await anyio.to_thread.run_sync(file.read, 9)) == 9

@@ -23,11 +23,12 @@ from tensorhub.errors import (
 )
 from tensorhub.integrations import one_version_engine
 from tensorhub.integrations.announced import SEATS, announce, announced
-from tensorhub.integrations.one_version import ATTEMPTS, Decide, Fence
+from tensorhub.integrations.one_version import ATTEMPTS, Decide, Fence, Seat
 from tensorhub.integrations.one_version_engine import Engine
 from tensorhub.integrations.one_version_http import Remote
 from tensorhub.integrations.one_version_records import RecordLog
 from tensorhub.integrations.one_version_trainer import OneVersion
+from tensorhub.runtime.clock import boot_time
 from tests.integrations.fleet_actor import Policy, values
 
 WAIT_S = 20.0
@@ -74,7 +75,7 @@ class Rig:
             each.wait_until_served(WAIT_S)
         served = []
         for each, policy in zip(self.engines, self.policies, strict=True):
-            with each.use() as version:
+            with each.use(WAIT_S) as version:
                 served.append((version, {p[0].item() for p in policy.parameters()}))
         return served
 
@@ -138,18 +139,28 @@ def test_an_answer_that_is_lost(rig: Rig, monkeypatch: pytest.MonkeyPatch, call:
     assert len(trainer.update(rig.publish(3)).done) == 2
 
 
-def test_weights_that_are_in_use_stay_until_the_use_is_over(rig: Rig) -> None:
-    one = rig.engine()
+def test_weights_that_are_in_use_stay_until_the_use_is_over(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = rig.engine(decide_s=WAIT_S)
     trainer = rig.trainer()
     trainer.update(rig.publish(1))
     info = rig.publish(2)
-    with one.use() as version:
+    has_stopped, flip = threading.Event(), one.seat.flip
+
+    def flipped(seat: Seat, attempt: int, now: float) -> bool:
+        is_first = flip(attempt, now)
+        has_stopped.set()
+        return is_first
+
+    monkeypatch.setattr(Seat, "flip", flipped)
+    with one.use(WAIT_S) as version:
         thread = threading.Thread(target=trainer.update, args=(info,))
         thread.start()
-        while one.version is not None:  # it stops serving, and waits for this use
-            pass
+        assert has_stopped.wait(WAIT_S)
+        assert one.version is None  # it waits for this use
         assert (version, float(rig.policies[0].get_parameter("b")[0])) == (1, 1.0)
-    thread.join()
+    thread.join(WAIT_S)
     assert rig.serve() == [(2, {2.0})]
 
 
@@ -324,14 +335,17 @@ def test_what_is_no_url_is_no_engine(rig: Rig) -> None:
     assert announced(rig.hub, "actor", SEATS) == [its.url]
 
 
-def test_weights_in_use_are_not_replaced_by_a_decision_that_comes_late(rig: Rig) -> None:
+def test_weights_in_use_are_not_replaced_by_a_decision_that_comes_late(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where the others have committed in later attempts, whose records hide this one's."""
     its = rig.engine(decide_s=0.2)
     trainer = rig.trainer(attempts_max=1)
     trainer.update(rig.publish(1))
     rig.publish(2)
     attempt = 2 * ATTEMPTS
-    with its.use():
+    with its.use(WAIT_S):
+        monkeypatch.setattr(its, "_poll", lambda: None)  # else it records "abort" itself
         its.stage(attempt)
         with pytest.raises(OperationTimeout, match="still being used"):
             its.flip(attempt)
@@ -346,7 +360,7 @@ def test_weights_in_use_are_not_filled_by_an_engine_that_is_behind(rig: Rig) -> 
     its = rig.engine()
     rig.trainer().update(rig.publish(1))
     rig.publish(2)
-    with its.use():
+    with its.use(WAIT_S):
         its._catch_up(2)
         assert rig.policies[0].get_parameter("b")[0] == 1.0
 
@@ -412,17 +426,9 @@ def test_a_lease_begins_when_the_records_are_asked_for(
         return records
 
     monkeypatch.setattr(its._log, "read", slow)
-    monkeypatch.setattr(one_version_engine, "time", Clock(late))
+    monkeypatch.setattr(one_version_engine, "now_s", lambda: boot_time() + late[0])
     its._poll()
     assert its.version is None
-
-
-class Clock:
-    def __init__(self, late: list[float]) -> None:
-        self._late = late
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self._late[0]
 
 
 def test_two_hundred_failed_updates_leave_nothing_behind(

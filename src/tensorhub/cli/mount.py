@@ -90,13 +90,18 @@ def mount(
 def _check_empty(directory: Path) -> None:
     """A usage error unless it can be mounted at: it is empty, or a killed process has left it."""
     try:
-        if any(directory.iterdir()):
-            raise common.usage(f"{directory} is not empty: give an empty directory")
+        is_empty = not any(directory.iterdir())
     except OSError as error:
-        from tensorhub.fs.mounting import is_stale
+        from tensorhub.fs.mountpoints import is_stale
 
-        if not is_stale(error):
-            raise
+        if is_stale(error):
+            return
+        raise
+    from tensorhub.fs.mountpoints import check_free
+
+    check_free(directory)
+    if not is_empty:
+        raise common.usage(f"{directory} is not empty: give an empty directory")
 
 
 @dataclass

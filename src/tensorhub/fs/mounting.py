@@ -12,7 +12,6 @@ import errno
 import functools
 import os
 import stat
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from tensorhub.errors import (
     text_of,
 )
 from tensorhub.fs.filesystem import TensorHubFileSystem
+from tensorhub.fs.mountpoints import KIND, check_free, detach_stale, unmount
 from tensorhub.fs.versions import Version
 from tensorhub.logs import get_logger
 
@@ -49,7 +49,6 @@ R = TypeVar("R")
 LATEST = "latest"
 MOUNT_S = 20.0  # until the kernel has taken a mount
 PARTING_S = 2.0  # for programs that read while it is unmounted
-DETACH = 2  # MNT_DETACH, of Linux' umount2
 READ_AHEAD_KB = 1024  # by the kernel, and so in one request
 # without it, libfuse 3 prints a warning
 IDLE_THREADS = {"max_idle_threads": 10} if mfusepy.fuse_version_major == 3 else {}
@@ -208,10 +207,13 @@ class Mount:
     """A mounted directory, until `unmount`."""
 
     def __init__(self, files: Files, directory: Path, *, allow_other: bool = False) -> None:
-        """StateError: it cannot be mounted there; libfuse says on stderr why."""
+        """StateError: it cannot be mounted there; libfuse says on stderr why. InvalidValue: a
+        version is mounted there.
+        """
         self._directory = directory
         self._fault = ""  # what has ended it
         detach_stale(directory)
+        check_free(directory)
         options = {"allow_other": allow_other, "auto_cache": True, "ro": True, **IDLE_THREADS}
         # a daemon: a program that reads on does not keep this process alive
         self._thread = threading.Thread(
@@ -230,7 +232,7 @@ class Mount:
 
     def _serve(self, files: Files, options: dict[str, int]) -> None:
         try:
-            _Fuse(files, str(self._directory), foreground=True, fsname="tensorhub", **options)
+            _Fuse(files, str(self._directory), foreground=True, fsname=KIND, **options)
         except Exception as error:
             self._fault = text_of(error)
 
@@ -244,26 +246,3 @@ class Mount:
         if self.is_mounted:
             unmount(self._directory)
         self._thread.join(PARTING_S)
-
-
-def detach_stale(directory: Path) -> None:
-    """Unmount what a process that was killed has left there."""
-    try:
-        directory.stat()
-    except OSError as error:
-        if is_stale(error):
-            unmount(directory)
-
-
-def is_stale(error: OSError) -> bool:
-    """Whether it says that a process was killed that has mounted something there."""
-    return error.errno == errno.ENOTCONN
-
-
-def unmount(directory: Path) -> None:
-    """Take the mount away from the names of files, as root itself, else by fusermount."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.umount2(os.fsencode(directory), DETACH) and ctypes.get_errno() == errno.EPERM:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            command = ["fusermount3", "-u", "-z", str(directory)]
-            subprocess.run(command, timeout=PARTING_S, capture_output=True)

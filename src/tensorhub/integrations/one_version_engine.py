@@ -28,6 +28,7 @@ from tensorhub.integrations.one_version import EngineState, Records, Seat, versi
 from tensorhub.integrations.one_version_http import Listener
 from tensorhub.integrations.one_version_records import RecordLog
 from tensorhub.logs import get_logger
+from tensorhub.runtime.clock import boot_time
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, "torch.Tensor"]
 log = get_logger(__name__)
+now_s = boot_time  # of leases: an engine that wakes must not serve what the others have left
 
 
 @runtime_checkable
@@ -148,7 +150,7 @@ class Engine:
     def version(self) -> int | None:
         """The version that may be served at this moment; None: none."""
         with self._lock:
-            return self.seat.serves(time.monotonic())
+            return self.seat.serves(now_s())
 
     @contextmanager
     def use(self, wait_s: float = 0.0) -> Iterator[int]:
@@ -186,7 +188,7 @@ class Engine:
 
     def _wait(self, timeout_s: float) -> int | None:
         deadline = time.monotonic() + timeout_s
-        while (version := self.seat.serves(time.monotonic())) is None:
+        while (version := self.seat.serves(now_s())) is None:
             if not self._lock.wait(max(0.0, deadline - time.monotonic())):
                 break
         return version
@@ -218,19 +220,19 @@ class Engine:
         """Vote: the attempt's version is here, beside the one in place."""
         with self._filling:
             with self._lock:
-                self.seat.begin(attempt, time.monotonic())
+                self.seat.begin(attempt, now_s())
                 found = self._slots.holding(version_of(attempt))
                 slot = 1 - self._current if found is None else found
             if found is None:
                 self._slots.fill(slot, version_of(attempt))
             with self._lock:
-                self.seat.vote(attempt, time.monotonic())
+                self.seat.vote(attempt, now_s())
                 self._staged = slot
 
     def flip(self, attempt: int) -> None:
         """Stop serving, and put the staged version in place."""
         with self._lock:
-            if self.seat.flip(attempt, time.monotonic()):
+            if self.seat.flip(attempt, now_s()):
                 self._fault = None
                 if not self._lock.wait_for(lambda: not self._uses, self.seat.decide_s):
                     self._fault = OperationTimeout("the weights are still being used")
@@ -254,7 +256,7 @@ class Engine:
             fault = self._try_put(self._staged if is_commit else self._current)
             if fault is not None:
                 raise fault  # it stays flipped, and serves nothing; the next poll tries again
-        if self.seat.settle(attempt, is_commit, time.monotonic()):
+        if self.seat.settle(attempt, is_commit, now_s()):
             self._current = self._staged
         self._lock.notify_all()
 
@@ -277,12 +279,12 @@ class Engine:
             self._closed.wait(self.seat.lease_s / 4)
 
     def _poll(self) -> None:
-        asked_at = time.monotonic()
+        asked_at = now_s()
         records = self._log.read()
         overdue = self._overdue(records)
         if overdue is not None:
             self._log.decide(overdue, False)
-            asked_at, records = time.monotonic(), self._log.read()
+            asked_at, records = now_s(), self._log.read()
         with self._lock:
             if self.seat.state is EngineState.FLIPPED:
                 decision = records.decision(self.seat.attempt)
@@ -296,7 +298,7 @@ class Engine:
 
     def _overdue(self, records: Records) -> int | None:
         """An attempt that has waited for its trainer long enough."""
-        now, fence = time.monotonic(), records.fence
+        now, fence = now_s(), records.fence
         if fence is None:
             self._fence_seen = None
         elif self._fence_seen is None or self._fence_seen[0] != fence:
@@ -321,7 +323,7 @@ class Engine:
                     return
             if found is None:
                 self._slots.fill(slot, version)
-            asked_at = time.monotonic()
+            asked_at = now_s()
             records = self._log.read()
             with self._lock:
                 if self.seat.state is EngineState.FLIPPED or self._uses:

@@ -28,6 +28,7 @@ from tensorhub.coordinator import (
     Unpinned,
 )
 from tensorhub.errors import StateError
+from tensorhub.integrations import one_version_engine
 from tensorhub.layouts.published import Published
 from tensorhub.model.manifest import id_of
 from tensorhub.runtime.control import etcd, etcd_election, etcd_store, lease_election
@@ -279,8 +280,8 @@ async def test_a_lease_ends_by_when_it_was_asked_for(
         await lease.revoke()
 
 
-@pytest.mark.parametrize("now", [etcd_election.now, lease_election.now_s])
-def test_a_leader_counts_the_sleep_of_its_machine(
+@pytest.mark.parametrize("now", [etcd_election.now, lease_election.now_s, one_version_engine.now_s])
+def test_a_lease_ends_while_its_machine_sleeps(
     now: Callable[[], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = {time.CLOCK_BOOTTIME: 5000.0}  # of all clocks, this one goes on

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -25,6 +24,7 @@ from typing import Any, NoReturn
 import anyio
 
 from tensorhub.errors import StateError, shown
+from tensorhub.runtime.clock import boot_time
 from tensorhub.runtime.control import etcd
 from tensorhub.runtime.control.election import STOPPED, Deposed, Store
 from tensorhub.runtime.control.etcd import (
@@ -45,9 +45,7 @@ ADDRESS_BYTES_MAX = 512  # of a leader's, as it is logged
 CALM = 0.2  # of a lease: what is left of it when a term ends, and the time between two renewals
 
 
-def now() -> float:
-    """Seconds; they pass while the process is stopped, and while the machine sleeps, too."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+now = boot_time
 
 
 class Lease:

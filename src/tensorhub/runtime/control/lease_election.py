@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import ssl
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -24,6 +23,7 @@ import anyio.to_thread
 
 from tensorhub.errors import InvalidValue, StateError, install, shown
 from tensorhub.logs import get_logger
+from tensorhub.runtime.clock import boot_time
 from tensorhub.runtime.control.election import STOPPED, Store
 from tensorhub.runtime.control.etcd import answered, checked_token, without_frames
 
@@ -52,9 +52,7 @@ def lease_of(url: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def now_s() -> float:
-    """A clock that goes on while the machine sleeps."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+now_s = boot_time
 
 
 class Unanswered(StateError):
