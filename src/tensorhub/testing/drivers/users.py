@@ -31,6 +31,7 @@ from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCa
 TIMEOUTS_S = (3.0, 10.0, 30.0)
 NO_TIME_S = (0.0, 0.05, 0.5)
 LARGE_GROUP = 8
+STAGED = 0.3  # of the fills of memory that holds a version, besides those that are drawn as such
 REVIVE_S = 20.0
 # What a group does next, and a worker asks of the whole model: how often, on average over all
 # seeds.
@@ -341,6 +342,8 @@ class Users(StruckUsers):
                     handle.unpublish(timeout_s)
                 case "publish":
                     handle.publish(number, timeout_s)
+                case "fill" if state is HandleState.READY and random.random() < STAGED:
+                    handle.stage(selector, timeout_s, hold=hold)
                 case "fill" if holds or state is HandleState.IN_DOUBT or random.random() < 0.5:
                     handle.update(selector, timeout_s, hold=hold)
                 case "fill":

@@ -147,10 +147,15 @@ class RetentionJudge:
         return None if serves else first
 
     def refused(self, handle: JudgedHandle) -> None:
-        """Its leave has ended with an error."""
-        left = (handle.shard.group, handle.last_held)
-        if left in self._leaving and self._leaving[left][0] is handle:
-            del self._leaving[left]  # it stays
+        """Its leave has ended with an error: it stays. A coordinator that has let it go and that
+        cannot be reached hears so later, see `stays`: until then its mates serve no more.
+        """
+        left, record = (handle.shard.group, handle.last_held), handle.last_call
+        if not handle.worker.is_online and record is not None and record.granted_at > 0:
+            self._leaving.setdefault(left, (handle, record.granted_at))
+            self._stayed.setdefault(left, set())
+        elif left in self._leaving and self._leaving[left][0] is handle:
+            del self._leaving[left]
 
     def granted(self, handle: JudgedHandle) -> None:
         """The coordinator is about to say that this rank may go; with a `close` its process may end
@@ -164,7 +169,12 @@ class RetentionJudge:
         record.follows = goes or self._goes_before(handle, content_id)
         if record.follows:
             return  # its replica does not serve any more, whichever rank hears it first
-        if isinstance(record.what, CloseCall) and self._is_whole(handle, record, content_id):
+        # A copy that the coordinator drops goes alone: its process ends only after the leaves of
+        # what its users hold there, each of which is judged.
+        known = self._world.core_of(handle.worker).cluster.members.get(handle.id)
+        is_dropped = known is not None and known.dropped
+        is_close = isinstance(record.what, CloseCall) and not is_dropped
+        if is_close and self._is_whole(handle, record, content_id):
             # a copy of one shard; its worker's others ask for themselves
             is_one = handle.shard.purpose is Purpose.RETENTION
             alone = self._lacks(handle, record, elsewhere=True)
