@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv ins
 # Tests start some three hundred interpreters, each of which would compile the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bugs chart watched gpu help venv demo lint test tests test-heavy test-slow simulate fuzz bench leaks nixl frameworks chaos rdma site dist clean
+.PHONY: bugs mutants chart watched gpu help venv demo lint test tests test-heavy test-slow simulate fuzz bench leaks nixl frameworks chaos rdma site dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +52,11 @@ test-heavy: venv ## the tests that start many processes, or take seconds: CI run
 
 bugs: venv ## the proof that the simulator's checks can fail: each deliberate bug is found
 	$(BIN)/pytest -q -n auto --dist worksteal -m slow tests/testing/test_bugs.py tests/property -k "bug or finds or enough"
+
+SAMPLE ?= 300
+PACKAGES ?=
+mutants: venv ## the proof that tests can fail: in a sample of lines, each change is noticed (SAMPLE=, SEED=, PACKAGES=, JOBS=)
+	$(BIN)/python -m tests.mutants --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(if $(PACKAGES),--packages "$(PACKAGES)")
 
 test-slow: venv ## the slow tests
 	$(BIN)/pytest -q -m slow

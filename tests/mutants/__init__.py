@@ -1,0 +1,1 @@
+"""Mutants by machine: `python -m tests.mutants`."""
