@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,15 +186,55 @@ def test_names_that_the_loader_leaves_alone_are_unexpected(
         llm.collective_rpc("tensorhub_update")
 
 
+def test_after_a_leave_versions_are_counted_anew(
+    llm: Any, hub: sync.Hub, coordinator: sync.Coordinator
+) -> None:
+    """Not where settings change alone: the engine still refuses an older version."""
+    weights = hub.register("actor", model := actor(4))
+    weights.publish(5)
+    llm.collective_rpc("tensorhub_update")
+    settings = {"address": coordinator.address, "timeout_s": 60.0}
+    llm.collective_rpc("tensorhub_join", kwargs=settings)
+    assert llm.collective_rpc("tensorhub_state")[0]["version"] == 5
+    llm.collective_rpc("tensorhub_leave")
+    assert llm.collective_rpc("tensorhub_state")[0]["version"] is None
+    with sync.serve() as other, sync.connect(other.address) as its:
+        its.register("actor", model).publish(0)
+        its.register("actor", actor(5)).publish(1)
+        llm.collective_rpc("tensorhub_join", args=(other.address,))
+        llm.collective_rpc("tensorhub_update", args=(0,))
+        assert_has(llm, model)
+        llm.collective_rpc("tensorhub_leave")
+
+
+def test_a_join_ends_by_its_timeout_and_takes_no_text_for_a_list(
+    llm: Any, hub: sync.Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tensorhub.errors import CoordinatorUnavailable, InvalidType
+
+    with socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{refusing.getsockname()[1]}"
+        settings = {"address": address, "timeout_s": 0.5}
+        with pytest.raises(CoordinatorUnavailable, match="is one running there"):
+            llm.collective_rpc("tensorhub_join", kwargs=settings)
+    assert "for_s=0.5" in caplog.text
+    with pytest.raises(InvalidType, match=r"ignored='\*x\*': give a list"):
+        llm.collective_rpc("tensorhub_join", kwargs={**settings, "ignored": "*x*"})
+
+
 def test_memory_that_was_lost_is_filled_again_with_its_padding(llm: Any, hub: sync.Hub) -> None:
     """As vLLM's `sleep(level=2)` and `wake_up` lose it."""
     model = actor(4)
     weights = hub.register("actor", model)
     weights.publish(0)
     llm.collective_rpc("tensorhub_update")
-    for version in (0, 1):  # the same version again, and the next one
-        for parameter in worker_of(llm).get_model().parameters():
-            parameter.data.fill_(7)
+    for version in (0, 1, 2):  # the same version again, and the next ones
+        if version < 2:
+            for parameter in worker_of(llm).get_model().parameters():
+                parameter.data.fill_(7)
+        else:  # a number of the padding alone
+            worker_of(llm).get_model().lm_head.weight.data[120, 3] = 7
         if version:
             with weights.mutate(version):
                 train(model)
@@ -314,19 +355,38 @@ def test_a_release_that_was_not_tested_is_probed(
 
 
 def test_a_client_of_weight_transfer_drives_it(
-    llm: Any, hub: sync.Hub, coordinator: sync.Coordinator
+    llm: Any, hub: sync.Hub, coordinator: sync.Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Once it is paused nothing is asked or looked at that was before."""
+    from tensorhub.integrations import vllm_plan, vllm_updater
     from tensorhub.integrations.vllm_session import ExtensionClient, Session, Settings
 
-    model = actor(8)
+    model, asked = actor(8), list[str]()
     weights = hub.register("actor", model)
     engine = Session(ExtensionClient(llm), Settings(coordinator.address, "actor"))
+
+    def noted(name: str, call: Any) -> Any:
+        def called(*given: Any) -> Any:
+            asked.append(name)
+            return call(*given)
+
+        return called
+
+    for module, name in (
+        (vllm_updater, "published_tensors"),
+        (vllm_updater, "is_lost"),
+        (vllm_plan, "sampled"),
+    ):
+        monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
     for version in range(2):
         with weights.mutate(version):
             train(model)
+        asked.clear()
         engine.update(hub.wait_for("actor", at_least=version))
         assert_has(llm, model)
         engine.check()
+    # while the engine generates; when it is paused; for the next update
+    assert asked == ["published_tensors", "sampled", "is_lost", "sampled"]
 
 
 def test_the_plain_loop(llm: Any, hub: sync.Hub, tmp_path: Path) -> None:
@@ -365,9 +425,8 @@ def test_a_server_by_http(tmp_path_factory: pytest.TempPathFactory) -> None:
             broken = Session(client, Settings(coordinator.address, "half", pause="keep"))
             with pytest.raises(StateError, match=r"6 parameter\(s\).*layers\.1.*are intact"):
                 broken.update(other.wait_for("half", at_least=0))
-        assert (
-            post(server, "collective_rpc", method="tensorhub_state")["results"][0]["version"] == 1
-        )
+        state = post(server, "collective_rpc", method="tensorhub_state")["results"][0]
+        assert (state["model"], state["version"], state["is_torn"]) == ("half", None, False)
 
 
 def test_an_async_engine(tmp_path_factory: pytest.TempPathFactory) -> None:

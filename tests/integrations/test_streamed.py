@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import anyio
 import pytest
@@ -16,6 +17,7 @@ from tensorhub.errors import (
     VersionConflict,
     VersionUnavailable,
 )
+from tensorhub.integrations.readers import Readers
 from tensorhub.integrations.streamed import Receiver, Sender
 from tests.rig import OPTIONS
 
@@ -226,3 +228,29 @@ def test_buffers_on_a_device_that_is_not_there(hub: sync.Hub) -> None:
     ):
         Sender(hub, "m", device="cuda:99").send(1, left)
     assert next(left, None) is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_sender_waits_as_long_as_its_timeout(
+    hub: sync.Hub, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """Of each call that may wait for others."""
+    given: list[object] = []
+    sender = Sender(hub, "m", timeout_s=7.5, allow_no_readers=True)
+    sender.send(1, weights(1).items())
+    publish, mutate, check = sync.Weights.publish, sync.Weights.mutate, Readers.check
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(self: Any, what: Any, timeout: Any = None) -> Any:
+            given.append(timeout)
+            return call(self, what, timeout)
+
+        return called
+
+    monkeypatch.setattr(sync.Weights, "publish", noted(publish))
+    monkeypatch.setattr(sync.Weights, "mutate", noted(mutate))
+    monkeypatch.setattr(Readers, "check", noted(check))
+    if first:
+        sender.close()
+    sender.send(2, weights(2).items())
+    assert given == [7.5, 7.5]

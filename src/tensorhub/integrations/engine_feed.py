@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tensorhub.errors import InvalidValue
+from tensorhub.api.arguments import is_list
+from tensorhub.errors import InvalidType, InvalidValue, shown
 from tensorhub.integrations.checkpoint_engine import Exchange
 from tensorhub.integrations.fleet import Fleet, together
 from tensorhub.integrations.vllm_session import ExtensionClient, Session, Settings
@@ -28,6 +29,8 @@ class EngineFeed:
     """
 
     def __init__(self, engines: Sequence[Any], **settings: Any) -> None:
+        if not is_list(engines):
+            raise InvalidType(f'servers={shown(engines)}: give a list, as ["http://HOST:PORT"]')
         self._exchange = exchange(**settings)
         timeout_s = self._exchange.timeout_s
         meeting = self._exchange.join("sender", self._exchange.prepare())

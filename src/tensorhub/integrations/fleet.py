@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from tensorhub.errors import InvalidValue, OperationTimeout, some, text_of
+from tensorhub.integrations.given import check_info
 from tensorhub.logs import get_logger
 from tensorhub.types import VersionInfo
 
@@ -182,6 +183,7 @@ class Fleet(Calls[Engine]):
         OperationTimeout is such an error where `timeout_s` is over: that engine's call goes on, and
         no other one is begun there before it has ended.
         """
+        check_info(info)
         return self._raising(self.call(lambda engine: engine.update(info)))
 
     @staticmethod

@@ -18,6 +18,7 @@ from tensorhub import sync
 from tensorhub.errors import InvalidValue, StateError, VersionConflict, text_of
 from tensorhub.integrations.announced import SEATS, announced
 from tensorhub.integrations.fleet import Calls, FleetReport
+from tensorhub.integrations.given import check_info, texts
 from tensorhub.integrations.one_version import (
     ATTEMPTS,
     COMMIT,
@@ -63,6 +64,7 @@ class OneVersion:
         attempts_max: int = 4,
         failures_max: int = 2,
     ) -> None:
+        urls = () if servers is None else texts("servers", servers, "http://HOST:PORT")
         self._find = partial(announced, hub, model, SEATS) if servers is None else None
         terms = {"model": model, "lease_s": lease_s}
         self._make = lambda url: Remote(url, token, timeout_s, terms)
@@ -71,7 +73,7 @@ class OneVersion:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-fleet-list")
         self._model, self._lease_s, self._attempts_max = model, lease_s, attempts_max
         self._calls = Calls[Remote](timeout_s=timeout_s, failures_max=failures_max)
-        self._calls.follow(servers or (), self._make)
+        self._calls.follow(urls, self._make)
         self._log = RecordLog(hub, model, timeout_s)
         self._leading = self._log.lead()
         self._next = 0
@@ -121,6 +123,7 @@ class OneVersion:
             return updated
 
     def _first_attempt(self, info: VersionInfo) -> int:
+        check_info(info)
         if info.model != self._model:
             raise InvalidValue(
                 f"version {info.version} is one of {info.model!r}: these engines serve "

@@ -8,7 +8,7 @@ Such copies are not executed: they are recorded as entries of `sources=`. A para
 computed (by a cast, a sum, a `contiguous()`) is listed by name, with the reason.
 
 Responsible for that record, for any framework with loaders that copy in torch. Not responsible for
-executing it.
+an update, which reads into the parameters by `sources=`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tensorhub.integrations.recorded_boxes import (
     overlap,
     places_of,
 )
-from tensorhub.layouts.views import Place, View
+from tensorhub.layouts.views import Place, Taken, View
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 Specs = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype, without "torch.", and shape, by name
@@ -67,6 +67,26 @@ class Recording:
     refused: dict[str, str] = field(default_factory=dict)
     gaps: dict[str, int] = field(default_factory=dict)
     casts: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def fill_numbers(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write what comes from no published tensor, such as padding."""
+        for name, place, value in self.filled:
+            if name in tensors:
+                tensors[name].data[place] = value
+
+    def has_numbers(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether that is there."""
+        return all(
+            bool((tensors[name][place] == value).all())
+            for name, place, value in self.filled
+            if name in tensors
+        )
+
+    def make(self, name: str, into: torch.Tensor, published: Mapping[str, torch.Tensor]) -> None:
+        """Write a parameter that consists of copies alone, as `sources` and `filled` say it."""
+        for place, view in self.sources[name]:
+            _part(into, place).copy_(_part(published[view.name], view))
+        self.fill_numbers({name: into})
 
 
 def record(load: Loader, parameters: Mapping[str, torch.Tensor], published: Specs) -> Recording:
@@ -416,3 +436,11 @@ def _name(dtype: torch.dtype) -> str:
 def _view(name: str, index: tuple[slice | int, ...], order: tuple[int, ...]) -> View:
     view = source(name)[index]
     return view if order == tuple(sorted(order)) else view.permute(*order)
+
+
+def _part(tensor: torch.Tensor, part: Place | View) -> torch.Tensor:
+    taken: Taken = part.select(tuple(tensor.shape))
+    box = tensor[tuple(slice(each.start, each.last + 1, each.step) for each in taken.box)]
+    left = [each for each in range(tensor.dim()) if each not in taken.order]
+    whole = box.permute((*taken.order, *left))  # perhaps of no dimension
+    return whole.reshape(whole.shape[: len(taken.order)]) if left else whole

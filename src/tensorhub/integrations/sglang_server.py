@@ -28,6 +28,7 @@ from tensorhub.errors import (
     shown,
 )
 from tensorhub.integrations.adapters import KEPT, SCHEME, named
+from tensorhub.integrations.given import check_info, texts
 from tensorhub.integrations.http_calls import Answer, call, checked_url
 from tensorhub.integrations.sglang_session import (
     ASLEEP,
@@ -203,6 +204,7 @@ class Session:
     ) -> None:
         if pause not in PAUSES:
             raise InvalidValue(f"pause={shown(pause)}: give one of {', '.join(map(repr, PAUSES))}")
+        unused = texts("unused", unused, "*mtp*")
         self.engine = _engine(engine, api_key, timeout_s)
         self._pause, self._flush = pause, clear_cache and pause != "in_place"
         self._taken: VersionInfo | None = None
@@ -213,7 +215,7 @@ class Session:
             "",
             host_memory_bytes=host_memory_bytes,
             timeout_s=timeout_s,
-            unused=tuple(unused),
+            unused=unused,
         )
         self._order = self._of_this_engine(order)
 
@@ -275,6 +277,7 @@ class Session:
         return name
 
     def _while_paused(self, purpose: Purpose, info: VersionInfo) -> None:
+        check_info(info)
         self._look()
         order = replace(
             self._order, purpose=purpose, version=info.version, content_id=info.content_id

@@ -14,10 +14,10 @@ from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Any
 
 from tensorhub import sync
-from tensorhub.api.arguments import is_list
-from tensorhub.errors import InvalidType, InvalidValue, StateError, shown
+from tensorhub.errors import InvalidType, InvalidValue, StateError
 from tensorhub.integrations.checkpoint_engine import Exchange, Meeting
 from tensorhub.integrations.fleet import Fleet
+from tensorhub.integrations.given import texts
 from tensorhub.integrations.releases import check_calls, check_release
 from tensorhub.integrations.vllm_session import ExtensionClient, Session, Settings
 from tensorhub.runtime.control.addresses import split_addresses
@@ -55,9 +55,8 @@ class WeightTransfer:
     ) -> None:
         check_release("trl", installed_version("trl"), SUPPORTED, probe=_probe)
         self._exchange = Exchange(host=host, **settings)
-        if not is_list(servers):
-            raise InvalidType(f'servers={shown(servers)}: give a list, as ["http://HOST:PORT"]')
-        self._servers, self._host_memory_bytes = list(servers), host_memory_bytes
+        self._servers = list(texts("servers", servers, "http://HOST:PORT"))
+        self._host_memory_bytes = host_memory_bytes
         if self._servers and not self._exchange.has_address:
             raise InvalidValue(
                 "servers= need a coordinator that they reach: start `tensorhub serve`, and give "

@@ -92,12 +92,12 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
 
     def _join(self, init: Init) -> Outcome:
         outcome = self.updater.join(
-            address=init.address if isinstance(init.address, str) else tuple(init.address),
+            address=init.address,
             model=init.model,
             group=f"{init.replica}/{self.vllm_config.instance_id}",
             host_memory_bytes=init.host_memory_bytes,
             timeout_s=init.timeout_s,
-            ignored=tuple(init.ignored),
+            ignored=init.ignored,
         )
         if outcome.has_failed:
             return outcome

@@ -30,13 +30,13 @@ from torch import nn
 from tensorhub.errors import ManifestMismatch, RegistrationError, some
 from tensorhub.integrations import vllm_layers as layers
 from tensorhub.integrations.drafts import PREFIX
+from tensorhub.integrations.lost_memory import sampled
 from tensorhub.integrations.recording import Recording, Specs, record_known
 from tensorhub.integrations.vllm_first_load import first_load
 from tensorhub.logs import get_logger
 
 log = get_logger(__name__)
 BATCH_BYTES = 256 * 2**20  # of layers that are read together
-SAMPLES = 16  # elements of each tensor, by which the loss of its memory is seen
 
 # numbers that a cast changes little: all others are codes, which mean nothing in another dtype
 PLAIN_DTYPES = {"float64", "float32", "bfloat16", "float16"}
@@ -97,30 +97,11 @@ class Plan:
         """The published tensors that any part of a layer comes from."""
         return {each for name in layer.names.values() for each in self.recording.needs[name]}
 
-    def fill_numbers(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write what comes from no published tensor, such as padding."""
-        for name, place, value in self.recording.filled:
-            if name in tensors:
-                tensors[name][place] = value
-
-    def has_numbers(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether that is there."""
-        return all(
-            bool((tensors[name][place] == value).all())
-            for name, place, value in self.recording.filled
-            if name in tensors
-        )
-
     def sampled(self) -> torch.Tensor | None:
         """Some bytes of each tensor of the model."""
-        found = []
-        for layer in self.layers:
-            for tensor in layers.own_tensors(layer.module).values():
-                if tensor.is_contiguous() and tensor.numel():
-                    flat = tensor.detach().view(-1)
-                    step = max(1, len(flat) // SAMPLES)
-                    found.append(flat[::step][:SAMPLES].contiguous().view(torch.uint8))
-        return torch.cat(found).cpu() if found else None
+        return sampled(
+            tensor for layer in self.layers for tensor in layers.own_tensors(layer.module).values()
+        )
 
 
 class Planner:

@@ -15,7 +15,6 @@ from tensorhub.errors import StateError, some
 from tensorhub.integrations import vllm_layers as layers
 from tensorhub.integrations.probing import pattern
 from tensorhub.integrations.vllm_plan import Layer, Plan
-from tensorhub.layouts.views import Place, Taken, View
 
 
 def differences(
@@ -78,15 +77,5 @@ def _planned(
     """A parameter in load format, as the recorded sources make it."""
     made = torch.empty(like.shape, dtype=like.dtype)
     made.view(-1).view(torch.uint8).fill_(layers.UNWRITTEN)
-    for place, view in plan.recording.sources[name]:
-        _part(made, place).copy_(_part(published[view.name], view))
-    plan.fill_numbers({name: made})
+    plan.recording.make(name, made, published)
     return made
-
-
-def _part(tensor: torch.Tensor, part: Place | View) -> torch.Tensor:
-    taken: Taken = part.select(tuple(tensor.shape))
-    box = tensor[tuple(slice(each.start, each.last + 1, each.step) for each in taken.box)]
-    left = [each for each in range(tensor.dim()) if each not in taken.order]
-    whole = box.permute((*taken.order, *left))  # perhaps of no dimension
-    return whole.reshape(whole.shape[: len(taken.order)]) if left else whole

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from urllib.parse import urlencode
 
 from tensorhub.errors import InvalidValue, StateError, shown
+from tensorhub.integrations.given import check_info, texts
 from tensorhub.integrations.http_calls import call, checked_url
 from tensorhub.model.stamps import Stamp
 from tensorhub.types import VersionInfo
@@ -48,6 +49,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.pause not in (*get_args(PauseMode), None):
             raise InvalidValue(f"pause={shown(self.pause)}: give 'abort', 'wait', 'keep' or None")
+        texts("ignored", self.ignored, "*mtp*")
 
 
 class HttpClient:
@@ -224,6 +226,7 @@ class Session:
         """
         model, version = self._settings.model, None
         if published is not None:
+            check_info(published)
             model, version = published.model, published.version
         self.client.init_weight_transfer_engine(self._init(check=model, version=version))
 
@@ -231,6 +234,7 @@ class Session:
         """Have the engine take a version. A paused engine is resumed, unless its weights are torn,
         or may be: see `vllm.Trainer.send_weights`. Raises what the client raises.
         """
+        check_info(info)
         self.get_ready(info.version)
         settings, is_whole = self._settings, self._is_whole
         try:

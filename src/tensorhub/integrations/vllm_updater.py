@@ -12,7 +12,7 @@ Responsible for what a worker does when. Not responsible for how a publication g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from vllm import __version__ as VLLM_VERSION
 from vllm.config import set_current_vllm_config
 
 from tensorhub import shared_empty_like, sync
+from tensorhub.api.arguments import is_list
 from tensorhub.api.tools import PublishedTensors, published_tensors
 from tensorhub.errors import (
     IntegrityError,
@@ -36,6 +37,8 @@ from tensorhub.errors import (
 )
 from tensorhub.integrations import vllm_layers as layers, vllm_reload as reload, vllm_sleep
 from tensorhub.integrations.adapters import fetch_adapter
+from tensorhub.integrations.given import texts
+from tensorhub.integrations.lost_memory import is_lost
 from tensorhub.integrations.releases import check_release
 from tensorhub.integrations.vllm_draft import with_draft
 from tensorhub.integrations.vllm_first_load import first_load, note_first
@@ -43,7 +46,7 @@ from tensorhub.integrations.vllm_lora import Adapters, watch as watch_adapters, 
 from tensorhub.integrations.vllm_plan import Layer, Plan, Planner, batches, mismatch
 from tensorhub.integrations.vllm_ranks import Outcome, Ranks
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.types import LATEST, VersionInfo
+from tensorhub.types import LATEST, Options, VersionInfo
 
 # releases that the tests have run with: docs/frameworks.md
 TESTED = ("0.22", "0.23", "0.24", "0.29", "0.31", "0.32", "0.33")
@@ -55,12 +58,22 @@ class Settings:
     `ignored`: patterns of published names that the engine leaves alone.
     """
 
-    address: str | tuple[str, ...]
+    address: str | Sequence[str]
     model: str
     group: str
     host_memory_bytes: int = 0
     timeout_s: float = 300.0
-    ignored: tuple[str, ...] = ()
+    ignored: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ignored", texts("ignored", self.ignored, "*mtp*"))
+        if is_list(self.address):
+            object.__setattr__(self, "address", tuple(self.address))
+
+    @property
+    def cluster(self) -> tuple[str | Sequence[str], str]:
+        """Of which version numbers are."""
+        return self.address, self.model
 
 
 class Updater:
@@ -82,6 +95,7 @@ class Updater:
         self._hub: sync.Hub | None = None
         self._published: PublishedTensors | None = None  # of which `plan` is, or may be
         self.plan: Plan | None = None
+        self._prepared: int | None = None  # the version that all workers are ready for
         self.weights: sync.Weights | None = None
         self.live: dict[str, torch.Tensor] = {}  # the tensors that are written in place
         self.staged: dict[str, torch.Tensor] = {}  # all of the shard, in host memory
@@ -131,9 +145,10 @@ class Updater:
         """Get ready for a version: plan, register, and read it where it is staged. Nothing is
         written.
         """
-        outcome = self._together(
-            lambda: self._make_plan(version), tell=lambda: self.plan and self.plan.faults
-        )
+        return self._get_ready(version, lambda: self._make_plan(version))
+
+    def _get_ready(self, version: int, make_plan: Callable[[], None]) -> Outcome:
+        outcome = self._together(make_plan, tell=lambda: self.plan and self.plan.faults)
         if outcome.has_failed:
             return outcome
         assert self._settings is not None
@@ -145,13 +160,16 @@ class Updater:
             return Outcome(
                 error if self._ranks.speaks else None, (self.is_torn,) * self._ranks.count
             )
-        return self._together(lambda: self._fetch_staged(version))
+        outcome = self._together(lambda: self._fetch_staged(version))
+        self._prepared = None if outcome.has_failed else version
+        return outcome
 
     def update(self, version: int) -> Outcome:
         """Have the model hold a version. An error that says `memory` "intact" on all workers has
         left the old one.
         """
-        outcome = self.prepare(version)
+        outcome = self._get_ready(version, lambda: self._plan_to_write(version))
+        self._prepared = None
         if not outcome.has_failed:
             outcome = self._together(lambda: self._write(version))
         if outcome.has_failed:
@@ -172,7 +190,7 @@ class Updater:
     def close(self) -> None:
         self.forget()
         self._adapters.clear()
-        hub, self._hub, self._settings = self._hub, None, None
+        hub, self._hub, self._settings, self.served = self._hub, None, None, None
         if hub is not None:
             with suppress(TensorHubError):
                 hub.close()
@@ -207,9 +225,12 @@ class Updater:
 
     def _connect(self, settings: Settings) -> None:
         if settings != self._settings or self._hub is None:
+            is_same = self._settings is not None and self._settings.cluster == settings.cluster
+            served = self.served if is_same else None
             self.close()
-            self._hub = sync.connect(settings.address)
-            self._settings = settings
+            wait_s = min(settings.timeout_s, Options().coordinator_wait_s)
+            self._hub = sync.connect(settings.address, options=Options(coordinator_wait_s=wait_s))
+            self._settings, self.served = settings, served
 
     def _fetch_adapter(self, model: str, version: int) -> Mapping[str, torch.Tensor]:
         hub, settings = self.joined()
@@ -218,7 +239,7 @@ class Updater:
     def forget(self) -> None:
         """Give up what is registered: the next update makes a plan, and writes everything."""
         weights, self.weights = self.weights, None
-        self.plan = self._published = None
+        self.plan = self._published = self._prepared = None
         self.live, self.staged = {}, {}
         if weights is not None:
             with suppress(TensorHubError):
@@ -227,10 +248,19 @@ class Updater:
     def _make_plan(self, version: int) -> None:
         self.sleep.check_awake()
         self._check_newer(version)
+        self.plan_for(version)
+
+    def _plan_to_write(self, version: int) -> None:
+        """As `_make_plan`; the engine is paused, so what is known is not asked for once more."""
+        self.sleep.check_awake()
+        is_newer = self._prepared != version
+        if is_newer:
+            self._check_newer(version)
         if self._is_lost():
             self.is_torn = True
             self.forget()
-        self.plan_for(version)
+        if is_newer or self.plan is None:
+            self.plan_for(version)
 
     def plan_for(
         self, version: int, alone: AbstractContextManager[object] | None = None
@@ -329,7 +359,7 @@ class Updater:
                 for tensor in [layers.own_tensors(each.module)[a]]
             }
         tensors = shared_empty_like(like)
-        plan.fill_numbers(tensors)
+        plan.recording.fill_numbers(tensors)
         return tensors
 
     def check_places(self, plan: Plan) -> None:
@@ -364,14 +394,9 @@ class Updater:
                 self.forget()
 
     def _is_lost(self) -> bool:
-        if self.plan is None or self.is_torn or self._samples is None:
+        if self.plan is None or self.is_torn:
             return False
-        now = self.plan.sampled()
-        return (
-            now is None
-            or not torch.equal(now, self._samples)
-            or not self.plan.has_numbers(self.live)
-        )
+        return is_lost(self._samples, self.plan.sampled(), self.plan.recording, self.live)
 
     # ----------------------------------------------------------------------------------------------
     # writing
@@ -391,7 +416,7 @@ class Updater:
             )
         if self.weights is not None and not self.staged:
             if self.weights.version is None:
-                plan.fill_numbers(self.live)
+                plan.recording.fill_numbers(self.live)
             try:
                 self.weights.update(version, timeout=settings.timeout_s)
             except TensorHubError as error:
@@ -447,7 +472,7 @@ class Updater:
                 tensors.update(
                     {name: made[attribute].data for attribute, name in layer.names.items()}
                 )
-            plan.fill_numbers(tensors)
+            plan.recording.fill_numbers(tensors)
             sources = {name: plan.recording.sources.get(name, []) for name in tensors}
             sink = hub.register(settings.model, tensors, sources=sources, spot=True, partial=True)
             try:

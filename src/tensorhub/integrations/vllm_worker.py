@@ -61,12 +61,12 @@ class WorkerExtension:
         updater = _updater(self)
         group = replica or f"vllm-{updater.ranks.share(secrets.token_hex(8))[0]}"
         outcome = updater.join(
-            address=address if isinstance(address, str) else tuple(address),
+            address=address,
             model=model,
             group=group,
             host_memory_bytes=host_memory_bytes,
             timeout_s=timeout_s,
-            ignored=tuple(ignored),
+            ignored=ignored,
         )
         _check(updater, outcome)
 

@@ -1,0 +1,25 @@
+"""Checks of what callers give to several adapters, where a type alone does not say it."""
+
+from __future__ import annotations
+
+from tensorhub.api.arguments import is_list
+from tensorhub.errors import InvalidType, shown
+from tensorhub.types import VersionInfo
+
+
+def texts(what: str, given: object, example: str) -> tuple[str, ...]:
+    """A sequence of names, patterns or URLs. InvalidType: one text alone, which would be taken for
+    its letters, or something else.
+    """
+    if is_list(given) and all(isinstance(each, str) for each in given):  # type: ignore[attr-defined]
+        return tuple(given)  # type: ignore[arg-type]
+    raise InvalidType(f'{what}={shown(given)}: give a list, as ["{example}"]')
+
+
+def check_info(given: object) -> None:
+    """InvalidType: it is no VersionInfo. A number alone does not say of which content it is."""
+    if not isinstance(given, VersionInfo):
+        raise InvalidType(
+            f"version {shown(given)}: give what publish has returned, or hub.wait_for(model, "
+            f"at_least=...), a VersionInfo"
+        )
