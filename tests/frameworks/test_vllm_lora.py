@@ -231,6 +231,15 @@ def test_bad_input(llm: Any, hub: sync.Hub) -> None:
         hub.register(name, adapter_tensors(adapter(), {**CONFIG, **changed})).publish(0)
         with pytest.raises(ManifestMismatch, match=reason):
             llm.llm_engine.add_lora(adapter_request(name, 0))
+    deep = torch.full((10**6,), ord("["), dtype=torch.uint8)
+    expert = {module(0, f"mlp.experts.0.w1.lora_{half}.weight"): torch.zeros(1) for half in "AB"}
+    for name, given, reason in (
+        ("deep", {CONFIG_FILE: deep}, "that says what it is"),
+        ("experts", adapter_tensors(expert, CONFIG), "adapters of experts are not supported"),
+    ):
+        hub.register(name, given).publish(0)
+        with pytest.raises(ManifestMismatch, match=reason):
+            llm.llm_engine.add_lora(adapter_request(name, 0))
     for path in ("tensorhub:actor", "tensorhub:@3", "tensorhub:actor@newest"):
         with pytest.raises(InvalidValue, match="MODEL@VERSION"):
             llm.llm_engine.add_lora(LoRARequest("path", 8, path))
@@ -240,3 +249,14 @@ def test_bad_input(llm: Any, hub: sync.Hub) -> None:
     with pytest.raises(StateError, match="has joined no cluster yet"):
         llm.llm_engine.add_lora(adapter_request("actor", 0))
     assert llm.llm_engine.list_loras() == before
+
+
+def test_a_prompt_whose_adapter_is_not_published(llm: Any, hub: sync.Hub) -> None:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, detokenize=False)
+    adapters = [None, adapter_request("poet", 1)]
+    with pytest.raises(VersionUnavailable):
+        llm.generate([{"prompt_token_ids": [1]}] * 2, sampling, lora_request=adapters)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert not llm.llm_engine.engine_core.engine_core.scheduler.has_unfinished_requests()

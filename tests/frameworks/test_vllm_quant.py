@@ -36,9 +36,10 @@ def start(
     method: Method,
     tensors: Tensors | None,
     overrides: dict[str, Any] | None = None,
+    workers: int = 1,
 ) -> Any:
     """An engine; without tensors: with dummy weights. `overrides`: of its configuration, in place of
-    the method's quantization.
+    the method's quantization. `workers`: two have processes of their own.
     """
     gc.collect()  # an engine that is given up ends the groups of the one that runs
     directory.mkdir(exist_ok=True)
@@ -49,12 +50,18 @@ def start(
         settings["load_format"] = "auto"
     if not overrides:
         settings["quantization"] = method.quantizes
+    if workers > 1:
+        settings |= {"tensor_parallel_size": workers, "distributed_executor_backend": "mp"}
     from vllm import LLM
 
     return LLM(model=path, worker_extension_cls=EXTENSION, **settings)
 
 
 def contents(llm: Any) -> dict[str, Any]:
+    return contents_of(worker_of(llm))
+
+
+def contents_of(worker: Any) -> dict[str, Any]:
     """Each tensor and number that any module of the model has, or what it computes with (kernels of
     experts have scales of their own).
     """
@@ -75,7 +82,7 @@ def contents(llm: Any) -> dict[str, Any]:
                 if not isinstance(value, torch.nn.Module) and hasattr(value, "__dict__"):
                     note(vars(value), name)
 
-    for name, module in worker_of(llm).get_model().named_modules():
+    for name, module in worker.get_model().named_modules():
         for owner in (module._parameters, module._buffers, vars(module)):
             note(owner, name)
     return found
@@ -189,6 +196,33 @@ def test_an_update_is_what_the_engine_loads_itself(
         with pytest.raises(IntegrityError, match=rf"{module}\.{name}"):
             llm.collective_rpc("tensorhub_check")
         llm.collective_rpc("tensorhub_leave")
+
+
+@pytest.mark.parametrize("kind", ["fp8, tensor"])
+def test_two_workers_have_what_they_load_themselves(
+    tmp_path: Path, coordinator: sync.Coordinator, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They load one checkpoint, get another one, and the first one again: staged."""
+    plugins = vllm_cpu.ENVIRONMENT["VLLM_PLUGINS"] + ",cpu_quantized"
+    monkeypatch.setitem(vllm_cpu.ENVIRONMENT, "VLLM_PLUGINS", plugins)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    one, other = (checkpoint(METHODS[kind], seed) for seed in (1, 2))
+    llm = start(tmp_path, METHODS[kind], one, workers=2)
+    loaded = llm.collective_rpc(contents_of)
+    assert len(loaded) == 2
+    with sync.connect(coordinator.address) as hub:
+        for version, (tensors, staged) in enumerate([(other, 0), (one, 2**30)]):
+            model = f"two, {kind}, {version}"
+            hub.register(model, tensors).publish(version)
+            settings = {"model": model, "host_memory_bytes": staged}
+            llm.collective_rpc("tensorhub_join", args=(coordinator.address,), kwargs=settings)
+            llm.collective_rpc("tensorhub_update")
+            llm.collective_rpc("tensorhub_check")
+            has = llm.collective_rpc(contents_of)
+            changed = [differing(before, now) for before, now in zip(loaded, has, strict=True)]
+            assert [bool(names) for names in changed] == [not staged] * 2, changed
+        llm.collective_rpc("tensorhub_leave")
+    llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["experts, fp8, block"])

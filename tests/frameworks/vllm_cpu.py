@@ -133,6 +133,7 @@ def install_plugins(directory: Path) -> None:
         f"cpu_faults = {here}:faults",
         f"cpu_warm_up = {here}:warm_up",
         f"cpu_generation = {here}:generation",
+        "cpu_quantized = tests.frameworks.vllm_quantized:plug_in",
         "[vllm.platform_plugins]",
         f"cpu_platform = {here}:platform",
         "",

@@ -276,6 +276,16 @@ def loadable() -> Iterator[None]:
     library._destroy()  # type: ignore[no-untyped-call]
 
 
+_kept: list[Any] = []
+
+
+def plug_in() -> None:
+    """A plug-in of vLLM's, for its workers."""
+    if not _kept:
+        _kept.append(loadable())
+        _kept[0].__enter__()
+
+
 @contextmanager
 def prepared() -> Iterator[None]:
     """For engines in this process."""

@@ -34,7 +34,18 @@ def test_the_configuration_is_one_more_tensor() -> None:
     assert config_of("poet", made) == {"r": 2, "target_modules": ["k", "q"]}
     with pytest.raises(InvalidType, match="cannot be written as JSON"):
         adapter_tensors({}, {"r": object()})
-    for wrong in ({}, {CONFIG: torch.zeros(3)}, {CONFIG: torch.tensor([91], dtype=torch.uint8)}):
+    deep: list[object] = []
+    for _ in range(10**5):
+        deep = [deep]
+    with pytest.raises(InvalidType, match="recursion"):
+        adapter_tensors({}, {"r": deep})
+    open_list = torch.tensor([ord("[")], dtype=torch.uint8)
+    for wrong in (
+        {},
+        {CONFIG: torch.zeros(3)},
+        {CONFIG: open_list},
+        {CONFIG: open_list.repeat(10**6)},
+    ):
         with pytest.raises(ManifestMismatch, match="'poet' has no tensor"):
             config_of("poet", wrong)
 

@@ -39,7 +39,7 @@ def adapter_tensors(weights: Tensors, config: Mapping[str, Any]) -> dict[str, to
     """
     try:
         text = json.dumps(dict(config), default=_listed)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidType(
             f"config={shown(config)}: {error}; give what adapter_config.json is to say"
         ) from error
@@ -68,7 +68,7 @@ def config_of(model: str, tensors: Tensors) -> dict[str, Any]:
             made = json.loads(config.numpy().tobytes())
             if isinstance(made, dict):
                 return made
-    except ValueError:
+    except (ValueError, RecursionError):  # too deep
         pass
     raise _no_adapter(model)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tensorhub.errors import StateError
-from tensorhub.integrations import vllm_first_load
+from tensorhub.integrations import vllm_first_load, vllm_lora_requests
 from tensorhub.integrations.vllm_session import BACKEND
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def register() -> None:
     its processes; a trainer calls it once.
     """
     vllm_first_load.watch()
+    vllm_lora_requests.watch()
     from vllm.distributed.weight_transfer import factory
 
     trainers = getattr(factory, "WeightTransferTrainerFactory", None)

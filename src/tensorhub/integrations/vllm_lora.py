@@ -10,21 +10,21 @@ Where an adapter is given up by vLLM, as when it has too many, or at an update o
 weight-transfer interface, the worker still has its tensors, and loads them again when a request
 names it.
 
-Responsible for what a worker holds, and for its checks. Not responsible for the
-base's weights (`vllm_updater`), nor for which adapters are in use: that is vLLM's.
+Responsible for what a worker holds, and for its checks. Not responsible for the base's weights
+(`vllm_updater`), nor for when an adapter is loaded, and which are in use (`vllm_lora_requests`).
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tensorhub.errors import ManifestMismatch, StateError
+from tensorhub.errors import ManifestMismatch, StateError, TensorHubError
 from tensorhub.integrations.adapters import (
     CONFIG,
     KEPT,
@@ -81,13 +81,7 @@ def watch() -> None:
     def load_named(manager: Any, request: LoRARequest) -> Any:
         if not request.lora_path.startswith(SCHEME):
             return load(manager, request)
-        adapters = _of(manager)
-        if adapters is None:
-            raise StateError(
-                f"{request.lora_name!r} cannot be fetched: this engine has joined no cluster yet; "
-                f"tensorhub_join comes first"
-            )
-        return adapters.load(manager, request)
+        return _joined(manager, request).load(manager, request)
 
     @functools.wraps(remove)
     def remove_named(manager: Any, adapter_id: int) -> bool:
@@ -107,6 +101,40 @@ def _of(manager: Any) -> Adapters | None:
     return found
 
 
+def _joined(manager: Any, request: LoRARequest) -> Adapters:
+    adapters = _of(manager)
+    if adapters is None:
+        raise StateError(
+            f"{request.lora_name!r} cannot be fetched: this engine has joined no cluster yet; "
+            f"tensorhub_join comes first"
+        )
+    return adapters
+
+
+def load_on_all(
+    worker: Any, request: LoRARequest, needed: Sequence[int]
+) -> tuple[TensorHubError | None, list[int]]:
+    """Called on each of an engine's workers: all of them load a version, or none does. `needed`:
+    the numbers of adapters that queued requests name, which stay. Returns the error (vLLM's
+    executors would lose its type), and the numbers of all that can be loaded without a fetch.
+    """
+    from tensorhub.integrations.vllm_ranks import Ranks
+
+    worker = getattr(worker, "worker", worker)
+    manager = worker.model_runner.lora_manager
+    ranks = Ranks(worker.vllm_config.parallel_config)
+    outcome = ranks.together(
+        lambda: _joined(manager, request).fetch(manager, request), is_torn=lambda: False
+    )
+    if not outcome.has_failed:
+        outcome = ranks.together(lambda: worker.add_lora(request), is_torn=lambda: False)
+        if outcome.has_failed:  # on other workers, perhaps
+            worker.remove_lora(request.lora_int_id)
+    if outcome.has_failed:
+        return outcome.error, []
+    return None, _joined(manager, request).keep(needed)
+
+
 @dataclass(frozen=True)
 class _Held:
     number: int  # vLLM's
@@ -119,27 +147,53 @@ class Adapters:
     def __init__(self, model: nn.Module, fetch: Callable[[str, int], Tensors]) -> None:
         self._fetch = fetch
         self._held: dict[str, dict[int, _Held]] = {}  # by model and version, in order of loading
+        self._ready: dict[int, tuple[Tensors, Any]] = {}  # by number: fetched, and not loaded yet
+        self._is_told = False  # which versions to keep
         self._manager: Any = None
         model.__dict__["_tensorhub_adapters"] = self
 
-    def load(self, manager: Any, request: LoRARequest) -> Any:
-        """vLLM's form of a published version. Versions of it but the last two are unloaded.
-
-        Raises ManifestMismatch: it is no adapter, or none for this engine (all reasons are listed);
-        and as `Hub.fetch`.
+    def fetch(self, manager: Any, request: LoRARequest) -> None:
+        """Get ready for `load`. Raises ManifestMismatch: it is no adapter, or none for this engine
+        (all reasons are listed); and as `Hub.fetch`.
         """
+        self._ready.clear()
+        if request.load_inplace or request.lora_int_id not in manager.list_adapters():
+            model, version = named(request.lora_path)
+            found = self._held.get(model, {}).get(version)
+            tensors = self._fetch(model, version) if found is None else found.tensors
+            made = _made(manager, request, model, tensors)
+            self._ready[request.lora_int_id] = tensors, made
+
+    def load(self, manager: Any, request: LoRARequest) -> Any:
+        """vLLM's form of a published version; raises as `fetch`."""
+        if request.lora_int_id not in self._ready:
+            self.fetch(manager, request)
         model, version = named(request.lora_path)
-        held = self._held.get(model, {})
-        found = held.get(version)
-        tensors = self._fetch(model, version) if found is None else found.tensors
-        made = _made(manager, request, model, tensors)
+        tensors, made = self._ready.pop(request.lora_int_id)
         self._manager = manager
-        self._held[model] = {**held, version: _Held(request.lora_int_id, tensors)}
-        for old in list(self._held[model])[:-KEPT]:
-            number = self._held[model].pop(old).number
-            if number not in [each.number for each in self._held[model].values()]:
-                manager._adapter_manager.remove_adapter(number)
+        held = self._held.setdefault(model, {})
+        held.pop(version, None)  # it is the last to be unloaded
+        held[version] = _Held(request.lora_int_id, tensors)
+        if not self._is_told:
+            self._unload_old(())
         return made
+
+    def keep(self, needed: Container[int]) -> list[int]:
+        """Unload versions of each adapter but the last two, and those with these numbers. Returns
+        the numbers of what is left.
+        """
+        self._is_told = True
+        self._unload_old(needed)
+        return [each.number for held in self._held.values() for each in held.values()]
+
+    def _unload_old(self, needed: Container[int]) -> None:
+        for held in self._held.values():
+            for old in list(held)[:-KEPT]:
+                if held[old].number in needed:
+                    continue
+                number = held.pop(old).number
+                if number not in [each.number for each in held.values()]:
+                    self._manager._adapter_manager.remove_adapter(number)
 
     def forget(self, number: int) -> None:
         """Free what vLLM was told to unload."""
@@ -152,6 +206,7 @@ class Adapters:
     def clear(self) -> None:
         """Free all of it. What vLLM has loaded stays loaded."""
         self._held.clear()
+        self._ready.clear()
 
     def state(self) -> dict[str, list[int]]:
         """The versions of each adapter that vLLM has loaded now."""
@@ -221,15 +276,16 @@ def _differences(
         except ValueError:
             yield f"{name!r}: no name of a LoRA weight"
             continue
+        if ".experts." in f"{module}.":
+            yield f"{name!r}: adapters of experts are not supported"
+            continue
         if module not in (helper.modules_to_save or ()):
             halves.append(Half(name, module, is_a, tensor))
     sizes = dict(_sizes(manager._adapter_manager))
     yield from differences(halves, sizes, lambda half: _rank(half, helper), config)
 
 
-def _rank(half: Half, helper: Any) -> int | None:
-    if ".experts" in half.module:
-        return None  # of all experts at once, perhaps
+def _rank(half: Half, helper: Any) -> int:
     if hasattr(helper, "get_rank_and_scaling"):  # vLLM 0.33
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
@@ -248,5 +304,3 @@ def _sizes(manager: Any) -> Iterator[tuple[str, Sizes]]:
             continue
         for part, outputs in zip(packed, outputs_of(base, len(packed)), strict=True):
             yield part, (inputs, outputs)
-        if name.endswith(".experts"):
-            yield name, (None, None)
