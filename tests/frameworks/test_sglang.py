@@ -363,22 +363,48 @@ def test_check_weights_names_what_differs_and_the_next_update_repairs_it(
     check(rank, model)
 
 
+def test_versions_of_another_cluster_are_counted_anew(
+    rank: sglang_cpu.Rank, engine: Any, trainers: Any
+) -> None:
+    from tensorhub.integrations.sglang import Trainer
+
+    trainers(actor()).send_weights(5)
+    with sync.serve() as other, sync.connect(other.address) as hub:
+        trainer = Trainer(model := actor(19), engine, other.address, timeout_s=60.0)
+        info = trainer._weights.publish(0)
+        hub.register("actor", actor(20)).publish(1)
+        trainer._fleet.update(info)
+        check(rank, model)
+        trainer.close()
+        rank.receiver.close()
+
+
 def test_a_release_that_was_not_tested_is_probed_at_its_first_update(
     rank: sglang_cpu.Rank, engine: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensorhub.integrations import sglang_engine, sglang_layers
+    """The probe passes with this release's own loader, and fails, before a byte is written, if the
+    plan is another one's.
+    """
+    from tensorhub.integrations import sglang_engine
+    from tensorhub.integrations.recording import Recording
 
     monkeypatch.setattr(sglang_engine, "TESTED", ("0.1",))
-    trainer = trainers(model := actor(18))
+    trainer, before, make = trainers(model := actor(18)), rank.checksums(), Recording.make
 
-    def post_load(second: Any) -> None:
-        second.live.lm_head.weight.data[-1] += 1
+    def swapped(recording: Recording, name: str, into: Any, published: Any) -> None:
+        make(recording, name, into, published)
+        if "qkv" in name:
+            into.copy_(into.roll(1, 0))
 
     with monkeypatch.context() as patch:
-        patch.setattr(sglang_layers.SecondModel, "post_load", post_load)
-        with pytest.raises(StateError, match=r"probe .* failed .*'lm_head.weight'.* torn"):
-            trainer.send_weights()
-        assert engine.tokenizer_manager.is_pause
+        patch.setattr(Recording, "make", swapped)
+        for _ in range(2):  # the second time as the first one
+            with pytest.raises(
+                StateError, match=r"probe .* failed .*2 param.*qkv_proj.*are intact"
+            ):
+                trainer.send_weights()
+            assert rank.checksums() == before
+            assert not engine.tokenizer_manager.is_pause
     trainer.send_weights()
     check(rank, model)
 

@@ -52,7 +52,15 @@ from tensorhub.integrations.sglang_layers import (
     differing,
     has_backup,
 )
-from tensorhub.integrations.sglang_plan import ADVICE, Batch, Plan, batches, make, tensors_of
+from tensorhub.integrations.sglang_plan import (
+    ADVICE,
+    Batch,
+    Plan,
+    batches,
+    make,
+    probe,
+    tensors_of,
+)
 from tensorhub.integrations.sglang_session import (
     ASLEEP,
     REPORT,
@@ -127,7 +135,7 @@ class Receiver:
         self._weights: sync.Weights | None = None
         self._is_agreed = False  # by all ranks: the publication fits
         self._served: Order | None = None
-        self._is_torn = self._is_proved = self._is_lost = False
+        self._is_torn = self._is_lost = False
         sglang_sleep.watch(self)
 
     def take(self, named_tensors: Tensors) -> None:
@@ -229,13 +237,15 @@ class Receiver:
         if sglang_sleep.is_asleep():
             raise StateError(SLEEPS)
         if self._hub is None:
-            self._hub = sync.connect(
-                order.address, options=Options(host_memory_bytes=order.host_memory_bytes)
+            options = Options(
+                host_memory_bytes=order.host_memory_bytes,
+                coordinator_wait_s=min(order.timeout_s, Options().coordinator_wait_s),
             )
+            self._hub = sync.connect(order.address, options=options)
         if order.purpose != "update":
             return None
-        served = self._served
-        if served is not None and not self._is_torn:
+        served, cluster = self._served, (order.address, order.model)
+        if served and (served.address, served.model) == cluster and not self._is_torn:
             if served.content_id is not None and served.content_id == order.content_id:
                 return None
             self._check_is_newer(self._hub, served, order)
@@ -271,7 +281,9 @@ class Receiver:
             raise StateError(
                 f"an engine with pipeline-parallel stages ({stages}) cannot be updated"
             )
-        plan = self._plan = make(second, specs)
+        plan = make(second, specs)
+        check_release("SGLang", SGLANG_VERSION, TESTED, probe=lambda: probe(second, plan))
+        self._plan = plan
         if plan.in_place and not plan.missing:
             sources = plan.recording.sources
             self._weights = hub.register(
@@ -382,9 +394,6 @@ class Receiver:
             second.refill(plan.recording.needs)
             self._is_lost = False
         second.post_load()
-        if not self._is_proved:
-            check_release("SGLang", SGLANG_VERSION, TESTED, probe=lambda: self._compare(order))
-            self._is_proved = True
         self._is_torn = False
 
     def _update_in_place(

@@ -147,6 +147,15 @@ class SecondModel:
                 _process(layer.second)
                 yield layer
 
+    def blank(self, layers: Sequence[Layer]) -> dict[str, torch.Tensor]:
+        """Copies of what the loader is given to write these layers, on the CPU."""
+        with self._allocated(layers):
+            return {
+                name: each.data.cpu().clone()
+                for layer in layers
+                for name, each in layer.tensors.items()
+            }
+
     def refill(self, needs: Container[str]) -> None:
         """Once the engine's memory was lost: give its parameters that no publication fills the
         numbers that SGLang made them with.

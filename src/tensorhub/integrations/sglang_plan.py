@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tensorhub.errors import RegistrationError, some
+from tensorhub.errors import RegistrationError, StateError, some
+from tensorhub.integrations.probing import pattern, same_bytes
 from tensorhub.integrations.recording import Recording, Specs
 from tensorhub.integrations.sglang_layers import Layer, SecondModel, checkpoint
 
@@ -79,6 +80,28 @@ def make(second: SecondModel, specs: Specs) -> Plan:
     }
     loaded = tuple(batches(by_loader, found))
     return Plan(specs, found, in_place, loaded, *_unfit(second, specs, found))
+
+
+def probe(second: SecondModel, plan: Plan) -> None:
+    """Raise StateError unless each parameter that is read in place gets, by the plan, the bytes
+    that SGLang's own loader gives it. Tried with random numbers, beside the engine's tensors.
+    """
+    wrong: list[str] = []
+    layers = [each for each in second.layers if plan.in_place.keys() & each.tensors]
+    for batch in batches(layers, plan.recording):
+        published = {}
+        for name in batch.names:
+            dtype, shape = plan.specs[name]
+            like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            published[name] = pattern(like, torch.device("cpu"))
+        made = second.blank(batch.layers)
+        for layer in second.loaded(batch.layers, published):
+            for name in plan.in_place.keys() & layer.tensors:
+                plan.recording.make(name, made[name], published)
+                if not same_bytes(layer.tensors[name].cpu(), made[name]):
+                    wrong.append(repr(name))
+    if wrong:
+        raise StateError(f"{len(wrong)} parameter(s) would get other bytes: {some(sorted(wrong))}")
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
