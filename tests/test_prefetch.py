@@ -5,6 +5,7 @@ memory."""
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import anyio
 import pytest
 
 import tensorhub
+from tensorhub.api import weights as api_weights
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
 from tensorhub.errors import (
@@ -32,6 +34,7 @@ from tests.rig import (
     OPTIONS,
     WAIT_S,
     Cluster,
+    all_of,
     cluster,
     connect,
     copies_of,
@@ -302,6 +305,35 @@ async def test_a_rank_without_host_memory_ends_its_groups_prefetch(room: str) ->
             async with anyio.create_task_group() as tasks:
                 for rank in ranks:
                     tasks.start_soon(rank.prefetch)
+
+
+async def test_a_rank_that_refuses_its_prefetch_by_itself_ends_its_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(api_weights, "REFUSAL_S", WAIT_S)
+    async with cluster("trainer", "one", "two", options=HOSTED) as c:
+        sources = [
+            await c.hubs[0].register("m", tensors(r), group="p", rank=r, world_size=2)
+            for r in range(2)
+        ]
+        ranks = [
+            await hub.register("m", tensors(), group="r", rank=r, world_size=2)
+            for r, hub in enumerate(c.hubs[1:])
+        ]
+        await all_of(*[source.publish(1) for source in sources])
+        await all_of(*[rank.prefetch() for rank in ranks])
+
+        async def refused() -> None:
+            with pytest.raises(StateError, match="newest"):
+                await ranks[1].prefetch("newest")
+
+        async def aborted() -> None:
+            with pytest.raises(GroupAborted, match=r"prefetch.* rank 1") as caught:
+                await ranks[0].prefetch(timeout=math.inf)
+            assert "prefetch('newest') raised" in caught.value.causes[1]
+
+        await all_of(aborted(), refused())
+        await all_of(*[rank.prefetch() for rank in ranks])
 
 
 async def test_a_close_that_fails_costs_what_was_prefetched_and_nothing_else() -> None:

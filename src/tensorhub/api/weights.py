@@ -196,13 +196,20 @@ class Weights(Unpicklable):
             raise
 
     async def _refuse(
-        self, reason: str, timeout_s: float, *, retryable: bool | None = None
+        self,
+        reason: str,
+        timeout_s: float,
+        *,
+        retryable: bool | None = None,
+        by: Callable[[GroupAborted, float], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """End the group's next call on all ranks, if the coordinator can be told in time."""
+        """End the group's next call on all ranks, if the coordinator can be told in time. `by`:
+        what tells it; None: the handle.
+        """
         if self._handle.member.shard.world_size > 1:
             error = GroupAborted(reason[:1000], retryable=retryable)
             with contextlib.suppress(TensorHubError):
-                await self._thread.call(self._handle.refuse, error, timeout_s)
+                await self._thread.call(by or self._handle.refuse, error, timeout_s)
 
     def _check_publishable(self) -> None:
         """RegistrationError: the regions have padding, which belongs to no version."""
@@ -456,11 +463,16 @@ class Weights(Unpicklable):
         `Options.host_memory_bytes`, or too few of them for the shard; the other ranks' calls end
         with GroupAborted), and as `replicate`; the tensors stay as they are.
         """
-        prefetch, timeout_s = self._worker.copies.prefetch, self._worker.timeout_s(timeout)
-        selector = check_selector(selector)
-        self._memory.check_current()
-        self._memory.check_writable()
-        return await self._thread.call(prefetch, self._handle, selector, timeout_s)
+        copies, timeout_s = self._worker.copies, self._worker.timeout_s(timeout)
+        try:
+            selector = check_selector(selector)
+            self._memory.check_current()
+            self._memory.check_writable()
+        except Exception as error:
+            reason = f"prefetch({shown(selector)}) raised {text_of(error)}"
+            await self._refuse(reason, REFUSAL_S, by=partial(copies.refuse, self._handle))
+            raise
+        return await self._thread.call(copies.prefetch, self._handle, selector, timeout_s)
 
     @_tells_torn
     async def close(self, abandon: bool = False) -> None:

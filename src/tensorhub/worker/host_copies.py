@@ -335,18 +335,33 @@ class HostCopies:
         member.report_loss()
         copy = self._prefetched(shard.registration)
         if copy is None:
-            of_host = replace(
-                shard,
-                registration=self._idents(),
-                group=host_group(shard.group),
-                medium=Medium.HOST,
-                purpose=Purpose.PREFETCH,
-            )
-            copy = Copy(of_host, shard.registration)
+            copy = self._copy_beside(shard)
             if shard.world_size == 1:  # no other rank has to hear of it: before anything is said
                 self.budget.plan("", Purpose.PREFETCH, copy.nbytes)
             self._start(copy)
         return (yield from self._fill(copy, FillCall(OpKind.PREFETCH, selector), timeout_s))
+
+    def _copy_beside(self, shard: Shard) -> Copy:
+        of_host = replace(
+            shard,
+            registration=self._idents(),
+            group=host_group(shard.group),
+            medium=Medium.HOST,
+            purpose=Purpose.PREFETCH,
+        )
+        return Copy(of_host, shard.registration)
+
+    def refuse(self, member: Member, error: ErrorInfo, timeout_s: float) -> Steps[None]:
+        """This rank makes no prefetch, because of `error`: the other ranks' prefetch ends, too."""
+        shard = member.shard
+        if member.state is HandleState.CLOSED or shard.registration in self._closing:
+            return
+        copy = self._prefetched(shard.registration)
+        if copy is None:
+            self._start(copy := self._copy_beside(shard))
+        elif copy.filling is not None:
+            return  # the error is of a second prefetch
+        yield from self._call(copy.ident, RefuseCall(error), timeout_s)
 
     def seed(
         self, info: VersionInfo, shard: int, timeout_s: float, selector: Selector = LATEST

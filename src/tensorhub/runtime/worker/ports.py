@@ -14,6 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 from tensorhub.archives.catalogue import Version
 from tensorhub.archives.retention import Keep
+from tensorhub.errors import TensorHubError
+from tensorhub.messages import ErrorInfo
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.loop_thread import CallerMode, Job, Watching
 from tensorhub.runtime.worker.calling import CallersHandle
@@ -42,6 +44,11 @@ class CallersCopies(ABC):
         self, handle: CallersHandle, selector: Selector, timeout_s: float
     ) -> FetchReport:
         return await self._fill(self.machine.prefetch(handle.member, selector, timeout_s))
+
+    async def refuse(self, handle: CallersHandle, error: TensorHubError, timeout_s: float) -> None:
+        """This rank will not make its next prefetch, because of that."""
+        info = ErrorInfo.of(error)
+        await self._ask(self.machine.refuse(handle.member, info, timeout_s))
 
     async def seed(
         self, info: VersionInfo, shard: int, timeout_s: float, selector: Selector = LATEST
