@@ -138,6 +138,17 @@ RECIPES = {
         ("test_skyrl.py",),
         base="vllm",
     ),
+    # flash-attn, which is for GPUs, is left out: the test has a stand-in
+    "openrlhf": Recipe(
+        (
+            "--no-deps openrlhf==0.11.2 vllm==0.29.0 ray==2.55.0 deepspeed==0.19.6",
+            "--no-deps openai-harmony hjson msgpack peft accelerate datasets torchdata",
+            "--no-deps pandas pytz six tzdata python-dateutil multiprocess dill xxhash pyarrow",
+            "--no-deps pylatexenc tensorboard",
+        ),
+        ("test_openrlhf.py",),
+        base="vllm",
+    ),
     # before the interface for weight transfer
     "vllm-0.24": Recipe(  # verl's
         ("--no-deps vllm==0.24.0 openai-harmony diskcache==5.6.3",),

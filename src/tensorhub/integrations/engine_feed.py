@@ -1,5 +1,5 @@
 """A trainer's rank 0 that is handed one tensor at a time, and its vLLM engines, with
-`vllm_worker.WorkerExtension`: what SkyRL's adapter sends by.
+`vllm_worker.WorkerExtension`: what the adapters of SkyRL and OpenRLHF send by.
 
 Not responsible for pausing the engines, which the framework does.
 """
