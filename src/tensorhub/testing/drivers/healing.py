@@ -5,6 +5,7 @@ must fetch that version (G7).
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from tensorhub.errors import (
     GroupAborted,
@@ -130,6 +131,7 @@ class Healing:
             self._cluster.timeline.coordinator.alive
             and not world.unstored
             and world.former is None
+            and world.term.lease_ends == inf  # else another one leads soon
             and self._cluster.timeline.coordinator.stopped_until <= world.now
             # those that ended as well
             and all(link.read_due <= world.now for _, link in world.links.values())
