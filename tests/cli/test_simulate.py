@@ -89,7 +89,8 @@ def test_the_verdict_comes_first_and_tables_only_if_they_are_wanted() -> None:
 
 
 def test_a_seed_that_fails_says_what_was_broken_and_how_to_run_it_again() -> None:
-    done = simulate("--seed", BREAKS, "--events", 10, "--faults", "crash,delay", "--quiet")
+    named = ("--faults", "crash,delay", "--shrink-s", 0, "--quiet")
+    done = simulate("--seed", BREAKS, "--events", 10, *named)
     assert done.returncode == 1
     assert (
         f"seed {BREAKS} failed:\nAssertionError: content: [bold] holds other bytes than were "
@@ -102,6 +103,31 @@ def test_a_seed_that_fails_says_what_was_broken_and_how_to_run_it_again() -> Non
         == 1
     )
     assert "0 seeds passed, 1 failed" in done.stdout
+
+
+def test_a_seed_that_fails_explains_itself() -> None:
+    shrunk = ("--events", 10, "--shrink-s", 5, "--quiet")
+    done = simulate("--seed", BREAKS, *shrunk)
+    assert f"\nseed {BREAKS} failed:\ncontent: [bold] is shorter\n" in done.stdout
+    assert done.stdout.count("reproduce: ") == 1
+    done = simulate("--seed", RAISES, *shrunk)  # what fails in one run only is told as it was
+    assert 'raise KeyError("lost")' in done.stdout
+    assert done.stdout.count("reproduce: ") == 1
+
+
+def test_a_part_of_a_seed_is_run() -> None:
+    part = ("--only", "3,g1.2", "--until", 40)
+    done = simulate("--seed", BREAKS, *part)
+    assert done.returncode == 1
+    assert (
+        f"reproduce: tensorhub simulate --seed {BREAKS} --events 1000 --only 3,g1.2 --until 40\n"
+        in done.stdout
+    )
+    assert simulate("--seed", THIN, *part).returncode == 0  # it need not be full
+    for wrong in (("--seed", 3, "--only", "3"), ("--seed", 3, "--until", 3), part):
+        done = simulate(*wrong)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "--only, --until and --seed go together" in done.stderr
 
 
 def test_it_stops_at_the_failures_that_were_asked_for() -> None:

@@ -35,6 +35,26 @@ class SeedReport:
     end_hash: str
 
 
+def explain(
+    seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000, seconds: float
+) -> str | None:
+    assert events in (10, 1000)
+    assert seconds in (5.0, 60.0)
+    return f"content: [bold] is shorter\nreproduce: {seed}, {faults} in part" if seed == 7 else None
+
+
+def run_part(
+    seed: int,
+    atoms: Collection[str],
+    until: int,
+    *,
+    faults: Collection[Fault] | None = None,
+    events: int = 1000,
+) -> SeedReport:
+    assert (list(atoms), until) == (["3", "g1.2"], 40)
+    return run_seed(seed, faults=faults, events=events)
+
+
 def run_seed(
     seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000
 ) -> SeedReport:

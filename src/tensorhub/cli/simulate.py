@@ -33,12 +33,13 @@ from tensorhub.cli import common, progress
 from tensorhub.cli.child_processes import AsyncChildProcess, ChildEnded, closing_all
 from tensorhub.cli.simulate_results import COMPLETE_FROM, LEAST, Results, SeedResult, lacking
 
-SEARCH = "tensorhub.testing.simulated"
+SEARCH = "tensorhub.testing.shrinking"
 SEEDS_END = 2**63  # seeds are below this
 EVENTS = 1000
 # for a child's imports: two seconds on a quiet machine, many times that on a busy one
 START_S_MAX = 300.0
 SEED_S_MAX = 300.0  # for one seed; a run of it takes about a second
+SHRINK_S, SHRINK_S_MAX = 60.0, 36_000.0
 TWICE_EACH = 50  # one of so many seeds is run again, in another process
 
 
@@ -51,18 +52,33 @@ class Plan:
     faults: tuple[str, ...] | None
     jobs: int
     failures_max: int
+    shrink_s: float
+    only: tuple[str, ...] | None  # these parts of its one seed
+    until: int | None
 
     @property
     def are_full(self) -> bool:
         """Whether each seed has to have all of `LEAST`: not with fewer events, or with some kinds
         of faults only.
         """
-        return self.faults is None and self.events >= LEAST["events"]
+        return self.faults is None and self.only is None and self.events >= LEAST["events"]
 
     def reproduce(self, seed: int) -> str:
         """The command line that runs this seed again."""
         faults = "" if self.faults is None else f" --faults {','.join(self.faults)}"
-        return f"tensorhub simulate --seed {seed}{faults} --events {self.events}"
+        part = "" if self.only is None else f" --only {','.join(self.only)} --until {self.until}"
+        return f"tensorhub simulate --seed {seed}{faults} --events {self.events}{part}"
+
+    def command(self, seed: int, *, shrinks: bool) -> dict[str, Any]:
+        """What a child is told."""
+        return {
+            "seed": seed,
+            "events": self.events,
+            "faults": self.faults,
+            "shrink_s": self.shrink_s if shrinks else None,
+            "only": self.only,
+            "until": self.until,
+        }
 
 
 def simulate(
@@ -90,6 +106,19 @@ def simulate(
     failures_max: Annotated[
         int, common.whole_option(1, help="Stop after so many seeds that fail.")
     ] = 1,
+    shrink_s: Annotated[
+        float,
+        common.seconds_option(
+            0, SHRINK_S_MAX, help="Look so long for the shortest history that fails; 0: print all."
+        ),
+    ] = SHRINK_S,
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Run these parts of the seed, as its failure names them."),
+    ] = None,
+    until: Annotated[
+        int | None, common.whole_option(1, help="With --only: faults end after so many events.")
+    ] = None,
     verbose: Annotated[
         bool,
         typer.Option(
@@ -118,9 +147,9 @@ def simulate(
     everything fails.
 
     A seed decides everything that happens. The verdict comes first. Each seed that failed follows,
-    with the broken guarantee, the end of its trace and the command that runs it again (stderr gets
-    that command at once). From 1,000 seeds on, every fault, transition and recovery path must have
-    occurred, and every demand been judged.
+    with the broken guarantee, the shortest history that still fails and the command that runs that
+    again (stderr gets the command of the whole seed at once). From 1,000 seeds on, every fault,
+    transition and recovery path must have occurred, and every demand been judged.
 
     With SCENARIO, measure instead: the real coordinator over a model of a network, beside other
     ways to move weights. Built in are standalone, elastic, cross-datacenter, churn and update.
@@ -136,12 +165,19 @@ def simulate(
     search = importlib.import_module(SEARCH)
     chosen = _chosen_faults(search, faults)
     numbers = range(start, min(start + seeds, SEEDS_END)) if seed is None else range(seed, seed + 1)
-    plan = Plan(numbers, events, chosen, jobs or os.cpu_count() or 1, failures_max)
+    if (only is None) != (until is None) or (only is not None and seed is None):
+        raise common.usage("--only, --until and --seed go together: give what a failure has said")
+    atoms = None if only is None else tuple(each for each in only.split(",") if each != "nothing")
+    count = jobs or os.cpu_count() or 1
+    plan = Plan(numbers, events, chosen, count, failures_max, shrink_s, atoms, until)
     common.run(partial(_simulate, plan, search, as_json, quiet, verbose))
 
 
 _OF_FLOW = ("gpus", "parameters", "ranks", "systems")
-_OF_SEARCH = ("seeds", "start", "jobs", "faults", "events", "failures_max", "verbose")
+_OF_SEARCH = (
+    *("seeds", "start", "jobs", "faults", "events", "failures_max", "shrink_s", "only", "until"),
+    "verbose",
+)
 
 
 def _check_kind(context: typer.Context, *, of_flow: bool) -> None:
@@ -245,13 +281,36 @@ async def _run(
     if len(results.failures) < plan.failures_max:
         await _run_all(plan, again, hash_seeds, hear_again)
     results.seconds = seconds  # of the search alone: events per second are its
+    if plan.shrink_s and plan.only is None:
+        await _shrink(plan, results, hash_seeds)
+
+
+async def _shrink(plan: Plan, results: Results, hash_seeds: Iterator[int]) -> None:
+    """Have each seed that broke a guarantee explain itself."""
+    explained: dict[int, SeedResult] = {}
+
+    def hear(result: SeedResult) -> bool:
+        explained[result.seed] = result
+        return True
+
+    broken = [result.seed for result in results.failures if result.is_broken]
+    await _run_all(plan, broken, hash_seeds, hear, shrinks=True)
+    for n, first in enumerate(results.failures):
+        found = explained.get(first.seed)
+        if found is not None and found.is_broken and found.failure is not None:
+            results.failures[n] = found
 
 
 async def _run_all(
-    plan: Plan, seeds: Sequence[int], hash_seeds: Iterator[int], hear: Callable[[SeedResult], bool]
+    plan: Plan,
+    seeds: Sequence[int],
+    hash_seeds: Iterator[int],
+    hear: Callable[[SeedResult], bool],
+    *,
+    shrinks: bool = False,
 ) -> None:
     """Run each seed in one of `plan.jobs` child processes. `hear` is told each result; False ends
-    it all.
+    it all. `shrinks`: they have failed, and are explained.
 
     Each child has a hash seed of its own, so that what depends on the order of a set differs from
     child to child.
@@ -271,7 +330,7 @@ async def _run_all(
                 await _wait_until_ready(child)
                 seed: int | None = first
                 while seed is not None:
-                    result, can_go_on = await _run_seed(plan, seed, child)
+                    result, can_go_on = await _run_seed(plan, seed, child, shrinks=shrinks)
                     seed = next(left, None) if can_go_on else None
                     if not hear(result):
                         tasks.cancel_scope.cancel()
@@ -296,16 +355,19 @@ async def _wait_until_ready(child: AsyncChildProcess) -> None:
         ) from error
 
 
-async def _run_seed(plan: Plan, seed: int, child: AsyncChildProcess) -> tuple[SeedResult, bool]:
+async def _run_seed(
+    plan: Plan, seed: int, child: AsyncChildProcess, *, shrinks: bool
+) -> tuple[SeedResult, bool]:
     """The result of one seed, and whether its child can run another one."""
+    seconds = SEED_S_MAX + (plan.shrink_s if shrinks else 0.0)
     try:
-        with anyio.fail_after(SEED_S_MAX):
-            answer = await child.ask(seed=seed, events=plan.events, faults=plan.faults)
+        with anyio.fail_after(seconds):
+            answer = await child.ask(**plan.command(seed, shrinks=shrinks))
     except TimeoutError:
-        return SeedResult(seed, None, f"it did not end within {SEED_S_MAX:g} s"), False
+        return SeedResult(seed, None, f"it did not end within {seconds:g} s"), False
     except ChildEnded as ended:
         return SeedResult(seed, None, str(ended)), False
-    return SeedResult(seed, answer.get("report"), answer.get("failure")), True
+    return SeedResult(seed, answer.get("report"), answer.get("failure"), "failure" in answer), True
 
 
 @contextlib.contextmanager
@@ -350,7 +412,7 @@ def _as_json(plan: Plan, results: Results) -> dict[str, Any]:
 def _print_failure(plan: Plan, result: SeedResult) -> None:
     again = plan.reproduce(result.seed)
     print(f"\nseed {result.seed} failed:\n{result.failure}")
-    if again not in (result.failure or ""):  # what a broken guarantee says ends with it
+    if "\nreproduce: " not in (result.failure or ""):  # what a broken guarantee says ends with it
         print(f"reproduce: {again}")
 
 

@@ -67,6 +67,7 @@ class SeedResult:
     seed: int
     report: dict[str, Any] | None
     failure: str | None
+    is_broken: bool = False  # the run itself has said so
 
 
 class Results:

@@ -35,11 +35,28 @@ def main(module: str) -> None:
         parent.say(**run(search, **commands.get()))
 
 
-def run(search: ModuleType, seed: int, events: int, faults: list[str] | None) -> dict[str, Any]:
-    """The seed's report, or `failure`: the broken guarantee, and the end of the trace."""
+def run(
+    search: ModuleType,
+    seed: int,
+    events: int,
+    faults: list[str] | None,
+    shrink_s: float | None,
+    only: list[str] | None,
+    until: int | None,
+) -> dict[str, Any]:
+    """The seed's report, or `failure`: the broken guarantee, and the end of the trace.
+
+    `shrink_s`: it has failed; `failure` explains it by the shortest history found in that time.
+    `only` and `until`: which part of it to run.
+    """
     kinds = None if faults is None else [search.Fault(fault) for fault in faults]
     try:
-        report = search.run_seed(seed, faults=kinds, events=events)
+        if shrink_s is not None:
+            return {"failure": search.explain(seed, faults=kinds, events=events, seconds=shrink_s)}
+        if only is not None:
+            report = search.run_part(seed, only, until, faults=kinds, events=events)
+        else:
+            report = search.run_seed(seed, faults=kinds, events=events)
     except Exception as error:
         lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
         # a defect that shows as an error of some machine: say where

@@ -24,19 +24,17 @@ from tensorhub.errors import StateError
 from tensorhub.machine import counting_transitions
 from tensorhub.testing.coverage import judged
 from tensorhub.testing.drivers.healing import Healing
+from tensorhub.testing.drivers.parts import Whole
 from tensorhub.testing.drivers.timed import TimedCluster
+from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.drivers.users import Users
 from tensorhub.testing.drivers.virtual import VirtualLoop
 from tensorhub.testing.running import RunningCluster, running
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault
 from tensorhub.testing.sim.layouts import draw_layouts
-from tensorhub.testing.sim.recovery_paths import RECOVERY_PATHS
 from tensorhub.testing.sim.sites import draw_sites
 from tensorhub.types import Options
-
-# `tensorhub simulate` takes these from the module that it searches with.
-__all__ = ["RECOVERY_PATHS", "Fault", "SeedReport", "SimulatedCluster", "run_seed", "simulate"]
 
 SEED_VARIABLE = "TENSORHUB_SEED"
 EVENTS_LEAST = 1000  # of a seed that is to have all of these
@@ -74,18 +72,23 @@ class SimulatedCluster(TimedCluster):
         faults: Collection[Fault] | None = None,
         events: int = 1000,
         options: Options | None = None,
+        part: Whole | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """`faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at
         least under faults. `options`: the coordinator's, and times of all connections; None: drawn.
+        `part`, on its `timeline`: what of the run is run; None: all of it.
         """
-        super().__init__(seed, faults, options, events)
+        super().__init__(seed, faults, options, events, timeline)
+        self.part = self.injector.part = part or Whole()
+        self.faults_until: int | None = None  # so many events, once there were enough
         self.options_given = options
         self.events_least = events
         sites = draw_sites(seed)
         self.injector.parts_sites = sites.parted
         layouts = draw_layouts(seed, self.chunks)
         archive = Random(f"archive {seed}") if sites.archives and not layouts else None
-        self.users = Users(self, self.timeline, layouts, sites.seeders, archive)
+        self.users = Users(self, self.timeline, layouts, sites.seeders, archive, self.part)
         self.users.differed = lambda: self.injector.happens(Fault.DIFFER)
         self.populate(self.users)
 
@@ -94,16 +97,21 @@ class SimulatedCluster(TimedCluster):
         line at its end.
         """
         try:
-            self.begin()
-            while not self._is_enough():
-                self.take_event()
-            healing = self.healing()
-            healing.ask()
-            self.run_until(lambda: False, ASKED_BEFORE_S)
-            self.end_faults()
-            healing.run()
+            self.run_phases()
         except Exception as error:
             raise GuaranteeBroken(self.report(error, self.command)) from error
+
+    def run_phases(self) -> None:
+        """As `run`, and raises what was raised."""
+        self.begin()
+        while not self._is_enough():
+            self.take_event()
+        self.faults_until = self.timeline.events
+        healing = self.healing()
+        healing.ask()
+        self.run_until(lambda: False, ASKED_BEFORE_S)
+        self.end_faults()
+        healing.run()
 
     def begin(self) -> None:
         """Users call and things go wrong from now on, as events are taken."""
@@ -125,6 +133,8 @@ class SimulatedCluster(TimedCluster):
         enough.)
         """
         events = self.timeline.events
+        if self.part.until is not None:
+            return events >= self.part.until
         if events < self.events_least:
             return False
         full = (
@@ -170,12 +180,16 @@ def run_seed(
     while faults happen. Raises GuaranteeBroken, with the last lines of the trace, and at the end
     one line that runs this seed again.
     """
+    return reported(SimulatedCluster(seed, faults=faults, events=events))
+
+
+def reported(cluster: SimulatedCluster) -> SeedReport:
+    """Run it, and say what it did."""
     before = judged()
     with counting_transitions() as transitions:
-        cluster = SimulatedCluster(seed, faults=faults, events=events)
         cluster.run()
     return SeedReport(
-        seed=seed,
+        seed=cluster.seed,
         events=cluster.timeline.events,
         groups=len(cluster.users.groups),
         versions=len(cluster.users.published),

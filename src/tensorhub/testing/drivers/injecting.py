@@ -11,6 +11,7 @@ from typing import Protocol
 
 from tensorhub.coordinator import Action, Send
 from tensorhub.messages import FromCoordinator, FromWorker, Outcome, Prepared
+from tensorhub.testing.drivers.parts import DAMAGE, Whole
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim import misdeeds
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault, FaultPlan
@@ -89,6 +90,8 @@ class Injector:
         self.plan = plan
         self._events_least = events_least
         self.happened: Counter[str] = Counter()
+        self.part = Whole()  # of the run that is run
+        self._strikes = 0
         self.is_over = False
         self.parts_sites = False  # whether half of all partitions are between the two sites
         # Also set by order:
@@ -133,11 +136,13 @@ class Injector:
         if self.is_over:
             return
         self._next()
-        if self._timeline.events >= self._broader_at and len(self.happened) < KINDS_LEAST:
+        self._strikes += 1
+        broadens = self._timeline.events >= self._broader_at and len(self.happened) < KINDS_LEAST
+        if self.part.broadens(self._strikes, wants=broadens):
             self._broader_at += BROADER_EACH
             self.plan.broaden(self._random)
         kind = self.plan.draw(self._random)
-        if kind is not None and self._inject(kind):
+        if kind is not None and self.part.strikes(self._strikes, kind) and self._inject(kind):
             self.happens(kind)
 
     def happens(self, kind: str) -> None:
@@ -161,7 +166,8 @@ class Injector:
         self._unread.clear()
         # What is damaged last may be all that its reader has: nothing else will happen that makes
         # anybody look at it again.
-        last = list(self._world.workers) if Fault.CORRUPT in self.plan.weights else []
+        drawn = Fault.CORRUPT in self.plan.weights
+        last = list(self._world.workers) if drawn and self.part.has(DAMAGE) else []
         self.damaged = dict.fromkeys(last, 1)
         self._timeline.partitions.heal()
         self.coordinator.heal()

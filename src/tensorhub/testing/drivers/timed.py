@@ -43,13 +43,15 @@ class TimedCluster(World):
         faults: Collection[Fault] | None,
         options: Options | None,
         events: int = 1000,
+        timeline: Timeline | None = None,
     ) -> None:
         """`faults`: the kinds that may be drawn; None: all. `events`: after twice as many, less
         goes wrong. `options`: the coordinator's, and times of all connections; None: drawn.
+        `timeline`: of that seed, if it is not a plain one.
         """
         self.seed = seed
         self.allowed = None if faults is None else [kind for kind in Fault if kind in faults]
-        self.timeline = timeline = Timeline(seed)
+        self.timeline = timeline = timeline or Timeline(seed)
         self._touched: dict[HandlePort, None] = {}
         # handles with an action on its way; never iterated over
         self._doing: set[HandlePort] = set()

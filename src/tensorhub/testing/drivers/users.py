@@ -17,6 +17,7 @@ from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.runtime.worker.pins import SAID_AGAIN_S
 from tensorhub.testing.drivers.archiving import SimArchive
 from tensorhub.testing.drivers.injecting import StruckUsers
+from tensorhub.testing.drivers.parts import ARCHIVE, Whole
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import HOLDING
 from tensorhub.testing.sim.handle import CallRecord, HandleShell
@@ -50,6 +51,7 @@ class UserGroup:
     ranks: list[SimHandle] = field(default_factory=list)
     differs: bool = False  # its next call is not the same on all ranks
     cut: Layout | None = None  # None: the one that all have
+    turns: int = 0
 
     def register(self, worker: SimWorker, rank: int) -> SimHandle:
         """That rank's memory, in this process."""
@@ -84,9 +86,11 @@ class Users(StruckUsers):
         layouts: list[Layout],
         seeders: int,
         archive: Random | None = None,
+        part: Whole | None = None,
     ) -> None:
         """`layouts`: of the groups, where these differ; none: they have one layout. `seeders`: how
-        many workers seed. `archive`: decides what an archive does, if there is one.
+        many workers seed. `archive`: decides what an archive does, if there is one. `part`: of the
+        run that is run; None: all of it.
         """
         self._world = world
         self._timeline = timeline
@@ -108,6 +112,7 @@ class Users(StruckUsers):
         self._layouts = layouts
         self._seeders = seeders
         self._archive_random = archive
+        self._part = part or Whole()
         self.archive: SimArchive | None = None
 
     def __repr__(self) -> str:
@@ -153,12 +158,25 @@ class Users(StruckUsers):
             self._timeline.after(random.random(), None, self._turn, group)
         self._timeline.after(REVIVE_S, None, self._revive)
         for _ in range(self._seeders):
-            self._seed(self.new_process(shards=world_size))
-        if self._archive_random is not None:
+            seeder = self.new_process(shards=world_size)
+            self._seed(seeder)
+            if not self._part.has(seeder.name):
+                seeder.crash()
+        self._leave_out()
+        if self._archive_random is not None and self._part.has(ARCHIVE):
             its = self._archive_random, max(group.world_size for group in self.groups)
             self._fetch_rate, self._order_rate = self._fetch_rate or 0.3, 0.2
             self._orders = (*self._orders, "rollback")
             self.archive = SimArchive(self, self._world, self._timeline, *its)
+
+    def _leave_out(self) -> None:
+        """The processes of groups that are not there have never done anything."""
+        everybody = self.groups
+        self.groups = [group for group in everybody if self._part.has(group.name)]
+        needed = {id(handle.worker) for group in self.groups for handle in group.ranks}
+        for handle in [handle for group in everybody for handle in group.ranks]:
+            if handle.worker.alive and id(handle.worker) not in needed:
+                handle.worker.crash()
 
     def _all_publish(self) -> bool:
         """Whether every group so far does: enough of them must, or hardly anything happens."""
@@ -225,11 +243,19 @@ class Users(StruckUsers):
         if self.is_over:
             return
         self._timeline.after(self._random.expovariate(1 / self._pause_s), None, self._turn, group)
+        group.turns += 1
+        if group not in self.groups:
+            return  # it is left out
+        takes, turn = self._part.takes_turn, f"{group.turns}"
         self.enrol(group)
         random = self._random
-        if self._fetch_rate and random.random() < self._fetch_rate:
+        if (
+            self._fetch_rate
+            and random.random() < self._fetch_rate
+            and takes(group.name, turn + "f")
+        ):
             self._fetch(group)
-        if random.random() < self._order_rate:
+        if random.random() < self._order_rate and takes(group.name, turn + "o"):
             self._order(group)
         ranks = [
             handle
@@ -239,7 +265,8 @@ class Users(StruckUsers):
         live = [handle for handle in group.ranks if handle.worker.alive]
         if not ranks or (len(ranks) < len(live) and random.random() < 0.8):
             return
-        self._call(group, ranks)
+        if takes(group.name, turn):
+            self._call(group, ranks)
 
     def enrol(self, group: UserGroup) -> None:
         """Register again every rank that was refused, or has closed."""
@@ -268,7 +295,7 @@ class Users(StruckUsers):
         broken = [
             group for group in self.groups if not all(handle.worker.alive for handle in group.ranks)
         ]
-        if len(self.groups) - len(broken) < 2:
+        if broken and len(self.groups) - len(broken) < 2:
             group = self._random.choice(broken)
             for rank in [
                 rank for rank, handle in enumerate(group.ranks) if not handle.worker.alive
