@@ -68,3 +68,34 @@ async def test_rollouts_of_a_fast_trainer_neither_fail_nor_get_torn_versions(
         await anyio.sleep(seconds)
         await until(lambda: len(published) > VERSIONS and generated > ROLLOUTS * VERSIONS)
         tasks.cancel_scope.cancel()
+
+
+async def test_all_go_on_with_a_coordinator_that_has_lost_its_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readme, served = program(), dict[Any, float]()
+
+    async def generate(engine: Any) -> None:
+        served[engine] = float(engine.model.bias.detach()[0])
+        await anyio.sleep(0.01)
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            with torch.no_grad():
+                policy.bias.add_(1)
+
+    policy = torch.nn.Linear(1024, 1024)
+    torch.nn.init.zeros_(policy.bias)
+    monkeypatch.setattr(torch.optim, "SGD", Optimizer)
+    monkeypatch.setattr(readme["Engine"], "generate", generate)
+    async with anyio.create_task_group() as tasks:
+        async with tensorhub.serve() as first:
+            tasks.start_soon(readme["trainer"], first.address, policy, 0.02)
+            for name in ("one", "other"):
+                tasks.start_soon(readme["rollout"], first.address, name, readme["Engine"](0))
+            await until(lambda: len(served) == 2 and min(served.values()) > VERSIONS)
+        port = int(first.address.rpartition(":")[2])
+        async with tensorhub.serve(port=port):
+            newest = float(policy.bias.detach()[0])
+            await until(lambda: min(served.values()) > newest + VERSIONS)
+            tasks.cancel_scope.cancel()
