@@ -73,7 +73,11 @@ class AvailabilityJudge:
             handle.shard.group
         ]
         operation, content_id = group.operation, message.version.content_id
-        goes_on, record.bound = record.bound == content_id, content_id
+        # its memory says so, too: a former leader may have bound it, whose words are not judged
+        filled = handle.member.content
+        has_begun = filled is not None and filled.version.content_id == content_id
+        has_begun = has_begun and handle.member.state is HandleState.FILLING
+        goes_on, record.bound = has_begun or record.bound == content_id, content_id
         # None: it has ended in this very step
         if goes_on if operation is None else operation.resumes is not None:
             return  # it goes on with what it was bound to
