@@ -338,6 +338,7 @@ class ReferenceModel:
             each.ended = min(each.ended, self._tick)
         self.begins(retain)
         self.retained(retain)
+        self._pins.clear()
 
     # -- what must stay
 
