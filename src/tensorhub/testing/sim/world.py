@@ -25,6 +25,7 @@ from tensorhub.coordinator import (
     Persist,
     Persisted,
     Received,
+    Restoration,
     Rollback,
     Send,
     Tick,
@@ -276,6 +277,13 @@ class World(Driver):
         """Whether a rollback of that model is on its way to the store."""
         entries = (persist.entry for persist in self.unstored.values())
         return any(isinstance(entry, Rollback) and entry.model == model for entry in entries)
+
+    def has_unheard(self, model: str) -> bool:
+        """Whether versions of that model came back from an archive, and the coordinator has not
+        heard that this is durable.
+        """
+        entries = (self.unstored[record].entry for record in self.term.durable)
+        return any(isinstance(entry, Restoration) and entry.model == model for entry in entries)
 
     # -- the coordinator
 

@@ -199,7 +199,8 @@ class CallHistory:
             case RollingBack() if error is None:
                 model.rolled_back(call)
             case RollingBack():
-                model.not_rolled_back(call, beyond=isinstance(error, VersionConflict))
+                is_beyond = isinstance(error, VersionConflict) and not self._world.has_unheard(name)
+                model.not_rolled_back(call, beyond=is_beyond)
             case Retaining() if error is None:
                 self._end_earlier(worker, message.request)
                 model.retained(call)

@@ -154,3 +154,8 @@ class JudgedWorld(Protocol):
 
     def is_recording_rollback(self, model: str) -> bool:
         """Whether a rollback of that model is on its way to the store."""
+
+    def has_unheard(self, model: str) -> bool:
+        """Whether versions of that model came back from an archive, and its coordinator has not
+        heard that this is durable.
+        """
