@@ -40,6 +40,7 @@ SEED_VARIABLE = "TENSORHUB_SEED"
 EVENTS_LEAST = 1000  # of a seed that is to have all of these
 VERSIONS_LEAST = 3  # that are published in each seed
 GIVEN_UP = 100  # times as many events as were asked for: nothing more comes of this seed
+ON_DISK = 0.15  # of all seeds have the product's store, too
 ASKED_BEFORE_S = 3.0  # things still go wrong, while fills run that have to end well
 
 
@@ -79,7 +80,9 @@ class SimulatedCluster(TimedCluster):
         least under faults. `options`: the coordinator's, and times of all connections; None: drawn.
         `part`, on its `timeline`: what of the run is run; None: all of it.
         """
-        super().__init__(seed, faults, options, events, timeline)
+        disk = Random(f"disk {seed}")
+        on_disk = disk.random() < ON_DISK
+        super().__init__(seed, faults, options, events, timeline, disk if on_disk else None)
         self.part = self.injector.part = part or Whole()
         self.faults_until: int | None = None  # so many events, once there were enough
         self.options_given = options

@@ -99,7 +99,7 @@ class Injector:
         self.failing_store_until = 0.0
         self.late_tails_until = 0.0
         self._unsure_until = 0.0  # replies of the store are lost
-        self._standby_s = timeline.random.choice((0.5, 2.0, 5.0)) if _has_standby(plan) else 0.0
+        self._standby_s = timeline.random.choice((0.5, 2.0, 5.0)) if has_standby(plan) else 0.0
         self.doubles_left = 0  # messages still to be delivered twice
         self.damaged: dict[str, int] = {}  # frames to which worker are damaged next
         self._broader_at = 2 * events_least
@@ -610,6 +610,6 @@ class Injector:
         return True
 
 
-def _has_standby(plan: FaultPlan) -> bool:
+def has_standby(plan: FaultPlan) -> bool:
     """Whether several coordinators are there for the seed."""
     return not {Fault.FAILOVER, Fault.SPLIT, Fault.STORE_AWAY}.isdisjoint(plan.weights)

@@ -13,11 +13,13 @@ responsible for the calls of users.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from random import Random
 
 from tensorhub.testing.drivers.control_network import ControlNetwork
 from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
 from tensorhub.testing.drivers.data_network import DataNetwork
-from tensorhub.testing.drivers.injecting import Injector, StruckUsers
+from tensorhub.testing.drivers.disk import DiskStore
+from tensorhub.testing.drivers.injecting import Injector, StruckUsers, has_standby
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
 from tensorhub.testing.sim.faults import FORGETTING, Fault, FaultPlan
@@ -44,10 +46,11 @@ class TimedCluster(World):
         options: Options | None,
         events: int = 1000,
         timeline: Timeline | None = None,
+        disk: Random | None = None,
     ) -> None:
         """`faults`: the kinds that may be drawn; None: all. `events`: after twice as many, less
         goes wrong. `options`: the coordinator's, and times of all connections; None: drawn.
-        `timeline`: of that seed, if it is not a plain one.
+        `timeline`: of that seed, if it is not a plain one. `disk`: of the store, if it is on one.
         """
         self.seed = seed
         self.allowed = None if faults is None else [kind for kind in Fault if kind in faults]
@@ -65,8 +68,13 @@ class TimedCluster(World):
             stall_timeout_s=random.choice((1.0, 4.0, 10.0)),
             connect_timeout_s=random.choice((1.0, 5.0)),
         )
-        super().__init__(options or drawn, chunks=chunks, manifest=make_manifest(chunks, "xxh3-64"))
         plan = FaultPlan(random, self.allowed)
+        super().__init__(
+            options or drawn,
+            chunks=chunks,
+            manifest=make_manifest(chunks, "xxh3-64"),
+            store=DiskStore(disk, shared=has_standby(plan)) if disk is not None else None,
+        )
         self.forgets = lambda: not FORGETTING.isdisjoint(plan.weights)
         self.injector = Injector(self, timeline, plan, events)
         self.is_unharmed = lambda: not self.injector.happened

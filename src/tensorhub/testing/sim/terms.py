@@ -35,6 +35,12 @@ class FencedStore(list[Entry]):
             raise Deposed(f"epoch {epoch} is over")
         self.append(entry)
 
+    def crash(self, writing: Entry | None = None) -> bool:
+        """The process that has it open dies while it writes that, or at rest. Whether that is
+        durable.
+        """
+        return False
+
 
 @dataclass(eq=False)
 class Term:

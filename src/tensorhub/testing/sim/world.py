@@ -56,7 +56,7 @@ from tensorhub.testing.sim.memory import CHUNKS, MANIFEST
 from tensorhub.testing.sim.network import COORDINATOR, Link, Process
 from tensorhub.testing.sim.ports import Driver
 from tensorhub.testing.sim.pulling import DataPlane
-from tensorhub.testing.sim.rendering import show_error
+from tensorhub.testing.sim.rendering import show, show_error
 from tensorhub.testing.sim.terms import FencedStore, Term
 from tensorhub.testing.sim.worker import ControlPlane, SimHandle, SimWorker, WorkerUsers
 from tensorhub.types import HandleState, Location, OpKey, Options
@@ -97,6 +97,7 @@ class World(Driver):
         chunks: int = CHUNKS,
         manifest: Manifest = MANIFEST,
         host_bytes: int = 0,
+        store: FencedStore | None = None,
     ) -> None:
         self.options = options or Options()
         # that a user's own code raises
@@ -111,7 +112,7 @@ class World(Driver):
         self.sessions = count(1)
         self.workers: dict[str, SimWorker] = {}
         self.by_registration: dict[str, SimHandle] = {}
-        self.store = FencedStore()
+        self.store = store or FencedStore()
         self.former: Term | None = None  # it has not noticed that another one leads
         self.ident = "c"  # of the coordinator's state
         # Whether a coordinator dies, or takes for lost who is not.
@@ -218,8 +219,13 @@ class World(Driver):
         """`kept`: that share of the running writes becomes durable, from the first one on."""
         term = self.term
         left = [each for record, each in term.unstored.items() if record not in term.durable]
-        for persist in left[: round(kept * len(left))]:
+        whole = round(kept * len(left))
+        for persist in left[:whole]:
             self.keep(persist.entry)
+        for persist in left[whole : whole + 1]:
+            if self.store.crash(persist.entry):
+                self.note(f"all of a write was there: {show(persist.entry)}")
+                self.keep(persist.entry)
         term.unstored.clear()
 
     # -- looking
