@@ -109,6 +109,7 @@ RECIPES = {
             "test_vllm_fleet.py",
             "test_vllm_layers.py",
             "test_vllm_lora.py",
+            "test_vllm_lora_requests.py",
             "test_vllm_mtp.py",
             "test_vllm_one_version.py",
             "test_vllm_quant.py",

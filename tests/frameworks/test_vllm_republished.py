@@ -73,6 +73,36 @@ def test_an_engine_has_what_it_would_quantize_itself(
         assert of_linear_layers(llm) == wanted
 
 
+def test_an_engine_follows_the_command(
+    tmp_path: Path, coordinator: sync.Coordinator, hub: sync.Hub
+) -> None:
+    """It starts as the command says, with dummy weights."""
+    tensors = checkpoint(ONLINE, 1)
+    weights = hub.register("actor", tensors)
+    weights.publish(0)
+    arguments = ("republish", "actor", "actor-fp8", "--quantization", "FP8_DYNAMIC", "--json")
+    with prepared(), started(*arguments, "--address", coordinator.address) as process:
+        overrides = json.loads(line_with("--hf-overrides", process.stderr).split("'")[1])
+        llm = start(tmp_path, ONLINE, None, overrides)
+        llm.collective_rpc("tensorhub_join", args=(coordinator.address, "actor-fp8"))
+        has = []
+        for version in range(3):
+            if version:  # twice gives the first content again
+                with weights.mutate(version):
+                    for tensor in tensors.values():
+                        tensor.neg_()
+            line_with("{", process.stdout)
+            (state,) = llm.collective_rpc("tensorhub_update")
+            assert (state["version"], state["is_torn"]) == (version, False)
+            llm.collective_rpc("tensorhub_check")
+            has.append(of_linear_layers(llm))
+        llm.collective_rpc("tensorhub_leave")
+    assert len(has[0]) == 16
+    changed = {name for name, each in has[0].items() if each != has[1][name]}
+    assert changed == {name for name in has[0] if name.endswith("weight")}
+    assert has[0] == has[2]
+
+
 @pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_the_command_follows_a_trainer(
     coordinator: sync.Coordinator, hub: sync.Hub, end: signal.Signals, code: int

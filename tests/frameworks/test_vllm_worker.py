@@ -389,6 +389,38 @@ def test_a_client_of_weight_transfer_drives_it(
     assert asked == ["published_tensors", "sampled", "is_lost", "sampled"]
 
 
+def test_two_trainers_of_one_model(llm: Any, hub: sync.Hub, coordinator: sync.Coordinator) -> None:
+    """The engine has the whole of one trainer's version, or of the other's."""
+    from tensorhub.integrations.vllm_session import ExtensionClient, Session, Settings
+
+    models = actor(13), actor(14)
+    weights = hub.register("actor", models[0])
+    sessions = [
+        Session(ExtensionClient(llm), Settings(coordinator.address, "actor")) for _ in models
+    ]
+    with sync.connect(coordinator.address) as other:
+        others = other.register("actor", models[1])
+        weights.publish(0)
+        with pytest.raises(VersionConflict):
+            others.publish(0)
+        first = hub.wait_for("actor", at_least=0)
+        sessions[0].update(first)
+        assert_has(llm, models[0])
+        others.publish(1)
+        sessions[1].update(other.wait_for("actor", at_least=1))
+        assert_has(llm, models[1])
+        with pytest.raises(VersionConflict, match="older than the one that the engine serves, 1"):
+            sessions[0].update(first)
+        with pytest.raises(VersionConflict), weights.mutate(1):
+            train(models[0])
+        assert_has(llm, models[1])
+        with weights.mutate(2):
+            train(models[0])
+        sessions[0].update(hub.wait_for("actor", at_least=2))
+        assert_has(llm, models[0])
+        sessions[0].check()
+
+
 def test_the_plain_loop(llm: Any, hub: sync.Hub, tmp_path: Path) -> None:
     from examples.plain_vllm_loop import main
 

@@ -203,6 +203,7 @@ METHODS = {
 METHODS |= {
     f"experts, {name}": replace(METHODS[name], experts=EXPERTS, forced=True)
     for name in (
+        "fp8, static",
         "fp8, block",
         "compressed fp8, channel",
         "compressed nvfp4",

@@ -21,12 +21,19 @@ def test_what_is_no_adapter_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> N
         hub.register("adapter", {**half, CONFIG: text}).publish(1)
         hub.register("base", half).publish(1)
         hub.register("half", {**half, CONFIG: torch.ones(2)}).publish(1)
+        overwritten = hub.register("overwritten", {CONFIG: (own := text.clone())})
+        overwritten.publish(1)
         with sync.connect(coordinator.address) as engine:
             assert fetch_adapter(engine, "adapter", 1, WAIT_S).keys() == {*half, CONFIG}
+            assert fetch_adapter(engine, "overwritten", 1, WAIT_S).keys() == {CONFIG}
+            with overwritten.mutate(2):
+                own.add_(0)
             monkeypatch.delattr(sync.Hub, "fetch")
             for model in ("base", "half"):
                 with pytest.raises(ManifestMismatch, match=f"'{model}' has no tensor '{CONFIG}'"):
                     fetch_adapter(engine, model, 1, WAIT_S)
+            with pytest.raises(VersionUnavailable, match="no live worker holds version 1"):
+                fetch_adapter(engine, "overwritten", 1, WAIT_S)
             for model, version in (("adapter", 2), ("nothing", 1), ("../adapter", 1)):
                 with pytest.raises(VersionUnavailable):
                     fetch_adapter(engine, model, version, 0.2)

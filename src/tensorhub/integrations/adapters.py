@@ -18,7 +18,14 @@ from torch import nn
 
 from tensorhub import sync
 from tensorhub.api.tools import published_tensors
-from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, shown, some
+from tensorhub.errors import (
+    InvalidType,
+    InvalidValue,
+    ManifestMismatch,
+    VersionUnavailable,
+    shown,
+    some,
+)
 from tensorhub.runtime.loop_thread import finish_blocking
 
 Tensors = Mapping[str, torch.Tensor]
@@ -84,13 +91,19 @@ def _no_adapter(model: str) -> ManifestMismatch:
 def fetch_adapter(hub: sync.Hub, model: str, version: int, timeout_s: float) -> Tensors:
     """All tensors of a version of an adapter. A request comes from a client of the engine, and may
     name any model: a base model's weights need not fit into the engine's memory. So what is no
-    adapter is refused before it is fetched.
+    adapter is refused before it is fetched. So is what no worker holds now: the engine stands still
+    while it waits.
 
     Raises ManifestMismatch: it is no adapter; and as `Hub.fetch`.
     """
     asked = published_tensors(hub._async, model, version, timeout_s)
     if finish_blocking(asked).kinds.get(CONFIG, ("", ()))[0] != "uint8":
         raise _no_adapter(model)
+    view = hub.describe(model, timeout_s, version=version).versions
+    if [each.state for each in view] != ["available"]:
+        raise VersionUnavailable(
+            f"no live worker holds version {version} of {model!r} now: request a newer one"
+        )
     return hub.fetch(model, version, rank=None, timeout=timeout_s)
 
 

@@ -172,10 +172,9 @@ class Adapters:
         tensors, made = self._ready.pop(request.lora_int_id)
         self._manager = manager
         held = self._held.setdefault(model, {})
-        held.pop(version, None)  # it is the last to be unloaded
         held[version] = _Held(request.lora_int_id, tensors)
         if not self._is_told:
-            self._unload_old(())
+            self._unload_old((request.lora_int_id,))
         return made
 
     def keep(self, needed: Container[int]) -> list[int]:
