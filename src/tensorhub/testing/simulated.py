@@ -33,7 +33,7 @@ from tensorhub.testing.running import RunningCluster, running
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault
 from tensorhub.testing.sim.layouts import draw_layouts
-from tensorhub.testing.sim.sites import draw_sites
+from tensorhub.testing.sim.sites import MODELS_DRAWN, draw_sites
 from tensorhub.types import Options
 
 SEED_VARIABLE = "TENSORHUB_SEED"
@@ -91,7 +91,10 @@ class SimulatedCluster(TimedCluster):
         self.injector.parts_sites = sites.parted
         layouts = draw_layouts(seed, self.chunks)
         archive = Random(f"archive {seed}") if sites.archives and not layouts else None
-        self.users = Users(self, self.timeline, layouts, sites.seeders, archive, self.part)
+        models = Random(f"two models {seed}")
+        has_two = models.random() < MODELS_DRAWN and archive is None
+        its = archive, models if has_two else None, self.part
+        self.users = Users(self, self.timeline, layouts, sites.seeders, *its)
         self.users.differed = lambda: self.injector.happens(Fault.DIFFER)
         self.populate(self.users)
 

@@ -26,6 +26,7 @@ from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.testing.sim.judges.archives import published_in
 from tensorhub.testing.sim.layouts import tags_in
 from tensorhub.testing.sim.memory import digest_of
+from tensorhub.testing.sim.sites import MODEL
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.testing.sim.world import World
 from tensorhub.types import HandleState, Medium, Purpose, VersionInfo
@@ -34,7 +35,6 @@ from tensorhub.worker.loading import Loading
 from tensorhub.worker.member_memory import Content
 from tensorhub.worker.registration_session import Shard
 
-MODEL = "actor"
 SEED_S = 30.0
 REMOVE_S = 10.0
 AGAIN_S = 2.0  # after a version could not be had: until it is asked for again

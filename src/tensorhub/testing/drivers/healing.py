@@ -69,7 +69,7 @@ class Healing:
         for group in users.groups:
             worker = group.ranks[0].worker
             if worker.alive:
-                self._reading.append(worker.fetcher(0).fetch("latest", WAITS_S))
+                self._reading.append(worker.fetcher(0, model=group.model).fetch("latest", WAITS_S))
 
     def run(self) -> None:
         """Demand convergence. Raises GuaranteeBroken."""
@@ -295,7 +295,7 @@ class Healing:
         world = self._cluster
         workers = [worker for worker in world.workers.values() if worker.alive]
         self._take_back(writer)
-        writer.ranks[0].worker.asks.retain(1)
+        writer.ranks[0].worker.asks.retain(1, writer.model)
         self._rest("after retain")
         self._users.next_version += 10
         number = self._users.next_version
@@ -437,7 +437,8 @@ class Healing:
         world = self._cluster
         live = [worker for worker in world.workers.values() if worker.alive]
         for worker in live:
-            worker.asks.retain(0)
+            for name in worker.newest:
+                worker.asks.retain(0, name)
             for pin in list(worker.asks.pins):
                 worker.asks.unpin(pin)
             worker.asks.pins.clear()
@@ -462,7 +463,7 @@ class Healing:
         for reader in whole:
             if reader is not writer and reader.fits(writer):
                 self._must(reader, number, lambda handle: handle.update("latest"))
-            elif reader.is_refused:
+            elif reader.is_refused and reader.model == writer.model:
                 self._must(reader, number, lambda handle: handle.update("latest"), ManifestMismatch)
 
     def _take_back(self, writer: UserGroup) -> None:

@@ -35,6 +35,7 @@ from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import Fault
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.host_copies import CopyRequest
+from tensorhub.testing.sim.sites import MODEL
 from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.types import Location, Options
 from tensorhub.worker.registration_session import Shard
@@ -256,7 +257,7 @@ class HostedCluster(StruckUsers):
             world, name, location, life=life, new_handle=new_handle, op_timeout_s=timeout_s
         )
         world.workers[worker.incarnation] = worker
-        worker.newest["actor"] = None
+        worker.newest[MODEL] = None
         user = self._users[worker] = HostedUser(self, worker, timeout_s)
         return user
 

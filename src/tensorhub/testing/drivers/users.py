@@ -23,7 +23,7 @@ from tensorhub.testing.sim.assertion import HOLDING
 from tensorhub.testing.sim.handle import CallRecord, HandleShell
 from tensorhub.testing.sim.layouts import Layout, described, is_of_other_layout
 from tensorhub.testing.sim.pulling import Reading
-from tensorhub.testing.sim.sites import SITES
+from tensorhub.testing.sim.sites import MODEL, MODELS, SITES
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.testing.sim.world import World
 from tensorhub.types import HandleState, Location, Purpose, Selector
@@ -52,10 +52,13 @@ class UserGroup:
     differs: bool = False  # its next call is not the same on all ranks
     cut: Layout | None = None  # None: the one that all have
     turns: int = 0
+    model: str = MODEL
 
     def register(self, worker: SimWorker, rank: int) -> SimHandle:
         """That rank's memory, in this process."""
-        return worker.register(self.name, rank, self.world_size, spot=self.spot, cut=self.cut)
+        return worker.register(
+            self.name, rank, self.world_size, model=self.model, spot=self.spot, cut=self.cut
+        )
 
     @property
     def publishes(self) -> bool:
@@ -69,7 +72,7 @@ class UserGroup:
 
     def fits(self, other: UserGroup) -> bool:
         """Whether each of the two can read its peer's publications."""
-        if self.is_refused or other.is_refused:
+        if self.is_refused or other.is_refused or self.model != other.model:
             return False
         return self.world_size == other.world_size or (
             self.cut is not None and other.cut is not None
@@ -86,11 +89,13 @@ class Users(StruckUsers):
         layouts: list[Layout],
         seeders: int,
         archive: Random | None = None,
+        models: Random | None = None,
         part: Whole | None = None,
     ) -> None:
         """`layouts`: of the groups, where these differ; none: they have one layout. `seeders`: how
-        many workers seed. `archive`: decides what an archive does, if there is one. `part`: of the
-        run that is run; None: all of it.
+        many workers seed. `archive`: decides what an archive does, if there is one. `models`: of
+        which of two models each group is, if there are two. `part`: of the run that is run; None:
+        all of it.
         """
         self._world = world
         self._timeline = timeline
@@ -112,6 +117,7 @@ class Users(StruckUsers):
         self._layouts = layouts
         self._seeders = seeders
         self._archive_random = archive
+        self._models = models
         self._part = part or Whole()
         self.archive: SimArchive | None = None
 
@@ -139,6 +145,8 @@ class Users(StruckUsers):
         for number in range(3 if world_size == LARGE_GROUP else random.randint(3, 5)):
             odd = random.random() < 0.04
             group = UserGroup(f"g{number}", world_size + odd, random.random() < 0.15)
+            if self._models is not None:
+                group.model = self._models.choice(MODELS)
             if self._layouts:
                 may_read_only = self._all_publish()
                 group.cut = random.choice(
@@ -196,7 +204,7 @@ class Users(StruckUsers):
             shards or random.choice((0, 1, 2, 3))
         ) * self._world.manifest.nbytes
         worker = self._world.worker(name, location)
-        worker.newest["actor"] = None
+        worker.newest = dict.fromkeys(MODELS if self._models is not None else (MODEL,))
         self._timeline.after(SAID_AGAIN_S, worker, self._end_pins, worker)
         worker.copies_refused = random.choice((0, 0, 0, 1, 3))
         return worker
@@ -402,7 +410,8 @@ class Users(StruckUsers):
             if self.archive is not None and self.archive.numbers and random.random() < 0.5:
                 selector = random.choice(self.archive.numbers)
             worker, shard = random.choice(workers), random.randrange(group.world_size)
-            fetcher = worker.fetcher(None if self._layouts and random.random() < 0.5 else shard)
+            part = None if self._layouts and random.random() < 0.5 else shard
+            fetcher = worker.fetcher(part, model=group.model)
             fetcher.fetch(selector, random.choice(TIMEOUTS_S))
 
     def _seed(self, worker: SimWorker) -> None:
@@ -412,10 +421,10 @@ class Users(StruckUsers):
         self._timeline.after(
             self._random.expovariate(1 / self._pause_s), worker, self._seed, worker
         )
-        newest = worker.newest["actor"]
-        if newest is not None and not self.is_over:
-            for shard in range(newest.world_size):
-                worker.copies.seed(newest, shard, self._random.choice(TIMEOUTS_S))
+        for newest in worker.newest.values():
+            if newest is not None and not self.is_over:
+                for shard in range(newest.world_size):
+                    worker.copies.seed(newest, shard, self._random.choice(TIMEOUTS_S))
 
     def _order(self, group: UserGroup) -> None:
         """A worker asks for something that concerns the whole model."""
@@ -426,13 +435,13 @@ class Users(StruckUsers):
             return
         match random.choice(self._orders):
             case "rollback":
-                known = worker.newest["actor"] if random.random() < 0.8 else None
+                known = worker.newest[group.model] if random.random() < 0.8 else None
                 newest = known.version if known is not None else self.next_version - 1
-                worker.asks.rollback(max(0, newest - random.randint(0, 4)))
+                worker.asks.rollback(max(0, newest - random.randint(0, 4)), group.model)
             case "retain":
-                worker.asks.retain(random.choice((0, 0, 1, 2)))
+                worker.asks.retain(random.choice((0, 0, 1, 2)), group.model)
             case "pin":
-                worker.asks.pin(max(0, self.next_version - random.randint(1, 2)))
+                worker.asks.pin(max(0, self.next_version - random.randint(1, 2)), group.model)
             case "unpin":
                 if worker.asks.pins:
                     worker.asks.unpin(random.choice(list(worker.asks.pins)))

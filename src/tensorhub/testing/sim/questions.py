@@ -6,6 +6,7 @@ from tensorhub.coordinator import Retention
 from tensorhub.errors import TensorHubError
 from tensorhub.messages import Done, Pin, Refused, Retain, Rollback, Unpin
 from tensorhub.testing.sim.ports import SimWorkerPort
+from tensorhub.testing.sim.sites import MODEL
 
 
 class SimQuestions:
@@ -24,7 +25,7 @@ class SimQuestions:
         self.rollbacks: dict[int, Rollback] = {}
         self._asked_unpins: dict[int, str] = {}  # by request
 
-    def rollback(self, to: int, model: str = "actor", ident: str = "") -> int:
+    def rollback(self, to: int, model: str = MODEL, ident: str = "") -> int:
         request = next(self._cluster.numbers)
         ident = ident or f"rollback{request}"
         self._cluster.guarantees.retained.asks(request, ident)
@@ -32,14 +33,14 @@ class SimQuestions:
         self._worker.say(self.rollbacks[request])
         return request
 
-    def retain(self, latest: int, model: str = "actor") -> int:
+    def retain(self, latest: int, model: str = MODEL) -> int:
         request = next(self._cluster.numbers)
         if self._worker.link is not None:
             self._cluster.guarantees.retained.asks(request, Retention(model, latest))
         self._worker.say(Retain(request, model, latest))
         return request
 
-    def pin(self, version: int, model: str = "actor", pin: str = "") -> tuple[str, int]:
+    def pin(self, version: int, model: str = MODEL, pin: str = "") -> tuple[str, int]:
         """A new pin (or `pin` again), and the request that asked for it."""
         request = next(self._cluster.numbers)
         if not pin:

@@ -1,5 +1,5 @@
-"""Two sites: which seeds cut them off from each other as a whole, and which have workers that seed
-for their site.
+"""Two sites and two models: which seeds cut the sites off from each other as a whole, which have
+workers that seed for their site, and which have the second model.
 
 The coordinator is in `HERE`. Responsible for these chances. Not responsible for what is done with
 them (`drivers`).
@@ -12,9 +12,12 @@ from typing import Final, NamedTuple
 
 HERE: Final = "here"
 SITES: Final = (HERE, "there")
+MODEL: Final = "actor"
+MODELS: Final = (MODEL, "critic")
 PARTED_DRAWN = 0.2  # of all seeds; partitions there are between sites, half of them
 SEEDERS_DRAWN = 0.2  # of all seeds
 ARCHIVES_DRAWN = 0.2  # of all seeds
+MODELS_DRAWN = 0.2  # of all seeds, less those with an archive
 
 
 class Drawn(NamedTuple):

@@ -25,6 +25,7 @@ from tensorhub.testing.sim.memory import written
 from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.ports import HandlePort
 from tensorhub.testing.sim.questions import SimQuestions
+from tensorhub.testing.sim.sites import MODEL
 from tensorhub.testing.sim.terms import Term
 from tensorhub.types import (
     Endpoint,
@@ -243,7 +244,7 @@ class SimWorker:
         rank: int = 0,
         world_size: int = 1,
         *,
-        model: str = "actor",
+        model: str = MODEL,
         spot: bool = False,
         cut: Layout | None = None,
     ) -> SimHandle:
@@ -264,7 +265,7 @@ class SimWorker:
             handle.part = f"{group}/{rank % cut.parts}" if cut.copies > 1 else ""
         return handle
 
-    def fetcher(self, shard: int | None = 0, *, model: str = "actor") -> SimHandle:
+    def fetcher(self, shard: int | None = 0, *, model: str = MODEL) -> SimHandle:
         """What can fetch once: that shard, or (None) the whole model."""
         number = next(self.cluster.registrations)
         made = Shard(f"r{number}", model, f"fetch{number}", 0, 1, True, "", None, shard or 0)
