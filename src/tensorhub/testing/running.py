@@ -395,7 +395,7 @@ class RunningCluster:
         """
         link = self._worker(name).link
         if link is not None:
-            link.is_lossy = True
+            link.loses_up = link.loses_down = True
 
     def reorder(self, seconds: float) -> None:
         """What a connection that breaks has on its way arrives after the next one is up."""

@@ -55,10 +55,9 @@ class ControlNetwork:
         """Of one message."""
         return self.latency_s * (0.5 + self._timeline.random.random())
 
-    def _blocked(self, worker: SimWorker, link: Link) -> float:
-        until = max(
-            link.held_until, self._timeline.partitions.blocked_until(worker.name, link.party.name)
-        )
+    def _blocked(self, worker: SimWorker, link: Link, *, up: bool) -> float:
+        ends = (worker.name, link.party.name) if up else (link.party.name, worker.name)
+        until = max(link.held_until, self._timeline.partitions.blocked_until(*ends))
         return until if until > self._timeline.now else 0.0
 
     def new_link(self, worker: SimWorker) -> Link:
@@ -110,7 +109,7 @@ class ControlNetwork:
     def said_up(self, worker: SimWorker, link: Link) -> None:
         """The last of `link.up` is on its way."""
         timeline = self._timeline
-        if link.is_lossy:
+        if link.loses_up:
             link.up.pop()
             return
         link.up_due = max(link.up_due, timeline.now + self.latency())
@@ -118,7 +117,7 @@ class ControlNetwork:
 
     def _arrive_up(self, worker: SimWorker, link: Link) -> None:
         timeline = self._timeline
-        blocked = self._blocked(worker, link)
+        blocked = self._blocked(worker, link, up=True)
         if blocked:
             link.up_due = max(link.up_due, blocked)
             timeline.at(blocked, link.party, self._arrive_up, worker, link)
@@ -127,7 +126,7 @@ class ControlNetwork:
 
     def _hear(self, worker: SimWorker, link: Link) -> None:
         message, term = link.up.popleft(), self._world.term_at(link.party)
-        if term is None or link.session not in term.links or link.is_lossy:
+        if term is None or link.session not in term.links or link.loses_up:
             return
         if self._faults.garbles(worker):
             self.close_session(worker, link)  # what is malformed costs its sender the connection
@@ -184,10 +183,10 @@ class ControlNetwork:
         timeline.at(link.up_due, link.party, self._arrive_end, worker, link)
 
     def _arrive_end(self, worker: SimWorker, link: Link) -> None:
-        blocked = self._blocked(worker, link)
+        blocked = self._blocked(worker, link, up=True)
         if blocked:
             self._timeline.at(blocked, link.party, self._arrive_end, worker, link)
-        elif not link.is_lossy:
+        elif not link.loses_up:
             self._read(worker, link, lambda _, ended: self._over(ended))
 
     def _over(self, link: Link) -> None:
@@ -207,9 +206,9 @@ class ControlNetwork:
         """The last of `link.down` is on its way."""
         timeline = self._timeline
         if link.down[-1] is None:  # closed once that can be said; soon, if it can not
-            said_at = min(self._blocked(worker, link), timeline.now + LAST_WORDS_S)
+            said_at = min(self._blocked(worker, link, up=False), timeline.now + LAST_WORDS_S)
             timeline.at(max(said_at, timeline.now) + self.latency(), link.party, self._over, link)
-        if link.is_lossy:
+        if link.loses_down:
             link.down.pop()
             return
         link.down_due = max(link.down_due, timeline.now + self.latency())
@@ -217,13 +216,13 @@ class ControlNetwork:
 
     def _arrive_down(self, worker: SimWorker, link: Link) -> None:
         timeline = self._timeline
-        blocked = self._blocked(worker, link)
+        blocked = self._blocked(worker, link, up=False)
         if blocked:
             link.down_due = max(link.down_due, blocked)
             timeline.at(blocked, worker, self._arrive_down, worker, link)
             return
         message = link.down.popleft()
-        if worker.link is not link or link.is_lossy:
+        if worker.link is not link or link.loses_down:
             return
         if self._faults.garbles(worker):
             worker.disconnect()
@@ -244,10 +243,10 @@ class ControlNetwork:
                 timeline.after(self.latency(), worker, self._broken, worker, link)
 
     def _broken(self, worker: SimWorker, link: Link) -> None:
-        blocked = self._blocked(worker, link)
+        blocked = self._blocked(worker, link, up=False)
         if blocked:
             self._timeline.at(blocked, worker, self._broken, worker, link)
-        elif worker.link is link and not link.is_lossy:
+        elif worker.link is link and not link.loses_down:
             worker.disconnect()
 
     # -- a worker's end
@@ -274,7 +273,7 @@ class ControlNetwork:
         now, partitions = self._timeline.now, self._timeline.partitions
         if party is not self._timeline.coordinator and party.stopped_until > now:
             return False
-        return party.alive and partitions.blocked_until(worker.name, party.name) <= now
+        return party.alive and partitions.apart_until(worker.name, party.name) <= now
 
     def connect_again(self, worker: SimWorker) -> None:
         """After a while."""

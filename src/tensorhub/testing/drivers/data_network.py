@@ -35,10 +35,10 @@ class DataNetwork:
         """Of one message between two workers."""
         return self.latency_s * (0.5 + self._timeline.random.random())
 
-    def _blocked(self, lane: SimLane) -> float:
-        """Until when nothing passes; 0: it does."""
-        timeline = self._timeline
-        until = timeline.partitions.blocked_until(lane.reader.worker.name, lane.grant.source)
+    def _blocked(self, lane: SimLane, *, asks: bool) -> float:
+        """Until when nothing passes from the reader (`asks`), or to it; 0: it does."""
+        timeline, ends = self._timeline, (lane.reader.worker.name, lane.grant.source)
+        until = timeline.partitions.blocked_until(*(ends if asks else reversed(ends)))
         return until if until > timeline.now else 0.0
 
     # -- the reader's end
@@ -57,7 +57,7 @@ class DataNetwork:
         if lane.is_cut:
             lane.end()
             return
-        blocked = self._blocked(lane)
+        blocked = max(self._blocked(lane, asks=True), self._blocked(lane, asks=False))
         if blocked:
             gives_up = timeline.now + self._world.options.connect_timeout_s
             if blocked < gives_up:
@@ -121,7 +121,7 @@ class DataNetwork:
         timeline = self._timeline
         if lane.ended:
             return
-        blocked = self._blocked(lane)
+        blocked = self._blocked(lane, asks=False)
         if blocked:
             lane.down_due = max(lane.down_due, blocked)
             timeline.at(blocked, lane.reader.worker, self._arrive, lane, frame)
@@ -145,7 +145,7 @@ class DataNetwork:
 
     def _lost(self, lane: SimLane) -> None:
         """The reader's thread finds the connection broken, unless it cannot even hear of that."""
-        blocked = self._blocked(lane)
+        blocked = self._blocked(lane, asks=False)
         if blocked:
             self._timeline.at(blocked, lane.reader.worker, self._lost, lane)
         else:
@@ -155,7 +155,7 @@ class DataNetwork:
 
     def _asked(self, lane: SimLane, batch: tuple[int, ...]) -> None:
         assert lane.source is not None
-        blocked = self._blocked(lane)
+        blocked = self._blocked(lane, asks=True)
         if blocked:
             lane.up_due = max(lane.up_due, blocked)
             self._timeline.at(blocked, lane.source.worker, self._asked, lane, batch)
@@ -227,7 +227,7 @@ class DataNetwork:
         if lane.ended:
             lane.close()
             return
-        until = max(self._blocked(lane), lane.reader.worker.stopped_until)
+        until = max(self._blocked(lane, asks=False), lane.reader.worker.stopped_until)
         if until > timeline.now and lane.reader.worker.alive:
             timeline.at(until, lane.source.worker, self._sent, lane, number)
             return
@@ -251,7 +251,7 @@ class DataNetwork:
         """The owner's thread finds out that the reader is gone."""
         if lane.source is None:
             return
-        blocked = self._blocked(lane)
+        blocked = self._blocked(lane, asks=True)
         when = max(blocked, self._timeline.now + self.latency())
         self._timeline.at(when, lane.source.worker, lane.close)
 

@@ -577,22 +577,32 @@ class Injector:
                 worker.crash()
             case Fault.PARTITION if self.parts_sites and random.random() < 0.5:
                 self._part_sites(now + random.choice(LONG_S))
-            case Fault.PARTITION:
+            case Fault.ONE_WAY if link is not None and random.random() < 0.5:
+                link.loses_up = random.random() < 0.5
+                link.loses_down = not link.loses_up
+                lost = "hears" if link.loses_down else "says"
+                world.note(f"the connection of {worker.name} loses all that it {lost}")
+            case Fault.PARTITION | Fault.ONE_WAY:
                 others = [w.name for w in world.workers.values() if w.alive and w is not worker]
                 lane = self._lane()
                 if lane is not None and lane.reader.worker is worker and random.random() < 0.5:
                     others = [lane.grant.source]
                 other = other or random.choice([self._leader, *others[:3]])
                 until = max(until, now + random.choice(LONG_S))
-                world.note(f"{worker.name} and {other} are cut off until {until:.3f}")
-                self._timeline.partitions.block(worker.name, other, until)
+                if kind is Fault.ONE_WAY:
+                    sender, receiver = random.sample((worker.name, other), 2)
+                    world.note(f"nothing passes from {sender} to {receiver} until {until:.3f}")
+                    self._timeline.partitions.block_one_way(sender, receiver, until)
+                else:
+                    world.note(f"{worker.name} and {other} are cut off until {until:.3f}")
+                    self._timeline.partitions.block(worker.name, other, until)
             case Fault.CUT if link is not None:
                 worker.disconnect()
             case Fault.DELAY if link is not None:
                 link.held_until = now + random.choice(SHORT_S)
             case Fault.DROP if link is not None:
                 world.note(f"the connection of {worker.name} loses everything")
-                link.is_lossy = True
+                link.loses_up = link.loses_down = True
             case Fault.CORRUPT:
                 books = self._garbled if random.random() < 0.3 else self.damaged
                 books[worker.name] = random.choice((1, 1, 4))

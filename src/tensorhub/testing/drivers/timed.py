@@ -68,7 +68,7 @@ class TimedCluster(World):
             stall_timeout_s=random.choice((1.0, 4.0, 10.0)),
             connect_timeout_s=random.choice((1.0, 5.0)),
         )
-        plan = FaultPlan(random, self.allowed)
+        plan = FaultPlan(random, self.allowed, seed)
         super().__init__(
             options or drawn,
             chunks=chunks,

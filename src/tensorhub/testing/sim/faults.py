@@ -7,6 +7,7 @@ from enum import StrEnum
 from random import Random
 
 KINDS_LEAST = 3
+LATER_DRAWN = 0.25  # of all seeds, of each kind that is drawn by itself
 
 
 class Fault(StrEnum):
@@ -44,6 +45,8 @@ class Fault(StrEnum):
     # a leader is stopped, or cut off from its store; when it goes on, another one leads
     SPLIT = "split"
     STORE_AWAY = "store-away"  # no write gets through; a leader steps down before its lease is over
+    # nothing passes from one party to another for a while, or over one half of a connection
+    ONE_WAY = "one-way"
     STORE_UNSURE = "store-unsure"  # a write is durable, and its writer hears so late, or never
 
 
@@ -56,6 +59,7 @@ FORGETTING = frozenset(
             Fault.CUT,
             Fault.DELAY,
             Fault.REORDER,
+            Fault.ONE_WAY,
         ),
         *(Fault.DROP, Fault.PAUSE, Fault.BEHIND, Fault.FAILOVER, Fault.SPLIT, Fault.STORE_AWAY),
     }
@@ -65,18 +69,29 @@ takes them for lost.
 """
 
 
+LATER = frozenset({Fault.ONE_WAY})
+"""Those that each are drawn by themselves: seeds without them are what they were before."""
+
+
 class FaultPlan:
     """What one seed has drawn: some kinds, each with a weight of its own, and how often anything
     goes wrong.
     """
 
-    def __init__(self, random: Random, allowed: Collection[Fault] | None) -> None:
-        self._kinds = kinds = [kind for kind in Fault if allowed is None or kind in allowed]
+    def __init__(self, random: Random, allowed: Collection[Fault] | None, seed: int) -> None:
+        self._kinds = kinds = [
+            kind for kind in Fault if kind not in LATER and (allowed is None or kind in allowed)
+        ]
         few = min(len(kinds), KINDS_LEAST)
         count = few if random.random() < 0.2 else random.randint(few, len(kinds))
         drawn = random.sample(kinds, count)
         self.weights = {kind: 4.0 ** random.uniform(-1.5, 1.5) for kind in Fault if kind in drawn}
         self.mean_s = random.choice((0.2, 0.6, 2.0))  # between two faults
+        for kind in [kind for kind in Fault if kind in LATER]:
+            own = Random(f"{kind} {seed}")
+            is_drawn = own.random() < LATER_DRAWN if allowed is None else kind in allowed
+            if is_drawn:
+                self.weights[kind] = 4.0 ** own.uniform(-1.5, 1.5)
 
     def __repr__(self) -> str:
         return f"<FaultPlan every {self.mean_s} s: {', '.join(self.weights)}>"

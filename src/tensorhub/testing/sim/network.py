@@ -40,12 +40,17 @@ class Link:
     up_due: float = 0.0  # when the newest of `up` arrives
     down_due: float = 0.0
     held_until: float = 0.0  # nothing arrives before
-    is_lossy: bool = False  # whatever is sent is lost, and nobody is told
+    loses_up: bool = False  # whatever is sent is lost, and nobody is told
+    loses_down: bool = False
     read_due: float = 0.0  # when the coordinator comes to the last of what lies unread there
+
+    @property
+    def is_lossy(self) -> bool:
+        return self.loses_up or self.loses_down
 
 
 class Partitions:
-    """Which pairs of parties are cut off from each other, or slow, and until when."""
+    """Which parties are cut off from which, or slow, and until when."""
 
     def __init__(self) -> None:
         self._blocked: dict[tuple[str, str], float] = {}
@@ -57,15 +62,24 @@ class Partitions:
 
     def block(self, a: str, b: str, until: float) -> None:
         """Nothing passes between them."""
-        self._blocked[self._pair(a, b)] = until
+        self.block_one_way(a, b, until)
+        self.block_one_way(b, a, until)
+
+    def block_one_way(self, sender: str, receiver: str, until: float) -> None:
+        """Nothing passes from the one to the other."""
+        self._blocked[sender, receiver] = until
 
     def slow(self, a: str, b: str, until: float) -> None:
         """What passes between them takes long."""
         self._slow[self._pair(a, b)] = until
 
-    def blocked_until(self, a: str, b: str) -> float:
-        """When something passes again; 0: it does now."""
-        return self._blocked.get((a, b) if a < b else (b, a), 0.0) if self._blocked else 0.0
+    def blocked_until(self, sender: str, receiver: str) -> float:
+        """When something passes again from the one to the other; 0: it does now."""
+        return self._blocked.get((sender, receiver), 0.0) if self._blocked else 0.0
+
+    def apart_until(self, a: str, b: str) -> float:
+        """When both hear each other again."""
+        return max(self.blocked_until(a, b), self.blocked_until(b, a)) if self._blocked else 0.0
 
     def slow_until(self, a: str, b: str) -> float:
         """Until when it takes long."""
