@@ -31,8 +31,9 @@ from tensorhub.testing.drivers.users import Users
 from tensorhub.testing.drivers.virtual import VirtualLoop
 from tensorhub.testing.running import RunningCluster, running
 from tensorhub.testing.sim.assertion import GuaranteeBroken
-from tensorhub.testing.sim.faults import KINDS_LEAST, Fault
+from tensorhub.testing.sim.faults import CHANGES, KINDS_LEAST, Fault
 from tensorhub.testing.sim.layouts import draw_layouts
+from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.testing.sim.sites import MODELS_DRAWN, draw_sites
 from tensorhub.types import Options
 
@@ -41,6 +42,7 @@ EVENTS_LEAST = 1000  # of a seed that is to have all of these
 VERSIONS_LEAST = 3  # that are published in each seed
 GIVEN_UP = 100  # times as many events as were asked for: nothing more comes of this seed
 ON_DISK = 0.15  # of all seeds have the product's store, too
+DIGESTS_OFF = 0.2  # of all seeds with one layout and no archive
 ASKED_BEFORE_S = 3.0  # things still go wrong, while fills run that have to end well
 
 
@@ -91,6 +93,10 @@ class SimulatedCluster(TimedCluster):
         self.injector.parts_sites = sites.parted
         layouts = draw_layouts(seed, self.chunks)
         archive = Random(f"archive {seed}") if sites.archives and not layouts else None
+        is_plain = not (layouts or sites.archives) and CHANGES.isdisjoint(self.allowed or ())
+        if Random(f"digests off {seed}").random() < DIGESTS_OFF and is_plain:
+            self.manifest = make_manifest(self.chunks)
+            self.injector.plan.leave_out(CHANGES)
         models = Random(f"two models {seed}")
         has_two = models.random() < MODELS_DRAWN and archive is None
         its = archive, models if has_two else None, self.part

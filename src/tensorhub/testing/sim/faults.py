@@ -69,6 +69,8 @@ takes them for lost.
 """
 
 
+CHANGES = frozenset({Fault.CORRUPT, Fault.OVERWRITE, Fault.LIE})
+"""Those that change bytes: without digests no reader can notice."""
 LATER = frozenset({Fault.ONE_WAY})
 """Those that each are drawn by themselves: seeds without them are what they were before."""
 
@@ -101,6 +103,11 @@ class FaultPlan:
         if not self.weights:
             return None
         return random.choices(list(self.weights), list(self.weights.values()))[0]
+
+    def leave_out(self, kinds: Collection[Fault]) -> None:
+        """Those strike no more."""
+        self._kinds = [kind for kind in self._kinds if kind not in kinds]
+        self.weights = {kind: its for kind, its in self.weights.items() if kind not in kinds}
 
     def broaden(self, random: Random) -> None:
         """One kind more: the drawn kinds find no victim."""
