@@ -8,6 +8,8 @@ does: see `pulling`.
 
 from __future__ import annotations
 
+from random import Random
+
 from tensorhub.model.accesses import Access, Refusal
 from tensorhub.runtime.data.acceptor import PATIENCE_S
 from tensorhub.testing.drivers.injecting import Injector
@@ -17,12 +19,15 @@ from tensorhub.testing.sim.pulling import Frame, LaneEnd, Reading, SimLane
 from tensorhub.testing.sim.world import World
 
 SLOW = 100  # times as slow
+NICS_DRAWN = 0.2  # of all seeds; there workers differ in how fast they send and receive
+NIC_TENS = (-1.5, 0.5)  # powers of ten, of the time of a chunk
+CHUNK_S_MAX = 0.2  # slower ones would stall
 
 
 class DataNetwork:
     """Moves lanes on."""
 
-    def __init__(self, world: World, timeline: Timeline, faults: Injector) -> None:
+    def __init__(self, world: World, timeline: Timeline, faults: Injector, seed: int) -> None:
         self._world = world
         self._timeline = timeline
         self._faults = faults
@@ -30,6 +35,19 @@ class DataNetwork:
         self.chunk_s = timeline.random.choice((0.002, 0.02, 0.2))  # to send one chunk
         self.batch_chunks = timeline.random.choice((1, 2, 4))
         self.send_chunks = timeline.random.choice((1, 1, 3))
+        nics = f"nics {seed}"
+        self._seed_of_nics = nics if Random(nics).random() < NICS_DRAWN else ""
+
+    def _chunk_s(self, lane: SimLane) -> float:
+        """To send one over that lane."""
+        if not self._seed_of_nics:
+            return self.chunk_s
+        names = (lane.reader.worker.name, lane.grant.source)
+        slowest = max(
+            10 ** Random(f"nic of {name}, {self._seed_of_nics}").uniform(*NIC_TENS)
+            for name in names
+        )
+        return min(CHUNK_S_MAX, self.chunk_s * slowest)
 
     def latency(self) -> float:
         """Of one message between two workers."""
@@ -216,7 +234,10 @@ class DataNetwork:
             > self._timeline.now
         )
         return (
-            self.chunk_s * chunks * (0.5 + self._timeline.random.random()) * (SLOW if slow else 1)
+            self._chunk_s(lane)
+            * chunks
+            * (0.5 + self._timeline.random.random())
+            * (SLOW if slow else 1)
         )
 
     def _sent(self, lane: SimLane, number: int) -> None:

@@ -78,7 +78,7 @@ class TimedCluster(World):
         self.forgets = lambda: not FORGETTING.isdisjoint(plan.weights)
         self.injector = Injector(self, timeline, plan, events)
         self.is_unharmed = lambda: not self.injector.happened
-        self.data = DataNetwork(self, timeline, self.injector)
+        self.data = DataNetwork(self, timeline, self.injector, seed)
         self.control = network = ControlNetwork(self, timeline, self.injector, self.touch)
         self.process = process = CoordinatorProcess(
             self, timeline, self.injector, network.coordinator_died
