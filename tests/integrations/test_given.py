@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 
-from tensorhub.errors import InvalidType
-from tensorhub.integrations import sglang_server, vllm_session
+from tensorhub import Options
+from tensorhub.errors import CoordinatorUnavailable, InvalidType
+from tensorhub.integrations import sglang, sglang_server, vllm_session
+from tensorhub.integrations.checkpoint_engine import Exchange
 from tensorhub.integrations.engine_feed import EngineFeed
 from tensorhub.integrations.fleet import Fleet
+from tensorhub.integrations.given import bounded
 from tensorhub.integrations.one_version_trainer import OneVersion
+from tensorhub.integrations.trl import RolloutWeights
 from tests.integrations.test_sglang_server import Engine
 from tests.integrations.test_vllm_session import Client
 
@@ -33,6 +39,36 @@ def test_one_text_is_no_list_of_texts(call: Callable[[Any], object], given: Any)
     """Its letters would be patterns, or engines."""
     with pytest.raises(InvalidType, match=r"=(b?'\*x\*'|5): give a list, as \["):
         call(given)
+
+
+@pytest.mark.parametrize(
+    "joins",
+    [
+        lambda: Exchange(host="127.0.0.1", address=ADDRESS, timeout_s=0.2).prepare(),
+        lambda: RolloutWeights(
+            nn.Linear(2, 2),
+            {"address": ADDRESS, "token": "", "model": "actor", "before": 0},
+            timeout_s=0.2,
+        ).refresh(),
+        lambda: sglang.Trainer(nn.Linear(2, 2), [], ADDRESS, timeout_s=0.2),
+    ],
+)
+def test_a_coordinator_is_waited_for_no_longer_than_a_call_may_take(
+    joins: Callable[[], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(CoordinatorUnavailable, match="no coordinator can be reached"):
+        joins()
+    assert "for_s=0.2" in caplog.text
+
+
+def test_options_and_seconds_that_are_none() -> None:
+    assert bounded(None, math.inf) == Options()
+    assert bounded(Options(coordinator_wait_s=0), 5.0) == Options(coordinator_wait_s=0)
+    given: Any = "5"
+    with pytest.raises(InvalidType, match=r"options='5': give tensorhub\.Options"):
+        bounded(given, 5.0)
+    with pytest.raises(InvalidType, match="timeout_s='5': give seconds"):
+        bounded(None, given)
 
 
 def test_a_number_alone_is_no_version() -> None:

@@ -13,7 +13,12 @@ import torch
 from torch import nn
 
 from tensorhub import sync
-from tensorhub.errors import RegistrationError, StateError, VersionUnavailable
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    RegistrationError,
+    StateError,
+    VersionUnavailable,
+)
 from tensorhub.integrations.trl import RolloutWeights, WeightTransfer
 from tests.rig import library_threads
 
@@ -75,6 +80,31 @@ def test_a_policy_has_what_was_sent_last_in_its_trainable_parameters(
         weights.update_model_version(version)
         assert weights.refresh() == version == weights.version
         assert values(policy) == ({version}, {77.0})
+
+
+def test_a_policy_in_another_process_follows_what_it_is_not_told_of(
+    transfer: WeightTransfer, rollout: Rollout
+) -> None:
+    policy = Policy()
+    weights = rollout(policy)
+    for version in (1, 2, 4):
+        while transfer._sent < version:
+            transfer.send_weights(sent(float(transfer._sent + 1)))
+        assert weights.refresh() == version
+        assert weights.refresh() == version == weights.version
+        assert values(policy) == ({version}, {77.0})
+
+
+def test_a_rollout_does_not_go_on_for_ever_without_the_trainers_coordinator(
+    transfer: WeightTransfer, rollout: Rollout
+) -> None:
+    policy = Policy()
+    weights = rollout(policy, timeout_s=0.5)
+    transfer.send_weights(sent(1.0))
+    assert weights.refresh() == 1
+    transfer.destroy()
+    with pytest.raises(CoordinatorUnavailable):
+        weights.refresh()
 
 
 def test_versions_that_are_heard_of_late_or_never(

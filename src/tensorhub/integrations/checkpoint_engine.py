@@ -34,6 +34,7 @@ from tensorhub.errors import (
     shown,
 )
 from tensorhub.integrations.announced import SERVERS, announced
+from tensorhub.integrations.given import bounded
 from tensorhub.integrations.streamed import Receiver, Sender
 from tensorhub.logs import get_logger
 from tensorhub.runtime.control.addresses import split_addresses
@@ -122,7 +123,8 @@ class Exchange:
                 f"2**30}}"
             )
         _check_known("option", options or (), [field.name for field in fields(Options)])
-        self._options = Options(**{"op_timeout_s": self.timeout_s, **(options or {})})
+        asked = Options(**{"op_timeout_s": self.timeout_s, **(options or {})})
+        self._options = bounded(asked, self.timeout_s)
         self._coordinator: sync.Coordinator | None = None
         self._own_token = secrets.token_hex(32)
         self._hub: sync.Hub | None = None  # the sender's

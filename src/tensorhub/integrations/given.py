@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from tensorhub.api.arguments import is_list
+from dataclasses import replace
+
+from tensorhub.api.arguments import checked_options, is_list
 from tensorhub.errors import InvalidType, shown
-from tensorhub.types import VersionInfo
+from tensorhub.types import Options, VersionInfo, as_timeout_s
 
 
 def texts(what: str, given: object, example: str) -> tuple[str, ...]:
@@ -14,6 +16,14 @@ def texts(what: str, given: object, example: str) -> tuple[str, ...]:
     if is_list(given) and all(isinstance(each, str) for each in given):  # type: ignore[attr-defined]
         return tuple(given)  # type: ignore[arg-type]
     raise InvalidType(f'{what}={shown(given)}: give a list, as ["{example}"]')
+
+
+def bounded(options: Options | None, timeout_s: float) -> Options:
+    """These options, with which `connect` waits for a coordinator no longer than an adapter's call
+    may take.
+    """
+    options, timeout_s = checked_options(options), as_timeout_s(timeout_s, 0.0, "timeout_s")
+    return replace(options, coordinator_wait_s=min(options.coordinator_wait_s, timeout_s))
 
 
 def check_info(given: object) -> None:

@@ -40,6 +40,7 @@ from ray.experimental.rdt.util import register_tensor_transport, transport_manag
 
 from tensorhub import TensorHubError, sync
 from tensorhub.api.tools import fetch_into
+from tensorhub.integrations.given import bounded
 from tensorhub.integrations.ray import location
 from tensorhub.integrations.releases import check_calls, check_release
 from tensorhub.integrations.reused_memory import ReusedMemory
@@ -266,5 +267,7 @@ class TensorHubTransport(TensorTransportManager):
     def _hub(self) -> sync.Hub:
         if self._joined is None:
             address = os.environ.get("TENSORHUB_ADDRESS", "ray-actor://tensorhub")
-            self._joined = sync.connect(address, location=location())
+            self._joined = sync.connect(
+                address, location=location(), options=bounded(None, FETCH_S)
+            )
         return self._joined

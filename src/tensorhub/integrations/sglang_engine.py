@@ -44,6 +44,7 @@ from tensorhub.errors import (
 )
 from tensorhub.integrations import sglang_lora, sglang_sleep
 from tensorhub.integrations.adapters import fetch_adapter
+from tensorhub.integrations.given import bounded
 from tensorhub.integrations.recording import Specs
 from tensorhub.integrations.releases import check_release
 from tensorhub.integrations.sglang_layers import (
@@ -237,11 +238,8 @@ class Receiver:
         if sglang_sleep.is_asleep():
             raise StateError(SLEEPS)
         if self._hub is None:
-            options = Options(
-                host_memory_bytes=order.host_memory_bytes,
-                coordinator_wait_s=min(order.timeout_s, Options().coordinator_wait_s),
-            )
-            self._hub = sync.connect(order.address, options=options)
+            options = Options(host_memory_bytes=order.host_memory_bytes)
+            self._hub = sync.connect(order.address, options=bounded(options, order.timeout_s))
         if order.purpose != "update":
             return None
         served, cluster = self._served, (order.address, order.model)

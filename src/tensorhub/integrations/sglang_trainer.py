@@ -14,6 +14,7 @@ import torch
 
 from tensorhub import sync
 from tensorhub.integrations.fleet import Fleet
+from tensorhub.integrations.given import bounded
 from tensorhub.integrations.readers import Readers
 from tensorhub.integrations.sglang_server import MARGIN_S, Session
 from tensorhub.types import Options, VersionInfo
@@ -79,7 +80,7 @@ class Trainer:
         self.engines = [Session(each, address, **asked) for each in several if rank == 0]
         # an engine that does not answer says so itself
         self._fleet = Fleet(self.engines, timeout_s=timeout_s + 2 * MARGIN_S)
-        self._hub = sync.connect(address, options=options)
+        self._hub = sync.connect(address, options=bounded(options, timeout_s))
         try:
             mark = next((each.mark for each in self._hub.describe() if each.model == model), None)
             self.version = -1 if mark is None else mark

@@ -9,6 +9,7 @@ versions that were published under that name before.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from tensorhub import sync
 from tensorhub.errors import InvalidType, InvalidValue, StateError
 from tensorhub.integrations.checkpoint_engine import Exchange, Meeting
 from tensorhub.integrations.fleet import Fleet
-from tensorhub.integrations.given import texts
+from tensorhub.integrations.given import bounded, texts
 from tensorhub.integrations.releases import check_calls, check_release
 from tensorhub.integrations.vllm_session import ExtensionClient, Session, Settings
 from tensorhub.runtime.control.addresses import split_addresses
@@ -142,9 +143,10 @@ class RolloutWeights:
     """A rollout's policy, which is filled in place with what the trainer sends: its trainable
     parameters.
 
-    `update_model_version` says that there is a new version, from any thread: the rollout worker's
-    method of that name calls it. `refresh` brings it, in the thread that generates, between two
-    generations. Other rollouts read from here.
+    `refresh` brings the newest version, in the thread that generates, between two generations.
+    `update_model_version` says which version it has to be at least, from any thread: the rollout
+    worker's method of that name calls it, where that is called in this process. Other rollouts read
+    from here.
     """
 
     def __init__(
@@ -164,6 +166,7 @@ class RolloutWeights:
         self._timeout_s = timeout_s
         self._wanted = 1  # the newest version that was heard of; there is none before it
         self._before = self.version = 0
+        self._model = ""
         self._hub: sync.Hub | None = None
         self._weights: sync.Weights | None = None
 
@@ -172,34 +175,42 @@ class RolloutWeights:
         self._wanted = max(self._wanted, model_version)
 
     def refresh(self) -> int:
-        """The policy's version, once it is at least the newest announced version, or the first.
+        """The policy's version, once it is the newest one, and at least what
+        `update_model_version` was told, or the first. Asks the coordinator each time, so that no
+        rollout generates with old weights for ever: `timeout_s` bounds the call.
 
         Raises ManifestMismatch (other names, shapes or dtypes than the trainer's, all listed),
         VersionUnavailable (it was not sent in time, or its holders have died, and nothing newer was
-        sent), and as `tensorhub.connect`, `Hub.register` and `Weights.update`. The policy's memory
-        may be torn then, and the next call repairs it.
+        sent), CoordinatorUnavailable (as after the end of a trainer that ran it), and as
+        `tensorhub.connect`, `Hub.register` and `Weights.update`. The policy's memory may be torn
+        then, and the next call repairs it.
         """
-        weights, wanted = self._weights or self._joined(), self._wanted
-        if wanted > self.version or weights.version is None:
-            self.version = 0  # nothing is known of the memory if this fails
-            at_least = self._before + wanted
-            self.version = (
-                weights.update("latest", at_least=at_least, timeout=self._timeout_s).version
-                - self._before
-            )
+        until = time.monotonic() + self._timeout_s
+        hub, weights = self._joined()
+        at_least, held = self._before + self._wanted, weights.version
+        if held is not None and held >= at_least:
+            newest = hub.describe(self._model, self._timeout_s, limit=0).mark or 0
+            if max(newest, at_least) == held:
+                self.version = held - self._before
+                return self.version
+        self.version = 0  # nothing is known of the memory if this fails
+        left_s = max(0.0, until - time.monotonic())
+        report = weights.update("latest", at_least=at_least, timeout=left_s)
+        self.version = report.version - self._before
         return self.version
 
-    def _joined(self) -> sync.Weights:
+    def _joined(self) -> tuple[sync.Hub, sync.Weights]:
+        if self._hub is not None and self._weights is not None:
+            return self._hub, self._weights
         settings = self._settings() if callable(self._settings) else self._settings
         _check_settings(settings)
-        self._before = settings["before"]
+        self._before, self._model = settings["before"], settings["model"]
         if self._hub is None:
-            self._hub = sync.connect(
-                settings["address"], token=settings["token"], options=self._options
-            )
+            options = bounded(self._options, self._timeout_s)
+            self._hub = sync.connect(settings["address"], token=settings["token"], options=options)
         sent = {name: each for name, each in self._policy.named_parameters() if each.requires_grad}
-        self._weights = self._hub.register(settings["model"], sent)
-        return self._weights
+        self._weights = self._hub.register(self._model, sent)
+        return self._hub, self._weights
 
     def close(self) -> None:
         """Leave the cluster."""

@@ -20,6 +20,7 @@ from tensorhub import shared_empty_like, sync
 from tensorhub.errors import InvalidType, RegistrationError, shown, some
 from tensorhub.integrations.announced import SERVERS, announced
 from tensorhub.integrations.fleet import Fleet
+from tensorhub.integrations.given import bounded
 from tensorhub.integrations.readers import Readers
 from tensorhub.integrations.vllm_session import (
     BACKEND,
@@ -119,7 +120,7 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
             **{each.name: getattr(init_info, each.name) for each in fields(Settings)}
         )
         self._buffers: dict[str, torch.Tensor] | None = None
-        self._hub = sync.connect(init_info.address, options=init_info.options)
+        self._hub = self._connected()
         timeout_s = init_info.timeout_s
         self._fleet = Fleet(
             [Session(_client(each, init_info), settings) for each in clients],
@@ -144,6 +145,10 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
     @classmethod
     def trainer_init(cls, init_info: TrainerInit, *, client: Any, source: Any = None) -> Self:
         return cls(init_info, client, source)
+
+    def _connected(self) -> sync.Hub:
+        options = bounded(self._init.options, self._init.timeout_s)
+        return sync.connect(self._init.address, options=options)
 
     def _registered(self, hub: sync.Hub, model: str) -> sync.Weights:
         init = self._init
@@ -251,8 +256,8 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
             if self.is_sender:
                 self._fleet.check()
         elif self._weights is not None:
-            init, model = self._init, f"{self._init.model}.check"
-            with sync.connect(init.address, options=init.options) as hub:
+            model = f"{self._init.model}.check"
+            with self._connected() as hub:
                 mark = _mark(hub, model)
                 weights = self._registered(hub, model)
                 with self._published(weights, 0 if mark is None else mark + 1) as info:

@@ -37,7 +37,7 @@ from tensorhub.errors import (
 )
 from tensorhub.integrations import vllm_layers as layers, vllm_reload as reload, vllm_sleep
 from tensorhub.integrations.adapters import fetch_adapter
-from tensorhub.integrations.given import texts
+from tensorhub.integrations.given import bounded, texts
 from tensorhub.integrations.lost_memory import is_lost
 from tensorhub.integrations.releases import check_release
 from tensorhub.integrations.vllm_draft import with_draft
@@ -46,7 +46,7 @@ from tensorhub.integrations.vllm_lora import Adapters, watch as watch_adapters, 
 from tensorhub.integrations.vllm_plan import Layer, Plan, Planner, batches, mismatch
 from tensorhub.integrations.vllm_ranks import Outcome, Ranks
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.types import LATEST, Options, VersionInfo
+from tensorhub.types import LATEST, VersionInfo
 
 # releases that the tests have run with: docs/frameworks.md
 TESTED = ("0.22", "0.23", "0.24", "0.29", "0.31", "0.32", "0.33")
@@ -228,8 +228,8 @@ class Updater:
             is_same = self._settings is not None and self._settings.cluster == settings.cluster
             served = self.served if is_same else None
             self.close()
-            wait_s = min(settings.timeout_s, Options().coordinator_wait_s)
-            self._hub = sync.connect(settings.address, options=Options(coordinator_wait_s=wait_s))
+            options = bounded(None, settings.timeout_s)
+            self._hub = sync.connect(settings.address, options=options)
             self._settings, self.served = settings, served
 
     def _fetch_adapter(self, model: str, version: int) -> Mapping[str, torch.Tensor]:
