@@ -13,6 +13,7 @@ import anyio
 import pytest
 import torch
 
+import tensorhub
 from tensorhub import sync
 from tensorhub.errors import (
     AuthenticationFailed,
@@ -101,19 +102,26 @@ def test_an_address_is_taken_from_the_settings_or_the_environment(
     assert sender.prepare()[KEY]["address"] == address
 
 
-def test_a_number_that_was_used_before_the_update_is_refused_by_who_receives(
+def test_a_number_that_was_used_before_the_update_is_refused_on_both_sides(
     make: Make, address: str
 ) -> None:
+    """The error has the call that lets a resumed run go on."""
     old, receiver = make(address=address), make(address=address)
     assert update(old, receiver, 5.0, 5) == [5.0, 5.0]
-    new = make(address=address)  # of another run, which begins at 1 again
-    for version in (1, 5):
-        with pytest.raises(VersionConflict):
+    new = make(address=address)  # of another run, or of this one from an older checkpoint
+    for version in (5, 3, 0):
+        with pytest.raises(VersionConflict, match="another model=") as sent:
             update(new, receiver, 1.0, version)
-        with pytest.raises(
-            VersionConflict, match=r"older than this update: 5 was published before"
-        ):
+        with pytest.raises(VersionConflict, match="up to 5 were published before") as got:
             anyio.run(received, receiver, version)
+        assert str(sent.value) == str(got.value)
+        assert ("rollback" in str(got.value)) == (version > 0)  # nothing is before 0
+    with pytest.raises(VersionConflict) as refused:
+        update(new, receiver, 1.0, 3)
+    _, code, _ = str(refused.value).split("`")
+    assert code.endswith("hub.rollback('actor', to=2)")
+    exec(code, {"tensorhub": tensorhub})
+    assert update(new, receiver, 3.0, 3) == [3.0, 3.0]
     assert update(new, receiver, 6.0, None) == [6.0, 6.0]
 
 

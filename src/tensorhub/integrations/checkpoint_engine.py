@@ -220,6 +220,10 @@ class Exchange:
                 allow_no_readers=self._allow_no_readers,
             )
         number = meeting.next if version is None else version
+        if (used := self._used(number, meeting)) is not None:
+            for _ in weights:  # other ranks may wait in its collectives
+                pass
+            raise used
         sent = self._sender.send(number, weights)
         log.info(
             "weights_sent",
@@ -235,6 +239,24 @@ class Exchange:
             "seconds": sent.seconds,
         }
         return {f"tensorhub/{name}": float(value) for name, value in costs.items()}
+
+    def _used(self, number: int, meeting: Meeting) -> VersionConflict | None:
+        """Why this update cannot have that number, if it cannot. A framework's user has no hub: the
+        error has the whole call.
+        """
+        if meeting.mark is None or number > meeting.mark or number == meeting.held:
+            return None
+        text = (
+            f"version {number} of {self.model!r} cannot be sent: versions up to {meeting.mark} "
+            f"were published before this update"
+        )
+        if number > 0:
+            text += (
+                f". If this run resumes from a checkpoint, take them back down to {number - 1}: "
+                f"`with tensorhub.sync.connect({meeting.address!r}) as hub: "
+                f"hub.rollback({self.model!r}, to={number - 1})`"
+            )
+        return VersionConflict(f"{text}. If another trainer published them, give another model=")
 
     def servers(self) -> list[str]:
         """The URLs of the engines' servers that are there now (`announced`)."""
@@ -254,14 +276,8 @@ class Exchange:
         """Each tensor of the update, once all of it is verified."""
         meeting = self._joined("receiver")
         number = meeting.next if version is None else version
-        if meeting.mark is not None and number <= meeting.mark and number != meeting.held:
-            raise VersionConflict(
-                f"version {number} of {self.model!r} is older than this update: {meeting.mark} was "
-                f"published before, "
-                f"perhaps by another trainer. `hub.rollback({self.model!r}, to=N)` takes back what "
-                f"came after N; or give "
-                "another model="
-            )
+        if (used := self._used(number, meeting)) is not None:
+            raise used
         with anyio.CancelScope() as scope:
             self._receiving = scope
             try:
@@ -272,7 +288,8 @@ class Exchange:
                 self._receiving = None if self._receiving is scope else self._receiving
         if scope.cancelled_caught:
             raise StateError(
-                f"the update to version {number} was given up here: a later one has begun"
+                f"the update to version {number} was given up here: a later one has begun, which "
+                f"this error does not concern"
             )
         log.info(
             "weights_received",
