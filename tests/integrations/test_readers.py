@@ -10,6 +10,7 @@ import torch
 
 from tensorhub import sync
 from tensorhub.errors import InvalidType, StateError
+from tensorhub.integrations import readers
 from tensorhub.integrations.checkpoint_engine import Exchange
 from tensorhub.integrations.sglang import Trainer
 from tensorhub.integrations.streamed import Sender
@@ -44,7 +45,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def test_the_second_update_without_a_reader_is_an_error_and_publishes_nothing(
     hub: sync.Hub,
 ) -> None:
-    sender = Sender(hub, "actor")
+    sender = Sender(hub, "actor", timeout_s=0.5)
     send(sender, 1)
     for version in (2, 3):
         with pytest.raises(
@@ -55,6 +56,20 @@ def test_the_second_update_without_a_reader_is_an_error_and_publishes_nothing(
     reader = hub.register("actor", tensors())  # it comes late
     send(sender, 2)
     assert reader.update("latest").version == 2
+
+
+def test_a_first_reader_that_is_starting_is_waited_for(
+    hub: sync.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the second update waits."""
+    registered: list[sync.Weights] = []
+    monkeypatch.setattr(
+        readers, "sleep", lambda _: registered.append(hub.register("actor", tensors()))
+    )
+    sender = Sender(hub, "actor")
+    send(sender, 1, 2)
+    assert len(registered) == 1
+    assert registered[0].update("latest").version == 2
 
 
 def test_a_reader_that_was_seen_may_go(hub: sync.Hub) -> None:
@@ -70,7 +85,7 @@ def test_a_reader_of_an_earlier_trainer_does_not_count(hub: sync.Hub) -> None:
     send(earlier, 1)
     hub.fetch("actor", 1)
     earlier.close()
-    sender = Sender(hub, "actor")
+    sender = Sender(hub, "actor", timeout_s=0.5)
     send(sender, 2)
     with pytest.raises(StateError, match="nothing reads 'actor': version 2"):
         send(sender, 3)
@@ -85,7 +100,7 @@ def test_readers_are_optional_where_the_setting_says_so(
 
 def test_the_adapters_pass_the_setting_on(address: str) -> None:
     def updates(**settings: Any) -> None:
-        exchange = Exchange(host="127.0.0.1", address=address, timeout_s=20.0, **settings)
+        exchange = Exchange(host="127.0.0.1", address=address, timeout_s=2.0, **settings)
         try:
             exchange.join("sender", exchange.prepare())
             for _ in range(2):
@@ -102,7 +117,7 @@ def test_the_adapters_pass_the_setting_on(address: str) -> None:
 
 
 def test_sglangs_trainer_without_engines(address: str) -> None:
-    with Trainer(tensors(), [], address, timeout_s=20.0) as trainer:
+    with Trainer(tensors(), [], address, timeout_s=2.0) as trainer:
         trainer.send_weights()
         with pytest.raises(StateError, match="nothing reads 'actor': version 0"):
             trainer.send_weights()
