@@ -69,7 +69,8 @@ def misfit(cluster: Cluster, message: Register) -> TensorHubError | None:
         return RegistrationError(
             f"group {group.name!r} of {message.model!r} has {group.world_size} ranks, not "
             f"{message.world_size}: "
-            "give every rank the same world_size, or take another group name"
+            "give every rank the same world_size, or take another group name",
+            retryable=True,  # its ranks may close, or be found dead
         )
     kinds = {(member.said.medium, member.said.purpose) for member in group.members.values()}
     if kinds and kinds != {(message.medium, message.purpose)}:

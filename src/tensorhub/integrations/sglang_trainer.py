@@ -17,14 +17,13 @@ from tensorhub.integrations.fleet import Fleet
 from tensorhub.integrations.given import bounded
 from tensorhub.integrations.readers import Readers
 from tensorhub.integrations.sglang_server import MARGIN_S, Session
+from tensorhub.integrations.trainer_group import GROUP, register_trainer
 from tensorhub.types import Options, VersionInfo
 
 if TYPE_CHECKING:
     from torch import nn
 
     from tensorhub.layouts.views import Sources
-
-GROUP = "trainer"
 
 
 class Trainer:
@@ -43,7 +42,7 @@ class Trainer:
     `tensorhub.connect` take them.
 
     Raises StateError: an engine was started without the loader, or a server does not answer;
-    InvalidValue; as `tensorhub.connect` and `Hub.register`.
+    InvalidValue; as `tensorhub.connect` and `trainer_group.register_trainer`.
     """
 
     def __init__(
@@ -87,8 +86,14 @@ class Trainer:
             self._sent: int | None = None
             self._readers = Readers(self._hub, model, GROUP, are_optional=allow_no_readers)
             self._sends = rank == 0
-            self._weights = self._hub.register(
-                model, source, sources=sources, group=GROUP, rank=rank, world_size=world_size
+            self._weights = register_trainer(
+                self._hub,
+                model,
+                source,
+                timeout_s,
+                sources=sources,
+                rank=rank,
+                world_size=world_size,
             )
         except BaseException:
             self._hub.close()

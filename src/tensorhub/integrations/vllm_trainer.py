@@ -22,6 +22,7 @@ from tensorhub.integrations.announced import SERVERS, announced
 from tensorhub.integrations.fleet import Fleet
 from tensorhub.integrations.given import bounded
 from tensorhub.integrations.readers import Readers
+from tensorhub.integrations.trainer_group import GROUP, register_trainer
 from tensorhub.integrations.vllm_session import (
     BACKEND,
     ExtensionClient,
@@ -33,8 +34,6 @@ from tensorhub.types import Options, VersionInfo
 
 if TYPE_CHECKING:
     from tensorhub.layouts.views import Sources
-
-GROUP = "trainer"
 
 
 @dataclass
@@ -152,11 +151,12 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
 
     def _registered(self, hub: sync.Hub, model: str) -> sync.Weights:
         init = self._init
-        return hub.register(
+        return register_trainer(
+            hub,
             model,
             self.source,
+            init.timeout_s,
             sources=init.sources,
-            group=GROUP,
             rank=self.rank,
             world_size=init.world_size,
         )
@@ -177,8 +177,9 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
             for each in _called(metadata)
         }
         self._buffers = shared_empty_like(like)
-        return self._hub.register(
-            self._init.model, self._buffers, sources=self._init.sources, group=GROUP
+        init = self._init
+        return register_trainer(
+            self._hub, init.model, self._buffers, init.timeout_s, sources=init.sources
         )
 
     def send_weights(self, version: int | None = None) -> None:

@@ -112,6 +112,11 @@ class CallersWorker(ABC):
     def fresh_group(self) -> str:
         """A name that no group ever had."""
 
+    @property
+    def lease_s(self) -> float:
+        """The coordinator's, once it has welcomed this worker."""
+        return self.options.lease_s
+
     def timeout_s(self, timeout: float | None) -> float:
         """The seconds that a call has: those given, or the default. Raises StateError."""
         return as_timeout_s(timeout, self.options.op_timeout_s)

@@ -463,6 +463,10 @@ class Worker(CallersWorker):
         await archiver.begin()
         return archiver
 
+    @property
+    def lease_s(self) -> float:
+        return self.link.lease_s
+
     def new_registration(self) -> str:
         return secrets.token_hex(12)
 
