@@ -71,6 +71,13 @@ def test_what_a_reader_may_leave_out_is_said() -> None:
         check_compatible(source, reader)
 
 
+def test_a_name_that_is_almost_a_published_one_is_named_with_it() -> None:
+    source = manifest(spec("bias", "uint8"), spec("weight", "uint8", region=1))
+    reader = manifest(spec("zeros", "uint8"), spec("weigth", "uint8", region=1))
+    with pytest.raises(ManifestMismatch, match=r"\. 'weigth': did you mean 'weight'\?"):
+        check_compatible(source, reader)
+
+
 def test_what_makes_none() -> None:
     source = manifest(
         spec("a", "uint8", 2), spec("b", "uint8", 3, region=1), spec("e", "uint8", 0, region=2)

@@ -15,6 +15,7 @@ from torch import nn
 from tensorhub import sync
 from tensorhub.errors import (
     CoordinatorUnavailable,
+    ManifestMismatch,
     RegistrationError,
     StateError,
     VersionUnavailable,
@@ -105,6 +106,17 @@ def test_a_rollout_does_not_go_on_for_ever_without_the_trainers_coordinator(
     transfer.destroy()
     with pytest.raises(CoordinatorUnavailable):
         weights.refresh()
+
+
+def test_a_policy_that_is_not_the_trainers_is_told_what_a_policy_can_do(
+    transfer: WeightTransfer, rollout: Rollout
+) -> None:
+    policy = Policy().to(torch.bfloat16)
+    transfer.send_weights(sent(1.0))
+    with pytest.raises(ManifestMismatch, match=r"'body'.*in its dtype, and freeze") as error:
+        rollout(policy).refresh()
+    assert len(error.value.differences) == 1
+    assert "tensorhub.conversion" not in str(error.value)
 
 
 def test_versions_that_are_heard_of_late_or_never(

@@ -73,7 +73,8 @@ class Versions:
                 f"version {number} of {model.name!r} cannot be published: the newest number so far "
                 f"is {model.mark}; publish "
                 f"{model.mark + 1} or more, or go back first: hub.rollback({model.name!r}, to=N), "
-                f"N less than {number}"
+                f"N less than {number}. Does another trainer publish {model.name!r}? Each needs a "
+                f"model name of its own"
             )
         if model.history.rollbacks:
             return VersionConflict(

@@ -15,7 +15,7 @@ from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Any
 
 from tensorhub import sync
-from tensorhub.errors import InvalidType, InvalidValue, StateError
+from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, StateError, some
 from tensorhub.integrations.checkpoint_engine import Exchange, Meeting
 from tensorhub.integrations.fleet import Fleet
 from tensorhub.integrations.given import bounded, texts
@@ -195,7 +195,16 @@ class RolloutWeights:
                 return self.version
         self.version = 0  # nothing is known of the memory if this fails
         left_s = max(0.0, until - time.monotonic())
-        report = weights.update("latest", at_least=at_least, timeout=left_s)
+        try:
+            report = weights.update("latest", at_least=at_least, timeout=left_s)
+        except ManifestMismatch as error:
+            found = error.differences
+            text = (
+                f"the policy's trainable parameters are not the trainer's: {len(found)} "
+                f"difference(s): {some(found, '; ', most=100)}. Load the policy from the trainer's "
+                f"model, in its dtype, and freeze what the trainer freezes"
+            )
+            raise ManifestMismatch(text, differences=found, memory=error.memory) from error
         self.version = report.version - self._before
         return self.version
 

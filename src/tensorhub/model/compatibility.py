@@ -6,6 +6,7 @@ Not responsible for readers of another layout: `layouts` makes their transfer pl
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 
 from tensorhub.errors import ManifestMismatch, shown, some
 from tensorhub.model.manifest import Manifest, TensorSpec
@@ -94,9 +95,13 @@ def check_compatible(source: Manifest, reader: Manifest) -> None:
 
 def missing_advice(unread: Collection[str], unknown: Collection[str]) -> str:
     """What to do where the reader leaves out published tensors, or registers tensors that are not
-    published.
+    published: perhaps under another name.
     """
     advice = ""
+    for name in sorted(unknown):
+        if close := get_close_matches(name, unread, 1):
+            advice += f". {shown(name)}: did you mean {shown(close[0])}?"
+            break
     if unread:
         advice += (
             ". A reader that leaves published tensors unread says so: register(..., partial=True)"

@@ -153,6 +153,8 @@ class Search:
             if error in refusals or not error.retryable:
                 return error
         reasons = some([str(each) for each in errors], "; ")
+        if self._errors.keys() <= set(self._addresses.names()):  # what failed says what to do
+            return CoordinatorUnavailable(f"no coordinator can be reached ({reasons})")
         hint = "is one running there? (tensorhub serve)"
         if len(self._errors) > 1:
             hint += " One that stands by refuses connections; if none leads, its log says why"
