@@ -6,6 +6,7 @@ A new kind gets its case in `Injector._inject`. Counts only what really happened
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import product
 from typing import Protocol
 
@@ -322,6 +323,13 @@ class Injector:
         if self._crash_coordinator(lost=False):
             self.happens(Fault.COORDINATOR)
 
+    def _cannot_allocate(self, until: float) -> bool:
+        fails = self._timeline.now < until and not self.is_over
+        if fails:
+            self._world.note("memory cannot be allocated")
+            self.happens(Fault.ALLOCATE)
+        return fails
+
     def damages(self, lane: SimLane) -> bool:
         """Whether this frame of chunks is damaged."""
         name = lane.reader.worker.name
@@ -603,6 +611,10 @@ class Injector:
             case Fault.DROP if link is not None:
                 world.note(f"the connection of {worker.name} loses everything")
                 link.loses_up = link.loses_down = True
+            case Fault.ALLOCATE:
+                until = now + random.choice(LONG_S)
+                worker.copies.cannot_allocate = partial(self._cannot_allocate, until)
+                return False
             case Fault.CORRUPT:
                 books = self._garbled if random.random() < 0.3 else self.damaged
                 books[worker.name] = random.choice((1, 1, 4))

@@ -47,6 +47,7 @@ class Fault(StrEnum):
     STORE_AWAY = "store-away"  # no write gets through; a leader steps down before its lease is over
     # nothing passes from one party to another for a while, or over one half of a connection
     ONE_WAY = "one-way"
+    ALLOCATE = "allocate"  # host memory of a copy cannot be allocated
     STORE_UNSURE = "store-unsure"  # a write is durable, and its writer hears so late, or never
 
 
@@ -71,7 +72,7 @@ takes them for lost.
 
 CHANGES = frozenset({Fault.CORRUPT, Fault.OVERWRITE, Fault.LIE})
 """Those that change bytes: without digests no reader can notice."""
-LATER = frozenset({Fault.ONE_WAY})
+LATER = frozenset({Fault.ALLOCATE, Fault.ONE_WAY})
 """Those that each are drawn by themselves: seeds without them are what they were before."""
 
 

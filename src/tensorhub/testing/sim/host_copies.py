@@ -89,6 +89,7 @@ class SimHostCopies:
         self.memory: dict[str, int] = {}
         self._rooms = Rooms(worker.name, worker.host_bytes)
         self.on_unload: Callable[[Unload], None]
+        self.cannot_allocate: Callable[[], bool] = lambda: False  # just now
 
     # -- what is asked for
 
@@ -163,6 +164,8 @@ class SimHostCopies:
             self.memory.pop(ident, None)
             self.machine.take(ident, purpose, nbytes)
             self._rooms.given(ident, purpose, nbytes)
+            if self.cannot_allocate():
+                raise StateError(f"{nbytes} bytes of host memory cannot be allocated: free some")
         self.memory[ident] = nbytes
         is_reserved = self.machine.budget.reservation(ident) is not None
         self._rooms.taken(ident, self.memory, is_reserved=is_reserved)
