@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from types import ModuleType
 
 import pytest
 
-from tensorhub.testing import Fault, GuaranteeBroken, SimulatedCluster
+from tensorhub.testing import Fault, GuaranteeBroken, SimulatedCluster, simulated
+from tensorhub.testing.drivers import data_network
 from tensorhub.testing.sim import sites
 from tensorhub.testing.sim.network import Partitions
 from tensorhub.testing.simulated import run_seed
 from tensorhub.types import HandleState, Purpose
+
+SEEDS_VARIED = 4
 
 
 def tens(first: int, end: int) -> list[range]:
@@ -97,6 +101,25 @@ def test_workers_seed_and_sites_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> 
         seeded.update(call.handle.name for call in calls if call.version is not None)
     assert seeded
     assert parted > 10  # workers, and not one
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("module", "share"),
+    [
+        (simulated, "CLOCKS_DRAWN"),
+        (simulated, "DIGESTS_OFF"),
+        (simulated, "MODELS_DRAWN"),
+        (simulated, "ON_DISK"),
+        (data_network, "NICS_DRAWN"),
+    ],
+)
+def test_guarantees_hold_in_each_variation(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, share: str
+) -> None:
+    monkeypatch.setattr(module, share, 1.0)
+    for seed in range(SEEDS_VARIED):
+        run_seed(seed)
 
 
 def test_without_faults_everything_ends_well() -> None:

@@ -43,6 +43,10 @@ VERSIONS_LEAST = 3  # that are published in each seed
 GIVEN_UP = 100  # times as many events as were asked for: nothing more comes of this seed
 ON_DISK = 0.15  # of all seeds have the product's store, too
 DIGESTS_OFF = 0.2  # of all seeds with one layout and no archive
+CLOCKS_DRAWN = 0.2  # of all seeds: the coordinator's clock drifts
+# Within the margin of a lease. (By a slower one, ranks give up before their operation ends: those
+# that are one call apart, and call again together, stay apart.)
+CLOCK_RATES = (0.97, 1.4)
 ASKED_BEFORE_S = 3.0  # things still go wrong, while fills run that have to end well
 
 
@@ -101,6 +105,9 @@ class SimulatedCluster(TimedCluster):
         has_two = models.random() < MODELS_DRAWN and archive is None
         its = archive, models if has_two else None, self.part
         self.users = Users(self, self.timeline, layouts, sites.seeders, *its)
+        clock = Random(f"clock {seed}")
+        if clock.random() < CLOCKS_DRAWN:
+            self.clock_rate = clock.uniform(*CLOCK_RATES)
         self.users.differed = lambda: self.injector.happens(Fault.DIFFER)
         self.populate(self.users)
 

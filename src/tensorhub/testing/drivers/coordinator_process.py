@@ -75,14 +75,16 @@ class CoordinatorProcess:
         due = term.core.next_deadline()
         if due is not None and (term.tick_at is None or due < term.tick_at):
             term.tick_at = due
-            self._timeline.at(max(due, self._timeline.now), term.party, self._tick, term, due)
+            self._timeline.at(
+                max(self._world.when(due), self._timeline.now), term.party, self._tick, term, due
+            )
 
     def _tick(self, term: Term, due: float) -> None:
         if term.tick_at != due:
             return
         term.tick_at = None
         wanted = term.core.next_deadline()
-        if wanted is not None and wanted <= self._timeline.now:
+        if wanted is not None and wanted <= self._world.clock:
             self._world.step(Tick(), term)
         else:
             self.tick_soon(term)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import count
+from math import inf, nextafter
 from typing import Any, Protocol, assert_never
 
 from tensorhub.coordinator import (
@@ -106,6 +107,7 @@ class World(Driver):
         self.chunks = chunks
         self.manifest = manifest
         self.now = 0.0
+        self.clock_rate = 1.0
         self.numbers: Iterator[int] = count(1)
         self.registrations: Iterator[int] = count()
         self.ids = count(1)
@@ -163,6 +165,18 @@ class World(Driver):
         term = self.term_of(worker)
         return term is not self.term and term.is_clock_wrong
 
+    @property
+    def clock(self) -> float:
+        """The time by a coordinator's clock."""
+        return self.now * self.clock_rate
+
+    def when(self, due: float) -> float:
+        """When a coordinator's clock shows that."""
+        found = due / self.clock_rate
+        while found * self.clock_rate < due:
+            found = nextafter(found, inf)
+        return found
+
     # -- making things
 
     def worker(
@@ -210,7 +224,7 @@ class World(Driver):
             epoch=epoch,
             options=self.options,
             ids=lambda: f"id{next(self.ids)}",
-            now=self.now,
+            now=self.clock,
             durable=Durable.of(found) if epoch > 1 else None,
         )
         self.term = Term(epoch, core, party or Process(COORDINATOR), stored_at=self.now)
@@ -317,7 +331,7 @@ class World(Driver):
             self._heard_again = call in self._called
             self._called.add(call)
         asked, leads, outlived = list[int](), term is self.term, ""
-        actions = term.core.step(event, self.now)
+        actions = term.core.step(event, self.clock)
         for action in self.process.gets_out(actions) if leads else actions:
             if former:
                 demand(
@@ -537,5 +551,7 @@ class World(Driver):
             who = handle.worker.incarnation, record.key, handle.shard.rank
             seconds, is_committed = self.now - record.began, record.error is None
             core = self.core_of(handle.worker)
-            self.explained.ended(core, self.now, *who, seconds, committed=is_committed)
+            self.explained.ended(
+                core, self.clock, *who, seconds, committed=is_committed, clock_rate=self.clock_rate
+            )
         self.users.ended(handle, record)

@@ -119,7 +119,7 @@ class CrossingJudge:
         if len(ranks) < handle.shard.world_size or len(sites) > 1 or is_copy or is_fetch:
             return
         there = self._there.setdefault((content_id, sites.pop()), [])
-        now, lease_s = self._world.now, self._world.options.lease_s
+        now, lease_s = self._world.now, self._world.options.lease_s / self._world.clock_rate
         holders = [
             each
             for each in self._world.live_handles()

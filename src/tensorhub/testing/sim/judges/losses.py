@@ -53,15 +53,13 @@ class Losses:
             incarnation,
             unread,
         )
-        by = since + self._world.options.lease_s if since is not None else 0.0
+        lease_s = self._world.options.lease_s / self._world.clock_rate
+        by = since + lease_s if since is not None else 0.0
         demand(
             self._world.now >= by - 1e-6,
             "lost workers: {} is lost, and had until {:.3f} to come back",
             incarnation,
             by,
         )
-        comes = (
-            self._world.is_coming(incarnation)
-            and self._world.now < by + self._world.options.lease_s
-        )
+        comes = self._world.is_coming(incarnation) and self._world.now < by + lease_s
         demand(not comes, "lost workers: {} is lost, and waits to be let in", incarnation)

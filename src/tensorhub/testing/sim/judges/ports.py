@@ -114,6 +114,7 @@ class JudgedWorld(Protocol):
     """What there is."""
 
     now: float
+    clock_rate: float  # of coordinators' clocks: their seconds in one of all others
     options: Options
     is_unharmed: Callable[[], bool]  # whether no fault has happened so far, as far as anybody knows
     user_errors: tuple[type[Exception], ...]  # that a user's own code raises
