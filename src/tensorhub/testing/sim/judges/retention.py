@@ -359,7 +359,8 @@ class RetentionJudge:
             # while `leaver` was lost every holder was free to give that up: it goes, and may not
             # know yet
             return False
-        leave = cluster.models[handle.shard.model].withdrawals.get(handle.id)
+        model = cluster.models.get(handle.shard.model)  # a new coordinator may know nothing of it
+        leave = model.withdrawals.get(handle.id) if model is not None else None
         if self._is_let_go(handle, content_id) or (leave is not None and leave.begun):
             return False  # it goes, and is judged itself
         holds = handle.member.state in HOLDING and self._holds(handle, content_id, leaver)
