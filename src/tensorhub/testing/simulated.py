@@ -105,7 +105,7 @@ class SimulatedCluster(TimedCluster):
         has_two = models.random() < MODELS_DRAWN and archive is None
         its = archive, models if has_two else None, self.part
         self.users = Users(self, self.timeline, layouts, sites.seeders, *its)
-        clock = Random(f"clock {seed}")
+        clock = Random(f"drift of {seed}")
         if clock.random() < CLOCKS_DRAWN:
             self.clock_rate = clock.uniform(*CLOCK_RATES)
         self.users.differed = lambda: self.injector.happens(Fault.DIFFER)
