@@ -21,11 +21,19 @@ from tensorhub.integrations.ray import location, start_coordinator
 class Trainer:
     def __init__(self, address: str) -> None:
         self.model = torch.nn.Linear(1024, 1024)
-        self.weights = sync.connect(address, location=location()).register("actor", self.model)
+        torch.nn.init.zeros_(self.model.weight)
+        hub = sync.connect(address, location=location())
+        self.weights = hub.register("actor", self.model)
+        # the coordinator may outlive the program: numbers go on from there
+        self.version = hub.describe("actor", limit=0).mark or 0
+        if ray.get_runtime_context().was_current_actor_reconstructed and self.version:
+            self.weights.replicate("latest")  # from its readers
 
-    def step(self, version: int) -> None:
-        with self.weights.mutate(version), torch.no_grad():
-            self.model.weight.fill_(version)
+    def step(self) -> int:
+        self.version += 1
+        with self.weights.mutate(self.version), torch.no_grad():
+            self.model.weight += 1
+        return self.version
 
 
 @ray.remote(max_restarts=-1, max_task_retries=-1)
@@ -45,8 +53,8 @@ def run(state_dir: str) -> None:
     address = start_coordinator(state_dir=state_dir)  # finds the one that is there, if there is one
     trainer: Any = Trainer.remote(address)  # type: ignore[attr-defined]
     rollouts: Any = [Rollout.remote(address) for _ in range(2)]  # type: ignore[attr-defined]
-    for version in (1, 2, 3):
-        ray.get(trainer.step.remote(version))
+    for _ in range(3):
+        version = ray.get(trainer.step.remote())
         print(f"version {version}: {ray.get([each.generate.remote(version) for each in rollouts])}")
 
 

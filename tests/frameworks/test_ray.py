@@ -360,7 +360,23 @@ def test_objects_of_ray_are_fetched_in_place_and_closed_when_ray_frees_them(
 
 @pytest.mark.usefixtures("coordinator")  # to end the one that it starts
 def test_the_example_runs(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    ray_weights.run(str(cluster.state_dir))
-    assert capsys.readouterr().out.splitlines() == [
-        f"version {n}: [{n}.0, {n}.0]" for n in (1, 2, 3)
-    ]
+    for before in (0, 3):  # the coordinator outlives the first run
+        ray_weights.run(str(cluster.state_dir))
+        assert capsys.readouterr().out.splitlines() == [
+            f"version {before + n}: [{n}.0, {n}.0]" for n in (1, 2, 3)
+        ]
+
+
+def test_the_examples_trainer_goes_on_with_its_weights_after_a_restart(
+    coordinator: Callable[..., str],
+) -> None:
+    address = coordinator()
+    example: Any = ray_weights
+    trainer, rollout = example.Trainer.remote(address), example.Rollout.remote(address)
+    for version in (1, 2):
+        assert ray.get(trainer.step.remote(), timeout=DEADLINE_S) == version
+        assert ray.get(rollout.generate.remote(version), timeout=DEADLINE_S) == version
+    ray.kill(trainer, no_restart=False)
+    stepped = trainer.step.options(max_task_retries=-1).remote()  # Ray may not know that it is gone
+    version = ray.get(stepped, timeout=DEADLINE_S)
+    assert ray.get(rollout.generate.remote(version), timeout=DEADLINE_S) == version
