@@ -190,6 +190,10 @@ def test_missing_and_unexpected_names_are_all_listed(
     assert "the engine's weights are intact" in f"{missing.value}"
     assert not engine.tokenizer_manager.is_pause
     trainer.close()
+    trainer = trainers({f"policy.{name}": each for name, each in model.state_dict().items()})
+    with pytest.raises(ManifestMismatch, match=r"all published names begin with 'policy\.'"):
+        trainer.send_weights()
+    trainer.close()
     extra = {"model.layers.0.new.weight": torch.zeros(2), "value_head.weight": torch.zeros(2)}
     trainer = trainers({**model.state_dict(), **extra})
     with pytest.raises(ManifestMismatch, match="has no place for 2 published") as unexpected:

@@ -15,7 +15,7 @@ from tensorhub.integrations import sglang, sglang_server, vllm_session
 from tensorhub.integrations.checkpoint_engine import Exchange
 from tensorhub.integrations.engine_feed import EngineFeed
 from tensorhub.integrations.fleet import Fleet
-from tensorhub.integrations.given import bounded
+from tensorhub.integrations.given import bounded, wrapped
 from tensorhub.integrations.one_version_trainer import OneVersion
 from tensorhub.integrations.trl import RolloutWeights
 from tests.integrations.test_sglang_server import Engine
@@ -23,6 +23,15 @@ from tests.integrations.test_vllm_session import Client
 
 ADDRESS = "tcp://127.0.0.1:1"
 HUB: Any = None  # it is not asked
+
+
+def test_names_of_a_module_that_wraps_the_model_are_told() -> None:
+    wanted = ["model.norm.weight", "lm_head.weight"]
+    said = wrapped(["policy.model.norm.weight", "policy.lm_head.weight"], wanted)
+    assert "all published names begin with 'policy.'" in said
+    assert "publish the module within" in said
+    for others in (["model.norm.bias"], ["policy.a", "value.a"], ["policy.a", "policy"], []):
+        assert wrapped(others, wanted) == ""
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ def test_engines_that_are_none() -> None:
         InvalidValue, match=r"'127.0.0.1:30000' is not the URL .* give .http://HOST:PORT"
     ):
         trainer("127.0.0.1:30000")
+    with pytest.raises(InvalidValue, match='has no /v1: give "http://HOST:PORT" only'):
+        trainer("http://127.0.0.1:30000/v1/")
     with pytest.raises(InvalidType, match="engines=5: give the URL"):
         trainer(5)
 
@@ -154,12 +156,12 @@ def test_an_engine_that_says_that_it_has_loaded_and_never_called_the_loader() ->
     engine = FakeEngine()
     with training(engine) as trainer:
         engine.skips = True
-        with pytest.raises(StateError, match="its loader was never called"):
+        with pytest.raises(StateError, match="by get_weights_by_name, gives no report"):
             trainer.send_weights()
         engine.skips = False
         trainer.send_weights()
         engine.skips = True
-        with pytest.raises(StateError, match="its loader reports version 1"):
+        with pytest.raises(StateError, match="by get_weights_by_name, reports version 1"):
             trainer.send_weights()
     assert engine.calls[-1] == "continue_generation"
 

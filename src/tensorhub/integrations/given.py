@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tensorhub.api.arguments import checked_options, is_list
@@ -24,6 +25,20 @@ def bounded(options: Options | None, timeout_s: float) -> Options:
     """
     options, timeout_s = checked_options(options), as_timeout_s(timeout_s, 0.0, "timeout_s")
     return replace(options, coordinator_wait_s=min(options.coordinator_wait_s, timeout_s))
+
+
+def wrapped(published: Iterable[str], wanted: Iterable[str]) -> str:
+    """What to say of names that do not fit where they are those of a module that wraps the model;
+    else nothing. `wanted`: names of parameters that are in none of the published tensors.
+    """
+    outer = {name.partition(".")[0] if "." in name else "" for name in published}
+    if len(outer) != 1 or "" in outer or any(name.startswith(f"{min(outer)}.") for name in wanted):
+        return ""
+    prefix = f"{min(outer)}."
+    return (
+        f"; all published names begin with {prefix!r}, and none of the engine's does: publish the "
+        f"module within"
+    )
 
 
 def check_info(given: object) -> None:

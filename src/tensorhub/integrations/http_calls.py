@@ -60,6 +60,8 @@ def checked_url(url: object, whose: str) -> str:
         is_good = False
     if "@" in str(url):  # perhaps with a password, which no error shows
         raise InvalidValue(f'the URL of {whose} takes no user: give "http://HOST:PORT"')
+    if is_good and parts.path.rstrip("/").endswith("/v1"):  # of its OpenAI routes
+        raise InvalidValue(f'the URL of {whose} has no /v1: give "http://HOST:PORT" only')
     if not is_good:
         raise InvalidValue(f'{shown(url)} is not the URL of {whose}: give "http://HOST:PORT"')
     return str(url).rstrip("/")

@@ -19,7 +19,7 @@ which is SGLang's, nor for the trainer (`sglang_trainer`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -44,7 +44,7 @@ from tensorhub.errors import (
 )
 from tensorhub.integrations import sglang_lora, sglang_sleep
 from tensorhub.integrations.adapters import fetch_adapter
-from tensorhub.integrations.given import bounded
+from tensorhub.integrations.given import bounded, wrapped
 from tensorhub.integrations.recording import Specs
 from tensorhub.integrations.releases import check_release
 from tensorhub.integrations.sglang_layers import (
@@ -354,7 +354,8 @@ class Receiver:
         if missing:
             texts.append(
                 f"{len(missing)} parameter(s) of the engine are not in what is published as "
-                f"{order.model!r}: {some(missing, '; ', most=100)}"
+                f"{order.model!r}: {some(missing, '; ', most=100)}; publish them under the names "
+                f"of the checkpoint{wrapped(plan.specs, _names(missing))}"
             )
         if unexpected:
             texts.append(
@@ -469,6 +470,11 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         other.stride(),
         other.dtype,
     )
+
+
+def _names(missing: Iterable[str]) -> list[str]:
+    """Of the parameters in these sentences of a plan's."""
+    return [each.partition(": ")[0].strip("'\"") for each in missing]
 
 
 def _of_all_ranks(value: Made) -> list[Made]:

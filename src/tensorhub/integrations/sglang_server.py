@@ -359,10 +359,11 @@ class Session:
         _load(self.engine, order.tensors(), flush_cache=False)
         report = Report.decode(self.engine.parameter(REPORT))
         if report is None or (report.version, report.purpose) != (order.version, order.purpose):
-            said = "was never called" if report is None else f"reports version {report.version}"
+            said = "gives no report" if report is None else f"reports version {report.version}"
             raise StateError(
                 f"{self.engine!r} has answered that it has loaded version {order.version}, and its "
-                f"loader {said}: does something between trainer and engine answer in its place?"
+                f"loader, asked by get_weights_by_name, {said}: does something between trainer and "
+                f"engine answer in its place, or not pass /get_weights_by_name on?"
             )
         if report.failed is not None:
             raise report.failed.error()
