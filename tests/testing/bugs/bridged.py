@@ -48,7 +48,7 @@ def nobody_looks_whether_all_is_read() -> Iterator[None]:
 
 @bug("R7: the rank that is asked whether its group reads everything says so unseen")
 def all_is_read_unseen() -> Iterator[None]:
-    with replaced(handle, "check", lambda action: None):
+    with replaced(handle, "check", lambda *_: None):
         yield
 
 

@@ -410,16 +410,9 @@ def digests_kept() -> Iterator[None]:
         **named: Any,
     ) -> None:
         old = self._memories.get(registration)
-        digests = old.digests if old is not None and named["complete"] else None
-        before(
-            self,
-            registration,
-            generation,
-            content_id,
-            sizes,
-            digests=digests,
-            complete=named["complete"],
-        )
+        if old is not None and named["complete"] and len(old.own.sizes) == len(sizes):
+            named["digests"] = old.own.digests
+        before(self, registration, generation, content_id, sizes, **named)
 
     with around(Owner, "open", open_):
         yield
@@ -475,11 +468,15 @@ def pin_outlives_rollback() -> Iterator[None]:
 )
 def quarantine_lifted() -> Iterator[None]:
     def again(
-        before: Callable[..., None], self: Membership, member: Member, message: Register
+        before: Callable[..., None],
+        self: Membership,
+        member: Member,
+        message: Register,
+        *more: Any,
     ) -> None:
         lifted = [holding for holding in member.leaving if holding.trust.quarantined]
         if not lifted:
-            before(self, member, message)
+            before(self, member, message, *more)
             return
         for holding in lifted:
             member.leaving.remove(holding)
@@ -519,9 +516,10 @@ def asked_once_only() -> Iterator[None]:
         part: RankPart,
         holding: Held,
         chunk: int,
+        *more: Any,
     ) -> None:
         if not holding.trust.inquiries:
-            before(self, part, holding, chunk)
+            before(self, part, holding, chunk, *more)
 
     with around(CorruptionChecks, "ask", ask):
         yield

@@ -642,10 +642,10 @@ def quarantine_forgotten() -> Iterator[None]:
 def spoiled_memory_announced() -> Iterator[None]:
     restate = MemberMemory.restate
 
-    def broken(self: MemberMemory) -> None:
+    def broken(self: MemberMemory, **named: Any) -> None:
         if self.content is not None:
             self.content.spoiled = False
-        restate(self)
+        restate(self, **named)
 
     with replaced(MemberMemory, "restate", broken):
         yield

@@ -14,17 +14,17 @@ from tensorhub.types import LATEST, PREVIOUS, Selector
 from tests.testing.bugs import bug, replaced
 from tests.testing.bugs.inside import around
 
-Resolve = Callable[[Versions, Model, Selector, int | None], Version | None]
+Resolve = Callable[..., Version | None]
 FEW = (Fault.CUT, Fault.DELAY, Fault.CANCEL)
 
 
 @bug("R12: `latest` is the version before the newest one, where there is one", faults=FEW)
 def latest_one_behind() -> Iterator[None]:
     def resolve(
-        before: Resolve, self: Versions, model: Model, selector: Selector, at_least: int | None
+        before: Resolve, self: Versions, model: Model, selector: Selector, *more: Any
     ) -> Version | None:
-        older = before(self, model, PREVIOUS, at_least) if selector == LATEST else None
-        return older or before(self, model, selector, at_least)
+        older = before(self, model, PREVIOUS, *more) if selector == LATEST else None
+        return older or before(self, model, selector, *more)
 
     with around(Versions, "resolve", resolve):
         yield
@@ -33,10 +33,10 @@ def latest_one_behind() -> Iterator[None]:
 @bug("R12: `latest-1` is two versions before the newest one, where there is that", faults=FEW)
 def previous_skips_one() -> Iterator[None]:
     def resolve(
-        before: Resolve, self: Versions, model: Model, selector: Selector, at_least: int | None
+        before: Resolve, self: Versions, model: Model, selector: Selector, *more: Any
     ) -> Version | None:
         older = model.newest_visible(skip=2) if selector == PREVIOUS else None
-        return older or before(self, model, selector, at_least)
+        return older or before(self, model, selector, *more)
 
     with around(Versions, "resolve", resolve):
         yield
@@ -45,9 +45,9 @@ def previous_skips_one() -> Iterator[None]:
 @bug("R12: `at_least` is not looked at", faults=FEW)
 def at_least_ignored() -> Iterator[None]:
     def resolve(
-        before: Resolve, self: Versions, model: Model, selector: Selector, at_least: int | None
+        before: Resolve, self: Versions, model: Model, selector: Selector, *more: Any
     ) -> Version | None:
-        return before(self, model, selector, None)
+        return before(self, model, selector, None, *more[1:])
 
     with around(Versions, "resolve", resolve):
         yield
@@ -70,9 +70,9 @@ def available_that_nobody_holds() -> Iterator[None]:
 @bug("R12: a number that is asked for, and was overtaken, is the newest one", faults=FEW)
 def number_is_the_newest() -> Iterator[None]:
     def resolve(
-        before: Resolve, self: Versions, model: Model, selector: Selector, at_least: int | None
+        before: Resolve, self: Versions, model: Model, selector: Selector, *more: Any
     ) -> Version | None:
-        found = before(self, model, selector, at_least)
+        found = before(self, model, selector, *more)
         return model.newest_visible() if isinstance(selector, int) else found
 
     with around(Versions, "resolve", resolve):

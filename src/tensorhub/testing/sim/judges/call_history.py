@@ -238,5 +238,5 @@ def _says_there_is_none(error: Exception | None) -> bool:
     """Whether the error says that a number is not published, or not any more; not: it has no
     holder.
     """
-    texts = ("does not exist", "is not published")
+    texts = ("does not exist", "is not published", "no worker holds it any more")
     return isinstance(error, VersionUnavailable) and any(text in str(error) for text in texts)
