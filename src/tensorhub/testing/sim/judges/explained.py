@@ -72,8 +72,10 @@ class Explained:
             found,
             total,
         )
-        group = core.cluster.models[key.model].groups[key.group]
-        expected = walls if group.world_size > RANKS_KEPT else [max(walls)]
+        model = core.cluster.models.get(key.model)
+        group = model.groups.get(key.group) if model is not None else None  # it may have left
+        is_small = group is not None and group.world_size <= RANKS_KEPT
+        expected = [max(walls)] if is_small else walls
         demand(
             key in self._left
             or any(_is_about(found.seconds, wall, clock_rate) for wall in expected),
